@@ -1,0 +1,52 @@
+# Two commands to know: `make pretrain` and `make test`. Both set up .venv themselves (Python >= 3.11 and pip are enough).
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/nano
+ROOMS  := kernels vision model data eval pipeline rl
+export TOKENIZERS_PARALLELISM = false
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: pretrain pretrain-long test check format gpu bench setup setup-dev clean
+
+pretrain: setup            ## watch a small early-fusion model learn to see (CPU, minutes)
+	$(BIN)/python -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  -m earlyfusion.pipeline.pretrain nano --out $(RUN)
+
+pretrain-long: setup       ## the same, longer (up to 30 minutes)
+	$(BIN)/python -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	  -m earlyfusion.pipeline.pretrain nano-long --out runs/nano-long
+
+test: setup-dev check      ## lint, types and every test that this machine can run
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: setup-dev
+	$(BIN)/ruff check $(ROOMS) tests
+	$(BIN)/ruff format --check $(ROOMS) tests
+	@mkdir -p .types/earlyfusion && for r in $(ROOMS); do ln -sfn ../../$$r .types/earlyfusion/$$r; done
+	MYPYPATH=.types $(BIN)/mypy -p earlyfusion
+
+format: setup-dev
+	$(BIN)/ruff check --fix $(ROOMS) tests
+	$(BIN)/ruff format $(ROOMS) tests
+
+gpu: setup-dev             ## correctness on a CUDA device, then benchmarks against peers
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/earlyfusion bench train
+
+bench: setup
+	$(BIN)/earlyfusion bench train
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: pyproject.toml constraints.txt setup.sh
+	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh dev,video
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .types .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -1,0 +1,53 @@
+"""Evaluation results as files: one JSON object per measurement, `<run>/eval/<name>_<step>.json`.
+
+Whoever evaluates writes with `save_result`; the report, the model card and later comparisons read with
+`load_results`. A file is complete or absent (written beside, then renamed). Keys common to all results:
+`name` (str, which measurement), `step` (int, optimizer step of the weights measured); the rest is the measurement's own.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+STEP_DIGITS = 7
+
+
+def _plain(value: Any) -> Any:
+    """Standard JSON has no NaN or infinity; both become null instead of a file other tools refuse."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def write_json(path: Path, payload: Any) -> Path:
+    """Write `payload` as UTF-8 JSON so that a reader sees the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(_plain(payload), ensure_ascii=False, indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:
+    """Save one measurement; `payload` may hold numbers, strings, lists and dicts. Returns the file's path."""
+    record = {"name": name, "step": int(step), **payload}
+    return write_json(Path(run_dir) / "eval" / f"{name}_{int(step):0{STEP_DIGITS}d}.json", record)
+
+
+def load_results(run_dir: str | Path, name: str) -> list[dict[str, Any]]:
+    """All measurements called `name`, sorted by step. Unreadable files are left out: a report must not fail on them."""
+    results = []
+    for path in sorted((Path(run_dir) / "eval").glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(record, dict) and record.get("name") == name and isinstance(record.get("step"), int):
+            results.append(record)
+    return sorted(results, key=lambda record: record["step"])

@@ -1,0 +1,100 @@
+"""Attention inside every document of a packed row: the definition.
+
+For query i and key j of the same document (j <= i if causal), with n = H / G query heads per key head,
+
+    s_hij = scale * <q_hi, k_gj>,  g = h // n        lse_hi = log sum_j exp s_hij
+    o_hi  = sum_j exp(s_hij - lse_hi) v_gj           S_h = max_ij s_hij   (visible pairs only)
+
+Legend: T tokens, N documents, H query heads, G key/value heads, D key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.segments import Segments, check_packed
+
+
+def check_attention(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, segments: Segments) -> None:
+    """Raise ValueError if the tensors do not describe grouped attention over this packed row."""
+    for name, tensor in (("q_THD", q_THD), ("k_TGD", k_TGD), ("v_TGV", v_TGV)):
+        if tensor.dim() != 3:
+            raise ValueError(f"attention: {name} has shape {tuple(tensor.shape)}; expected [tokens, heads, dim]")
+        check_packed(f"attention {name}", tensor, segments)
+    heads, key_heads = q_THD.shape[1], k_TGD.shape[1]
+    if v_TGV.shape[1] != key_heads or heads % key_heads:
+        raise ValueError(
+            f"attention: {heads} query heads, {key_heads} key heads and {v_TGV.shape[1]} value heads do not group; "
+            "keys and values need the same number of heads, which divides the number of query heads"
+        )
+    if q_THD.shape[2] != k_TGD.shape[2]:
+        raise ValueError(f"attention: q has head dim {q_THD.shape[2]} but k has {k_TGD.shape[2]}; they must agree")
+
+
+def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -> Tensor:
+    """Masked logits [H, T, T] of one document in accumulation precision."""
+    dtype = accumulate_dtype(q_THD.dtype)
+    k_THD = k_TGD.repeat_interleave(q_THD.shape[1] // k_TGD.shape[1], dim=1)
+    logits_HTT = torch.einsum("ihd,jhd->hij", q_THD.to(dtype), k_THD.to(dtype)) * scale
+    if causal:
+        hidden_TT = torch.ones(logits_HTT.shape[1:], dtype=torch.bool, device=q_THD.device).triu(1)
+        logits_HTT = logits_HTT.masked_fill(hidden_TT, float("-inf"))
+    return logits_HTT
+
+
+def attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGV: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention, documents isolated from each other, one document at a time.
+
+    Returns:
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and, if
+        ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
+    Raises:
+        ValueError: head counts or dims do not fit, or the row does not match ``segments``.
+    """
+    check_attention(q_THD, k_TGD, v_TGV, segments)
+    out_dtype = compute_dtype(q_THD, k_TGD, v_TGV)
+    dtype = accumulate_dtype(out_dtype)
+    repeats = q_THD.shape[1] // k_TGD.shape[1]
+    outputs, lses = [], []
+    with without_autocast(q_THD):
+        for start, length in zip(segments.offsets, segments.lengths):
+            rows = slice(start, start + length)
+            logits_HTT = _document_logits(q_THD[rows].to(out_dtype), k_TGD[rows].to(out_dtype), causal, scale)
+            lse_HT = logits_HTT.logsumexp(dim=-1)
+            v_THV = v_TGV[rows].to(out_dtype).repeat_interleave(repeats, dim=1).to(dtype)
+            outputs.append(torch.einsum("hij,jhv->ihv", torch.exp(logits_HTT - lse_HT[..., None]), v_THV))
+            lses.append(lse_HT.detach().T)
+    if not outputs:  # an empty row keeps its place in the graph
+        empty = (q_THD.sum() + k_TGD.sum() + v_TGV.sum()).to(out_dtype)
+        o_THV = empty.expand(0, q_THD.shape[1], v_TGV.shape[2])
+        return o_THV, q_THD.new_zeros(0, q_THD.shape[1], dtype=dtype) if return_lse else None
+    return torch.cat(outputs).to(out_dtype), torch.cat(lses) if return_lse else None
+
+
+@torch.no_grad()
+def max_logit(
+    q_THD: Tensor, k_TGD: Tensor, lse_TH: Tensor, segments: Segments, *, causal: bool, scale: float, tau: float
+) -> Tensor:
+    """Exact S_h, float32 [H], from materialised logits; ``-inf`` for an empty row.
+
+    ``lse_TH`` and ``tau`` are not needed here; the gated form
+    (:func:`earlyfusion.kernels.attention.max_logit.max_logit`) shares the signature.
+    """
+    best_H = torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
+    with without_autocast(q_THD):
+        for start, length in zip(segments.offsets, segments.lengths):
+            rows = slice(start, start + length)
+            logits_HTT = _document_logits(q_THD[rows], k_TGD[rows], causal, scale)
+            best_H = torch.maximum(best_H, logits_HTT.flatten(1).amax(dim=1).float())
+    return best_H

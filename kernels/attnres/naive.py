@@ -1,0 +1,79 @@
+"""Attention over residual sources (Attention Residuals, arXiv 2603.15031, eqs. 1-6): the definition.
+
+A sub-layer reads a softmax mixture of earlier representations v_i. With the pseudo-query w and the key norm weight g
+of that sub-layer folded into one vector qw = w * g,
+
+    s_i = <qw, v_i / sqrt(mean(v_i^2) + eps)>     p = softmax(s)     h = sum_i p_i v_i
+
+Only keys are normalised, values are not; there is no 1/sqrt(D). A zero qw gives the uniform mean.
+
+The block form is split in two phases (Alg. 1): ``phase1`` attends from the S sub-layers of a block over its finished
+sources at once and returns a normalised output with its log-sum-exp; ``merge`` adds the block's running partial sum,
+which differs from sub-layer to sub-layer. ``merge(*phase1(sources), partial) == mix([*sources, partial])``.
+
+Legend: n sources, S sub-layers (queries), T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
+
+
+def check_sources(sources: Sequence[Tensor], width: int) -> None:
+    """Raise ValueError unless there is a source and all are [T, D] of one shape with D = ``width``."""
+    if not sources:
+        raise ValueError("attention residual: got no sources; the embedding is always the first one")
+    first = sources[0].shape
+    if len(first) != 2 or first[1] != width or any(source.shape != first for source in sources):
+        shapes = [tuple(source.shape) for source in sources]
+        raise ValueError(f"attention residual: sources {shapes} and a query of width {width}; expected equal [T, D]")
+
+
+def _scores(v_nTD: Tensor, qw_SD: Tensor, eps: float) -> Tensor:
+    key_nTD = v_nTD * torch.rsqrt(v_nTD.square().mean(dim=-1, keepdim=True) + eps)
+    return torch.einsum("sd,ntd->snt", qw_SD, key_nTD)
+
+
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mix finished sources for S queries at once.
+
+    Args:
+        sources: n tensors [T, D].
+        qw_SD: folded pseudo-queries.
+        eps: of the key norm.
+    Returns:
+        ``(o_STD, lse_ST)``: the mixtures in the sources' dtype and log sum_i exp(s_i), float32 (float64 for float64).
+    Raises:
+        ValueError: no sources, or shapes differ.
+    """
+    check_sources(sources, qw_SD.shape[-1])
+    dtype = accumulate_dtype(sources[0].dtype)
+    with without_autocast(qw_SD):
+        v_nTD = torch.stack([source.to(dtype) for source in sources])
+        s_SnT = _scores(v_nTD, qw_SD.to(dtype), eps)
+        o_STD = torch.einsum("snt,ntd->std", s_SnT.softmax(dim=1), v_nTD)
+    return o_STD.to(sources[0].dtype), s_SnT.logsumexp(dim=1)
+
+
+def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
+    """Add one more source to a phase-1 result of the same query by online softmax.
+
+    Returns h_TD in the dtype of ``partial_TD``.
+    """
+    dtype = accumulate_dtype(partial_TD.dtype)
+    with without_autocast(qw_D):
+        partial = partial_TD.to(dtype)
+        s_T = _scores(partial[None], qw_D[None].to(dtype), eps)[0, 0]
+        share_T1 = torch.sigmoid(s_T - lse1_T.to(dtype))[:, None]  # exp(s) / (exp(s) + exp(lse1))
+        h_TD = (1 - share_T1) * o1_TD.to(dtype) + share_T1 * partial
+    return h_TD.to(partial_TD.dtype)
+
+
+def mix(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
+    """One-phase mixture h_TD of all sources for one query: the law the two phases must reproduce."""
+    return phase1(sources, qw_D[None], eps)[0][0]

@@ -1,0 +1,104 @@
+"""One table of operations and their implementations, and the rule that picks one.
+
+Every operation has up to three backends with the same signature:
+
+* ``naive``: the definition, written to be read; the oracle of every test.
+* ``torch``: plain torch with a custom backward; quick on a CPU, correct on any device.
+* ``triton``: a GPU kernel. Where one does not exist the table has no entry, never a stub.
+
+``resolve`` picks by device: on CUDA ``triton`` if there is one, else ``torch``, else ``naive``; elsewhere ``torch``, else
+``naive``. The environment variable ``EF_KERNELS`` (``auto``, ``naive``, ``torch`` or ``triton``) caps that choice: the
+named backend is used where it exists and the next simpler one where it does not. Implementations are imported when
+first asked for, so that a CPU machine never imports triton.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+BACKENDS = ("naive", "torch", "triton")  # from the simplest to the most special
+ENVIRONMENT = "EF_KERNELS"
+
+_ROOM = "earlyfusion.kernels"
+REGISTRY: dict[str, dict[str, str]] = {
+    "kda": {"naive": f"{_ROOM}.kda.naive:kda", "torch": f"{_ROOM}.kda.chunk:kda"},
+    "kda_step": {"naive": f"{_ROOM}.kda.naive:kda_step", "torch": f"{_ROOM}.kda.step:kda_step"},
+    "short_conv": {"naive": f"{_ROOM}.kda.naive:short_conv", "torch": f"{_ROOM}.kda.conv:short_conv"},
+    "attention": {"naive": f"{_ROOM}.attention.naive:attention", "torch": f"{_ROOM}.attention.varlen:attention"},
+    "attnres_phase1": {"naive": f"{_ROOM}.attnres.naive:phase1", "torch": f"{_ROOM}.attnres.two_phase:phase1"},
+    "attnres_merge": {"naive": f"{_ROOM}.attnres.naive:merge", "torch": f"{_ROOM}.attnres.two_phase:merge"},
+    "moe_experts": {"naive": f"{_ROOM}.moe.naive:moe_experts", "torch": f"{_ROOM}.moe.grouped:moe_experts"},
+    "linear_cross_entropy": {
+        "naive": f"{_ROOM}.loss.naive:linear_cross_entropy",
+        "torch": f"{_ROOM}.loss.chunked_ce:linear_cross_entropy",
+    },
+    "newton_schulz": {
+        "naive": f"{_ROOM}.muon.naive:newton_schulz",
+        "torch": f"{_ROOM}.muon.newton_schulz:newton_schulz",
+    },
+}
+
+
+def _nearest(given: str, choices: tuple[str, ...]) -> str:
+    close = get_close_matches(given, choices, n=1, cutoff=0.0)
+    return close[0] if close else choices[0]
+
+
+def requested_backend() -> str:
+    """The value of ``EF_KERNELS``, ``auto`` if unset.
+
+    Raises:
+        ValueError: it names no backend.
+    """
+    value = os.environ.get(ENVIRONMENT, "auto").strip().lower() or "auto"
+    choices = ("auto", *BACKENDS)
+    if value not in choices:
+        raise ValueError(
+            f"{ENVIRONMENT}={value!r} names no kernel backend; choose one of {', '.join(choices)} "
+            f"(did you mean {_nearest(value, choices)!r}?)"
+        )
+    return value
+
+
+def pick(op: str, device: torch.device | str) -> str:
+    """Name of the backend ``resolve`` uses for ``op`` on ``device``.
+
+    Raises:
+        ValueError: ``op`` or ``EF_KERNELS`` is unknown; the nearest valid name is given.
+    """
+    if op not in REGISTRY:
+        known = tuple(REGISTRY)
+        raise ValueError(
+            f"unknown operation {op!r}; known: {', '.join(known)} (did you mean {_nearest(op, known)!r}?). "
+            "Operations are listed in kernels/dispatch.py."
+        )
+    wanted = requested_backend()
+    if wanted == "auto":
+        wanted = "triton" if torch.device(device).type == "cuda" else "torch"
+    for backend in reversed(BACKENDS[: BACKENDS.index(wanted) + 1]):
+        if backend in REGISTRY[op]:
+            return backend
+    raise ValueError(f"operation {op!r} has no backend at or below {wanted!r}; it has {', '.join(REGISTRY[op])}")
+
+
+@cache
+def _load(path: str) -> Callable[..., Any]:
+    module, _, function = path.partition(":")
+    return getattr(import_module(module), function)
+
+
+def resolve(op: str, device: torch.device | str) -> Callable[..., Any]:
+    """The implementation of ``op`` for tensors on ``device``; call it with the operation's arguments."""
+    return _load(REGISTRY[op][pick(op, device)])
+
+
+def table(device: torch.device | str) -> list[tuple[str, str, str]]:
+    """Rows ``(op, backend, "module:function")`` of what ``resolve`` would use on ``device``."""
+    return [(op, backend, REGISTRY[op][backend]) for op in REGISTRY for backend in [pick(op, device)]]

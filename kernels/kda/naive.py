@@ -1,0 +1,164 @@
+"""Kimi Delta Attention and its short convolution, token by token: the definition every faster form must match.
+
+Source: Kimi Linear technical report (arXiv 2510.26692), equation 1. Per value head, with state S of shape [K, V]:
+
+    S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,    o_t = scale * S_t^T q_t
+
+q and k are L2-normalised, alpha = exp(g) per key channel (kernels/kda/gate.py), beta = sigmoid(b). The state is float32.
+Gradients come from autograd. Slow; meant for tests and for reading.
+
+Legend: T tokens, B sequences, N documents, H query/key heads, G value heads (a multiple of H; value head g reads
+query/key head g // (G / H)), K key dim, V value dim, C channels, W taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from earlyfusion.kernels.kda.gate import compute_dtype, log_decay
+from earlyfusion.kernels.segments import Segments, check_packed
+
+L2_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, in the dtype of x."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor) -> None:
+    """Raise ValueError if the shapes of one KDA call do not fit together. Leading (token or batch) axis first."""
+    if q.shape != k.shape:
+        raise ValueError(f"kda: q {tuple(q.shape)} and k {tuple(k.shape)} must have the same shape [T, H, K]")
+    if v.shape[1] % q.shape[1]:
+        raise ValueError(
+            f"kda: v has {v.shape[1]} heads, q has {q.shape[1]}; value heads must be a multiple of query heads"
+        )
+    if f.shape != (*v.shape[:2], q.shape[2]):
+        raise ValueError(f"kda: f is {tuple(f.shape)}, expected [T, G, K] = {(*v.shape[:2], q.shape[2])}")
+    if b.shape != v.shape[:2]:
+        raise ValueError(f"kda: b is {tuple(b.shape)}, expected [T, G] = {tuple(v.shape[:2])}")
+
+
+def kda_step(
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BGV: Tensor,
+    f_BGK: Tensor,
+    b_BG: Tensor,
+    A_log_G: Tensor,
+    dt_bias_GK: Tensor,
+    state_BGKV: Tensor,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token of each of B sequences: decay the state, predict, update, then read with q.
+
+    Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new state_BGKV).
+    """
+    check_heads(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
+    dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
+    group = v_BGV.shape[1] // q_BHK.shape[1]
+    scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
+    q_BGK = l2_normalize(q_BHK.to(dtype)).repeat_interleave(group, dim=1)
+    k_BGK = l2_normalize(k_BHK.to(dtype)).repeat_interleave(group, dim=1)
+    alpha_BGK = log_decay(f_BGK, A_log_G, dt_bias_GK, lower_bound).to(dtype).exp()
+    beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
+
+    decayed_BGKV = state_BGKV.to(dtype) * alpha_BGK.unsqueeze(-1)
+    predicted_BGV = torch.einsum("bgk,bgkv->bgv", k_BGK, decayed_BGKV)
+    delta_BGV = beta_BG1 * (v_BGV.to(dtype) - predicted_BGV)
+    state_BGKV = decayed_BGKV + k_BGK.unsqueeze(-1) * delta_BGV.unsqueeze(-2)
+    o_BGV = scale * torch.einsum("bgk,bgkv->bgv", q_BGK, state_BGKV)
+    return o_BGV.to(v_BGV.dtype), state_BGKV
+
+
+def kda(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_TGV: Tensor,
+    f_TGK: Tensor,
+    b_TG: Tensor,
+    A_log_G: Tensor,
+    dt_bias_GK: Tensor,
+    segments: Segments,
+    *,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state_NGKV: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA over packed documents, one token after the other.
+
+    Args:
+        q_THK, k_THK: queries and keys after the convolution, before normalisation.
+        v_TGV: values. f_TGK: gate pre-activations. b_TG: logits of beta.
+        A_log_G, dt_bias_GK: gate parameters, see kernels/kda/gate.py.
+        segments: the documents of the row; no state passes from one to the next.
+        lower_bound: None for the softplus gate, a negative number for the bounded gate.
+        scale: of the queries, K ** -0.5 by default.
+        initial_state_NGKV: state before the first token of each document, zero by default.
+        output_final_state: also return the state after each document's last token.
+
+    Returns:
+        (o_TGV in the dtype of v, final_state_NGKV in float32, or float64 for float64 inputs, or None).
+
+    Raises:
+        ValueError: shapes do not fit each other or the segments.
+    """
+    check_packed("kda", q_THK, segments)
+    check_heads(q_THK, k_THK, v_TGV, f_TGK, b_TG)
+    groups, key_dim, value_dim = v_TGV.shape[1], q_THK.shape[2], v_TGV.shape[2]
+    outputs, states = [], []
+    for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
+        if initial_state_NGKV is None:
+            state = torch.zeros(1, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device)
+        else:
+            state = initial_state_NGKV[n : n + 1]
+        for t in range(start, start + length):
+            token = (x[t : t + 1] for x in (q_THK, k_THK, v_TGV, f_TGK, b_TG))
+            o, state = kda_step(*token, A_log_G, dt_bias_GK, state, lower_bound, scale)
+            outputs.append(o)
+        states.append(state)
+    o_TGV = torch.cat(outputs) if outputs else torch.zeros_like(v_TGV)
+    if not output_final_state:
+        return o_TGV, None
+    empty = torch.zeros(0, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device)
+    return o_TGV, torch.cat(states) if states else empty
+
+
+def short_conv(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    segments: Segments,
+    *,
+    initial_taps_NCW1: Tensor | None = None,
+    output_taps: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Depthwise causal convolution of W taps, then SiLU: y_t = silu(sum_w weight[:, w] * x_{t - (W - 1) + w}).
+
+    Inputs before the first token of a document are zero, or ``initial_taps_NCW1`` (oldest first).
+
+    Returns:
+        (y_TC in the dtype of x, taps_NCW1 or None): taps are the last W - 1 inputs of each document, oldest first,
+        including the initial taps where the document is shorter than W - 1.
+    """
+    check_packed("short_conv", x_TC, segments)
+    channels, width = weight_CW.shape
+    dtype = compute_dtype(x_TC, weight_CW)
+    outputs, taps = [], []
+    for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
+        if initial_taps_NCW1 is None:
+            before = torch.zeros(channels, width - 1, dtype=dtype, device=x_TC.device)
+        else:
+            before = initial_taps_NCW1[n].to(dtype)
+        padded = torch.cat([before, x_TC[start : start + length].to(dtype).T], dim=1)
+        z_CT = F.conv1d(padded.unsqueeze(0), weight_CW.to(dtype).unsqueeze(1), groups=channels).squeeze(0)
+        outputs.append(F.silu(z_CT).T.to(x_TC.dtype))
+        taps.append(padded[:, padded.shape[1] - (width - 1) :].to(x_TC.dtype))
+    y_TC = torch.cat(outputs) if outputs else torch.zeros_like(x_TC)
+    if not output_taps:
+        return y_TC, None
+    return y_TC, torch.stack(taps) if taps else x_TC.new_zeros(0, channels, width - 1)

@@ -1,0 +1,55 @@
+"""One decode token of Kimi Delta Attention with few, batched torch operations (no gradient).
+
+The state is read once for the prediction and once for the output: with u = alpha * k and w = alpha * q,
+
+    kS = u^T S,  delta = beta * (v - kS),  o = scale * (w^T S + (q . k) delta),  S' = alpha S + k delta^T
+
+so both reads go through one batched matrix product on the state before its update. Definition: kernels/kda/naive.py.
+
+Legend: B sequences, H query/key heads, G value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.kda.gate import compute_dtype, log_decay
+from earlyfusion.kernels.kda.naive import check_heads, l2_normalize
+
+
+@torch.no_grad()
+def kda_step(
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BGV: Tensor,
+    f_BGK: Tensor,
+    b_BG: Tensor,
+    A_log_G: Tensor,
+    dt_bias_GK: Tensor,
+    state_BGKV: Tensor,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advance B sequences by one token; arguments as in :func:`earlyfusion.kernels.kda.naive.kda_step`.
+
+    Returns (o_BGV in the dtype of v, new state_BGKV in float32, or float64 for float64 inputs). ``state_BGKV`` is not
+    modified.
+    """
+    check_heads(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
+    dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
+    group = v_BGV.shape[1] // q_BHK.shape[1]
+    scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
+    qk_2BGK = l2_normalize(torch.stack([q_BHK, k_BHK]).to(dtype))
+    if group > 1:
+        qk_2BGK = qk_2BGK.repeat_interleave(group, dim=2)
+    alpha_BGK = log_decay(f_BGK, A_log_G, dt_bias_GK, lower_bound).to(dtype).exp_()
+    beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
+
+    state_BGKV = state_BGKV.to(dtype)
+    reads_BG2V = (qk_2BGK * alpha_BGK).permute(1, 2, 0, 3) @ state_BGKV
+    delta_BGV = beta_BG1 * (v_BGV.to(dtype) - reads_BG2V[:, :, 1])
+    overlap_BG1 = (qk_2BGK[0] * qk_2BGK[1]).sum(-1, keepdim=True)
+    o_BGV = torch.addcmul(reads_BG2V[:, :, 0], overlap_BG1, delta_BGV).mul_(scale)
+    new_BGKV = (state_BGKV * alpha_BGK.unsqueeze(-1)).addcmul_(qk_2BGK[1].unsqueeze(-1), delta_BGV.unsqueeze(-2))
+    return o_BGV.to(v_BGV.dtype), new_BGKV

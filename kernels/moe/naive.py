@@ -1,0 +1,69 @@
+"""SwiGLU experts, dropless: the definition.
+
+    y_t = sum_j weights_tj * down_e ( silu(gate_e x_t) * (up_e x_t) ),   e = expert_ids_tj
+
+``gate_e`` and ``up_e`` are the first and second F rows of ``gate_up[e]``.
+
+Legend: T tokens, D hidden, J experts per token, E experts, F expert width, C = 2F.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+
+
+def check_experts(x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor) -> None:
+    """Raise ValueError unless the shapes belong together."""
+    shapes = {
+        "x_TD": tuple(x_TD.shape),
+        "expert_ids_TJ": tuple(expert_ids_TJ.shape),
+        "weights_TJ": tuple(weights_TJ.shape),
+        "gate_up_ECD": tuple(gate_up_ECD.shape),
+        "down_EDF": tuple(down_EDF.shape),
+    }
+    fits = x_TD.dim() == 2 and expert_ids_TJ.dim() == 2 and gate_up_ECD.dim() == 3 and down_EDF.dim() == 3
+    if fits:
+        tokens, hidden = x_TD.shape
+        experts, _, width = down_EDF.shape
+        fits = (
+            expert_ids_TJ.shape == weights_TJ.shape
+            and expert_ids_TJ.shape[0] == tokens
+            and gate_up_ECD.shape == (experts, 2 * width, hidden)
+            and down_EDF.shape[1] == hidden
+        )
+    if not fits:
+        raise ValueError(
+            f"moe_experts: got {shapes}; expected [T, D], [T, J], [T, J], [E, 2F, D] with the gate rows first, [E, D, F]"
+        )
+
+
+def moe_experts(
+    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+) -> Tensor:
+    """Expert mixture y_TD, one expert at a time.
+
+    Args:
+        expert_ids_TJ: int64 in [0, E).
+        weights_TJ: router weights, usually float32.
+    Returns:
+        y_TD in the compute dtype of x and the expert weights (see :mod:`earlyfusion.kernels.precision`).
+    Raises:
+        ValueError: shapes do not belong together.
+    """
+    check_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
+    out_dtype = compute_dtype(x_TD, gate_up_ECD, down_EDF)
+    dtype = accumulate_dtype(out_dtype)
+    x = x_TD.to(out_dtype).to(dtype)
+    y_TD = torch.zeros_like(x)
+    with without_autocast(x_TD):
+        for expert, (gate_up_CD, down_DF) in enumerate(zip(gate_up_ECD, down_EDF)):
+            weight_T1 = (weights_TJ.to(dtype) * (expert_ids_TJ == expert)).sum(dim=1, keepdim=True)
+            token_ids = (expert_ids_TJ == expert).any(dim=1).nonzero()[:, 0]
+            gate, up = (x[token_ids] @ gate_up_CD.to(out_dtype).to(dtype).T).chunk(2, dim=-1)
+            out = (F.silu(gate) * up) @ down_DF.to(out_dtype).to(dtype).T
+            y_TD = y_TD.index_add(0, token_ids, weight_T1[token_ids] * out)
+    return y_TD.to(out_dtype)

@@ -1,0 +1,140 @@
+"""What a decoder remembers between calls: KDA states and convolution taps, MLA latents.
+
+One cache serves N sequences at once. Every decoder call brings new tokens for each of them, packed in the order of
+the sequences: any number in a prefill (also a continued one), exactly one each in a decode step.
+
+Shapes: N sequences, H heads, K key dim, V value dim, C convolution channels, W kernel width, L capacity, T new tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.segments import Segments
+
+
+@dataclass
+class KdaMemory:
+    """State of one KDA layer. state_NHKV fp32; taps_NCW1 the last W-1 inputs of the short convolution."""
+
+    state_NHKV: Tensor | None = None
+    taps_NCW1: Tensor | None = None
+
+    def reorder(self, index: Tensor) -> None:
+        if self.state_NHKV is not None and self.taps_NCW1 is not None:
+            self.state_NHKV = self.state_NHKV.index_select(0, index)
+            self.taps_NCW1 = self.taps_NCW1.index_select(0, index)
+
+
+@dataclass
+class MlaMemory:
+    """Latents of one MLA layer: [N, L, kv_lora_rank + qk_rope_head_dim], normed latent first, shared key part last."""
+
+    latents_NLR: Tensor | None = None
+
+    def write(self, new_TR: Tensor, plan: Plan) -> Tensor:
+        """Store the new tokens' latents and return the whole buffer (rows past a sequence's length are unset zeros)."""
+        shape = (plan.sequences, plan.capacity, new_TR.shape[-1])
+        old = self.latents_NLR
+        if old is None:
+            old = new_TR.new_zeros(shape)
+        elif old.shape[1] < plan.capacity:
+            grown = old.new_zeros(shape)
+            grown[:, : old.shape[1]] = old
+            old = grown
+        old.view(-1, shape[-1]).index_copy_(0, plan.rows_T, new_TR.to(old.dtype))
+        self.latents_NLR = old
+        return old
+
+    def reorder(self, index: Tensor) -> None:
+        if self.latents_NLR is not None:
+            self.latents_NLR = self.latents_NLR.index_select(0, index)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where one call's tokens stand; built once per call on the host and shared by all layers.
+
+    rows_T: row of every new token in the flattened [N * capacity] latent buffer. slots_T: its row in a padded
+    [N * width] query buffer. hidden_NWL: True where query w of sequence n must not see latent l.
+    """
+
+    sequences: int
+    capacity: int
+    width: int
+    single: bool
+    fresh: bool
+    rows_T: Tensor
+    slots_T: Tensor
+    hidden_NWL: Tensor
+
+
+@dataclass
+class DecoderCache:
+    """Memories of all layers plus the length of every sequence (host integers, so no device sync is needed).
+
+    layers: one KdaMemory or MlaMemory per decoder layer, in order (build with `Decoder.new_cache`).
+    """
+
+    layers: list[KdaMemory | MlaMemory]
+    lengths: tuple[int, ...]
+    capacity: int = 0
+    plan: Plan | None = field(default=None, repr=False)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    def begin(self, segments: Segments, device: torch.device) -> Plan:
+        """Plan a call that brings `segments.lengths[n]` new tokens for sequence n.
+
+        Raises ValueError if the number of segments is not the number of cached sequences.
+        """
+        if segments.num != self.num_sequences:
+            raise ValueError(
+                f"the cache holds {self.num_sequences} sequences but the call brings {segments.num} segments; give "
+                "one segment of new tokens per sequence, in the cache's order (reorder() drops finished sequences)"
+            )
+        width = segments.max_length
+        longest = max((past + new for past, new in zip(self.lengths, segments.lengths)), default=0)
+        if longest > self.capacity:
+            # doubling keeps the copies of a long generation linear in its length
+            self.capacity = max(longest, 2 * self.capacity) if self.capacity else longest + 64
+        past_N = torch.tensor(self.lengths, dtype=torch.long)
+        new_N = torch.tensor(segments.lengths, dtype=torch.long)
+        sequence_T = torch.repeat_interleave(torch.arange(segments.num), new_N)
+        start_N = torch.cumsum(new_N, 0) - new_N
+        offset_T = torch.arange(segments.total) - start_N[sequence_T]
+        last_NW = past_N[:, None] + torch.arange(width)
+        self.plan = Plan(
+            sequences=segments.num,
+            capacity=self.capacity,
+            width=width,
+            single=width == 1,
+            fresh=not any(self.lengths),
+            rows_T=(sequence_T * self.capacity + past_N[sequence_T] + offset_T).to(device),
+            slots_T=(sequence_T * width + offset_T).to(device),
+            hidden_NWL=(torch.arange(self.capacity) > last_NW[:, :, None]).to(device),
+        )
+        return self.plan
+
+    def commit(self, segments: Segments) -> None:
+        """Count the call's tokens as seen; the decoder calls this once after its last layer."""
+        self.lengths = tuple(past + new for past, new in zip(self.lengths, segments.lengths))
+
+    def reorder(self, index: list[int]) -> None:
+        """Keep the sequences index[0], index[1], ... in that order: drops finished ones, repeats branching ones.
+
+        Raises IndexError for a sequence that is not there.
+        """
+        wrong = [i for i in index if not 0 <= i < self.num_sequences]
+        if wrong:
+            raise IndexError(f"reorder({index}): sequences {wrong} are not among 0..{self.num_sequences - 1}")
+        self.lengths = tuple(self.lengths[i] for i in index)
+        for memory in self.layers:
+            tensor = memory.state_NHKV if isinstance(memory, KdaMemory) else memory.latents_NLR
+            if tensor is not None:
+                memory.reorder(torch.tensor(index, dtype=torch.long, device=tensor.device))

@@ -1,0 +1,160 @@
+"""Shape of the model: the text decoder (ModelConfig) and the whole multimodal model (FusionConfig).
+
+Field names are those of the public Kimi-Linear and Kimi K3 `config.json` where one exists; the defaults of
+ModelConfig are the published Kimi-Linear-48B-A3B configuration, so `ModelConfig()` is that model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from earlyfusion.vision.config import VisionConfig
+
+LayerKind = Literal["kda", "mla"]
+
+
+class LinearAttnConfig(BaseModel):
+    """Kimi Delta Attention. Layer numbers are 1-based, as in the public config.json."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_heads: int = Field(32, ge=1)
+    head_dim: int = Field(128, ge=1, description="key and value width of one head")
+    short_conv_kernel_size: int = Field(4, ge=2)
+    kda_layers: list[int] | None = Field(None, description="1-based; None: three KDA, one MLA, and the last is MLA")
+    full_attn_layers: list[int] | None = Field(None, description="1-based MLA layers; None: those kda_layers leaves")
+    gate_lower_bound: float | None = Field(None, lt=0, description="None: softplus gate; -5.0: K3's bounded gate")
+    full_rank_output_gate: bool = Field(False, description="one g_proj (K3) instead of g_a_proj, g_b_proj")
+
+
+class ModelConfig(BaseModel):
+    """Text decoder: hybrid KDA + NoPE MLA, dense or MoE feed-forward, optional Attention Residuals.
+
+    Raises pydantic's ValidationError (a ValueError) for a contradictory shape, naming the field to change.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    vocab_size: int = Field(163840, ge=1)
+    hidden_size: int = Field(2304, ge=1)
+    num_hidden_layers: int = Field(27, ge=1)
+    intermediate_size: int = Field(9216, ge=1, description="width of the dense feed-forward layers")
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    initializer_range: float = Field(0.02, gt=0)
+    tie_word_embeddings: bool = False
+    bos_token_id: int = 163584
+    eos_token_id: int = 163586
+    pad_token_id: int = 163839
+
+    # multi-head latent attention, without positions (NoPE): the "rope" part exists but is never rotated
+    num_attention_heads: int = Field(32, ge=1)
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = Field(512, ge=1)
+    qk_nope_head_dim: int = Field(128, ge=1)
+    qk_rope_head_dim: int = Field(64, ge=0)
+    v_head_dim: int = Field(128, ge=1)
+    kv_norm_eps: float = Field(1e-6, gt=0, description="q_a_layernorm and kv_a_layernorm; transformers uses 1e-6")
+    mla_output_gate: bool = Field(False, description="K3: o_proj reads attention * sigmoid(g_proj(x))")
+
+    linear_attn_config: LinearAttnConfig = Field(default_factory=LinearAttnConfig)
+
+    # mixture of experts
+    num_experts: int = Field(256, ge=0, description="0: every feed-forward layer is dense")
+    num_experts_per_token: int = Field(8, ge=1)
+    num_shared_experts: int = Field(1, ge=0)
+    moe_intermediate_size: int = Field(1024, ge=1)
+    first_k_dense_replace: int = Field(1, ge=0)
+    moe_layer_freq: int = Field(1, ge=1)
+    moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = Field(2.446, gt=0)
+    router_balance: Literal["sign", "quantile", "none"] = "sign"
+    router_bias_update_rate: float = Field(1e-3, ge=0, description="gamma of the sign rule")
+
+    # attention residuals
+    attn_res: Literal["none", "full", "block"] = "none"
+    attn_res_block_size: int = Field(3, ge=1, description="TRANSFORMER layers per block (K3's unit)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        layers = set(range(1, self.num_hidden_layers + 1))
+        kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
+        for name, given in (("kda_layers", kda), ("full_attn_layers", full)):
+            outside = sorted(set(given or []) - layers)
+            if outside:
+                raise ValueError(
+                    f"linear_attn_config.{name} names layers {outside}, but layers are numbered 1..{len(layers)} "
+                    "(num_hidden_layers); remove them or raise num_hidden_layers"
+                )
+        if kda is not None and full is not None:
+            twice, missing = sorted(set(kda) & set(full)), sorted(layers - set(kda) - set(full))
+            if twice or missing:
+                raise ValueError(
+                    "linear_attn_config.kda_layers and full_attn_layers must share out the layers "
+                    f"1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the other follow"
+                )
+        if self.num_experts and self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts}; lower it"
+            )
+        if self.num_experts and self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
+            raise ValueError(
+                f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below "
+                f"num_experts ({self.num_experts}); use router_balance='none' when every expert is always chosen"
+            )
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} lies outside the vocabulary of {self.vocab_size}; "
+                    f"set {name} from the tokenizer or raise vocab_size"
+                )
+        return self
+
+    def plan(self) -> tuple[LayerKind, ...]:
+        """Token mixer of every layer, first to last: "kda" or "mla"."""
+        kda, full = self.linear_attn_config.kda_layers, self.linear_attn_config.full_attn_layers
+        count = self.num_hidden_layers
+        if kda is not None:
+            mla = set(range(1, count + 1)) - set(kda)
+        elif full is not None:
+            mla = set(full)
+        else:
+            mla = set(range(4, count + 1, 4)) | {count}
+        return tuple("mla" if layer in mla else "kda" for layer in range(1, count + 1))
+
+    def is_moe(self, layer_index: int) -> bool:
+        """Whether the feed-forward of the 0-based layer is a mixture of experts."""
+        return (
+            self.num_experts > 0
+            and layer_index >= self.first_k_dense_replace
+            and layer_index % self.moe_layer_freq == 0
+        )
+
+    def sublayers_per_block(self) -> int:
+        """Sub-layers (attention or feed-forward) per AttnRes block; full AttnRes is blocks of one sub-layer."""
+        return 1 if self.attn_res == "full" else 2 * self.attn_res_block_size
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+class FusionConfig(BaseModel):
+    """The natively multimodal model: one decoder over text embeddings and projected image patches."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: ModelConfig
+    vision: VisionConfig
+    media_token_id: int = Field(ge=0, description="id of <|media_pad|>, whose embeddings the image features replace")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.media_token_id >= self.text.vocab_size:
+            raise ValueError(
+                f"media_token_id={self.media_token_id} lies outside the vocabulary of {self.text.vocab_size}; "
+                "take it from the tokenizer's <|media_pad|>"
+            )
+        return self

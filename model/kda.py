@@ -1,0 +1,113 @@
+"""Kimi Delta Attention: the linear-attention layer of Kimi Linear and Kimi K3.
+
+    q, k, v = silu(conv4(W_q x)), silu(conv4(W_k x)), silu(conv4(W_v x))
+    g = -exp(A_log) softplus(W_fb W_fa x + dt_bias)          (softplus gate), or
+    g = L sigmoid(exp(A_log) (W_fb W_fa x + dt_bias))        (bounded gate, L = gate_lower_bound)
+    beta = sigmoid(W_b x)
+    o = kda(q, k, v, g, beta)                                (gated delta rule, kernels/kda)
+    y = W_o [ RMSNorm_head(o) * sigmoid(gate(x)) ],          gate = W_gb W_ga x, or W_g x (full rank)
+
+Source: Kimi Linear technical report (arXiv 2510.26692); parameter names and shapes of the released checkpoint,
+except A_log, which is kept [H] here and [1, 1, H, 1] in the checkpoint.
+
+Shapes: T tokens (packed), D hidden, H heads, K head dim, C = H * K channels, N sequences, W convolution width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.cache import KdaMemory, Plan
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.init import Linear, decay_rate_, normal_, time_step_bias_
+from earlyfusion.model.norm import GatedRMSNorm
+
+
+class ShortConv(nn.Module):
+    """Holder of one depthwise causal kernel, weight [C, 1, W]; KimiDeltaAttention runs the three as one op."""
+
+    def __init__(self, channels: int, width: int, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        normal_(self.weight, self.std)
+
+
+class KimiDeltaAttention(nn.Module):
+    """Token mixer with a fixed-size state. A_log [H] and dt_bias [H*K] are meant to stay fp32."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        linear, std, hidden = config.linear_attn_config, config.initializer_range, config.hidden_size
+        self.num_heads, self.head_dim = linear.num_heads, linear.head_dim
+        self.lower_bound = linear.gate_lower_bound
+        self.full_rank_gate = linear.full_rank_output_gate
+        channels = self.num_heads * self.head_dim
+        self.q_proj = Linear(hidden, channels, std)
+        self.k_proj = Linear(hidden, channels, std)
+        self.v_proj = Linear(hidden, channels, std)
+        self.q_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
+        self.k_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
+        self.v_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
+        self.f_a_proj = Linear(hidden, self.head_dim, std)
+        self.f_b_proj = Linear(self.head_dim, channels, std)
+        self.b_proj = Linear(hidden, self.num_heads, std)
+        if self.full_rank_gate:
+            self.g_proj = Linear(hidden, channels, std)
+        else:
+            self.g_a_proj = Linear(hidden, self.head_dim, std)
+            self.g_b_proj = Linear(self.head_dim, channels, std)
+        self.o_norm = GatedRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.o_proj = Linear(channels, hidden, std)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        decay_rate_(self.A_log, bounded=self.lower_bound is not None)
+        time_step_bias_(self.dt_bias)
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """qkv [T, 3C] before the convolution, gate pre-activation [T, C], output gate [T, C], beta logits [T, H]."""
+        channels = self.num_heads * self.head_dim
+        out_gate = self.g_proj if self.full_rank_gate else self.g_a_proj
+        layers = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, out_gate, self.b_proj)
+        # one matmul over the shared input: fewer passes over x, and in the backward one sum instead of six
+        joint = F.linear(x_TD, torch.cat([layer.weight for layer in layers]))
+        qkv, f_low, gate, beta = joint.split(
+            [3 * channels, self.head_dim, out_gate.out_features, self.num_heads], dim=-1
+        )
+        return qkv, self.f_b_proj(f_low), gate if self.full_rank_gate else self.g_b_proj(gate), beta
+
+    def forward(
+        self, x_TD: Tensor, segments: Segments, memory: KdaMemory | None = None, plan: Plan | None = None
+    ) -> Tensor:
+        """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and kept."""
+        heads = (x_TD.shape[0], self.num_heads, self.head_dim)
+        qkv, f, gate, beta = self._project(x_TD)
+        taps = memory.taps_NCW1 if memory is not None else None
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+        conv = resolve("short_conv", x_TD.device)
+        qkv, new_taps = conv(qkv, weight, segments, initial_taps_NCW1=taps, output_taps=memory is not None)
+        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
+        gate_arguments = (f.view(heads), beta, self.A_log, self.dt_bias.view(heads[1:]))
+        if memory is not None and plan is not None and plan.single and memory.state_NHKV is not None:
+            step = resolve("kda_step", x_TD.device)
+            o, state = step(q, k, v, *gate_arguments, memory.state_NHKV, lower_bound=self.lower_bound, scale=None)
+        else:
+            o, state = resolve("kda", x_TD.device)(
+                q, k, v, *gate_arguments, segments,
+                lower_bound=self.lower_bound,
+                initial_state_NGKV=memory.state_NHKV if memory is not None else None,
+                output_final_state=memory is not None,
+            )  # fmt: skip
+        if memory is not None:
+            memory.state_NHKV, memory.taps_NCW1 = state, new_taps
+        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(1))

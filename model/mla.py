@@ -1,0 +1,125 @@
+"""Multi-head latent attention without positions (NoPE), as in Kimi Linear and, with an output gate, in Kimi K3.
+
+    q = W_q x, or W_qb RMSNorm(W_qa x)                         [H, nope + rope]
+    (c, k_r) = W_kva x ;  c := RMSNorm(c)                      [R] | [rope], k_r shared by all heads, never rotated
+    k_h = [W_kb_h c ; k_r],  v_h = W_vb_h c                    (kv_b_proj holds W_kb and W_vb, interleaved by head)
+    y = W_o [ softmax(q k^T (nope + rope)^-1/2) v  (* sigmoid(W_g x)) ]
+
+Only (c, k_r) is cached. Cached tokens are attended in the absorbed form, which never expands keys and values:
+q_h . k_h = (W_kb_h^T q_h) . c + q_r . k_r, and o_h = W_vb_h (sum_j p_j c_j).
+Sources: DeepSeek-V2 (arXiv 2405.04434) section 2.1; Kimi Linear (arXiv 2510.26692).
+
+Shapes: T tokens (packed), D hidden, H heads, R latent rank, N sequences, W queries per sequence, L cached tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.cache import MlaMemory, Plan
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.init import Linear
+from earlyfusion.model.norm import RMSNorm, at_least_fp32
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Full attention inside each packed document.
+
+    In training it tracks `max_logit` [H] fp32, the largest scaled logit per head since the last reset (start -inf),
+    for QK-Clip: exact where it exceeds `qk_clip_tau`, otherwise some upper bound that does not.
+    """
+
+    max_logit: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, std, heads = config.hidden_size, config.initializer_range, config.num_attention_heads
+        self.num_heads = heads
+        self.qk_nope_head_dim, self.qk_rope_head_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
+        self.kv_lora_rank = config.kv_lora_rank
+        self.scale = self.qk_head_dim**-0.5
+        self.track_max_logit = True
+        self.qk_clip_tau = 100.0
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden, heads * self.qk_head_dim, std)
+        else:
+            self.q_a_proj = Linear(hidden, config.q_lora_rank, std)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.kv_norm_eps)
+            self.q_b_proj = Linear(config.q_lora_rank, heads * self.qk_head_dim, std)
+        self.low_rank_query = config.q_lora_rank is not None
+        self.kv_a_proj_with_mqa = Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, std)
+        self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, config.kv_norm_eps)
+        self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), std)
+        self.g_proj = Linear(hidden, heads * self.v_head_dim, std) if config.mla_output_gate else None
+        self.o_proj = Linear(heads * self.v_head_dim, hidden, std)
+        self.register_buffer("max_logit", torch.empty(heads, dtype=torch.float32), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.reset_max_logit()
+
+    def reset_max_logit(self) -> None:
+        """Start a new measurement; the optimizer calls this after it has clipped."""
+        self.max_logit.fill_(float("-inf"))
+
+    def forward(
+        self, x_TD: Tensor, segments: Segments, memory: MlaMemory | None = None, plan: Plan | None = None
+    ) -> Tensor:
+        """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended."""
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.low_rank_query else self.q_proj(x_TD)
+        q_THQ = query.view(-1, self.num_heads, self.qk_head_dim)
+        c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        c_TR = self.kv_a_layernorm(c_TR)
+        if memory is None or plan is None:
+            o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
+        else:
+            latents_NLR = memory.write(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), plan)
+            if plan.fresh:
+                o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
+            else:
+                o_THV = self._attend_cached(q_THQ, latents_NLR, plan)
+        y = o_THV.flatten(1)
+        if self.g_proj is not None:
+            y = y * self.g_proj(x_TD).sigmoid()
+        return self.o_proj(y)
+
+    def _attend(self, q_THQ: Tensor, c_TR: Tensor, rope_T1: Tensor, segments: Segments) -> Tensor:
+        kv = self.kv_b_proj(c_TR).view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, v_THV = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        shared = rope_T1.unsqueeze(1).expand(-1, self.num_heads, -1).to(k_nope.dtype)
+        k_THQ = torch.cat([k_nope, shared], dim=-1)
+        track = self.track_max_logit and self.training and torch.is_grad_enabled()
+        o_THV, lse_TH = resolve("attention", q_THQ.device)(
+            q_THQ, k_THQ, v_THV, segments, causal=True, scale=self.scale, return_lse=track
+        )
+        if track:
+            with torch.no_grad():
+                largest = resolve("max_logit", q_THQ.device)(
+                    q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
+                )
+                torch.maximum(self.max_logit, largest, out=self.max_logit)
+        return o_THV
+
+    def _attend_cached(self, q_THQ: Tensor, latents_NLR: Tensor, plan: Plan) -> Tensor:
+        """Absorbed attention of every sequence's new tokens over all its latents; softmax in fp32."""
+        nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
+        weight = self.kv_b_proj.weight.view(self.num_heads, nope + self.v_head_dim, rank).to(q_THQ.dtype)
+        k_up_HQR, v_up_HVR = weight.split([nope, self.v_head_dim], dim=1)
+        absorbed = torch.einsum("thq,hqr->thr", q_THQ[..., :nope], k_up_HQR)
+        query_THR = torch.cat([absorbed, q_THQ[..., nope:].to(absorbed.dtype)], dim=-1)
+        shape = (plan.sequences, plan.width, self.num_heads, query_THR.shape[-1])
+        if plan.single:
+            query_NWHR = query_THR.view(shape)
+        else:
+            padded = query_THR.new_zeros(plan.sequences * plan.width, *shape[2:])
+            query_NWHR = padded.index_copy(0, plan.slots_T, query_THR).view(shape)
+        scores_NHWL = torch.einsum("nwhr,nlr->nhwl", query_NWHR, latents_NLR.to(query_THR.dtype))
+        scores_NHWL = at_least_fp32(scores_NHWL) * self.scale
+        p_NHWL = scores_NHWL.masked_fill(plan.hidden_NWL[:, None], float("-inf")).softmax(-1).to(query_THR.dtype)
+        mixed_NWHR = torch.einsum("nhwl,nlr->nwhr", p_NHWL, latents_NLR[..., :rank].to(query_THR.dtype))
+        mixed_THR = mixed_NWHR.reshape(-1, self.num_heads, rank).index_select(0, plan.slots_T)
+        return torch.einsum("thr,hvr->thv", mixed_THR, v_up_HVR)

@@ -1,0 +1,55 @@
+"""RMS normalisation, plain and gated. Statistics in fp32 (fp64 for fp64 inputs).
+
+Shapes: T tokens, D hidden, H heads, V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32, or unchanged when it is fp64 (so that reference runs in double precision stay double)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which a matmul of x runs here: autocast's, if it is on for x's device, else x's own."""
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    The result is in the dtype the following matmuls compute in (bf16 under autocast), so that several projections
+    of one normed input share a single cast.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fp = at_least_fp32(x)
+        return F.rms_norm(fp, self.weight.shape, self.weight.to(fp.dtype), self.eps).to(compute_dtype(x))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class GatedRMSNorm(RMSNorm):
+    """KDA's output norm: RMSNorm over each head's V channels, times sigmoid(gate); fp32 inside, one cast at the end."""
+
+    def forward(self, x_THV: Tensor, gate_THV: Tensor) -> Tensor:  # type: ignore[override]
+        fp = at_least_fp32(x_THV)
+        normed = F.rms_norm(fp, self.weight.shape, self.weight.to(fp.dtype), self.eps)
+        return (normed * at_least_fp32(gate_THV).sigmoid()).to(compute_dtype(x_THV))

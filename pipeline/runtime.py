@@ -1,0 +1,172 @@
+"""Processes, devices, seeds, and the wish to stop.
+
+`Runtime` wraps accelerate's Accelerator: alone, under `accelerate launch`, or under torchrun with gloo or nccl. The
+data loader never goes through `prepare()` (accelerate would let rank 0 read everything and broadcast it).
+Reductions are sums and maxima of small float64 tensors; with one process they cost nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+
+from earlyfusion.pipeline.errors import UserError
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+
+
+def check_versions(python: Sequence[int] = tuple(sys.version_info), torch_version: str = torch.__version__) -> None:
+    """One line for a Python or torch that is too old (UserError)."""
+    if tuple(python[:2]) < MIN_PYTHON:
+        need = ".".join(map(str, MIN_PYTHON))
+        raise UserError(f"Python {python[0]}.{python[1]} is too old: earlyfusion needs Python {need} or newer")
+    found = re.match(r"(\d+)\.(\d+)", torch_version)
+    if found and tuple(map(int, found.groups())) < MIN_TORCH:
+        need = ".".join(map(str, MIN_TORCH))
+        raise UserError(f"torch {torch_version} is too old: earlyfusion needs torch {need} or newer")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every generator that training may draw from, in this process."""
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class StopFlag:
+    """SIGTERM, SIGINT and SIGUSR1 ask for a stop at the next step boundary; a second SIGINT stops at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def install(self) -> StopFlag:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def restore(self) -> None:
+        """Give the handlers back that were there before `install`."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+class Runtime:
+    """The processes of this run.
+
+    Args:
+        mixed_precision: "no" or "bf16".
+        threads: torch CPU threads; None keeps torch's choice.
+        trackers: accelerate tracker names; `project_dir` is where they write.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str = "no",
+        threads: int | None = None,
+        trackers: Sequence[str] = (),
+        project_dir: str | None = None,
+    ):
+        check_versions()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # Buffers hold per-rank statistics (max logits, expert load): DDP must not overwrite them with rank 0's.
+        ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision=mixed_precision,
+            log_with=list(trackers) or None,
+            project_dir=project_dir,
+            kwargs_handlers=[ddp],
+        )
+        self.rank: int = self.accelerator.process_index
+        self.world: int = self.accelerator.num_processes
+        self.device: torch.device = self.accelerator.device
+        self.stop = StopFlag()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model on its device, with autocast and (several processes) DDP around it."""
+        return self.accelerator.prepare_model(model)
+
+    def sum(self, values: torch.Tensor | float | int) -> torch.Tensor:
+        """Element-wise sum over ranks, float64, on the run's device."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: torch.Tensor | float | int) -> torch.Tensor:
+        """Element-wise maximum over ranks, float64, on the run's device."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: torch.Tensor | float | int, op: Any) -> torch.Tensor:
+        reduced = torch.as_tensor(values).detach().to(device=self.device, dtype=torch.float64, copy=True)
+        if self.world > 1:
+            dist.all_reduce(reduced, op=op)
+        return reduced
+
+    def agree(self, code: int) -> int:
+        """The largest `code` of all ranks: how a decision of one becomes the decision of all."""
+        return code if self.world == 1 else int(self.max(code).item())
+
+    def should_stop(self) -> bool:
+        """True on every rank when any rank has received a stop signal. Call once per step, on every rank."""
+        return bool(self.agree(int(self.stop.received is not None)))
+
+    def lanes(self, lanes: int) -> list[int]:
+        """The micro-batch lanes of this rank; UserError when the lanes do not divide evenly over the processes."""
+        if lanes % self.world:
+            raise UserError(
+                f"{lanes} lanes cannot be shared evenly by {self.world} processes: "
+                f"set the stage's lanes to a multiple of {self.world}, or start a number of processes that divides {lanes}"
+            )
+        return list(range(self.rank, lanes, self.world))
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Leave the process group and give the signal handlers back."""
+        self.stop.restore()
+        self.accelerator.end_training()
+
+

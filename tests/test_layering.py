@@ -1,0 +1,79 @@
+"""The floors of the house: a file imports only from its own room or from lower floors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = ["kernels", "vision", "model", "data", "eval", "pipeline", "rl"]
+DATA_MAY_USE_OF_VISION = {"patches", "config"}
+FORBIDDEN_NAMES = set(
+    "queue signal token select copy types random code io platform logging profile trace utils util helpers".split()
+)
+SOURCES = [path for room in FLOORS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it out as earlyfusion.<room>..."
+            found.append((node.lineno, node.module or ""))
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def violations(path: Path) -> list[str]:
+    room = path.relative_to(ROOT).parts[0]
+    wrong = []
+    for line, module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] in FLOORS:
+            wrong.append(f"{path}:{line}: import {module}: write earlyfusion.{module}")
+        if parts[0] != "earlyfusion" or len(parts) < 2:
+            continue
+        target = parts[1]
+        if FLOORS.index(target) > FLOORS.index(room):
+            wrong.append(f"{path}:{line}: {room} may not import {module} (a higher floor)")
+        if room == "data" and target == "vision" and len(parts) > 2 and parts[2] not in DATA_MAY_USE_OF_VISION:
+            wrong.append(f"{path}:{line}: data may use only vision.patches and vision.config, not {module}")
+        if room == "data" and target == "model":
+            wrong.append(f"{path}:{line}: data may not import {module}")
+        if room == "eval" and target in ("pipeline", "rl"):
+            wrong.append(f"{path}:{line}: eval may not import {module}")
+    return wrong
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_rooms_import_only_from_lower_floors(room):
+    wrong = [v for path in SOURCES if path.relative_to(ROOT).parts[0] == room for v in violations(path)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_check_sees_a_forbidden_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    bad = tmp_path / "kernels" / "x.py"
+    bad.parent.mkdir()
+    bad.write_text("from earlyfusion.model.kda import KimiDeltaAttention\nimport data\n")
+    assert len(violations(bad)) == 3  # the module, the name in it, and the bare room
+
+
+def test_kernels_package_is_import_free():
+    """transformers imports a package called `kernels` while probing for its own; ours must do nothing then."""
+    tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text())
+    assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in tree.body)
+
+
+def test_no_file_shadows_the_standard_library():
+    assert not [str(p) for p in SOURCES if p.stem in FORBIDDEN_NAMES]
+
+
+def test_every_package_is_listed_in_pyproject():
+    import tomllib
+
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    present = {"earlyfusion." + ".".join(p.parent.relative_to(ROOT).parts) for p in SOURCES}
+    assert present == listed

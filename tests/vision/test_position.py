@@ -1,0 +1,125 @@
+"""Positions: table resampling against interpolate, 2-D RoPE against real rotations, the time table."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.encoder import PositionTable
+from earlyfusion.vision.grid import VisionGrid, merge_order
+from earlyfusion.vision.position import apply_rope, axial_angles, resample_taps, rope_turns, time_table
+
+RESAMPLE_TOL = 1e-6  # float32 weights of unit-size table entries
+SIZES = [(2, 2), (4, 10), (16, 16), (18, 6), (64, 64), (66, 128), (2, 130)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", SIZES)
+def test_weighted_gather_equals_interpolate(size, mode, seed):
+    torch.manual_seed(seed)
+    table = torch.rand(64, 64, 5, dtype=torch.float64) * 2 - 1
+    index, weight = resample_taps(*size, 64, 64, mode)
+    got = (table.flatten(0, 1)[torch.from_numpy(index)] * torch.from_numpy(weight)[..., None]).sum(1)
+    expected = F.interpolate(table.permute(2, 0, 1)[None], size, mode=mode, align_corners=False, antialias=False)
+    assert (got - expected[0].flatten(1).T).abs().max() <= RESAMPLE_TOL
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_resampling_to_the_own_size_of_an_oblong_table_is_the_identity(mode):
+    cfg = VisionConfig.preset("tiny", pos_emb_height=6, pos_emb_width=10, pos_emb_interpolation=mode)
+    table = PositionTable(cfg)
+    grid = VisionGrid.from_grids([(1, 6, 10)], cfg)
+    order = torch.from_numpy(merge_order(6, 10, (2, 2)))
+    assert torch.equal(table(grid.on("cpu")), table.weight.flatten(0, 1)[order])
+
+
+def test_unknown_interpolation_is_refused():
+    with pytest.raises(ValueError, match="nearest"):
+        resample_taps(3, 3, 4, 4, "nearest")
+
+
+def test_images_of_one_size_share_their_resampling():
+    cfg = VisionConfig.preset("tiny")
+    grid = VisionGrid.from_grids([(1, 4, 6)] * 3 + [(2, 4, 6), (1, 6, 4)], cfg)
+    at = grid.on("cpu")
+    assert at.position_index_UW.shape == (48, 4) and grid.num_patches == 3 * 24 + 48 + 24
+    assert VisionGrid.from_grids([(1, 4, 6), (1, 6, 4)], cfg).on("cpu").position_row_P is None
+
+
+def test_grid_tensors_made_in_inference_mode_serve_training():
+    cfg = VisionConfig.preset("tiny")
+    grid = VisionGrid.from_grids([(1, 2, 2), (2, 2, 2)], cfg)
+    with torch.inference_mode():
+        grid.on("cpu")
+    PositionTable(cfg)(grid.on("cpu")).sum().backward()
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 72])
+def test_rope_equals_real_rotations_with_x_before_y(head_dim):
+    torch.manual_seed(head_dim)
+    rows, cols = torch.tensor([0, 3, 511, 7]), torch.tensor([5, 0, 300, 7])
+    x = torch.randn(4, 2, 3, head_dim, dtype=torch.float64)
+    angles = axial_angles(512, head_dim, 1e4)
+    exact = torch.stack((angles[cols], angles[rows]), -1).flatten(1)
+    turns = torch.polar(torch.ones_like(exact), exact)
+    got = apply_rope(x, turns)
+    for i in range(head_dim // 4):
+        f = 10000.0 ** (-4 * i / head_dim)
+        for pair, coordinate in ((2 * i, cols), (2 * i + 1, rows)):
+            c = torch.cos(coordinate.double() * f)[:, None, None]
+            s = torch.sin(coordinate.double() * f)[:, None, None]
+            a, b = x[..., 2 * pair], x[..., 2 * pair + 1]
+            torch.testing.assert_close(got[..., 2 * pair], a * c - b * s, rtol=0, atol=1e-12)
+            torch.testing.assert_close(got[..., 2 * pair + 1], a * s + b * c, rtol=0, atol=1e-12)
+    single = rope_turns(rows, cols, sides=512, head_dim=head_dim, theta=1e4)
+    assert (single - turns).abs().max() <= 1e-7  # one rounding to float32
+
+
+def test_rope_gradient_is_the_inverse_rotation():
+    torch.manual_seed(0)
+    turns = torch.polar(torch.ones(3, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64) * 6)
+    x = torch.randn(3, 2, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: apply_rope(value, turns), x)
+
+
+def test_rope_of_bfloat16_rounds_once():
+    torch.manual_seed(0)
+    turns = rope_turns(torch.arange(9), torch.arange(9), sides=16, head_dim=16, theta=1e4)
+    x = torch.randn(9, 2, 2, 16).bfloat16()
+    got = apply_rope(x, turns)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, apply_rope(x.float(), turns).bfloat16())
+
+
+def test_scores_depend_on_offsets_only():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+
+    def score(query_yx, key_yx):
+        def turned(x, yx):
+            y, column = torch.tensor([yx[0]]), torch.tensor([yx[1]])
+            return apply_rope(x, rope_turns(y, column, sides=64, head_dim=16, theta=1e4))
+
+        return (turned(q, query_yx) * turned(k, key_yx)).sum().item()
+
+    assert score((3, 4), (1, 9)) == pytest.approx(score((13, 24), (11, 29)), abs=1e-5)  # complex64 turns
+    assert abs(score((3, 4), (1, 9)) - score((4, 3), (9, 1))) > 1e-3
+
+
+def test_time_table_is_sines_then_cosines_after_a_zero_row():
+    table = time_table(4, 6)
+    assert table.shape == (5, 6) and not table[0].any()
+    assert table[1].tolist() == [0, 0, 0, 1, 1, 1]
+    f = 3 * 10000.0 ** (-np.arange(3) / 3)
+    np.testing.assert_allclose(table[4].numpy(), np.concatenate([np.sin(f), np.cos(f)]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "grid, message",
+    [((1, 3, 4), "multiples"), ((1, 0, 4), "multiples"), ((5, 2, 2), "frames"), ((1, 2, 514), "patches a side")],
+)
+def test_impossible_grids_are_refused(grid, message):
+    with pytest.raises(ValueError, match=message):
+        VisionGrid.from_grids([grid], VisionConfig.preset("tiny"))

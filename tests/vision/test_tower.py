@@ -1,0 +1,318 @@
+"""The tower as a whole: an independent V2 reference, packing, empty packs, meta construction, gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from earlyfusion.vision.config import PRESETS, VisionConfig
+from earlyfusion.vision.encoder import VisionTower
+from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.projector import Projector
+
+# float64 towers still take their RoPE turns and resampling weights from float32 tables.
+TABLE_TOL = 1e-5
+# The same items in another pack: matrix products of other row counts may add in another order.
+PACK_TOL = 2e-6
+
+V2 = VisionConfig.preset("tiny", head_dim=40, norm_eps=2.0**-7)  # qkv width 80, hidden size 64, as V2 has them unequal
+V2_BICUBIC = VisionConfig.preset("tiny", pos_emb_interpolation="bicubic", norm="layer", bias=True, projector="v1")
+
+
+def lively(module, seed=0):
+    """Weights of a size at which attention is not uniform and biases matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            scale = 0.4 if parameter.ndim == 1 or "pos_emb" in name else 0.2
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    return module
+
+
+def reference(state, cfg, patches, grids):
+    """MoonViT in plain torch, one item at a time: interpolate, complex RoPE, softmax written out, reshape merge."""
+    heads, dim = cfg.num_attention_heads, cfg.head_dim
+
+    def norm(x, name):
+        weight = state[name + ".weight"]
+        if cfg.norm == "layer":
+            return F.layer_norm(x, x.shape[-1:], weight, state[name + ".bias"], cfg.norm_eps)
+        return x / (x.square().mean(-1, keepdim=True) + cfg.norm_eps).sqrt() * weight
+
+    def linear(x, name):
+        return x @ state[name + ".weight"].T + state.get(name + ".bias", 0.0)
+
+    def one(x, t, h, w):
+        x = F.conv2d(x, state["patch_embed.proj.weight"], state.get("patch_embed.proj.bias"))[..., 0, 0]
+        table = state["patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
+        pos = F.interpolate(table, (h, w), mode=cfg.pos_emb_interpolation, align_corners=False)[0].flatten(1).T
+        width = cfg.hidden_size
+        for f in range(t):
+            omega = torch.tensor([10000.0 ** (-i / (width / 2)) for i in range(width // 2)], dtype=x.dtype)
+            time = torch.cat((torch.sin(f * omega), torch.cos(f * omega))) if t > 1 else 0.0
+            x[f * h * w : (f + 1) * h * w] += pos + time
+        angle = torch.zeros(t * h * w, dim // 2, dtype=torch.float64)
+        for p in range(t * h * w):
+            row, col = (p % (h * w)) // w, p % w
+            for i in range(dim // 4):
+                f_i = cfg.rope_theta ** (-4 * i / dim)
+                angle[p, 2 * i], angle[p, 2 * i + 1] = col * f_i, row * f_i
+        spin = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)[:, None]
+        for i in range(cfg.num_hidden_layers):
+            block = f"encoder.blocks.{i}."
+            q, k, v = linear(norm(x, block + "norm0"), block + "wqkv").split(heads * dim, dim=-1)
+            q, k, v = (a.reshape(-1, heads, dim) for a in (q, k, v))
+            q, k = (
+                torch.view_as_real(torch.view_as_complex(a.reshape(-1, heads, dim // 2, 2)) * spin).reshape(a.shape)
+                for a in (q, k)
+            )
+            score = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
+            out = torch.einsum("hij,jhd->ihd", score.softmax(-1), v).reshape(-1, heads * dim)
+            x = x + linear(out, block + "wo")
+            hidden = F.gelu(linear(norm(x, block + "norm1"), block + "mlp.fc0"), approximate="tanh")
+            x = x + linear(hidden, block + "mlp.fc1")
+        x = norm(x, "encoder.final_layernorm")
+        x = x.view(t, h // 2, 2, w // 2, 2, -1).permute(0, 1, 3, 2, 4, 5)
+        return x.mean(0).reshape(h * w // 4, 4, -1)
+
+    parts = patches.split([t * h * w for t, h, w in grids])
+    return torch.cat([one(x, *grid) for x, grid in zip(parts, grids)])
+
+
+@pytest.mark.parametrize("cfg", [V2, V2_BICUBIC], ids=["v2", "layer_bias_bicubic"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tower_agrees_with_an_independent_reference(make_pack, cfg, seed):
+    grids = [(1, 4, 6), (3, 2, 4), (1, 18, 2), (2, 2, 4), (1, 16, 16)]
+    tower = lively(VisionTower(cfg), seed).double()
+    patches, grid = make_pack(grids, cfg, seed, torch.float64)
+    torch.manual_seed(seed)
+    weight = torch.randn(grid.num_tokens, 4, cfg.hidden_size, dtype=torch.float64)
+    state = {name: p.detach().clone().requires_grad_() for name, p in tower.named_parameters()}
+    got, expected = tower(patches, grid), reference(state, cfg, patches, grids)
+    assert expected.std() > 0.1
+    assert (got - expected).abs().max() <= TABLE_TOL
+    (got * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for name, parameter in tower.named_parameters():
+        scale = state[name].grad.abs().max()
+        assert scale > 0, name
+        assert (parameter.grad - state[name].grad).abs().max() <= TABLE_TOL * scale, name
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_pack_equals_its_items_one_by_one(make_pack, seed):
+    grids = [(1, 4, 6), (2, 4, 4), (1, 2, 2), (4, 2, 6), (1, 10, 4), (3, 4, 4)]
+    tower = lively(VisionTower(V2), seed)
+    patches, grid = make_pack(grids, V2, seed)
+    whole = tower(patches, grid).split(grid.tokens)
+    for item, features, rows in zip(grids, whole, patches.split(grid.segments.lengths)):
+        single = tower(rows, VisionGrid.from_grids([item], V2))
+        assert (single - features).abs().max() <= PACK_TOL
+
+
+def test_packing_leaks_no_gradient_between_items(make_pack):
+    grids = [(1, 4, 6), (2, 2, 4), (1, 6, 4)]
+    tower = lively(VisionTower(V2))
+    patches, grid = make_pack(grids, V2)
+    patches.requires_grad_()
+    tower(patches, grid).split(grid.tokens)[1].square().sum().backward()
+    before, own, after = patches.grad.split(grid.segments.lengths)
+    assert not before.any() and not after.any() and own.abs().min() > 0
+
+
+def test_items_may_come_in_any_order(make_pack):
+    grids = [(1, 4, 6), (4, 2, 2), (1, 8, 4), (2, 4, 4)]
+    order = [2, 0, 3, 1]
+    tower = lively(VisionTower(V2))
+    patches, grid = make_pack(grids, V2)
+    rows = patches.split(grid.segments.lengths)
+    shuffled = tower(torch.cat([rows[i] for i in order]), VisionGrid.from_grids([grids[i] for i in order], V2))
+    straight = tower(patches, grid).split(grid.tokens)
+    assert (shuffled - torch.cat([straight[i] for i in order])).abs().max() <= PACK_TOL
+
+
+def test_a_video_of_one_frame_is_an_image_and_of_two_equal_frames_is_not(make_pack):
+    tower = lively(VisionTower(V2))
+    patches, grid = make_pack([(1, 4, 6)], V2)
+    flat = VisionTower(VisionConfig(**{**V2.model_dump(), "pos_emb_time": 1}))
+    flat.load_state_dict(tower.state_dict())
+    image = flat(patches, VisionGrid.from_grids([(1, 4, 6)], flat.cfg))
+    assert torch.equal(image, tower(patches, grid))
+    twice = tower(torch.cat((patches, patches)), VisionGrid.from_grids([(2, 4, 6)], V2))
+    assert twice.shape == image.shape and (twice - image).abs().max() > 1e-2
+
+
+def test_bytes_are_normalised_inside():
+    torch.manual_seed(0)
+    tower = lively(VisionTower(V2)).double()
+    grid = VisionGrid.from_grids([(1, 4, 4)], V2)
+    raw = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8)
+    before = raw.clone()
+    assert (tower(raw, grid) - tower((raw.double() / 255 - 0.5) / 0.5, grid)).abs().max() <= 1e-10  # float64 rounding
+    assert torch.equal(raw, before)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_projector_v2_is_its_formula(seed):
+    projector = lively(Projector(V2, 40), seed).double()
+    torch.manual_seed(seed)
+    features = torch.randn(5, 4, 64, dtype=torch.float64)
+    state = projector.state_dict()
+    hidden = torch.stack([torch.cat(list(token)) for token in features]) @ state["proj.0.weight"].T
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    out = hidden @ state["proj.2.weight"].T
+    expected = out / (out.square().mean(-1, keepdim=True) + 2.0**-7).sqrt() * state["post_norm.weight"]
+    torch.testing.assert_close(projector(features), expected, rtol=0, atol=1e-10)
+
+
+def test_forward_and_backward_never_wait_for_a_device_value(make_pack):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            assert name not in ("_local_scalar_dense", "nonzero", "unique", "_unique2"), f"host sync in {name}"
+            return func(*args, **(kwargs or {}))
+
+    tower, projector = lively(VisionTower(V2)), Projector(V2, 40)
+    patches, grid = make_pack([(1, 4, 6), (3, 2, 4), (1, 4, 6)], V2)
+    with Watch():
+        projector(tower(patches, grid)).sum().backward()
+        with pytest.raises(AssertionError, match="host sync"):
+            patches.sum().item()
+
+
+@pytest.mark.parametrize("grids", [[(1, 2, 2)], [(1, 6, 4), (4, 2, 8)], []], ids=str)
+@pytest.mark.parametrize("preset", ["v1", "v2"])
+def test_as_many_features_as_tokens(grids, preset):
+    cfg = VisionConfig.preset("tiny", projector=preset)
+    grid = VisionGrid.from_grids(grids, cfg)
+    patches = torch.zeros(grid.num_patches, 3, 8, 8, dtype=torch.uint8)
+    assert Projector(cfg, 48)(VisionTower(cfg)(patches, grid)).shape == (grid.num_tokens, 48)
+
+
+@pytest.mark.parametrize("preset", ["v1", "v2"])
+def test_without_images_every_parameter_still_gets_a_gradient_of_zeros(preset):
+    cfg = VisionConfig.preset("tiny", projector=preset, bias=True)
+    tower, projector = VisionTower(cfg), Projector(cfg, 48)
+    modules = (tower, projector)
+    features = tower(torch.empty(0, 3, 8, 8, dtype=torch.uint8), VisionGrid.from_grids([], cfg))
+    assert features.shape == (0, 4, 64)
+
+    def zero_gradients():
+        return all(p.grad is not None and not p.grad.any() for m in modules for p in m.parameters())
+
+    # Through the blocks themselves: every block runs, so the collectives of sharded training stay in step.
+    projector(features).sum().backward()
+    assert zero_gradients()
+    for module in modules:
+        module.zero_grad()
+    # Through the anchor; a parameter that overflowed must not turn a text-only loss into NaN.
+    with torch.no_grad():
+        tower.patch_embed.proj.weight.fill_(float("inf"))
+    loss = tower.zero_anchor() + projector.zero_anchor()
+    assert loss.item() == 0
+    loss.backward()
+    assert zero_gradients()
+
+
+@pytest.mark.parametrize(
+    "preset, parameters, tensors",
+    [("moonvit_v2", 401_214_464, 168 - 3), ("moonvit3d", 416_866_032, 335 - 6), ("moonvit", 416_866_032, 335 - 6)],
+)
+def test_published_sizes_on_the_meta_device(preset, parameters, tensors):
+    with torch.device("meta"):
+        tower = VisionTower(VisionConfig.preset(preset))
+    assert sum(p.numel() for p in tower.parameters()) == parameters
+    assert len(tower.state_dict()) == tensors
+
+
+@pytest.mark.parametrize(
+    "preset, width, parameters, tensors",
+    [("moonvit", 2048, 30_679_808, 6), ("moonvit3d", 7168, 54_277_888, 6), ("moonvit_v2", 7168, 46_144_512, 3)],
+)
+def test_published_projector_sizes(preset, width, parameters, tensors):
+    with torch.device("meta"):
+        projector = Projector(VisionConfig.preset(preset), width)
+    assert sum(p.numel() for p in projector.parameters()) == parameters
+    assert len(projector.state_dict()) == tensors
+
+
+def test_names_are_those_of_the_checkpoints():
+    with torch.device("meta"):
+        k25 = set(VisionTower(VisionConfig.preset("moonvit3d")).state_dict())
+        k3 = set(VisionTower(VisionConfig.preset("moonvit_v2")).state_dict())
+        v1 = set(Projector(VisionConfig.preset("moonvit3d"), 8).state_dict())
+        v2 = set(Projector(VisionConfig.preset("moonvit_v2"), 8).state_dict())
+    outer = ["patch_embed.proj", "encoder.final_layernorm"]
+    inner = [f"encoder.blocks.{i}.{n}" for i in range(27) for n in ("norm0 norm1 wqkv wo mlp.fc0 mlp.fc1").split()]
+    table = "patch_embed.pos_emb.weight"
+    assert k25 == {table} | {f"{name}.{kind}" for name in outer + inner for kind in ("weight", "bias")}
+    assert k3 == {table} | {f"{name}.weight" for name in outer + inner}
+    assert v1 == {f"{name}.{kind}" for name in ("pre_norm", "proj.0", "proj.2") for kind in ("weight", "bias")}
+    assert v2 == {"proj.0.weight", "proj.2.weight", "post_norm.weight"}
+
+
+@pytest.mark.parametrize("cfg", [V2, V2_BICUBIC], ids=["v2", "v1"])
+def test_meta_then_empty_then_reset_gives_a_working_model(make_pack, cfg):
+    with torch.device("meta"):
+        tower, projector = VisionTower(cfg), Projector(cfg, 32)
+    for module in (tower, projector):
+        module.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in module.parameters():
+                tensor.fill_(float("nan"))
+        assert not list(module.buffers())  # nothing that a checkpoint would not restore
+        torch.manual_seed(0)
+        module.reset_parameters()
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                assert not parameter.any(), name
+            elif "norm" in name:
+                assert (parameter == 1).all(), name
+            else:
+                assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
+    patches, grid = make_pack([(1, 4, 4), (2, 2, 2)], cfg)
+    assert projector(tower(patches, grid)).isfinite().all()
+
+
+def test_bfloat16_and_autocast_stay_close_to_float32(make_pack):
+    tower = lively(VisionTower(V2))
+    patches, grid = make_pack([(1, 8, 6), (3, 4, 4)], V2)
+    full = tower(patches, grid)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = tower(patches, grid)
+    half = tower.bfloat16()(patches.bfloat16(), grid)
+    assert half.dtype == torch.bfloat16
+    for rounded, bar in ((mixed, 0.9999), (half, 0.999)):  # bfloat16 residual stream rounds at every block
+        assert F.cosine_similarity(rounded.float().flatten(), full.flatten(), dim=0) >= bar
+
+
+def test_what_does_not_belong_together_is_refused(make_pack):
+    tower = VisionTower(V2)
+    patches, grid = make_pack([(1, 4, 4)], V2)
+    with pytest.raises(ValueError, match="do not fit"):
+        tower(patches[:-1], grid)
+    other = VisionGrid.from_grids([(1, 4, 4)], VisionConfig.preset("tiny", rope_theta=100.0))
+    with pytest.raises(ValueError, match="built for"):
+        tower(patches, other)
+
+
+def test_presets_are_named_and_checked():
+    assert VisionConfig() == VisionConfig.preset("moonvit_v2")
+    assert {VisionConfig.preset(name).norm_eps for name in ("moonvit", "moonvit3d")} == {1e-5}
+    assert VisionConfig().norm_eps == 2.0**-7 == torch.finfo(torch.bfloat16).eps
+    assert VisionConfig.preset("tiny", patch_size=16).patch_size == 16
+    with pytest.raises(ValueError, match="'moonvit_v2'"):
+        VisionConfig.preset("moonvitv2")
+    for wrong in ({"head_dim": 30}, {"patchsize": 8}, {"max_patches_per_side": 33}, {"alpha_background": (0, 0, 256)}):
+        with pytest.raises(ValueError):
+            VisionConfig.preset("tiny", **wrong)
+    assert all(VisionConfig(**VisionConfig.preset(name).model_dump()) == VisionConfig.preset(name) for name in PRESETS)
+
+
+def test_config_survives_json():
+    cfg = VisionConfig.preset("moonvit3d")
+    assert VisionConfig.model_validate_json(cfg.model_dump_json()) == cfg

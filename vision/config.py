@@ -1,0 +1,132 @@
+"""Configuration of the vision side: patches, MoonViT tower, projector.
+
+One configuration describes three generations of the tower (Kimi-VL report section 2.1, Kimi K2.5 report section 4.2,
+Kimi K3 report section 2.4); `VisionConfig.preset` gives each with its published numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is another
+# function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset fixes the latter.
+BF16_EPS = 2.0**-7
+
+
+class VisionConfig(BaseModel):
+    """Tower, projector and image preparation. Field defaults are MoonViT-V2 (Kimi K3), 401,214,464 tower parameters.
+
+    Limits count patches, not pixels or tokens: an image is shrunk to about `in_patch_limit` patches, a video frame to
+    about `in_patch_limit_each_frame` (padding and rounding may add some: `patches.navit_size`).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    # patches
+    patch_size: int = Field(14, ge=1, description="side of a square patch in pixels")
+    in_channels: int = Field(3, ge=1)
+    merge_kernel_size: tuple[int, int] = Field((2, 2), description="(rows, columns) of patches that become one token")
+    max_patches_per_side: int = Field(512, ge=1, description="longest side in patches; also the range of the 2-D RoPE")
+    in_patch_limit: int = Field(65536, ge=1, description="patches of one image, before padding")
+    in_patch_limit_each_frame: int = Field(4096, ge=1, description="patches of one video frame before padding")
+    alpha_background: tuple[int, int, int] = Field((255, 255, 255), description="RGB put behind transparent pixels")
+
+    # tower
+    hidden_size: int = Field(1024, ge=1)
+    num_hidden_layers: int = Field(27, ge=0)
+    num_attention_heads: int = Field(12, ge=1)
+    head_dim: int = Field(128, ge=4, description="multiple of 4; qkv width is heads * head_dim, free of hidden_size")
+    intermediate_size: int = Field(4096, ge=1)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = Field(BF16_EPS, gt=0, description="always explicit: see BF16_EPS")
+    bias: bool = Field(False, description="biases of patch embedding, attention and MLP")
+    pos_emb_height: int = Field(64, ge=1)
+    pos_emb_width: int = Field(64, ge=1)
+    pos_emb_time: int = Field(4, ge=1, description="frames that share one item (and its tokens); 1 means images only")
+    pos_emb_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    rope_theta: float = Field(1e4, gt=0)
+    initializer_range: float = Field(0.02, gt=0)
+
+    # projector
+    projector: Literal["v1", "v2"] = Field("v2", description="v1 LayerNorm before and biases; v2 RMSNorm after, none")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.head_dim % 4:
+            raise ValueError(
+                f"head_dim={self.head_dim}: the 2-D RoPE turns pairs for x and y in equal number, "
+                f"so head_dim must be a multiple of 4 (nearest: {max(4, round(self.head_dim / 4) * 4)})"
+            )
+        if min(self.merge_kernel_size) < 1:
+            raise ValueError(f"merge_kernel_size={self.merge_kernel_size}: both sides must be at least 1")
+        if any(self.max_patches_per_side % side for side in self.merge_kernel_size):
+            raise ValueError(
+                f"max_patches_per_side={self.max_patches_per_side} must be a multiple of merge_kernel_size="
+                f"{self.merge_kernel_size}, or padding would push a full-length side over the limit"
+            )
+        if self.hidden_size % 2 and self.pos_emb_time > 1:
+            raise ValueError(f"hidden_size={self.hidden_size} must be even for the sine/cosine time table")
+        if not all(0 <= channel <= 255 for channel in self.alpha_background):
+            raise ValueError(f"alpha_background={self.alpha_background}: RGB values must lie in 0..255")
+        return self
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of each of q, k and v: heads * head_dim."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def merge_size(self) -> int:
+        """Patches (of one frame) behind one token."""
+        return self.merge_kernel_size[0] * self.merge_kernel_size[1]
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> VisionConfig:
+        """Configuration `name` of PRESETS, with single fields replaced by `overrides`.
+
+        Raises ValueError for an unknown name, naming the nearest preset.
+        """
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+            raise ValueError(f"unknown vision preset {name!r}; nearest is {near!r}, all are {sorted(PRESETS)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+
+_SO400M: dict[str, Any] = dict(
+    hidden_size=1152,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    head_dim=72,
+    intermediate_size=4304,
+    norm="layer",
+    norm_eps=1e-5,
+    bias=True,
+    pos_emb_interpolation="bicubic",
+    projector="v1",
+)
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Kimi K3: trained from scratch with next-token prediction; the default.
+    "moonvit_v2": {},
+    # Kimi-VL: images only. 4,096 patches is the budget of Kimi-VL-A3B.
+    "moonvit": {**_SO400M, "pos_emb_time": 1, "in_patch_limit": 4096},
+    # Kimi K2.5: the same parameters, with up to four frames in one item.
+    "moonvit3d": {**_SO400M, "in_patch_limit": 16384},
+    # MoonViT-V2 in small, for tests and CPU runs. No released weights to agree with, hence a usual eps.
+    "tiny": dict(
+        patch_size=8,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        norm_eps=1e-5,
+        pos_emb_height=16,
+        pos_emb_width=16,
+        in_patch_limit=1024,
+        in_patch_limit_each_frame=256,
+    ),
+}

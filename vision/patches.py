@@ -1,0 +1,165 @@
+"""From a PIL image to uint8 patches at native resolution (no squashing to a square).
+
+The resize rule is the "navit" rule of Kimi K2.5 and K3: shrink only, keep the aspect ratio, then pad right and bottom
+with zeros (black) to whole tokens, before normalisation. Patches stay uint8; the tower normalises them, so a batch is
+a quarter of its float32 size in host memory and on the way to the device.
+
+Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t*h*w patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from earlyfusion.vision.config import VisionConfig
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Outcome of the resize rule, in pixels: resize to (new_w, new_h), then add pad_w columns and pad_h rows."""
+
+    new_w: int
+    new_h: int
+    pad_w: int
+    pad_h: int
+
+    @property
+    def width(self) -> int:
+        """Width after padding."""
+        return self.new_w + self.pad_w
+
+    @property
+    def height(self) -> int:
+        """Height after padding."""
+        return self.new_h + self.pad_h
+
+
+def navit_size(width: int, height: int, cfg: VisionConfig, *, patch_limit: int | None = None) -> Resize:
+    """Size of a width x height pixel image after the navit rule.
+
+    s = min(1, sqrt(L / (max(1, w // p) * max(1, h // p))), S*p / w, S*p / h) with L = `patch_limit`
+    (default `cfg.in_patch_limit`) and S = `cfg.max_patches_per_side`; new side = clamp(int(side * s), 1, S*p).
+    L is a target, not a bound: the rule counts whole patches of the original, and padding comes on top. Reserve a
+    margin when packing. Raises ValueError for an empty image.
+    """
+    if width < 1 or height < 1:
+        raise ValueError(f"image of {width}x{height} pixels: both sides must be at least 1")
+    p = cfg.patch_size
+    limit = cfg.in_patch_limit if patch_limit is None else patch_limit
+    longest = cfg.max_patches_per_side * p
+    patches = max(1, width // p) * max(1, height // p)
+    s = min(1.0, sqrt(limit / patches), longest / width, longest / height)
+    new_w = min(max(1, int(width * s)), longest)
+    new_h = min(max(1, int(height * s)), longest)
+    merge_h, merge_w = cfg.merge_kernel_size
+    return Resize(new_w, new_h, -new_w % (p * merge_w), -new_h % (p * merge_h))
+
+
+def grid_of(size: Resize, cfg: VisionConfig, frames: int = 1) -> Grid:
+    """(t, h, w) in patches of `frames` frames of a resized image."""
+    return frames, size.height // cfg.patch_size, size.width // cfg.patch_size
+
+
+def num_patches(grid: Grid) -> int:
+    """Patches of one item: t*h*w."""
+    t, h, w = grid
+    return t * h * w
+
+
+def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
+    """Tokens one item takes in the text: (h / merge rows) * (w / merge columns); frames of an item share them."""
+    _, h, w = grid
+    return (h // merge[0]) * (w // merge[1])
+
+
+def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
+    """Cut uint8 frames [t, H, W, 3] into patches [P, 3, p, p]: frame by frame, row by row, left to right.
+
+    Raises ValueError when the array is not [t, H, W, channels] uint8 or a side is not a multiple of the patch.
+    """
+    p = patch_size
+    if frames.ndim != 4 or frames.dtype != np.uint8:
+        raise ValueError(f"patchify expects uint8 [t, H, W, channels], got {frames.dtype} {list(frames.shape)}")
+    t, height, width, channels = frames.shape
+    if height % p or width % p:
+        raise ValueError(f"{height}x{width} pixels are not whole patches of {p}; pad the image first (navit_size)")
+    cut = frames.reshape(t, height // p, p, width // p, p, channels).transpose(0, 1, 3, 5, 2, 4)
+    return torch.from_numpy(np.ascontiguousarray(cut)).view(-1, channels, p, p)
+
+
+def unpatchify(patches: torch.Tensor, grid: Grid) -> np.ndarray:
+    """Inverse of `patchify`: patches [P, 3, p, p] of one item back to frames [t, h*p, w*p, 3]."""
+    t, h, w = grid
+    count, channels, p, _ = patches.shape
+    if count != t * h * w:
+        raise ValueError(f"{count} patches do not fill grid {grid} of {t * h * w}")
+    whole = patches.view(t, h, w, channels, p, p).permute(0, 1, 4, 2, 5, 3)
+    return whole.reshape(t, h * p, w * p, channels).numpy()
+
+
+def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
+    """Any PIL image as upright 8-bit RGB.
+
+    First frame of an animation; EXIF orientation applied; transparency (alpha channel or transparent colour) put on
+    `background`; 16-bit greyscale scaled to 8 bits (PIL alone would clip it to white). Mode "I" is read as 16-bit
+    samples, which is what PNG and TIFF files in that mode hold; mode "F" is clipped to 0..255.
+    """
+    if getattr(image, "is_animated", False):
+        image.seek(0)
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "La":  # premultiplied alpha: PIL converts it to LA and to nothing else
+        image = image.convert("LA")
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
+    if image.mode.startswith("I"):
+        samples = np.clip(np.asarray(image).astype(np.float64), 0, 65535)
+        image = Image.fromarray((samples / 257.0).round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        return Image.alpha_composite(canvas, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _pixels(image: Image.Image, size: Resize) -> np.ndarray:
+    """RGB image -> uint8 [height, width, 3], resized with PIL bicubic (antialiased) and zero-padded."""
+    if image.size != (size.new_w, size.new_h):
+        image = image.resize((size.new_w, size.new_h), Image.Resampling.BICUBIC)
+    canvas = np.zeros((size.height, size.width, 3), dtype=np.uint8)
+    canvas[: size.new_h, : size.new_w] = np.asarray(image)
+    return canvas
+
+
+def prepare_image(image: Image.Image, cfg: VisionConfig) -> tuple[torch.Tensor, Grid]:
+    """One image -> (uint8 patches [h*w, 3, p, p], (1, h, w))."""
+    rgb = to_rgb(image, cfg.alpha_background)
+    size = navit_size(*rgb.size, cfg)
+    return patchify(_pixels(rgb, size)[None], cfg.patch_size), grid_of(size, cfg)
+
+
+def prepare_frames(frames: Sequence[Image.Image], cfg: VisionConfig) -> list[tuple[torch.Tensor, Grid]]:
+    """Video frames -> items of up to `cfg.pos_emb_time` frames: a list of (uint8 patches [t*h*w, 3, p, p], (t, h, w)).
+
+    The last item holds what is left. All frames must have one size (they come from one video); raises ValueError
+    otherwise. The patch limit is `cfg.in_patch_limit_each_frame`, for every frame alike.
+    """
+    images = [to_rgb(frame, cfg.alpha_background) for frame in frames]
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f"frames of one video must share a size, got {sorted(sizes)}; resize them first")
+    items = []
+    for start in range(0, len(images), cfg.pos_emb_time):
+        group = images[start : start + cfg.pos_emb_time]
+        size = navit_size(*group[0].size, cfg, patch_limit=cfg.in_patch_limit_each_frame)
+        stack = np.stack([_pixels(image, size) for image in group])
+        items.append((patchify(stack, cfg.patch_size), grid_of(size, cfg, len(group))))
+    return items
