@@ -32,6 +32,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     "kda_step": {"naive": f"{_ROOM}.kda.naive:kda_step", "torch": f"{_ROOM}.kda.step:kda_step"},
     "short_conv": {"naive": f"{_ROOM}.kda.naive:short_conv", "torch": f"{_ROOM}.kda.conv:short_conv"},
     "attention": {"naive": f"{_ROOM}.attention.naive:attention", "torch": f"{_ROOM}.attention.varlen:attention"},
+    "max_logit": {"naive": f"{_ROOM}.attention.naive:max_logit", "torch": f"{_ROOM}.attention.max_logit:max_logit"},
     "attnres_phase1": {"naive": f"{_ROOM}.attnres.naive:phase1", "torch": f"{_ROOM}.attnres.two_phase:phase1"},
     "attnres_merge": {"naive": f"{_ROOM}.attnres.naive:merge", "torch": f"{_ROOM}.attnres.two_phase:merge"},
     "moe_experts": {"naive": f"{_ROOM}.moe.naive:moe_experts", "torch": f"{_ROOM}.moe.grouped:moe_experts"},

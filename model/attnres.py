@@ -7,7 +7,8 @@ With sources v_0 (the embedding), v_1, ... and one learned pseudo-query w and ke
 replaces the residual stream. In block form the sub-layer outputs inside a block are summed, and the sources of a
 sub-layer are b_0 = embedding, the finished block sums b_1 .. b_{n-1}, and the partial sum of its own block (absent
 for the block's first sub-layer). After the last block one more (w, g) mixes all block sums. Full AttnRes is blocks
-of one sub-layer. The very first sub-layer has a single source, so its mix is the identity.
+of one sub-layer. The very first sub-layer has a single source, so its mix is the identity (and its w and g get
+gradients that are exactly zero, not missing ones).
 
 Schedule: phase 1 mixes the finished sources for all sub-layers of a block in one pass; each sub-layer then merges
 its row with the partial sum by an online softmax (exact).
@@ -19,6 +20,7 @@ Shapes: T tokens, D hidden, S sub-layers of a block, n sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +31,77 @@ from earlyfusion.model.norm import RMSNorm, at_least_fp32
 SubLayer = Callable[[Tensor], Tensor]
 
 
-class AttnResQuery(nn.Module):
-    """A view of one (w, g) pair; the parameters are owned by the decoder (layer), under the checkpoint's names."""
+@dataclass(frozen=True)
+class Mix:
+    """One place where sources are mixed: the pseudo-query w [D], the key norm that holds g [D], a name for reports."""
 
-    def __init__(self, query_D: nn.Parameter, norm: RMSNorm, name: str) -> None:
-        raise TypeError("not a module")
+    name: str
+    query_D: nn.Parameter
+    norm: RMSNorm
+
+    def folded(self) -> Tensor:
+        """w * g [D] in fp32: only the product matters to the weights."""
+        return at_least_fp32(self.query_D) * at_least_fp32(self.norm.weight)
 
 
+@dataclass
 class MixRecorder:
-    """Mean mixing weights of every mix, split by a token mask; for reports, never in training.
+    """Mean mixing weights of every mix, split by token masks; for reports, never during training.
 
-    masks: name -> bool [T]. `rows` holds one (mix name, {mask name: weights [n] fp32}) per mix, in order; source 0 is
-    the embedding and the last source of a row may be the running partial sum (`partial` names those rows).
+    masks: name -> bool [T]. After a decoder pass `rows[i]` is (name of the mix, {mask name: weights [n] fp32}), where
+    source 0 is the embedding, the next ones the finished blocks; `has_partial[i]` tells that the last source is the
+    running sum of the mix's own block. A mask without tokens yields NaN.
     """
 
-    def __init__(self, masks: dict[str, Tensor]) -> None:
-        self.masks = masks
-        self.rows: list[tuple[str, dict[str, Tensor]]] = []
-        self.partial: set[str] = set()
+    masks: dict[str, Tensor]
+    rows: list[tuple[str, dict[str, Tensor]]] = field(default_factory=list)
+    has_partial: list[bool] = field(default_factory=list)
+
+    @torch.no_grad()
+    def note(self, mix: Mix, sources: Sequence[Tensor], partial_TD: Tensor | None) -> None:
+        every = list(sources) if partial_TD is None else [*sources, partial_TD]
+        weights_nT = mixing_weights(every, mix.folded(), mix.norm.eps)
+        means = {name: weights_nT[:, mask].mean(dim=1) for name, mask in self.masks.items()}
+        self.rows.append((mix.name, means))
+        self.has_partial.append(partial_TD is not None)
+
+
+def mixing_weights(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
+    """Softmax weights p [n, T] of the sources; sums to 1 over the sources. fp32."""
+    logits = []
+    for source_TD in sources:
+        fp = at_least_fp32(source_TD)
+        logits.append((fp @ qw_D) * torch.rsqrt(fp.pow(2).mean(-1) + eps))
+    return torch.stack(logits).softmax(0)
+
+
+def mix_sources(sources: Sequence[Tensor], mix: Mix, recorder: MixRecorder | None = None) -> Tensor:
+    """h [T, D] for one query over finished sources."""
+    if recorder is not None:
+        recorder.note(mix, sources, None)
+    o_1TD, _ = resolve("attnres_phase1", sources[0].device)(list(sources), mix.folded().unsqueeze(0), mix.norm.eps)
+    return o_1TD[0]
+
+
+def run_block(
+    sources: Sequence[Tensor], sublayers: Sequence[tuple[Mix, SubLayer]], recorder: MixRecorder | None = None
+) -> Tensor:
+    """Run one block's sub-layers and return the sum of their outputs, the block's representation [T, D].
+
+    The sum is kept in the dtype of the embedding (source 0). Nothing but `sources` is alive at the block's start,
+    so recomputing whole blocks in the backward pass needs no saved activation besides the block sums themselves.
+    """
+    eps = sublayers[0][0].norm.eps
+    qw_SD = torch.stack([mix.folded() for mix, _ in sublayers])
+    o_STD, lse_ST = resolve("attnres_phase1", qw_SD.device)(list(sources), qw_SD, eps)
+    merge = resolve("attnres_merge", qw_SD.device)
+    partial: Tensor | None = None
+    # unbind, not indexing: its backward stacks the rows once instead of adding S zero-padded tensors
+    for (mix, sublayer), o_TD, lse_T, qw_D in zip(sublayers, o_STD.unbind(), lse_ST.unbind(), qw_SD.unbind()):
+        if recorder is not None:
+            recorder.note(mix, sources, partial)
+        h_TD = o_TD if partial is None else merge(o_TD, lse_T, partial, qw_D, eps)
+        out_TD = sublayer(h_TD)
+        partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
+    assert partial is not None
+    return partial

@@ -19,7 +19,7 @@ from earlyfusion.vision.grid import Geometry, GridTensors, VisionGrid
 from earlyfusion.vision.position import apply_rope
 
 
-def make_norm(kind: str, width: int, eps: float) -> nn.Module:
+def make_norm(kind: str, width: int, eps: float) -> nn.RMSNorm | nn.LayerNorm:
     """RMSNorm ("rms", weight) or LayerNorm ("layer", weight and bias) with an explicit eps."""
     return nn.RMSNorm(width, eps=eps) if kind == "rms" else nn.LayerNorm(width, eps=eps)
 
@@ -160,12 +160,14 @@ class EncoderBlock(nn.Module):
     def attend(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
         """Attention branch on normed input [P, C] -> [P, C]."""
         qkv_P3HD = self.wqkv(x_PC).view(-1, 3, self.num_heads, self.head_dim)
-        v_PHD = qkv_P3HD[:, 2]
+        # split and unbind, not slices: their backward is one concatenation instead of padded sums
+        qk_P2HD, v_P1HD = qkv_P3HD.split((2, 1), dim=1)
+        v_PHD = v_P1HD.squeeze(1)
         if segments.total == 0:  # nothing to attend; the gradient path to the weights must still exist
             return self.wo(v_PHD.flatten(1))
-        qk_P2HD = apply_rope(qkv_P3HD[:, :2], turns_PK)
+        q_PHD, k_PHD = apply_rope(qk_P2HD, turns_PK).unbind(1)
         attention = resolve("attention", x_PC.device)
-        o_PHD, _ = attention(qk_P2HD[:, 0], qk_P2HD[:, 1], v_PHD, segments, causal=False, scale=self.head_dim**-0.5)
+        o_PHD, _ = attention(q_PHD, k_PHD, v_PHD, segments, causal=False, scale=self.head_dim**-0.5)
         return self.wo(o_PHD.flatten(1))
 
     def forward(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
@@ -178,18 +180,22 @@ class Encoder(nn.Module):
 
     def __init__(self, cfg: VisionConfig) -> None:
         super().__init__()
+        self.merge_size = cfg.merge_size
         self.blocks = nn.ModuleList([EncoderBlock(cfg) for _ in range(cfg.num_hidden_layers)])
         self.final_layernorm = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
 
     def reset_parameters(self) -> None:
         for block in self.blocks:
+            assert isinstance(block, EncoderBlock)
             block.reset_parameters()
         self.final_layernorm.reset_parameters()
 
     def forward(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
+        """[P, C] in merge order -> [P / merge size, merge size, C]."""
         for block in self.blocks:
             x_PC = block(x_PC, turns_PK, segments)
-        return self.final_layernorm(x_PC)
+        # Grouped before the norm: an output that is a view would upset the hooks of sharded training.
+        return self.final_layernorm(x_PC.view(-1, self.merge_size, x_PC.shape[-1]))
 
 
 class VisionTower(nn.Module):
@@ -226,8 +232,7 @@ class VisionTower(nn.Module):
         self._check(patches, grid)
         at = grid.on(patches.device)
         x_PC = self.patch_embed(patches.index_select(0, at.order_P), at)
-        x_PC = self.encoder(x_PC, at.turns_PK, grid.segments)
-        tokens = x_PC.view(-1, self.cfg.merge_size, x_PC.shape[-1])
+        tokens = self.encoder(x_PC, at.turns_PK, grid.segments)
         return tokens if at.frame_rows_FM is None else self._mean_over_frames(tokens, at)
 
     def _mean_over_frames(self, tokens: torch.Tensor, at: GridTensors) -> torch.Tensor:

@@ -1,0 +1,147 @@
+"""Chunk grids: how the tokens of a packed row are cut into chunks, and in which order chunk states depend on each other.
+
+Two grids. The *flat* grid lays chunks of C tokens over the whole row without regard to documents; a document start inside
+a chunk is a token whose decay is set to zero, which cuts everything before it off. It pads at most C - 1 tokens in all,
+however short the documents are. The *aligned* grid begins a new chunk at every document, so that a document's state
+before its first and after its last token are chunk states; it is used when states go in or come out.
+
+The state S of chunk c obeys S_out[c] = M[c] S_in[c] + b[c] with S_in[c] = S_out[c - 1]. A chunk with a document start has
+M = 0: its outgoing state does not depend on the incoming one. Chunks therefore fall into chains, and the scan runs level
+by level over all chains at once: as many steps as the longest document has chunks, not as many as the row has.
+
+Legend: T tokens, N chunks, C tokens per chunk, D documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.segments import Segments
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Chunks ordered by level: all chain heads, then all second chunks, ... with longer chains first in every level."""
+
+    levels: tuple[tuple[int, int], ...]  # (first, count) of each level in that order; counts never grow
+    order_N: Tensor | None  # chunk at each place of the order, None if the order is 0, 1, 2, ...
+    inverse_N: Tensor | None
+
+    def arrange(self, x_N: Tensor) -> Tensor:
+        """A copy of ``x_N`` (chunks first) in scan order."""
+        return x_N.clone() if self.order_N is None else x_N.index_select(0, self.order_N)
+
+    def restore(self, x_N: Tensor) -> Tensor:
+        """Back from scan order to chunk order."""
+        return x_N if self.inverse_N is None else x_N.index_select(0, self.inverse_N)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One cut of a packed row into ``num`` chunks of ``chunk`` tokens."""
+
+    chunk: int
+    num: int
+    total: int  # T, live tokens
+    aligned: bool
+    rows_T: Tensor | None  # row of every token in the padded row; None: tokens 0..T-1 stand in rows 0..T-1
+    dead: Tensor  # rows that hold no token
+    severed: Tensor  # rows whose decay is zero: document starts of the flat grid
+    reach_NCC: Tensor  # 1 where the gradient of row t's gate collects row i: i >= t, same document, t not severed
+    scan: Scan
+    head_D: Tensor  # first and last chunk of every document (aligned grid only)
+    tail_D: Tensor
+
+    @property
+    def padded(self) -> int:
+        """Rows of the padded row, N * C."""
+        return self.num * self.chunk
+
+    def spread(self, x_T: Tensor) -> Tensor:
+        """Tokens [T, ...] into padded rows [N * C, ...]; dead rows are zero. May return ``x_T`` itself."""
+        if self.padded == self.total:
+            return x_T
+        out = x_T.new_zeros(self.padded, *x_T.shape[1:])
+        if self.rows_T is None:
+            out[: self.total] = x_T
+        else:
+            out.index_copy_(0, self.rows_T, x_T)
+        return out
+
+    def gather(self, x_R: Tensor) -> Tensor:
+        """Padded rows [N * C, ...] back to tokens [T, ...]."""
+        if self.rows_T is None:
+            return x_R[: self.total]
+        return x_R.index_select(0, self.rows_T)
+
+
+def _scan(heads: list[bool], device: torch.device) -> Scan:
+    """Levels of chains; ``heads[c]`` says that chunk c starts one (chunk 0 always does)."""
+    chains: list[list[int]] = []
+    for chunk, head in enumerate(heads):
+        if head:
+            chains.append([])
+        chains[-1].append(chunk)
+    chains.sort(key=len, reverse=True)
+    order: list[int] = []
+    levels: list[tuple[int, int]] = []
+    for level in range(len(chains[0])):
+        members = [chain[level] for chain in chains if len(chain) > level]
+        levels.append((len(order), len(members)))
+        order.extend(members)
+    if order == list(range(len(order))):
+        return Scan(tuple(levels), None, None)
+    order_N = torch.tensor(order, dtype=torch.int64)
+    return Scan(tuple(levels), order_N.to(device), order_N.argsort().to(device))
+
+
+def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, device: torch.device) -> Grid:
+    index = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
+    total, starts = segments.total, segments.offsets[:-1]
+    if aligned:
+        counts = [-(-length // chunk) for length in segments.lengths]
+        heads = [position == 0 for count in counts for position in range(count)]
+        tail_D = torch.tensor(counts, dtype=torch.int64).cumsum(0) - 1
+        head_D = tail_D + 1 - torch.tensor(counts, dtype=torch.int64)
+        starts_D = torch.tensor(starts, dtype=torch.int64)
+        shift_T = torch.repeat_interleave(head_D * chunk - starts_D, torch.tensor(segments.lengths))
+        rows_T = torch.arange(total) + shift_T
+        severed: list[int] = []
+        document_R = torch.repeat_interleave(torch.arange(segments.num), torch.tensor(counts) * chunk)
+    else:
+        heads = [False] * -(-total // chunk)
+        for start in starts:
+            heads[start // chunk] = True
+        head_D = tail_D = torch.zeros(0, dtype=torch.int64)
+        rows_T = torch.arange(total)
+        severed = list(starts)
+        document_R = torch.full((len(heads) * chunk,), segments.num - 1, dtype=torch.int64)
+        document_R[:total] = segments.ids().long()
+    num = len(heads)
+    is_dead = torch.ones(num * chunk, dtype=torch.bool)
+    is_dead[rows_T] = False
+    document_NC = document_R.view(num, chunk)
+    reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & (document_NC[:, :, None] == document_NC[:, None, :])
+    reach_NCC.view(num * chunk, chunk)[torch.tensor(severed, dtype=torch.int64)] = False
+    return Grid(
+        chunk=chunk,
+        num=num,
+        total=total,
+        aligned=aligned,
+        rows_T=None if not aligned or num * chunk == total else rows_T.to(device),
+        dead=is_dead.nonzero().view(-1).to(device),
+        severed=index(severed),
+        reach_NCC=reach_NCC.to(device=device, dtype=dtype),
+        scan=_scan(heads, device),
+        head_D=head_D.to(device),
+        tail_D=tail_D.to(device),
+    )
+
+
+def chunk_grid(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, device: torch.device) -> Grid:
+    """The grid of a row, built once per (segments, chunk, kind, dtype, device). The row must hold at least one token."""
+    key = ("kda.grid", chunk, aligned, dtype, str(device))
+    return segments.cached(key, lambda: _build(segments, chunk, aligned, dtype, device))

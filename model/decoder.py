@@ -1,0 +1,208 @@
+"""The text decoder: KDA and MLA layers 3:1, dense or MoE feed-forward, plain residual stream or Attention Residuals.
+
+    plain        x += mixer(norm(x));  x += feed_forward(norm(x))
+    attn_res     see model/attnres.py: each sub-layer reads its own mix of earlier blocks
+
+It takes embeddings, not ids: text and image features have been put together before (model/fusion.py). Packed rows:
+T tokens of several documents, which never see each other.
+
+Shapes: T tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial as bind
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.attnres import Mix, MixRecorder, SubLayer, mix_sources, run_block
+from earlyfusion.model.cache import DecoderCache, KdaMemory, MlaMemory, Plan
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.init import Embedding, Linear
+from earlyfusion.model.kda import KimiDeltaAttention
+from earlyfusion.model.mla import MultiHeadLatentAttention
+from earlyfusion.model.mlp import SwiGLU
+from earlyfusion.model.moe import MixtureOfExperts
+from earlyfusion.model.norm import RMSNorm
+
+Memory = KdaMemory | MlaMemory
+
+
+class DecoderLayer(nn.Module):
+    """One transformer layer. Its two sub-layers, each with its pre-norm, are `attend` and `feed_forward`.
+
+    With Attention Residuals the decoder calls the two by themselves, so a sharding wrapper must know both as forward
+    methods, and must leave the pseudo-queries and their norms in the root group: a block reads the queries of all
+    its layers at its start.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        hidden, eps, std = config.hidden_size, config.rms_norm_eps, config.initializer_range
+        self.index, self.kind = index, config.plan()[index]
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.self_attn: KimiDeltaAttention | MultiHeadLatentAttention
+        self.self_attn = KimiDeltaAttention(config) if self.kind == "kda" else MultiHeadLatentAttention(config)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.sparse = config.is_moe(index)
+        if self.sparse:
+            self.block_sparse_moe = MixtureOfExperts(config)
+        else:
+            self.mlp = SwiGLU(hidden, config.intermediate_size, std)
+        self.attn_res = config.attn_res != "none"
+        if self.attn_res:
+            # 1-D on purpose: optimizers route matrices to Muon, and a query must not take fixed-norm steps from zero
+            self.self_attention_res_query = nn.Parameter(torch.empty(hidden))
+            self.self_attention_res_norm = RMSNorm(hidden, eps)
+            self.mlp_res_query = nn.Parameter(torch.empty(hidden))
+            self.mlp_res_norm = RMSNorm(hidden, eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.attn_res:
+            nn.init.zeros_(self.self_attention_res_query)
+            nn.init.zeros_(self.mlp_res_query)
+
+    def attend(
+        self, h_TD: Tensor, segments: Segments, memory: Memory | None = None, plan: Plan | None = None
+    ) -> Tensor:
+        return self.self_attn(self.input_layernorm(h_TD), segments, memory, plan)  # type: ignore[arg-type]
+
+    def feed_forward(self, h_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
+        normed = self.post_attention_layernorm(h_TD)
+        return self.block_sparse_moe(normed, counted_T) if self.sparse else self.mlp(normed)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        memory: Memory | None = None,
+        plan: Plan | None = None,
+        counted_T: Tensor | None = None,
+    ) -> Tensor:
+        """The plain residual form. x keeps its dtype (fp32 embeddings make an fp32 stream under autocast)."""
+        x_TD = x_TD + self.attend(x_TD, segments, memory, plan)
+        return x_TD + self.feed_forward(x_TD, counted_T)
+
+    def mixes(self) -> tuple[Mix, Mix]:
+        """The AttnRes mixes in front of the two sub-layers."""
+        return (
+            Mix(f"layers.{self.index}.{self.kind}", self.self_attention_res_query, self.self_attention_res_norm),
+            Mix(f"layers.{self.index}.{'moe' if self.sparse else 'mlp'}", self.mlp_res_query, self.mlp_res_norm),
+        )
+
+
+class Decoder(nn.Module):
+    """embed_tokens, layers, final norm and (untied) lm_head; see the file's head.
+
+    recompute: when True, training keeps no activations inside a layer (inside an AttnRes block) and computes them
+    again in the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = False
+        hidden, std = config.hidden_size, config.initializer_range
+        self.embed_tokens = Embedding(config.vocab_size, hidden, std)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Linear(hidden, config.vocab_size, std)
+        if config.attn_res != "none":
+            self.output_attn_res_query = nn.Parameter(torch.empty(hidden))
+            self.output_attn_res_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.config.attn_res != "none":
+            nn.init.zeros_(self.output_attn_res_query)
+
+    def head_weight(self) -> Tensor:
+        """Output projection [V, D]; the embedding itself when tied."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def new_cache(self, num_sequences: int) -> DecoderCache:
+        """An empty cache for `num_sequences` sequences."""
+        kinds = self.config.plan()
+        layers: list[Memory] = [KdaMemory() if kind == "kda" else MlaMemory() for kind in kinds]
+        return DecoderCache(layers, lengths=(0,) * num_sequences)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        cache: DecoderCache | None = None,
+        *,
+        counted_T: Tensor | None = None,
+        recorder: MixRecorder | None = None,
+    ) -> Tensor:
+        """Embeddings x_TD -> hidden states h_TD after the final norm.
+
+        segments: the packed documents, or with a cache the new tokens of each of its sequences, in order.
+        counted_T: bool, tokens that count for expert load (None: all). recorder: collects AttnRes weights.
+        Raises ValueError when x and segments (or segments and cache) disagree.
+        """
+        if x_TD.shape[0] != segments.total:
+            raise ValueError(
+                f"got {x_TD.shape[0]} token embeddings but segments that add up to {segments.total}; "
+                "build Segments from the same packed row"
+            )
+        plan = cache.begin(segments, x_TD.device) if cache is not None else None
+        memories: list[Memory | None] = list(cache.layers) if cache is not None else [None] * len(self.layers)
+        if self.config.attn_res == "none":
+            for layer, memory in zip(self.layers, memories):
+                x_TD = self._maybe_recompute(layer, x_TD, segments, memory, plan, counted_T)
+        else:
+            x_TD = self._attention_residuals(x_TD, segments, memories, plan, counted_T, recorder)
+        if cache is not None:
+            cache.commit(segments)
+        return self.norm(x_TD)
+
+    def attnres_weights(self, x_TD: Tensor, segments: Segments, masks: dict[str, Tensor]) -> MixRecorder:
+        """Mean AttnRes weights per mix and source over the tokens of each mask (for example image and text).
+
+        Raises ValueError for a model without Attention Residuals.
+        """
+        if self.config.attn_res == "none":
+            raise ValueError("attn_res='none' has no mixing weights; ask a model with attn_res 'full' or 'block'")
+        recorder = MixRecorder(masks)
+        with torch.no_grad():
+            self.forward(x_TD, segments, recorder=recorder)
+        return recorder
+
+    def _maybe_recompute(self, function, *arguments):
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
+
+    def _sublayers(
+        self, segments: Segments, memories: list[Memory | None], plan: Plan | None, counted_T: Tensor | None
+    ) -> Iterator[tuple[Mix, SubLayer]]:
+        for layer, memory in zip(self.layers, memories):
+            assert isinstance(layer, DecoderLayer)
+            before_attention, before_mlp = layer.mixes()
+            yield before_attention, bind(layer.attend, segments=segments, memory=memory, plan=plan)
+            yield before_mlp, bind(layer.feed_forward, counted_T=counted_T)
+
+    def _attention_residuals(
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        memories: list[Memory | None],
+        plan: Plan | None,
+        counted_T: Tensor | None,
+        recorder: MixRecorder | None,
+    ) -> Tensor:
+        sublayers = list(self._sublayers(segments, memories, plan, counted_T))
+        size = self.config.sublayers_per_block()
+        sources = [x_TD]
+        for start in range(0, len(sublayers), size):
+            # tuple: the list grows, and a recomputed block must see the sources it was first run with
+            block = self._maybe_recompute(run_block, tuple(sources), sublayers[start : start + size], recorder)
+            sources.append(block)
+        final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
+        return mix_sources(sources, final, recorder)

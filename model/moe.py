@@ -1,0 +1,205 @@
+"""Mixture of experts: sigmoid router with a selection bias, dropless SwiGLU experts, always-on shared experts.
+
+    s = sigmoid(W_r x)                       fp32
+    chosen = top-k of s + b                  b balances the load and never enters the weights
+    w = s[chosen] / (sum s[chosen] + 1e-20) * routed_scaling_factor
+    y = sum_chosen w_e expert_e(x) + shared(x)
+
+Two rules move b, once per optimizer step, without an auxiliary loss:
+
+* sign (DeepSeek-V3, arXiv 2412.19437): b += gamma * sign(mean load - load).
+* quantile (Quantile Balancing, Kimi K3): with alpha_i the (k+1)-th largest of s_i + b and r_ij = alpha_i - s_ij,
+  expert j is chosen by token i exactly when b_j > r_ij; so b_j := the k/E quantile of r_:j over the step's tokens
+  makes a share k/E of them choose j. Then the mean is subtracted. The quantiles come from a histogram per expert
+  over [min b - 1, max b + 1], which holds every r; it adds up over micro-batches and ranks.
+
+Shapes: T tokens, D hidden, E experts, J = k chosen experts, F expert width, B histogram bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.init import normal_
+from earlyfusion.model.mlp import SwiGLU
+from earlyfusion.model.norm import at_least_fp32
+
+BINS = 1000
+Reduce = Callable[[Tensor], Tensor]
+
+
+class Router(nn.Module):
+    """Scores and choice of experts. `e_score_correction_bias` [E] fp32 is state, not a parameter."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.num_experts = config.num_experts_per_token, config.num_experts
+        self.renormalize, self.scaling = config.moe_renormalize, config.routed_scaling_factor
+        self.std = config.initializer_range
+        self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.empty(self.num_experts, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        normal_(self.weight, self.std)
+        self.e_score_correction_bias.zero_()
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> expert ids [T, J] int64, weights [T, J], scores [T, E]; fp32 even under autocast."""
+        with torch.autocast(x_TD.device.type, enabled=False):
+            fp = at_least_fp32(x_TD)
+            scores_TE = F.linear(fp, self.weight.to(fp.dtype)).sigmoid()
+            with torch.no_grad():
+                ids_TJ = torch.topk(scores_TE + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False)[1]
+            weights_TJ = scores_TE.gather(1, ids_TJ)
+            if self.renormalize:
+                weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + 1e-20)
+            return ids_TJ, weights_TJ * self.scaling, scores_TE
+
+
+class Experts(nn.Module):
+    """Fused routed experts: gate_up_proj [E, 2F, D] (gate rows first), down_proj [E, D, F]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.std = config.initializer_range
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        normal_(self.gate_up_proj, self.std)
+        normal_(self.down_proj, self.std)
+
+    def forward(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
+        return resolve("moe_experts", x_TD.device)(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj)
+
+
+class MixtureOfExperts(nn.Module):
+    """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule, `histogram` [E, B].
+
+    Counts are non-persistent fp32 buffers that start at zero after every `update_bias`. (A layer recomputed by
+    activation checkpointing counts every token twice, which neither rule notices.)
+    """
+
+    load: Tensor
+    histogram: Tensor | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.balance, self.update_rate = config.router_balance, config.router_bias_update_rate
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        shared = config.num_shared_experts * config.moe_intermediate_size
+        self.shared_experts = SwiGLU(config.hidden_size, shared, config.initializer_range) if shared else None
+        self.register_buffer("load", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
+        bins = torch.empty(config.num_experts, BINS, dtype=torch.float32) if self.balance == "quantile" else None
+        self.register_buffer("histogram", bins, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        self.load.zero_()
+        if self.histogram is not None:
+            self.histogram.zero_()
+
+    def forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
+        """x_TD normed input -> y_TD. counted_T: bool, tokens that count for the load (None: all); all are computed."""
+        ids_TJ, weights_TJ, scores_TE = self.gate(x_TD)
+        if self.training and torch.is_grad_enabled():
+            self._count(ids_TJ, scores_TE.detach(), counted_T)
+        y_TD = self.experts(x_TD, ids_TJ, weights_TJ)
+        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD)
+
+    @torch.no_grad()
+    def _count(self, ids_TJ: Tensor, scores_TE: Tensor, counted_T: Tensor | None) -> None:
+        weight_T1 = torch.ones_like(scores_TE[:, :1], dtype=torch.float32)
+        if counted_T is not None:
+            weight_T1 = weight_T1 * counted_T[:, None]
+        self.load.scatter_add_(0, ids_TJ.flatten(), weight_T1.expand(-1, ids_TJ.shape[1]).flatten())
+        if self.histogram is None:
+            return
+        bias, experts = self.gate.e_score_correction_bias, self.load.shape[0]
+        alpha_T1 = torch.topk(scores_TE + bias, self.gate.top_k + 1, dim=-1)[0][:, -1:]
+        low, step = _bin_edges(bias)
+        bin_TE = ((alpha_T1 - scores_TE - low) / step).long().clamp_(0, BINS - 1)
+        flat = bin_TE + torch.arange(experts, device=bin_TE.device) * BINS
+        self.histogram.view(-1).scatter_add_(0, flat.flatten(), weight_T1.expand(-1, experts).flatten())
+
+    def update_bias(self, reduce: Reduce | None = None) -> dict[str, Tensor]:
+        """Apply the balancing rule to this layer alone; see `update_router_biases`."""
+        return update_router_biases(self, reduce)
+
+    @torch.no_grad()
+    def _apply_rule(self) -> None:
+        bias = self.gate.e_score_correction_bias
+        if self.balance == "sign":
+            # no tokens: load equals its mean, sign(0) = 0
+            bias.add_(torch.sign(self.load.mean() - self.load), alpha=self.update_rate)
+        elif self.histogram is not None:
+            target = _histogram_quantile(self.histogram, self.gate.top_k / self.gate.num_experts, *_bin_edges(bias))
+            target = target - target.mean()
+            bias.copy_(torch.where(self.histogram.sum() > 0, target, bias))
+
+
+def _bin_edges(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+    """(lower edge, bin width) of the histograms; depends on b only, which stands still between two updates."""
+    low, high = bias_E.min() - 1.0, bias_E.max() + 1.0
+    return low, (high - low) / BINS
+
+
+def _histogram_quantile(histogram_EB: Tensor, share: float, low: Tensor, step: Tensor) -> Tensor:
+    """Value below which `share` of each row's counts lie, linear inside its bin. [E]"""
+    total_EB = histogram_EB.double().cumsum(1)
+    rank_E1 = share * total_EB[:, -1:]
+    bin_E1 = torch.searchsorted(total_EB, rank_E1).clamp_(max=histogram_EB.shape[1] - 1)
+    inside_E1 = histogram_EB.gather(1, bin_E1).double()
+    below_E1 = total_EB.gather(1, bin_E1) - inside_E1
+    fraction_E1 = (rank_E1 - below_E1) / inside_E1.clamp(min=1.0)
+    return (low + (bin_E1 + fraction_E1) * step).squeeze(1).to(low.dtype)
+
+
+def moe_layers(module: nn.Module) -> list[MixtureOfExperts]:
+    """Every MoE layer inside `module`, in order."""
+    return [layer for layer in module.modules() if isinstance(layer, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dict[str, Tensor]:
+    """Balance all MoE layers of `module`; call once per optimizer step, after the last micro-batch.
+
+    reduce: sums a flat fp32 tensor over ranks and returns it (None: one rank). It is called once for all layers.
+    Returns, as device tensors (no sync): load_share [layers, E] (rows sum to 1), max_violation and mean_violation
+    [layers] = max and mean over experts of |load / mean load - 1|; an empty dict without MoE layers.
+    Counts start again from zero.
+    """
+    layers = moe_layers(module)
+    if not layers:
+        return {}
+    buffers = [b for layer in layers for b in (layer.load, layer.histogram) if b is not None]
+    if reduce is not None:
+        packed = reduce(torch.cat([b.flatten() for b in buffers]))
+        for buffer, total in zip(buffers, packed.split([b.numel() for b in buffers])):
+            buffer.copy_(total.view_as(buffer))
+    shares = []
+    for layer in layers:
+        layer._apply_rule()
+        shares.append(layer.load / layer.load.sum().clamp(min=1.0))
+        layer.reset_counts()
+    violation = [(share * share.numel() - 1.0).abs() for share in shares]
+    return {
+        "load_share": torch.stack(shares),
+        "max_violation": torch.stack([v.max() for v in violation]),
+        "mean_violation": torch.stack([v.mean() for v in violation]),
+    }
