@@ -97,7 +97,8 @@ def _load(path: str) -> Callable[..., Any]:
 
 def resolve(op: str, device: torch.device | str) -> Callable[..., Any]:
     """The implementation of ``op`` for tensors on ``device``; call it with the operation's arguments."""
-    return _load(REGISTRY[op][pick(op, device)])
+    backend = pick(op, device)
+    return _load(REGISTRY[op][backend])
 
 
 def table(device: torch.device | str) -> list[tuple[str, str, str]]:

@@ -209,7 +209,9 @@ class RunConfig(Section):
         if isinstance(model, dict) and model.get("vocab_size") is None:
             tokenizer = raw.get("tokenizer")
             size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
-            raw["model"] = {**model, "vocab_size": size or TokenizerSection().vocab_size}
+            # Token ids, like the size, come from the tokenizer at run time (with_vocabulary); these only fit.
+            ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+            raw["model"] = {**ids, **model, "vocab_size": size or TokenizerSection().vocab_size}
         return raw
 
     @model_validator(mode="after")

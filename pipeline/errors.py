@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+
+MIN_PYTHON = (3, 11)
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -39,3 +42,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     if match is not None:
         return f"did you mean {match!r}?"
     return f"known: {', '.join(listed)}" if listed else "nothing is known here"
+
+
+def require_python(version: Sequence[int] = tuple(sys.version_info[:3])) -> None:
+    """UserError for a Python that is too old."""
+    if tuple(version[:2]) < MIN_PYTHON:
+        given, need = ".".join(map(str, version[:3])), ".".join(map(str, MIN_PYTHON))
+        raise UserError(f"Python {given} is too old: earlyfusion needs Python {need} or newer")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import re
 import signal
-import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -21,21 +20,23 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 
-from earlyfusion.pipeline.errors import UserError
+from earlyfusion.kernels.dispatch import requested_backend
+from earlyfusion.pipeline.errors import UserError, require_python
 
-MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 
 
-def check_versions(python: Sequence[int] = tuple(sys.version_info), torch_version: str = torch.__version__) -> None:
-    """One line for a Python or torch that is too old (UserError)."""
-    if tuple(python[:2]) < MIN_PYTHON:
-        need = ".".join(map(str, MIN_PYTHON))
-        raise UserError(f"Python {python[0]}.{python[1]} is too old: earlyfusion needs Python {need} or newer")
+def check_versions(torch_version: str = torch.__version__) -> None:
+    """UserError, one line, for a Python or torch that is too old, or an EF_KERNELS that names no backend."""
+    require_python()
     found = re.match(r"(\d+)\.(\d+)", torch_version)
     if found and tuple(map(int, found.groups())) < MIN_TORCH:
         need = ".".join(map(str, MIN_TORCH))
         raise UserError(f"torch {torch_version} is too old: earlyfusion needs torch {need} or newer")
+    try:
+        requested_backend()
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def seed_everything(seed: int) -> None:

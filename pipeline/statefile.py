@@ -68,7 +68,7 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> Any:
+def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], seen: dict[Any, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return {"__tensor__": _put(value, place or "value", tensors, seen)}
     if isinstance(value, np.ndarray):
@@ -95,18 +95,19 @@ def _scalar_key(key: Any, place: str) -> Any:
     raise TypeError(f"state at {place or 'the root'}: a dict key of type {type(key).__name__} cannot be written")
 
 
-def _put(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor], seen: dict[Any, str]) -> str:
+def _put(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor], seen: dict[Any, Any]) -> str:
     tensor = value.detach()
-    if hasattr(tensor, "full_tensor"):  # DTensor: every rank takes part in the gather
-        tensor = tensor.full_tensor()
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(f"state at {place}: a sharded tensor; gather a full state dict on all ranks first")
     key = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
     if tensor.numel() and key in seen:
-        return seen[key]
+        return seen[key][0]
     name = place.lstrip("/")
-    seen[key] = name
+    seen[key] = (name, tensor)  # holding the tensor keeps its address from being used again
     copied = tensor.cpu().contiguous()
-    # A view of a larger storage, or a second view of one already taken, is copied: the format forbids sharing.
-    tensors[name] = copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+    # The format forbids sharing, so a view into a larger storage is copied; a tensor that owns its storage is not.
+    whole = copied.untyped_storage().nbytes() == copied.numel() * copied.element_size()
+    tensors[name] = copied if whole else copied.clone()
     return name
 
 

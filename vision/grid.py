@@ -61,7 +61,7 @@ class GridTensors:
     frame_weight_FM: torch.Tensor | None  # float32: 1 / t, or 0 past the last frame
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def merge_order(h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
     """Row-major index of each patch of an h x w frame, in merge order; inside a token (dy, dx) row by row."""
     rows, cols = merge

@@ -1,6 +1,6 @@
 """Positions of patches: resampled learned table, 2-D RoPE, sine/cosine of time.
 
-Everything that depends only on sizes is computed here on the host and kept by size; the tower applies it with one
+Everything that depends only on sizes is computed here on the host; the tower applies it with one
 weighted gather and one complex product.
 
 Legend: P patches, H heads, D head dim, C hidden size, h x w patches of a frame, taps neighbours of the resampling.
@@ -17,21 +17,19 @@ import torch
 CUBIC_A = -0.75
 
 
+@lru_cache(maxsize=4096)  # by axis: a cache of whole sizes would grow to gigabytes on native-resolution data
 def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Neighbours [out, taps] and weights [out, taps] (float64) that resample `table` points to `out` points.
 
     Half-pixel centres: point i reads the table at x = (i + 0.5) * table / out - 0.5, without antialiasing.
     """
     x = (np.arange(out, dtype=np.float64) + 0.5) * (table / out) - 0.5
+    left = np.floor(x)
+    u = x - left
     if mode == "bilinear":
-        x = np.maximum(x, 0.0)
-        left = np.floor(x)
-        u = x - left
         weights = np.stack([1.0 - u, u], axis=1)
         first = 0
     elif mode == "bicubic":
-        left = np.floor(x)
-        u = x - left
         a = CUBIC_A
 
         def near(d: np.ndarray) -> np.ndarray:  # distance 0..1
@@ -48,13 +46,12 @@ def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]
     return np.clip(index, 0, table - 1), weights
 
 
-@lru_cache(maxsize=4096)
 def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Resampling of a [table_h, table_w] table to [h, w] as a weighted gather.
 
     Returns (index int64 [h*w, taps] into the flattened table, weight float32 [h*w, taps]), rows in row-major order;
     taps is 4 (bilinear) or 16 (bicubic). Equals `F.interpolate(..., align_corners=False, antialias=False)`, and is
-    the identity when the sizes agree. The arrays are shared between callers: do not write to them.
+    the identity when the sizes agree.
     """
     row_index, row_weight = _axis_taps(h, table_h, mode)
     col_index, col_weight = _axis_taps(w, table_w, mode)

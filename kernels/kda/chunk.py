@@ -25,6 +25,7 @@ B = N * G.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,10 @@ from earlyfusion.kernels.kda.intra import Tree, climb, descend
 from earlyfusion.kernels.kda.naive import L2_EPS, check_heads
 from earlyfusion.kernels.segments import Segments, check_packed
 
-DEFAULT_CHUNK = 32
+
+def default_chunk(key_dim: int) -> int:
+    """Chunk length measured fastest on a CPU: 32 tokens for key dims up to 64, 64 tokens above."""
+    return 32 if key_dim <= 64 else 64
 
 
 class Options(NamedTuple):
@@ -89,9 +93,7 @@ def _normalize_backward(
     return _rows(dx_BCK, heads, grid).mul_(rnorm_TH1).to(x.dtype)
 
 
-def _decay(
-    f: Tensor, A_log: Tensor, dt_bias: Tensor, options: Options, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _decay(f: Tensor, A_log: Tensor, dt_bias: Tensor, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(g_TGK in nats, alpha as a contiguous [B, C, K]): 0 at a severed row, 1 at a dead one."""
     grid = options.grid
     g_TGK = log_decay(f, A_log, dt_bias, options.lower_bound).to(dtype)
@@ -145,8 +147,10 @@ def _states(M_BKK: Tensor, b_BKV: Tensor, initial_DGKV: Tensor | None, grid: Gri
     before, after = around[:-1], around[1:]
     if grid.aligned:
         # Chunk c - 1 of a document's first chunk belongs to another document.
-        before = before.index_fill(0, grid.head_D, 0.0) if initial_DGKV is None else before.index_copy(
-            0, grid.head_D, initial_DGKV
+        before = (
+            before.index_fill(0, grid.head_D, 0.0)
+            if initial_DGKV is None
+            else before.index_copy(0, grid.head_D, initial_DGKV)
         )
     return before, after
 
@@ -216,6 +220,9 @@ class _ChunkKDA(torch.autograd.Function):
             dq.mul_(alpha_BCK)
             dk.mul_(alpha_BCK)
             dg_TGK = _gate_gradient(q_BCK, k_BCK, dq, dk, dtail, after, D_BKV, grid)
+            # A token that keeps less than the machine epsilon of the state passes its gate no gradient beyond the rounding noise
+            # of the running sum, and the factor exp(A_log) of the gate would amplify that noise.
+            dg_TGK = dg_TGK.masked_fill(g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
             same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # a token reading itself: no decay in between
             dq.addcmul_(k_BCK, same_BC1)
             dk.add_(dtail).addcmul_(q_BCK, same_BC1)
@@ -289,19 +296,21 @@ def kda(
     scale: float | None = None,
     initial_state_NGKV: Tensor | None = None,
     output_final_state: bool = False,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA over packed documents; arguments and results as in :func:`earlyfusion.kernels.kda.naive.kda`.
 
-    Differentiable once, in every tensor. ``chunk`` (a power of two, at least 2) only changes speed and rounding.
+    Differentiable once, in every tensor. ``chunk`` (a power of two, at least 2, by default chosen from K) only changes
+    speed and rounding.
 
     Raises:
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
     """
     check_packed("kda", q_THK, segments)
     check_heads(q_THK, k_THK, v_TGV, f_TGK, b_TG)
+    chunk = default_chunk(q_THK.shape[2]) if chunk is None else chunk
     if chunk < 2 or chunk & (chunk - 1):
-        raise ValueError(f"kda: chunk={chunk}; expected a power of two, at least 2 (the default is {DEFAULT_CHUNK})")
+        raise ValueError(f"kda: chunk={chunk}; expected a power of two, at least 2, or None for the default")
     dtype = compute_dtype(q_THK, v_TGV)
     if segments.total == 0:
         state_shape = (0, v_TGV.shape[1], q_THK.shape[2], v_TGV.shape[2])

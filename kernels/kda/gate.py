@@ -51,10 +51,10 @@ def log_decay_backward(
     rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)
     x_TGK = f_TGK.to(dtype) + dt_bias_GK.to(dtype)
     if lower_bound is None:
-        dA_log_G = torch.einsum("tgk,tgk->g", dg_TGK, g_TGK)
+        dA_log_G = (dg_TGK * g_TGK).sum(0).sum(-1)
         df_TGK = x_TGK.sigmoid_().mul_(dg_TGK).mul_(-rate_G1)
     else:
         inner_TGK = torch.addcmul(g_TGK, g_TGK, g_TGK, value=-1.0 / lower_bound).mul_(dg_TGK).mul_(rate_G1)
-        dA_log_G = torch.einsum("tgk,tgk->g", inner_TGK, x_TGK)
+        dA_log_G = (inner_TGK * x_TGK).sum(0).sum(-1)
         df_TGK = inner_TGK
     return df_TGK, dA_log_G, df_TGK.sum(0)

@@ -40,6 +40,17 @@ def _corners(x_BCC: Tensor, b: int) -> Tensor:
     return x_BCC.as_strided((batch, chunk // (2 * b), b, b), strides, x_BCC.storage_offset() + b * chunk)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched matrix product; as a sum of outer products where the inner dimension is tiny (bmm is slow there)."""
+    inner = right.shape[1]
+    if inner > 4 or left.device.type != "cpu":
+        return torch.bmm(left, right)
+    out = left[:, :, :1] * right[:, :1]
+    for i in range(1, inner):
+        out.addcmul_(left[:, :, i : i + 1], right[:, i : i + 1])
+    return out
+
+
 @dataclass
 class Tree:
     """Decayed operands of one chunk, and what the backward sweep needs of the levels below the top."""
@@ -71,15 +82,12 @@ def climb(
     while b < chunk:
         early, late_q, late_k = _halves(tail, b)[0], _halves(q, b)[1], _halves(k, b)[1]
         decays = whole.view(-1, 2, 1, dim)
-        late = torch.cat([late_q, late_k], dim=1) if keep or b > 1 else None
+        late = torch.cat([late_q, late_k], dim=1)
         if beta_BC1 is not None and P_BCC is not None and T is not None:
-            if late is None:
-                scores = torch.stack([(late_q * early).sum(-1), (late_k * early).sum(-1)], dim=1)
-            else:
-                scores = torch.bmm(late, early.transpose(1, 2))
+            scores = torch.bmm(late, early.transpose(1, 2))
             _corners(P_BCC, b).copy_(scores[:, :b].view(batch, -1, b, b))
             T = _merge(T, scores[:, b:], _halves(beta_BC1, b)[1])
-        if keep and late is not None:
+        if keep:
             levels.append((late, early.clone(), decays))
         late_q *= decays[:, 0]
         late_k *= decays[:, 0]
@@ -113,7 +121,7 @@ def descend(tree: Tree, dP_BCC: Tensor, dA_BCC: Tensor, dq_BCK: Tensor, dk_BCK: 
         dq_BCK, dk_BCK, dtail_BCK: on entry gradients of ``tree.q/k/tail``; on return, up to the factor alpha for dq and
             dk (the inclusive decay of a single token), the gradients of q, of k in rows and of k in columns.
     """
-    batch, chunk, dim = dq_BCK.shape
+    batch, chunk, _ = dq_BCK.shape
     b = chunk
     for late, early, decays in reversed(tree.levels):
         b //= 2
@@ -121,8 +129,8 @@ def descend(tree: Tree, dP_BCC: Tensor, dA_BCC: Tensor, dq_BCK: Tensor, dk_BCK: 
         dscores[:, 0].view(batch, -1, b, b).copy_(_corners(dP_BCC, b))
         dscores[:, 1].view(batch, -1, b, b).copy_(_corners(dA_BCC, b))
         dscores = dscores.view(-1, 2 * b, b)
-        dlate = torch.bmm(dscores, early)
-        dearly = torch.bmm(dscores.transpose(1, 2), late)
+        dlate = _product(dscores, early)
+        dearly = _product(dscores.transpose(1, 2), late)
         for target, update, decay in (
             (_halves(dq_BCK, b)[1], dlate[:, :b], decays[:, 0]),
             (_halves(dk_BCK, b)[1], dlate[:, b:], decays[:, 0]),

@@ -16,7 +16,9 @@ from torch import Tensor
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
 
-def check_experts(x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor) -> None:
+def check_experts(
+    x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
+) -> None:
     """Raise ValueError unless the shapes belong together."""
     shapes = {
         "x_TD": tuple(x_TD.shape),

@@ -1,0 +1,125 @@
+"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON, pictures and a contact sheet.
+
+    records = answer_samples(model, tokenizer, samples)          # [{"prompt", "answer", "reference", "picture"}]
+    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, .png and sheet
+
+A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int, "samples":
+[{"image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as PilImage
+from PIL import ImageDraw
+
+from earlyfusion.data.encode import encode
+from earlyfusion.data.sample import Image, Sample, Text, Video
+from earlyfusion.eval.prompts import open_end
+from earlyfusion.eval.results import STEP_DIGITS, write_json
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import generate
+
+THUMBNAIL = 256  # longest side of a saved picture, pixels
+COLUMNS, CELL, CAPTION = 4, 224, 76  # contact sheet: cells a row, picture side and caption height in pixels
+LINE_CHARACTERS = 36
+
+
+def split_reference(sample: Sample) -> tuple[Sample, str]:
+    """(the sample without its last text, that text). Raises ValueError when it does not end in text."""
+    last = sample.segments[-1] if sample.segments else None
+    if not isinstance(last, Text) or len(sample.segments) < 2:
+        raise ValueError(f"sample {sample.key!r} of {sample.source!r} does not end in a text after its prompt")
+    return Sample(segments=sample.segments[:-1], source=sample.source, key=sample.key), last.text
+
+
+def answer_samples(
+    model: NativeFusion,
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    *,
+    max_new_tokens: int = 32,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or None)."""
+    split = [split_reference(sample) for sample in samples]
+    prompts = [open_end(encode(prompt, tokenizer, model.config.vision), tokenizer) for prompt, _ in split]
+    answers = generate(
+        model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )  # fmt: skip
+    records = []
+    for (prompt, reference), answer in zip(split, answers):
+        text = "".join(segment.text for segment in prompt.segments if isinstance(segment, Text))
+        record = {"prompt": text.strip(), "answer": answer.strip(), "reference": reference.strip()}
+        records.append({**record, "picture": _first_picture(prompt)})
+    return records
+
+
+def _first_picture(sample: Sample) -> PilImage.Image | None:
+    for segment in sample.segments:
+        if isinstance(segment, Image):
+            return segment.load()
+        if isinstance(segment, Video) and segment.frames:
+            return segment.frames[0]
+    return None
+
+
+def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
+    """Write the JSON, one PNG per picture and the contact sheet of a step; returns the JSON's path.
+
+    Pictures are saved once (the samples are fixed), under the name of their place in the list.
+    """
+    folder = Path(run_dir) / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = []
+    for index, record in enumerate(records):
+        name = None
+        if record["picture"] is not None:
+            name = f"samples/picture_{index:03d}.png"
+            if not (Path(run_dir) / name).exists():
+                thumbnail(record["picture"]).save(Path(run_dir) / name)
+        plain.append({"image": name, **{key: record[key] for key in ("prompt", "answer", "reference")}})
+    stem = f"step_{int(step):0{STEP_DIGITS}d}"
+    contact_sheet(records).save(folder / f"{stem}.png")
+    return write_json(folder / f"{stem}.json", {"step": int(step), "samples": plain})
+
+
+def thumbnail(picture: PilImage.Image) -> PilImage.Image:
+    """RGB copy, at most THUMBNAIL pixels a side; tiny pictures are enlarged by whole factors so pixels stay sharp."""
+    copy = picture.convert("RGB")
+    if max(copy.size) * 2 <= THUMBNAIL:
+        factor = THUMBNAIL // max(copy.size)
+        return copy.resize((copy.width * factor, copy.height * factor), PilImage.Resampling.NEAREST)
+    copy.thumbnail((THUMBNAIL, THUMBNAIL))
+    return copy
+
+
+def contact_sheet(records: Sequence[dict[str, Any]]) -> PilImage.Image:
+    """All pictures on one sheet with prompt, answer (green when it equals the reference, else red) and reference."""
+    rows = max(1, -(-len(records) // COLUMNS))
+    sheet = PilImage.new("RGB", (COLUMNS * CELL, rows * (CELL + CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, record in enumerate(records):
+        left, top = index % COLUMNS * CELL, index // COLUMNS * (CELL + CAPTION)
+        if record["picture"] is not None:
+            small = thumbnail(record["picture"])
+            small.thumbnail((CELL - 12, CELL - 12))
+            sheet.paste(small, (left + (CELL - small.width) // 2, top + (CELL - small.height) // 2))
+        lines = [(line, "#6b7487") for line in textwrap.wrap(record["prompt"], LINE_CHARACTERS)[:2]]
+        right = record["answer"] == record["reference"]
+        lines.append((record["answer"][:LINE_CHARACTERS] or "(nothing)", "#1f8a5f" if right else "#c0392b"))
+        if not right:
+            lines.append((f"expected: {record['reference']}"[:LINE_CHARACTERS], "#6b7487"))
+        for number, (line, colour) in enumerate(lines):
+            draw.text((left + 8, top + CELL + 16 * number), _printable(line), fill=colour)
+    return sheet
+
+
+def _printable(text: str) -> str:
+    """Pillow's built-in bitmap font has Latin-1 only."""
+    return text.encode("latin-1", "replace").decode("latin-1")

@@ -1,0 +1,146 @@
+"""Attention over residual sources with a closed-form backward (arXiv 2603.15031, algorithm 1).
+
+With x = dh, r_i = rsqrt(mean v_i^2 + eps), s_i = r_i <qw, v_i>, p = softmax(s):
+
+    dp_i = <x, v_i>                       ds_i = p_i (dp_i - sum_j p_j dp_j + dlse)
+    dv_i = p_i x + ds_i r_i qw - (ds_i r_i^2 s_i / D) v_i
+    dqw  = sum_t sum_i ds_i r_i v_i
+
+so that the gradient of every source is a combination of x, qw and the source itself with scalar coefficients, and the
+S queries of a block are accumulated in one pass over the sources. Only the sources and qw are saved. Rows are worked
+off in tiles, so the float32 stack of all sources never exists for more than one tile.
+
+Legend: n sources, S sub-layers (queries), T tokens, R tokens of a tile, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from earlyfusion.kernels.attnres.naive import check_sources
+from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
+
+CPU_TILE = 1024  # rows: n + 2S float32 tiles of width 128 stay in a few MB of cache
+GPU_TILE = 16384  # rows: few launches, bounded workspace
+
+
+def _tiles(tokens: int, device: torch.device) -> Iterator[slice]:
+    size = CPU_TILE if device.type == "cpu" else GPU_TILE
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _weights(v_RnD: Tensor, qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Scores s [R, S, n] and inverse norms r [R, 1, n]."""
+    r_R1n = torch.rsqrt(v_RnD.square().mean(dim=-1) + eps)[:, None]
+    s_RSn = torch.matmul(v_RnD, qw_SD.T).transpose(1, 2) * r_R1n
+    return s_RSn, r_R1n
+
+
+class _Phase1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qw_SD: Tensor, eps: float, *sources: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, width = sources[0].shape
+        dtype = accumulate_dtype(sources[0].dtype)
+        o_STD = sources[0].new_empty(qw_SD.shape[0], tokens, width)
+        lse_ST = sources[0].new_empty(qw_SD.shape[0], tokens, dtype=dtype)
+        with without_autocast(qw_SD):
+            qw = qw_SD.to(dtype)
+            for rows in _tiles(tokens, qw.device):
+                v_RnD = torch.stack([source[rows].to(dtype) for source in sources], dim=1)
+                s_RSn, _ = _weights(v_RnD, qw, eps)
+                lse_ST[:, rows] = s_RSn.logsumexp(dim=-1).T
+                o_STD[:, rows] = torch.bmm(s_RSn.softmax(dim=-1), v_RnD).transpose(0, 1)
+        ctx.save_for_backward(qw_SD, *sources)
+        ctx.eps = eps
+        return o_STD, lse_ST
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_STD: Tensor, dlse_ST: Tensor) -> tuple[Tensor | None, ...]:
+        qw_SD, *sources = ctx.saved_tensors
+        tokens, width = sources[0].shape
+        dtype = accumulate_dtype(sources[0].dtype)
+        dsources = [torch.empty_like(source) for source in sources]
+        with without_autocast(qw_SD):
+            qw = qw_SD.to(dtype)
+            dqw_SD = torch.zeros_like(qw)
+            for rows in _tiles(tokens, qw.device):
+                v_RnD = torch.stack([source[rows].to(dtype) for source in sources], dim=1)
+                x_RSD = do_STD[:, rows].transpose(0, 1).to(dtype).contiguous()
+                s_RSn, r_R1n = _weights(v_RnD, qw, ctx.eps)
+                p_RSn = s_RSn.softmax(dim=-1)
+                dp_RSn = torch.bmm(x_RSD, v_RnD.transpose(1, 2))
+                delta_RS1 = (p_RSn * dp_RSn).sum(dim=-1, keepdim=True) - dlse_ST[:, rows].T[..., None]
+                a_RSn = p_RSn * (dp_RSn - delta_RS1) * r_R1n  # ds_i r_i
+                c_Rn1 = ((a_RSn * s_RSn).sum(dim=1) * r_R1n[:, 0])[..., None] / width
+                dv_RnD = torch.matmul(a_RSn.transpose(1, 2), qw).addcmul_(c_Rn1, v_RnD, value=-1)
+                dv_RnD.baddbmm_(p_RSn.transpose(1, 2), x_RSD)
+                dqw_SD += a_RSn.transpose(0, 1).flatten(1) @ v_RnD.flatten(0, 1)
+                for dsource, dv_RD in zip(dsources, dv_RnD.unbind(dim=1)):
+                    dsource[rows] = dv_RD
+        return dqw_SD.to(qw_SD.dtype), None, *dsources
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
+        dtype = accumulate_dtype(partial_TD.dtype)
+        with without_autocast(qw_D):
+            partial = partial_TD.to(dtype)
+            s_T, _ = _score(partial, qw_D.to(dtype), eps)
+            share_T1 = torch.sigmoid(s_T - lse1_T)[:, None]
+            h_TD = torch.lerp(o1_TD.to(dtype), partial, share_T1)
+        ctx.save_for_backward(o1_TD, lse1_T, partial_TD, qw_D)
+        ctx.eps = eps
+        return h_TD.to(partial_TD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_TD: Tensor) -> tuple[Tensor | None, ...]:
+        o1_TD, lse1_T, partial_TD, qw_D = ctx.saved_tensors
+        dtype = accumulate_dtype(partial_TD.dtype)
+        with without_autocast(qw_D):
+            x, partial, qw = dh_TD.to(dtype), partial_TD.to(dtype), qw_D.to(dtype)
+            s_T, r_T = _score(partial, qw, ctx.eps)
+            share_T = torch.sigmoid(s_T - lse1_T)
+            ds_T = share_T * (1 - share_T) * (x * (partial - o1_TD)).sum(dim=-1)
+            a_T = ds_T * r_T
+            do1_TD = x * (1 - share_T)[:, None]
+            dpartial_TD = torch.addcmul(x * share_T[:, None], a_T[:, None], qw)
+            dpartial_TD.addcmul_((a_T * r_T * s_T / qw.shape[0])[:, None], partial, value=-1)
+            dqw_D = a_T @ partial
+        return do1_TD.to(o1_TD.dtype), -ds_T, dpartial_TD.to(partial_TD.dtype), dqw_D.to(qw_D.dtype), None
+
+
+def _score(v_TD: Tensor, qw_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    r_T = torch.rsqrt(v_TD.square().mean(dim=-1) + eps)
+    return (v_TD @ qw_D) * r_T, r_T
+
+
+def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mix finished sources for S queries at once; see :func:`earlyfusion.kernels.attnres.naive.phase1`.
+
+    Take single queries from the result with ``unbind``: S separate ``o[s]`` cost S full-size gradients.
+
+    Returns:
+        ``(o_STD, lse_ST)``, both differentiable, the first in the sources' dtype, the second float32 or float64.
+    Raises:
+        ValueError: no sources, or shapes differ.
+    """
+    check_sources(sources, qw_SD.shape[-1])
+    return _Phase1.apply(qw_SD, eps, *sources)
+
+
+def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
+    """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of ``partial_TD``."""
+    return _Merge.apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
+
+
+def mix(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
+    """One-phase mixture h_TD of all sources for one query: what full Attention Residuals (N = L) call."""
+    return phase1(sources, qw_D[None], eps)[0].squeeze(0)

@@ -1,0 +1,122 @@
+"""The JSON files of a model directory: what they say, and what makes them unreadable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from earlyfusion.model.config import FusionConfig
+
+MODEL_TYPE = "earlyfusion"
+ARCHITECTURE = "NativeFusion"
+MEDIA_PAD = "<|media_pad|>"
+
+
+class ModelDirectoryError(ValueError):
+    """A model directory cannot be written or read; one line: what was found, what was expected, what to do."""
+
+
+def load_config(directory: str | Path) -> FusionConfig:
+    """The configuration of a model directory. Raises ModelDirectoryError."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ModelDirectoryError(
+            f"{directory}: not a model directory (no config.json); expected one written by training, such as RUN/model"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw.get("model_type") != MODEL_TYPE:
+            raise ModelDirectoryError(
+                f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
+                "convert foreign checkpoints with `earlyfusion import`"
+            )
+        text, vision = dict(raw["text_config"]), dict(raw["vision_config"])
+        text.pop("model_type", None)
+        vision.pop("model_type", None)
+        return FusionConfig(text=text, vision=vision, media_token_id=raw["media_placeholder_token_id"])  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ModelDirectoryError(f"{path}: {where}: {first['msg']} (given {first['input']!r:.60})") from None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ModelDirectoryError(
+            f"{path}: damaged ({type(error).__name__}: {error}); copy the directory again"
+        ) from None
+
+
+def config_dict(config: FusionConfig, dtype: str) -> dict[str, Any]:
+    """The content of config.json. dtype: name of the torch dtype of the embedding."""
+    text, vision = _dump(config.text), _dump(config.vision)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "dtype": dtype,
+        "media_placeholder_token_id": config.media_token_id,
+        "vocab_size": config.text.vocab_size,
+        "bos_token_id": config.text.bos_token_id,
+        "eos_token_id": config.text.eos_token_id,
+        "pad_token_id": config.text.pad_token_id,
+        "tie_word_embeddings": config.text.tie_word_embeddings,
+        "text_config": {"model_type": "kimi_linear", **text},
+        "vision_config": {"model_type": "moonvit", **vision},
+    }
+
+
+def preprocessor_dict(config: FusionConfig) -> dict[str, Any]:
+    """The content of preprocessor_config.json: Kimi K2.5's media_proc_cfg with this model's limits."""
+    vision = config.vision
+    return {
+        "media_proc_cfg": {
+            "in_patch_limit": vision.in_patch_limit,
+            "patch_size": vision.patch_size,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "merge_kernel_size": vision.merge_kernel_size[0],
+            "fixed_output_tokens": None,
+            "patch_limit_on_one_side": vision.max_patches_per_side,
+            "in_patch_limit_each_frame": vision.in_patch_limit_each_frame,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "temporal_merge_kernel_size": vision.pos_emb_time,
+            "timestamp_mode": "hh:mm:ss.fff",
+        }
+    }
+
+
+def generation_dict(config: FusionConfig) -> dict[str, Any]:
+    text = config.text
+    ids = {"bos_token_id": text.bos_token_id, "eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
+    return {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]}
+
+
+def _dump(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json")
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_vocabulary(folder: Path, config: FusionConfig) -> None:
+    """The tokenizer's ids must lie inside the embedding, and its media placeholder be the model's."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelDirectoryError(f"{folder}: the tokenizer wrote no tokenizer.json; use a fast (tokenizers) tokenizer")
+    from tokenizers import Tokenizer
+
+    vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    largest = max(vocabulary.values(), default=-1)
+    if largest >= config.text.vocab_size:
+        raise ModelDirectoryError(
+            f"vocabulary mismatch: the tokenizer has ids up to {largest}, the model embeds vocab_size="
+            f"{config.text.vocab_size}; use the tokenizer the model was trained with"
+        )
+    if vocabulary.get(MEDIA_PAD) != config.media_token_id:
+        raise ModelDirectoryError(
+            f"vocabulary mismatch: {MEDIA_PAD} is id {vocabulary.get(MEDIA_PAD)} in the tokenizer, the model expects "
+            f"{config.media_token_id}; use the tokenizer the model was trained with"
+        )

@@ -1,0 +1,117 @@
+"""The console entry: `earlyfusion VERB ...`. A verb's module is imported only when the verb is called.
+
+Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A mistake of
+the user is one line on stderr; EF_DEBUG=1 shows the traceback as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
+
+# verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
+VERBS: dict[str, tuple[str, str]] = {
+    "pretrain": ("earlyfusion.pipeline.pretrain", "train from scratch, vision and text from step one"),
+    "generate": ("earlyfusion.pipeline.generate_cmd", "answer a prompt, with or without an image, from a model directory"),
+    "bench": ("earlyfusion.pipeline.bench", "measure speed and memory"),
+    "plan": ("earlyfusion.pipeline.plan", "print a recipe's sizes, FLOPs, routing and stages without training"),
+    "doctor": ("earlyfusion.pipeline.doctor", "check versions, devices and kernels"),
+}
+
+
+def available() -> dict[str, tuple[str, str]]:
+    """The verbs whose modules exist here."""
+    return {verb: entry for verb, entry in VERBS.items() if importlib.util.find_spec(entry[0]) is not None}
+
+
+def usage() -> str:
+    lines = ["usage: earlyfusion VERB [options]", "", "verbs:"]
+    lines += [f"  {verb:<10} {text}" for verb, (_, text) in available().items()]
+    lines += ["", "earlyfusion VERB --help shows a verb's options; earlyfusion --version the version."]
+    return "\n".join(lines)
+
+
+def version() -> str:
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("earlyfusion")
+    except PackageNotFoundError:
+        return "0 (not installed: run from a checkout)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return EXIT_OK if arguments else EXIT_USER
+    if arguments[0] in ("-V", "--version"):
+        print(f"earlyfusion {version()}")
+        return EXIT_OK
+    return run(arguments[0], arguments[1:])
+
+
+def run(verb: str, argv: Sequence[str]) -> int:
+    """Import the verb's module and call its main(argv) under `guarded`."""
+
+    def call() -> int | None:
+        require_python()
+        verbs = available()
+        if verb not in verbs:
+            raise UserError(f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)")
+        return importlib.import_module(verbs[verb][0]).main(list(argv))
+
+    return guarded(call)
+
+
+def guarded(call: object) -> int:
+    """Call a verb; exceptions that are the user's to mend become one line and exit code 2, others pass.
+
+    Recognised without importing their homes: anything with an integer `exit_code`, every class named DataError, and
+    pydantic's ValidationError.
+    """
+    try:
+        code = call()  # type: ignore[operator]
+        return EXIT_OK if code is None else int(code)
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+            return EXIT_FAILURE
+        return int(leave.code or 0)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        found = exit_code_of(error)
+        if found is None:
+            raise
+        if os.environ.get("EF_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return found
+
+
+def exit_code_of(error: BaseException) -> int | None:
+    """The exit code of an error that needs no traceback; None for every other error."""
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return EXIT_USER if names & {"DataError", "ValidationError"} else None
+
+
+def one_line(error: BaseException) -> str:
+    """The message on one line."""
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

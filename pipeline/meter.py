@@ -1,0 +1,183 @@
+"""Speed, cost and memory of training: tokens/s, patches/s, MFU split into decoder and vision, data wait, step time.
+
+MFU = model FLOPs done / (seconds * peak FLOP/s of all ranks), for decoder and vision apart; their sum is the whole.
+FLOPs are those the model needs (forward and backward, no recomputation), counted by `model/flops.py`. Peaks are dense
+tensor-core peaks of the data sheets; a CPU's peak is what a short matmul reaches here, in the dtype of the run.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from earlyfusion.pipeline.runtime import Runtime
+
+# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor cores, fp32 without tensor cores). First match wins.
+PEAKS: dict[str, tuple[float, float]] = {
+    "GB200": (2500e12, 80e12),
+    "B200": (2250e12, 75e12),
+    "GH200": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "A10": (125e12, 31.2e12),
+}
+TF32_SHARE_OF_BF16 = 0.5
+EMA = 0.95
+
+COUNTS = ("tokens", "patches", "samples", "decoder_flops", "vision_flops")
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table (MFU is then not shown)."""
+    if device.type != "cuda":
+        return measured_peak(dtype, torch.get_num_threads())
+    name = torch.cuda.get_device_name(device)
+    for key, (bf16, fp32) in PEAKS.items():
+        if key in name:
+            if dtype is not torch.float32:
+                return bf16
+            return bf16 * TF32_SHARE_OF_BF16 if torch.backends.cuda.matmul.allow_tf32 else fp32
+    return None
+
+
+@cache
+def measured_peak(dtype: torch.dtype, threads: int, size: int = 512, seconds: float = 0.15) -> float:
+    """The best of repeated size^3 CPU matmuls within `seconds`, in FLOP/s. `threads` keys the cache.
+
+    Values do not matter and no random number is drawn, so a measurement never shifts a training run.
+    """
+    a = torch.full((size, size), 0.5, dtype=dtype)
+    torch.mm(a, a)
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory held so far: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rss if sys.platform == "darwin" else rss * 1024
+
+
+class Meter:
+    """Counts what this rank does and reports what all ranks do.
+
+    Args:
+        dtype: compute dtype of the matmuls (for the peak).
+        peak: FLOP/s of one rank; None looks it up.
+    """
+
+    def __init__(self, runtime: Runtime, dtype: torch.dtype = torch.float32, peak: float | None = None):
+        self.runtime = runtime
+        self.peak = peak if peak is not None else peak_flops(runtime.device, dtype)
+        self.totals = dict.fromkeys(COUNTS, 0.0)  # over all ranks, over the whole run
+        self.seconds = 0.0
+        self.step_s: float | None = None  # exponential moving average
+        self._pending = dict.fromkeys(COUNTS, 0.0)
+        self._begin_interval()
+        self._last = time.perf_counter()
+        self._not_counted = 0.0
+
+    def _begin_interval(self) -> None:
+        self._interval = dict.fromkeys(COUNTS, 0.0)
+        self._interval_s = self._interval_wait_s = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for the next batch: its share of time is reported as data_wait."""
+        start = time.perf_counter()
+        yield
+        self._interval_wait_s += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around evaluation and checkpoints: time that is not training."""
+        start = time.perf_counter()
+        yield
+        self._not_counted += time.perf_counter() - start
+
+    def step(
+        self,
+        *,
+        tokens: float,
+        patches: float = 0,
+        samples: float = 0,
+        decoder_flops: float = 0,
+        vision_flops: float = 0,
+    ) -> None:
+        """One optimizer step of this rank has ended; the arguments are this rank's counts alone."""
+        now = time.perf_counter()
+        took = now - self._last - self._not_counted
+        self._last, self._not_counted = now, 0.0
+        self._interval_s += took
+        self.seconds += took
+        self.step_s = took if self.step_s is None else EMA * self.step_s + (1 - EMA) * took
+        for name, value in zip(COUNTS, (tokens, patches, samples, decoder_flops, vision_flops), strict=True):
+            self._pending[name] += value
+
+    def flush(self) -> None:
+        """Add this rank's pending counts to the totals of all ranks. Every rank calls it."""
+        summed = self.runtime.sum(torch.tensor([self._pending[name] for name in COUNTS], dtype=torch.float64)).tolist()
+        for name, value in zip(COUNTS, summed, strict=True):
+            self.totals[name] += value
+            self._interval[name] += value
+            self._pending[name] = 0.0
+
+    def snapshot(self) -> dict[str, float]:
+        """Rates since the last snapshot and totals of the run; every rank calls it.
+
+        Keys: tokens, patches, samples (totals), tokens_per_s, patches_per_s, step_s, data_wait (share of time),
+        mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank), seconds.
+        """
+        self.flush()
+        elapsed = max(self._interval_s, 1e-9)
+        worst = self.runtime.max(
+            torch.tensor([peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed], dtype=torch.float64)
+        ).tolist()
+        record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
+        record |= {
+            "tokens_per_s": self._interval["tokens"] / elapsed,
+            "patches_per_s": self._interval["patches"] / elapsed,
+            "step_s": self.step_s or 0.0,
+            "data_wait": min(1.0, worst[1]),
+            "memory_gib": worst[0] / 2**30,
+            "seconds": self.seconds,
+        }
+        if self.peak:
+            done = self.peak * self.runtime.world * elapsed
+            record["mfu_decoder"] = self._interval["decoder_flops"] / done
+            record["mfu_vision"] = self._interval["vision_flops"] / done
+            record["mfu"] = record["mfu_decoder"] + record["mfu_vision"]
+        self._begin_interval()
+        return record
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals and training time, equal on all ranks up to time. Every rank calls it (it flushes)."""
+        self.flush()
+        return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.totals = dict(state["totals"])
+        self.seconds, self.step_s = state["seconds"], state["step_s"]
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Begin a new interval now: set-up, loading and compiling before this do not count."""
+        self._begin_interval()
+        self._last, self._not_counted = time.perf_counter(), 0.0

@@ -1,0 +1,228 @@
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and accelerate trackers when asked, the terminal.
+
+`metrics.jsonl` holds one strict JSON object a line: {"step", "event", "time", ...}; step counts finished updates.
+Event "train" carries the numbers; other events (guard, eval, checkpoint, stage, ...) carry what they are about.
+A resume from step s keeps the records up to s and drops later ones, so no step is told twice. Non-finite numbers are
+written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.runtime import Runtime
+
+FILE = "metrics.jsonl"
+
+
+def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and (event is None or record.get("event") == event):
+            records.append(record)
+    return records
+
+
+def truncate_metrics(path: Path, step: int) -> int:
+    """Drop records after `step` (and torn lines), atomically; returns how many records stay."""
+    if not path.exists():
+        return 0
+    kept = [record for record in read_metrics(path) if record.get("step", 0) <= step]
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return len(kept)
+
+
+class Tracker:
+    """Records and shows one run.
+
+    Args:
+        out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file is begun
+            anew; s > 0: records up to s are kept).
+        tensorboard: also write events below <out>/tensorboard. trackers: accelerate tracker names (runtime's list).
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        runtime: Runtime,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        tensorboard: bool = False,
+        trackers: Sequence[str] = (),
+        recipe: Mapping[str, Any] | None = None,
+        name: str = "earlyfusion",
+        console: Console | None = None,
+    ):
+        self.main, self.total_steps, self.step = runtime.is_main, total_steps, start_step
+        self.path = Path(out) / FILE
+        self.console = console or Console(file=sys.stderr, highlight=False, quiet=not self.main)
+        self._shown: dict[str, Any] = {}
+        self._live: Live | None = None
+        self._file: Any = None
+        self._board: Any = None
+        self._accelerator = runtime.accelerator if trackers else None
+        if self._accelerator is not None:
+            self._accelerator.init_trackers(name, config=flatten(recipe or {}))
+        if not self.main:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if tensorboard:
+            self._board = open_tensorboard(self.path.parent / "tensorboard", start_step)
+        if start_step == 0:
+            self.path.unlink(missing_ok=True)
+        self._open(start_step)
+
+    def _open(self, step: int) -> None:
+        truncate_metrics(self.path, step)
+        self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no terminal."""
+        self._write(step, "train", numbers)
+        scalars = {key: value for key, value in numbers.items() if isinstance(value, int | float)}
+        if self._accelerator is not None:
+            self._accelerator.log(scalars, step=step)
+        if self._board is not None:
+            for key, value in scalars.items():
+                self._board.add_scalar(key, value, step)
+        self.tick(step, numbers)
+        if self._live is None:
+            self.say(self.line())
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """Any other record; a `message` is also shown."""
+        self._write(step, kind, fields)
+        if fields.get("message"):
+            self.say(f"[{kind}] step {step}: {fields['message']}")
+
+    def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            record = {"step": step, "event": event, "time": round(time.time(), 3)} | clean(dict(fields))
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def tick(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Refresh the live line; cheap enough for every step. `numbers` adds to what is shown."""
+        self.step = step
+        self._shown |= numbers
+        if not self.main or not self.console.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, transient=True, refresh_per_second=4)
+            self._live.start()
+        self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True))
+
+    def line(self) -> str:
+        """The progress line: step, stage, losses, learning rate, rates, MFU, memory, time left."""
+        shown = self._shown
+        parts = [f"step {self.step}/{self.total_steps}"]
+        if "stage" in shown:
+            parts.append(str(shown["stage"]))
+        short = {"loss": "loss", "loss/image": "img", "loss/text": "txt", "grad_norm": "|g|"}
+        parts += [f"{label} {shown[key]:.3f}" for key, label in short.items() if is_number(shown.get(key))]
+        if is_number(shown.get("lr")):
+            parts.append(f"lr {shown['lr']:.2e}")
+        for key, label in (("tokens_per_s", "tok/s"), ("patches_per_s", "patch/s")):
+            if is_number(shown.get(key)):
+                parts.append(f"{shown[key]:,.0f} {label}")
+        if is_number(shown.get("mfu")):
+            parts.append(f"MFU {100 * shown['mfu']:.1f}%")
+        if is_number(shown.get("memory_gib")):
+            parts.append(f"{shown['memory_gib']:.2f} GiB")
+        if is_number(shown.get("step_s")):
+            parts.append(f"ETA {duration(shown['step_s'] * max(0, self.total_steps - self.step))}")
+        return " | ".join(parts)
+
+    def say(self, text: str) -> None:
+        """One line on the terminal (rank 0), above the live line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def rewind(self, step: int) -> None:
+        """Forget records after `step`: the run went back to a checkpoint."""
+        self.step = step
+        if self._file is not None:
+            self._file.close()
+            self._open(step)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+        self._file = self._board = None
+
+
+def open_tensorboard(folder: Path, start_step: int) -> Any:
+    """A SummaryWriter that forgets events after `start_step`; UserError when tensorboard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError(
+            "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', "
+            "or leave it off (metrics.jsonl is always written)"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+
+
+def clean(value: Any) -> Any:
+    """Strict JSON: non-finite floats become null, unknown objects their text."""
+    if isinstance(value, Mapping):
+        return {str(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return clean(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys with plain values, as trackers want them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            flat |= flatten(value, name)
+        else:
+            flat[name] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 45s, 3m20s or 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,128 @@
+"""The definition of KDA against two independent implementations: fla and transformers."""
+
+import warnings
+
+import pytest
+import torch
+from kda_cases import REGIMES, call, cast, gate_inputs, inputs
+
+from earlyfusion.kernels.kda import gate, naive
+
+FP32_ATOL = 3e-6  # both sides run the same recurrence in float32, outputs of order 1
+LENGTHS = (37, 1, 20)
+
+
+def fla_modules():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from fla.ops.kda import gate as fla_gate
+            from fla.ops.kda import naive as fla_naive
+        except Exception as error:
+            pytest.skip(f"fla-core (with triton) cannot be imported here: {error}")
+    return fla_naive, fla_gate
+
+
+def transformers_kda():
+    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    return module.recurrent_kimi_delta_attention.__wrapped__, module.chunk_kimi_delta_attention.__wrapped__
+
+
+def per_document(tensors, segments, lower_bound, op, expand):
+    """Outputs and final states of an oracle that knows one document at a time and takes processed gates."""
+    q, k, v, f, b, A_log, dt_bias, state = tensors
+    group = v.shape[1] // q.shape[1]
+    if expand:
+        q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+    g = gate.log_decay(f, A_log, dt_bias, lower_bound)
+    outputs, states = [], []
+    for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
+        q1, k1, v1, g1, b1 = (x[None, start : start + length] for x in (q, k, v, g, b.sigmoid()))
+        o, final = op(q1, k1, v1, g1, b1, state[n : n + 1])
+        outputs.append(o[0])
+        states.append(final)
+    return torch.cat(outputs), torch.cat(states)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("regime", ["init", "bounded", "strong"])
+def test_the_definition_matches_fla(regime, seed):
+    fla_naive, _ = fla_modules()
+    segments, tensors, bound = inputs(LENGTHS, seed=seed, group=2, states=True, regime=regime)
+    tensors = cast(tensors, torch.float32)
+
+    def op(q, k, v, g, beta, state):
+        q, k = naive.l2_normalize(q), naive.l2_normalize(k)
+        return fla_naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=state, output_final_state=True)
+
+    o, final = call(naive.kda, tensors, segments, bound)
+    fla_o, fla_final = per_document(tensors, segments, bound, op, expand=False)
+    torch.testing.assert_close(o, fla_o, rtol=0, atol=FP32_ATOL)
+    torch.testing.assert_close(final, fla_final, rtol=0, atol=FP32_ATOL)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("regime", ["init", "bounded"])
+def test_the_definition_matches_transformers(regime, form):
+    recurrent, chunk = transformers_kda()
+    segments, tensors, bound = inputs(LENGTHS, seed=3, group=2, states=True, regime=regime)
+    tensors = cast(tensors, torch.float32)
+
+    def op(q, k, v, g, beta, state):
+        options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return (recurrent if form == "recurrent" else chunk)(q, k, v, g=g, beta=beta, **options)
+
+    with torch.no_grad():
+        o, final = call(naive.kda, tensors, segments, bound)
+        hf_o, hf_final = per_document(tensors, segments, bound, op, expand=True)
+    torch.testing.assert_close(o, hf_o, rtol=0, atol=FP32_ATOL)
+    torch.testing.assert_close(final, hf_final, rtol=0, atol=FP32_ATOL)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_both_gates_match_fla(regime):
+    _, fla_gate = fla_modules()
+    f, A_log, dt_bias, bound = gate_inputs(regime, 33, 3, 8, torch.Generator().manual_seed(0))
+    if bound is None:
+        expected = fla_gate.naive_kda_gate(f, A_log, dt_bias.flatten())
+    else:
+        expected = fla_gate.naive_kda_lowerbound_gate(f, A_log, dt_bias.flatten(), lower_bound=bound)
+    torch.testing.assert_close(gate.log_decay(f, A_log, dt_bias, bound), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_closed_form_gate_gradients_match_autograd(regime, seed):
+    f, A_log, dt_bias, bound = gate_inputs(regime, 33, 3, 8, torch.Generator().manual_seed(seed))
+    tensors = [x.double().requires_grad_() for x in (f, A_log, dt_bias)]
+    g = gate.log_decay(*tensors, bound)
+    dg = torch.randn(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    expected = torch.autograd.grad(g, tensors, dg)
+    found = gate.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
+    for ours, law in zip(found, expected):
+        # softplus is linear beyond 20 in torch (2e-9 off); s (1 - s) of a saturated sigmoid is rounding noise on both sides
+        torch.testing.assert_close(ours, law, rtol=1e-8, atol=1e-8 * law.abs().max().item() + 1e-12)
+
+
+def test_a_saturated_bounded_gate_with_a_huge_rate_has_finite_gradients():
+    f, A_log, dt_bias = torch.tensor([[[40.0, -40.0, 0.0]]]), torch.tensor([30.0]), torch.zeros(1, 3)
+    g = gate.log_decay(f, A_log, dt_bias, -5.0)
+    gradients = gate.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[0][0, 0, :2].tolist() == [0.0, 0.0]
+
+
+def test_a_positive_lower_bound_is_refused():
+    with pytest.raises(ValueError, match="negative number"):
+        gate.log_decay(torch.zeros(1, 1, 1), torch.zeros(1), torch.zeros(1, 1), 5.0)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    segments, tensors, _ = inputs((4,), heads=2)
+    q, k, v, f, b, A_log, dt_bias = tensors
+    with pytest.raises(ValueError, match="multiple of query heads"):
+        naive.kda(q, k, v[:, :1], f, b, A_log, dt_bias, segments)
+    with pytest.raises(ValueError, match=r"f is .*expected \[T, G, K\]"):
+        naive.kda(q, k, v, f[..., :3], b, A_log, dt_bias, segments)
+    with pytest.raises(ValueError, match="got 3 tokens"):
+        naive.kda(*(x[:3] for x in (q, k, v, f, b)), A_log, dt_bias, segments)
