@@ -18,7 +18,10 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserEr
 # verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("earlyfusion.pipeline.pretrain", "train from scratch, vision and text from step one"),
-    "generate": ("earlyfusion.pipeline.generate_cmd", "answer a prompt, with or without an image, from a model directory"),
+    "generate": (
+        "earlyfusion.pipeline.generate_cmd",
+        "answer a prompt, with or without an image, from a model directory",
+    ),
     "bench": ("earlyfusion.pipeline.bench", "measure speed and memory"),
     "plan": ("earlyfusion.pipeline.plan", "print a recipe's sizes, FLOPs, routing and stages without training"),
     "doctor": ("earlyfusion.pipeline.doctor", "check versions, devices and kernels"),

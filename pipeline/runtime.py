@@ -48,7 +48,11 @@ def seed_everything(seed: int) -> None:
 
 def rng_state() -> dict[str, Any]:
     """State of every generator that training may draw from, in this process."""
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -169,5 +173,3 @@ class Runtime:
         """Leave the process group and give the signal handlers back."""
         self.stop.restore()
         self.accelerator.end_training()
-
-

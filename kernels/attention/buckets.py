@@ -46,7 +46,7 @@ class Bucket:
     def unpad_into(self, out: Tensor, x: Tensor) -> None:
         """Write the real tokens of [B, L, ...] to their places in ``out`` [T, ...]."""
         flat = x.reshape(self.documents * self.length, *x.shape[2:])
-        out[self.rows] = flat if self.slots is None else flat[self.slots]
+        out[self.rows] = (flat if self.slots is None else flat[self.slots]).to(out.dtype)
 
     def key_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Additive mask [B, L]: 0 for tokens, -inf for padding; None if nothing is padded."""

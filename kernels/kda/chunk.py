@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.gate import compute_dtype, log_decay, log_decay_backward
+from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay, log_decay_backward
 from earlyfusion.kernels.kda.grid import Grid, Scan, chunk_grid
 from earlyfusion.kernels.kda.intra import Tree, climb, descend
 from earlyfusion.kernels.kda.naive import L2_EPS, check_heads
@@ -171,7 +171,7 @@ class _ChunkKDA(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         grid, dtype = opts.grid, compute_dtype(q, v)
         heads, value_dim = v.shape[1:]
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             q_BCK, _ = _normalized(q, opts.scale, opts, dtype)
             k_BCK, _ = _normalized(k, 1.0, opts, dtype)
             _, alpha_BCK = _decay(f, A_log, dt_bias, opts, dtype)
@@ -199,7 +199,7 @@ class _ChunkKDA(torch.autograd.Function):
         q, k, v, f, b, A_log, dt_bias, initial, P, T, R, before, after = ctx.saved_tensors
         opts: Options = ctx.opts
         grid, dtype = opts.grid, R.dtype
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q.device):
             q_BCK, rnorm_q = _normalized(q, opts.scale, opts, dtype)
             k_BCK, rnorm_k = _normalized(k, 1.0, opts, dtype)
             g_TGK, alpha_BCK = _decay(f, A_log, dt_bias, opts, dtype)

@@ -19,6 +19,11 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+def full_precision(device: torch.device) -> torch.autocast:
+    """Context in which autocast does not round the operands of matrix products on ``device``."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def check_lower_bound(lower_bound: float | None) -> None:
     """Raise ValueError unless the bound is None or negative."""
     if lower_bound is not None and not lower_bound < 0:

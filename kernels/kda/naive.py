@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.kda.gate import compute_dtype, log_decay
+from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
 from earlyfusion.kernels.segments import Segments, check_packed
 
 L2_EPS = 1e-6
@@ -68,10 +68,12 @@ def kda_step(
     beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
 
     decayed_BGKV = state_BGKV.to(dtype) * alpha_BGK.unsqueeze(-1)
-    predicted_BGV = torch.einsum("bgk,bgkv->bgv", k_BGK, decayed_BGKV)
+    with full_precision(q_BHK.device):
+        predicted_BGV = torch.einsum("bgk,bgkv->bgv", k_BGK, decayed_BGKV)
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - predicted_BGV)
     state_BGKV = decayed_BGKV + k_BGK.unsqueeze(-1) * delta_BGV.unsqueeze(-2)
-    o_BGV = scale * torch.einsum("bgk,bgkv->bgv", q_BGK, state_BGKV)
+    with full_precision(q_BHK.device):
+        o_BGV = scale * torch.einsum("bgk,bgkv->bgv", q_BGK, state_BGKV)
     return o_BGV.to(v_BGV.dtype), state_BGKV
 
 
@@ -155,7 +157,8 @@ def short_conv(
         else:
             before = initial_taps_NCW1[n].to(dtype)
         padded = torch.cat([before, x_TC[start : start + length].to(dtype).T], dim=1)
-        z_CT = F.conv1d(padded.unsqueeze(0), weight_CW.to(dtype).unsqueeze(1), groups=channels).squeeze(0)
+        with full_precision(x_TC.device):
+            z_CT = F.conv1d(padded.unsqueeze(0), weight_CW.to(dtype).unsqueeze(1), groups=channels).squeeze(0)
         outputs.append(F.silu(z_CT).T.to(x_TC.dtype))
         taps.append(padded[:, padded.shape[1] - (width - 1) :].to(x_TC.dtype))
     y_TC = torch.cat(outputs) if outputs else torch.zeros_like(x_TC)

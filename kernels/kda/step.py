@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.kda.gate import compute_dtype, log_decay
+from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
 from earlyfusion.kernels.kda.naive import check_heads, l2_normalize
 
 
@@ -47,7 +47,8 @@ def kda_step(
     beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
 
     state_BGKV = state_BGKV.to(dtype)
-    reads_BG2V = (qk_2BGK * alpha_BGK).permute(1, 2, 0, 3) @ state_BGKV
+    with full_precision(q_BHK.device):
+        reads_BG2V = (qk_2BGK * alpha_BGK).permute(1, 2, 0, 3) @ state_BGKV
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - reads_BG2V[:, :, 1])
     overlap_BG1 = (qk_2BGK[0] * qk_2BGK[1]).sum(-1, keepdim=True)
     o_BGV = torch.addcmul(reads_BG2V[:, :, 0], overlap_BG1, delta_BGV).mul_(scale)

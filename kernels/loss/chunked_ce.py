@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from earlyfusion.kernels.loss.naive import IGNORE, check_loss
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, softmax_with_lse, wide_mm, without_autocast
 
-
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
 

@@ -57,7 +57,9 @@ def coefficients(preset: str) -> Coefficients:
     """
     if preset not in PRESETS:
         near = get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown Newton-Schulz preset {preset!r}; choose one of {', '.join(PRESETS)} (nearest: {near})")
+        raise ValueError(
+            f"unknown Newton-Schulz preset {preset!r}; choose one of {', '.join(PRESETS)} (nearest: {near})"
+        )
     return PRESETS[preset]
 
 

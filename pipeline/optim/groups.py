@@ -40,7 +40,8 @@ _EMBEDDINGS = {"embed_tokens", "word_embeddings", "wte", "wpe", "tok_embeddings"
 _HEADS = {"lm_head", "embed_out"}
 _LIKELY_HEADS = _HEADS | {"head", "output", "classifier", "score"}
 _POSITION = re.compile(r"pos_emb|position_emb|pos_embed|patch_embed")
-_VECTOR = re.compile(r"(^|\.)(A_log|dt_bias|bias|e_score_correction_bias)$|norm|_res_(query|proj|norm)(\.|$)")
+_VECTOR = re.compile(r"(^|\.)(A_log|dt_bias|bias)$|norm\d*\.weight$|_res_(query|proj)(\.|$)")
+_CONVOLUTION = re.compile(r"conv(\d+d?)?\.")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,18 @@ class Owned:
     parent: nn.Module
 
 
+def clean_name(name: str) -> str:
+    """A full name without the components that torch.compile, checkpoint and FSDP wrappers add."""
+    return _WRAPPERS.sub("", name + ".")[:-1]
+
+
 def owned_parameters(model: nn.Module) -> Iterator[Owned]:
     """Every parameter of `model` once (tied weights under their first name), in `named_parameters` order."""
     modules = dict(model.named_modules())
     for raw, param in model.named_parameters():
         path, _, attribute = raw.rpartition(".")
-        parent = modules[path.rpartition(".")[0]]
-        yield Owned(_WRAPPERS.sub("", raw), param, modules[path], attribute, parent)
+        parent = modules[path.rpartition(".")[0]]  # of a Linear: the module that knows the heads
+        yield Owned(clean_name(raw), param, modules[path], attribute, parent)
 
 
 def is_lookup_or_head(fqn: str, module: nn.Module | None) -> bool:
@@ -73,9 +79,10 @@ def _default_route(owned: Owned, muon_vision: bool) -> tuple[Family, bool]:
     fqn, shape, parts = owned.fqn, owned.param.shape, set(owned.fqn.split("."))
     if len(shape) < 2 or (len(shape) == 2 and min(shape) == 1) or _VECTOR.search(fqn):
         return "adamw", False
-    if is_lookup_or_head(fqn, owned.module) or fqn.split(".")[-2:-1] and fqn.split(".")[-2] in _LIKELY_HEADS:
+    if is_lookup_or_head(fqn, owned.module) or set(fqn.split(".")[-2:-1]) & _LIKELY_HEADS:
         return "adamw", True
-    if _POSITION.search(fqn) or isinstance(owned.module, nn.modules.conv._ConvNd) or "conv" in fqn or "b_proj" in parts:
+    convolution = isinstance(owned.module, nn.modules.conv._ConvNd) or _CONVOLUTION.search(fqn)
+    if convolution or _POSITION.search(fqn) or "b_proj" in parts:
         return "adamw", True
     if parts & _VISION and not muon_vision and "projector" not in fqn:
         return "adamw", True
@@ -150,7 +157,9 @@ def check_muon_parameter(fqn: str, shape: tuple[int, ...], spec: BlockSpec, modu
             "FSDP1 or DeepSpeed flattened it: use FSDP2, or put the parameter on adamw"
         )
     if 0 in shape:
-        raise RoutingError(f"{fqn} is empty {shape}: this rank holds no rows of it; shard over fewer ranks or use adamw")
+        raise RoutingError(
+            f"{fqn} is empty {shape}: this rank holds no rows of it; shard over fewer ranks or use adamw"
+        )
     check_blocks(fqn, shape, spec)
 
 

@@ -38,6 +38,16 @@ def test_the_output_follows_the_value_dtype_and_the_state_stays_float32():
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("op", [naive.kda_step, step.kda_step])
+def test_autocast_does_not_touch_the_recurrence(op):
+    _, tensors, bound = batch(3, "bounded", 1, key_dim=16)
+    tensors = [x.detach().float() for x in tensors]
+    plain = op(*tensors, lower_bound=bound)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = op(*tensors, lower_bound=bound)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside))
+
+
 @pytest.mark.parametrize("regime", ["init", "bounded"])
 @pytest.mark.parametrize("prefill", [1, 15, 32, 50])
 def test_chunked_prefill_then_steps_equals_the_whole_row(prefill, regime):

@@ -1,0 +1,209 @@
+"""Sample -> Encoded: token ids, the weight of predicting each, uint8 patches; and the splitting of long documents.
+
+    document   [BOS] segment segment ... [EOS]
+    image      <|media_begin|>image<|media_content|> <|media_pad|> * tokens <|media_end|>
+    video      for every item of up to four frames: HH:MM:SS.mmm, then the same with the word "video"
+
+Media tokens and timestamps have weight 0. [EOS] has the weight of the last text, so that a model asked for an answer
+learns to end it. Sources: Kimi K2.5 and K3 processors, as in transformers' kimi_k25.
+
+Legend: n tokens, P patches, p patch side in pixels, M media pads (= merged vision tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Image, Sample, Text, Video, open_picture
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.patches import Grid, num_patches, num_tokens, prepare_frames, prepare_image
+
+
+@dataclass(slots=True)
+class Encoded:
+    """One document, or one piece of a long one, ready for packing."""
+
+    ids: Tensor
+    """int64 [n]"""
+    loss_weights: Tensor
+    """float32 [n]: weight of PREDICTING this token (the packer shifts it)"""
+    patches: Tensor | None
+    """uint8 [P, 3, p, p] of all media in order, or None"""
+    grids: list[Grid]
+    """(frames, rows, columns) in patches of every media item"""
+    spans: list[tuple[int, int]]
+    """[start, stop) of every media item in `ids`, from <|media_begin|> to <|media_end|>"""
+    media_positions: Tensor
+    """int64 [M]: where the <|media_pad|> tokens stand, in feature order"""
+    source: str
+    key: str
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def num_patches(self) -> int:
+        """P."""
+        return 0 if self.patches is None else self.patches.shape[0]
+
+    def piece(self, start: int, stop: int) -> Encoded:
+        """Tokens [start, stop) with the media inside. Neither edge may lie inside a media span (see `cuts`)."""
+        if start == 0 and stop == len(self):
+            return self
+        inside = [i for i, (a, b) in enumerate(self.spans) if start <= a and b <= stop]
+        patches = None
+        if inside and self.patches is not None:
+            edges = np.cumsum([0] + [num_patches(grid) for grid in self.grids])
+            patches = self.patches[int(edges[inside[0]]) : int(edges[inside[-1] + 1])]
+        where = self.media_positions
+        return Encoded(
+            ids=self.ids[start:stop],
+            loss_weights=self.loss_weights[start:stop],
+            patches=patches,
+            grids=[self.grids[i] for i in inside],
+            spans=[(self.spans[i][0] - start, self.spans[i][1] - start) for i in inside],
+            media_positions=where[(where >= start) & (where < stop)] - start,
+            source=self.source,
+            key=f"{self.key}[{start}:{stop}]",
+        )
+
+
+class _Builder:
+    """Collects tokens and media in order."""
+
+    def __init__(self, tokenizer: Tokenizer, cfg: VisionConfig) -> None:
+        self.tokenizer, self.cfg = tokenizer, cfg
+        self.ids: list[int] = []
+        self.weights: list[float] = []
+        self.patches: list[Tensor] = []
+        self.grids: list[Grid] = []
+        self.spans: list[tuple[int, int]] = []
+        self.media: list[range] = []
+
+    def add(self, ids: Sequence[int], weight: float) -> None:
+        self.ids.extend(ids)
+        self.weights.extend([weight] * len(ids))
+
+    def add_media(self, word: str, patches: Tensor, grid: Grid) -> None:
+        token = self.tokenizer
+        start, count = len(self.ids), num_tokens(grid, self.cfg.merge_kernel_size)
+        self.add([token.media_begin_id, *token.encode(word), token.media_content_id], 0.0)
+        self.media.append(range(len(self.ids), len(self.ids) + count))
+        self.add([token.media_pad_id] * count + [token.media_end_id], 0.0)
+        self.spans.append((start, len(self.ids)))
+        self.grids.append(grid)
+        self.patches.append(patches)
+
+    def build(self, source: str, key: str) -> Encoded:
+        return Encoded(
+            ids=torch.tensor(self.ids, dtype=torch.int64),
+            loss_weights=torch.tensor(self.weights, dtype=torch.float32),
+            patches=torch.cat(self.patches) if self.patches else None,
+            grids=self.grids,
+            spans=self.spans,
+            media_positions=torch.tensor([i for span in self.media for i in span], dtype=torch.int64),
+            source=source,
+            key=key,
+        )
+
+
+def timestamp(seconds: float) -> str:
+    """HH:MM:SS.mmm, as Kimi K2.5 writes it before a group of frames."""
+    total_ms = round(seconds * 1000)
+    hours, rest = divmod(total_ms, 3_600_000)
+    minutes, rest = divmod(rest, 60_000)
+    return f"{hours:02d}:{minutes:02d}:{rest // 1000:02d}.{rest % 1000:03d}"
+
+
+def encode(
+    sample: Sample, tokenizer: Tokenizer, vision_cfg: VisionConfig, *, bos: bool = True, eos: bool = True
+) -> Encoded:
+    """Tokens and patches of one document; `eos=False` leaves it open, as a prompt for generation.
+
+    Special-token strings inside a text stay text. Raises BadSample for a picture that cannot be read.
+    """
+    builder = _Builder(tokenizer, vision_cfg)
+    last_weight = 0.0
+    if bos:
+        builder.add([tokenizer.bos_id], 0.0)
+    for segment in sample.segments:
+        if isinstance(segment, Text):
+            builder.add(tokenizer.encode(segment.text), segment.loss)
+            last_weight = segment.loss
+        elif isinstance(segment, Image):
+            builder.add_media("image", *_prepared(segment, vision_cfg, sample))
+        else:
+            _add_video(builder, segment, vision_cfg, sample)
+    if eos:
+        builder.add([tokenizer.eos_id], last_weight)
+    return builder.build(sample.source, sample.key)
+
+
+def _prepared(segment: Image, cfg: VisionConfig, sample: Sample) -> tuple[Tensor, Grid]:
+    try:
+        return prepare_image(segment.open(), cfg)
+    except BadSample:
+        raise
+    except (ValueError, OSError) as error:
+        raise BadSample(f"{sample.source} {sample.key}: the picture cannot be prepared: {error}") from None
+
+
+def _add_video(builder: _Builder, video: Video, cfg: VisionConfig, sample: Sample) -> None:
+    try:
+        items = prepare_frames([open_picture(frame) for frame in video.frames], cfg)
+    except BadSample:
+        raise
+    except (ValueError, OSError) as error:
+        raise BadSample(f"{sample.source} {sample.key}: the video cannot be prepared: {error}") from None
+    frame = 0
+    for patches, grid in items:
+        builder.add(builder.tokenizer.encode(timestamp(video.timestamps[frame])), 0.0)
+        builder.add_media("video", patches, grid)
+        frame += grid[0]
+
+
+def next_cut(document: Encoded, start: int, length: int, newline: np.ndarray) -> int:
+    """Where the piece that begins at `start` ends: at most `length` tokens on, never inside a media span.
+
+    Prefers the last line end in the second half of the window (`newline[id]`: the token ends with a line feed), else
+    the latest allowed position. Raises BadSample when one media item alone is longer than `length`.
+    """
+    total = len(document)
+    limit = start + length
+    if limit >= total:
+        return total
+    for a, b in document.spans:
+        if a < limit < b:
+            limit = a
+            break
+    if limit <= start:
+        a, b = next(span for span in document.spans if span[0] == start)
+        raise BadSample(
+            f"{document.source} {document.key}: an image takes {b - a} tokens, more than length = {length}; "
+            "raise length or lower vision.in_patch_limit"
+        )
+    half = start + length // 2
+    ids = document.ids[half:limit].numpy()
+    ends = np.flatnonzero(newline[ids])
+    for end in ends[::-1]:
+        cut = half + int(end) + 1
+        if cut <= limit and not any(a < cut < b for a, b in document.spans):
+            return cut
+    return limit
+
+
+def cuts(document: Encoded, length: int, newline: np.ndarray) -> list[tuple[int, int]]:
+    """Token ranges of at most `length` tokens that together are the whole document (see `next_cut`)."""
+    ranges, start = [], 0
+    while start < len(document):
+        stop = next_cut(document, start, length, newline)
+        ranges.append((start, stop))
+        start = stop
+    return ranges

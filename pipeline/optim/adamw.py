@@ -1,0 +1,79 @@
+"""AdamW over lists of tensors: one fused call per device and dtype.
+
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+m and v are fp32 (fp64 for fp64 parameters) whatever the parameter's dtype. Parameters of 16 bits are updated in fp32
+and rounded once. Source: Loshchilov and Hutter, arXiv 1711.05101; identical to torch.optim.AdamW.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of optimizer state for a parameter: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def fresh_state(param: Tensor) -> State:
+    """Zero moments with the parameter's layout (a DTensor for a DTensor) and a step count on its device."""
+    dtype = state_dtype(param.dtype)
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=param.device),
+        "exp_avg": torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format),
+    }
+
+
+def adamw_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[State],
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Advance local (unsharded) tensors in place; `states` as made by `fresh_state`, local as well."""
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for index, param in enumerate(params):
+        kinds[(param.device, param.dtype)].append(index)
+    for (_, dtype), indices in kinds.items():
+        chosen = [states[i] for i in indices]
+        m, v, steps = ([state[key] for state in chosen] for key in ("exp_avg", "exp_avg_sq", "step"))
+        weights, wide = [params[i] for i in indices], dtype == state_dtype(dtype)
+        torch._foreach_add_(steps, 1)
+        working = weights if wide else [weight.to(torch.float32) for weight in weights]
+        torch._fused_adamw_(
+            working, [grads[i].to(state_dtype(dtype)) for i in indices], m, v, [], steps,
+            lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if not wide:
+            torch._foreach_copy_(weights, working)
+
+
+def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) -> float:
+    """Root mean square of the last updates before lr and weight decay, from the state alone; NaN without state.
+
+    One pass over the moments and a host sync: for metrics, not for every step.
+    """
+    total, count = 0.0, 0
+    for state in states:
+        step = float(state["step"])
+        if step == 0 or state["exp_avg"].numel() == 0:
+            continue
+        denominator = (state["exp_avg_sq"] / (1 - betas[1] ** step)).sqrt_().add_(eps)
+        update = state["exp_avg"] / (1 - betas[0] ** step) / denominator
+        total += float(update.square().sum())
+        count += update.numel()
+    return (total / count) ** 0.5 if count else float("nan")

@@ -1,0 +1,234 @@
+"""Joint vision-text pretraining from step one: start reading here.
+
+    accelerate launch -m earlyfusion.pipeline.pretrain nano          (anywhere)
+    accelerate launch -m pipeline.pretrain nano                      (in a checkout)
+    torchrun --nproc-per-node 2 -m earlyfusion.pipeline.pretrain nano
+    earlyfusion pretrain nano
+
+One step: packed micro-batches -> NativeFusion -> weighted mean loss -> gradients (averaged over ranks by DDP)
+-> guard -> clip -> MuonClip (or AdamW) with QK-Clip -> router biases -> meters. Everything that a resume needs lies in
+the checkpoint: weights, optimizer, data cursors, random states, meters, guard. A stopped run (SIGTERM, SIGINT) saves
+and leaves with exit code 75; `--resume` goes on bit for bit.
+
+The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory) and
+report.html.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earlyfusion.pipeline import build, evaluate
+from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.compose import dump, load_config
+from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped, UserError
+from earlyfusion.pipeline.guard import Guard
+from earlyfusion.pipeline.meter import Meter
+from earlyfusion.pipeline.plan import show_plan
+from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.schedule import StageTable
+from earlyfusion.pipeline.step import LossBook, drop_frozen_gradients, forward_backward, weigh
+from earlyfusion.pipeline.track import Tracker
+
+
+class Pretraining:
+    """The parts of a run, built in the order they need one another; `train` is the loop."""
+
+    def __init__(self, config: RunConfig, resume: bool) -> None:
+        self.runtime = runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
+        seed_everything(config.run.seed)
+        self.tokenizer = build.tokenizer(config, runtime)
+        self.config = config = build.with_tokenizer(config, self.tokenizer)
+        self.out = Path(config.run.directory)
+        self.stages = StageTable(config.stages, config.optim.lr)
+        self.total = config.total_steps
+        facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
+        self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
+        start = self._find_start(resume)
+
+        self.fusion = build.model(config, self.tokenizer)
+        self.model = runtime.prepare_model(self.fusion)
+        self.optimizer = build.optimizer(config, self.fusion)
+        self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
+        self.meter = Meter(runtime, torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32)
+        self.costs = build.Costs(self.fusion.config)
+        self.book = LossBook([source.name for source in config.data.sources])
+        self.source_weights = torch.tensor([config.train.loss_weights.get(s, 1.0) for s in self.book.sources])
+        self.step = 0
+        self.loader: Any = None
+        self.loaders = build.StageLoaders(config, self.tokenizer, runtime)
+        if start is not None:
+            self._restore(start)
+        runtime.stop.install()
+        self.tracker = Tracker(
+            self.out, runtime, total_steps=self.total, start_step=self.step, tensorboard=config.track.tensorboard,
+            trackers=config.track.trackers, recipe=dump(config), name=config.run.name,
+        )  # fmt: skip
+        self.evaluator = evaluate.Evaluator(config, self.fusion, self.tokenizer, runtime, self.out)
+        if runtime.is_main:
+            build.write_recipe(self.out, config)
+
+    def _find_start(self, resume: bool) -> Loaded | None:
+        """The checkpoint to go on from; a fresh run never writes over an older one's checkpoints."""
+        newest = self.checkpoints.latest()
+        if resume and newest is None:
+            raise UserError(f"nothing to resume in {self.checkpoints.folder}; start without --resume")
+        if not resume and newest is not None:
+            raise UserError(
+                f"{self.out} already holds checkpoint {newest.name}: add --resume to go on, "
+                "or name another folder with --out"
+            )
+        return self.checkpoints.load(newest) if resume and newest is not None else None
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def train(self) -> int:
+        """All steps that are left, then the last evaluation, the model directory and the report."""
+        self.meter.restart_clock()
+        while self.step < self.total:
+            place = self.stages.place(self.step)
+            self.loader = self.loaders.at(place.index)
+            with self.meter.waiting():
+                batches = [batch.to(self.runtime.device) for batch in self.loader.next_step()]
+            for batch in batches:
+                weigh(batch, self.source_weights, self.config.train.text_loss_weight)
+            self._one_step(batches, place)
+            if self.runtime.should_stop():
+                return self._leave_early()
+            self._every_so_often()
+        return self._finish()
+
+    def _one_step(self, batches: Sequence[Any], place: Any) -> None:
+        self.model.train()
+        result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum)
+        drop_frozen_gradients(self.fusion, build.frozen(self.config.stages[place.index].frozen))
+        limit = self.config.optim.clip_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.fusion.parameters(), float("inf") if limit is None else limit)
+        grad_norm = float(norm)
+        verdict = self.guard.check(result.loss, grad_norm, can_roll_back=self.checkpoints.latest() is not None)
+        lr = self.stages.lr(self.step)
+        balance: dict[str, Any] = {}
+        if verdict.ok:
+            build.set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        balance = build.balance_experts(self.fusion, self.runtime, apply=verdict.ok)
+        self.optimizer.zero_grad(set_to_none=True)
+        decoder_flops, vision_flops = self.costs.of(batches)
+        self.meter.step(
+            tokens=sum(b.num_tokens for b in batches), patches=sum(b.num_patches for b in batches),
+            samples=sum(b.segments.num for b in batches), decoder_flops=decoder_flops, vision_flops=vision_flops,
+        )  # fmt: skip
+        self.step += 1
+        if not verdict.ok:
+            self._react(verdict)
+        shown = {"stage": place.name, "loss": result.loss, "lr": lr, "grad_norm": grad_norm, "fill": result.fill}
+        if self.step % self.config.track.log_every == 0 or self.step == self.total:
+            self._log(shown, balance)
+        else:
+            self.tracker.tick(self.step, shown | {"step_s": self.meter.step_s})
+        if self.step < self.total and self.stages.place(self.step).index != place.index:
+            self.guard.new_stage()
+
+    def _log(self, shown: dict[str, Any], balance: dict[str, Any]) -> None:
+        record = shown | self.book.means(self.runtime.sum) | self.meter.snapshot()
+        self.book.clear()
+        self.tracker.log(self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance))
+
+    def _react(self, verdict: Any) -> None:
+        """The guard refused the update: say so, and stop or go back when its policy asks for it."""
+        self.tracker.event(self.step, "guard", kind="bad step", action=verdict.action, message=verdict.reason)
+        if verdict.action == "stop":
+            raise TrainingStopped(f"stopped by the guard at step {self.step}: {verdict.reason}")
+        newest = self.checkpoints.latest()
+        if verdict.action == "rollback" and newest is not None:
+            loaded = self.checkpoints.load(newest)
+            self._restore_weights(loaded)  # the data cursors stay, so that the bad batches are passed over
+            self.guard.after_rollback()
+            self.step = loaded.step
+            self.tracker.rewind(self.step)
+
+    def _every_so_often(self) -> None:
+        every, last = self.config.eval.every, self.step == self.total
+        if every and self.step % every == 0 and not last:
+            with self.meter.paused():
+                self.evaluator.run(self.step, self.tracker, final=False)
+        if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0 and not last:
+            with self.meter.paused():
+                self._save()
+
+    # ------------------------------------------------------------------------------------------- state, and the end
+
+    def _save(self) -> Path:
+        trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": self.book.sums}
+        path = self.checkpoints.save(
+            self.step, model=self.fusion.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
+            lanes=self.loaders.state_dict(self.step),
+        )  # fmt: skip
+        self.tracker.event(self.step, "checkpoint", path=path.name)
+        return path
+
+    def _restore_weights(self, loaded: Loaded) -> None:
+        self.fusion.load_state_dict(loaded.model)
+        self.optimizer.load_state_dict(loaded.optimizer)
+
+    def _restore(self, loaded: Loaded) -> None:
+        self._restore_weights(loaded)
+        self.guard.load_state_dict(loaded.trainer["guard"])
+        self.meter.load_state_dict(loaded.trainer["meter"])
+        self.book.sums = loaded.trainer["book"]
+        self.step = loaded.step
+        self.loaders.load_state_dict(loaded.lanes)
+        loaded.restore_rng(self.runtime.rank, self.config.run.seed)
+
+    def _leave_early(self) -> int:
+        path = self._save()
+        reason = self.runtime.stop.received or "a signal on another rank"
+        self.tracker.event(self.step, "stop", message=f"{reason}: saved {path.name}; --resume goes on from here")
+        return EXIT_REQUEUE
+
+    def _finish(self) -> int:
+        with self.meter.paused():
+            results = self.evaluator.run(self.step, self.tracker, final=True)
+            self._save()
+        if self.runtime.is_main:
+            facts = build.run_facts(self.config, self.step, self.meter, results, self.loader)
+            for line in evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts):
+                self.tracker.say(line)
+        self.runtime.barrier()
+        return EXIT_OK
+
+    def close(self) -> None:
+        self.loaders.close()
+        self.tracker.close()
+        self.runtime.close()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, build, train; returns the exit code."""
+    parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
+    config = load_config(parsed.recipes, parsed.overrides)
+    if parsed.dry_run:
+        show_plan(config)
+        return EXIT_OK
+    training = Pretraining(config, parsed.resume)
+    try:
+        return training.train()
+    finally:
+        training.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m`, `accelerate launch -m` and `earlyfusion pretrain`."""
+    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

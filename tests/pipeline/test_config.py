@@ -1,0 +1,369 @@
+"""Recipes: composition, overrides, kind errors, a render that reads back, what a resume may change."""
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from earlyfusion.pipeline.arguments import describe, help_text, parse_arguments
+from earlyfusion.pipeline.compose import (
+    compose,
+    diff,
+    dump,
+    load_config,
+    merge,
+    parse_literal,
+    recipe_hash,
+    recipe_names,
+    refused_on_resume,
+    render,
+)
+from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.toml_text import to_toml
+
+BASE = """
+[run]
+name = "tiny"
+[tokenizer]
+vocab_size = 300
+[[data.sources]]
+name = "manual"
+kind = "pydoc"
+weight = 0.7
+[[data.sources]]
+name = "code"
+kind = "stdlib_code"
+weight = 0.3
+[vision]
+preset = "tiny"
+num_hidden_layers = 1
+[model]
+hidden_size = 32
+num_hidden_layers = 2
+intermediate_size = 48
+num_attention_heads = 2
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 8
+v_head_dim = 8
+num_experts = 4
+num_experts_per_token = 2
+moe_intermediate_size = 16
+[model.linear_attn_config]
+num_heads = 2
+head_dim = 16
+[[stages]]
+name = "joint"
+steps = 30
+length = 64
+tokens = 128
+warmup_steps = 3
+[[stages]]
+name = "cooldown"
+steps = 10
+length = 64
+tokens = 128
+schedule = "wsd"
+decay_steps = 5
+"""
+
+OVERLAY = """
+[run]
+name = "other"
+[[stages]]
+name = "cooldown"
+steps = 20
+[[stages]]
+name = "long"
+steps = 5
+length = 128
+tokens = 128
+[[data.sources]]
+name = "code"
+kind = "stdlib_code"
+weight = 0.9
+[optim]
+betas = [0.8, 0.99]
+"""
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    path = tmp_path / "base.toml"
+    path.write_text(BASE)
+    return path
+
+
+@pytest.fixture
+def overlay(tmp_path) -> Path:
+    path = tmp_path / "overlay.toml"
+    path.write_text(OVERLAY)
+    return path
+
+
+def fails(*args) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(*args)
+    message = str(caught.value)
+    assert "\n" not in message and caught.value.exit_code == 2
+    return message
+
+
+def test_recipes_compose_left_to_right_and_named_lists_merge_by_name(base, overlay):
+    config = load_config([base, overlay])
+    assert config.run.name == "other"
+    assert [(s.name, s.steps) for s in config.stages] == [("joint", 30), ("cooldown", 20), ("long", 5)]
+    assert config.stages[1].schedule == "wsd" and config.stages[1].decay_steps == 5  # kept from the left
+    assert {s.name: s.weight for s in config.data.sources} == {"manual": 0.7, "code": 0.9}
+    assert config.optim.betas == (0.8, 0.99)
+    assert load_config([overlay, base]).run.name == "tiny"
+
+
+def test_merging_leaves_its_arguments_alone():
+    left, right = {"a": {"x": 1}, "stages": [{"name": "s", "steps": 1}]}, {"a": {"y": 2}, "stages": [{"name": "s"}]}
+    before = repr((left, right))
+    assert merge(left, right) == {"a": {"x": 1, "y": 2}, "stages": [{"name": "s", "steps": 1}]}
+    assert repr((left, right)) == before
+
+
+def test_other_lists_are_replaced_not_joined():
+    assert merge({"eval": {"tasks": ["a", "b"]}}, {"eval": {"tasks": ["c"]}}) == {"eval": {"tasks": ["c"]}}
+
+
+@pytest.mark.parametrize(
+    ("dotted", "text", "read"),
+    [
+        ("optim.lr", "1e-3", lambda c: c.optim.lr == 1e-3),
+        ("stages.0.steps", "20", lambda c: c.stages[0].steps == 20),
+        ("stages.-1.steps", "21", lambda c: c.stages[-1].steps == 21),
+        ("stages.cooldown.lr", "5e-4", lambda c: c.stages[1].lr == 5e-4),
+        ("stages.joint.frozen", '["vision"]', lambda c: c.stages[0].frozen == ["vision"]),
+        ("stages.joint.weights", "{manual = 1.0, code = 3}", lambda c: c.stages[0].weights["code"] == 3.0),
+        ("data.sources.code.weight", "2", lambda c: c.data.sources[1].weight == 2),
+        ("train.compile", "true", lambda c: c.train.compile is True),
+        ("optim.qk_clip", "null", lambda c: c.optim.qk_clip is None),
+        ("model.attn_res", "none", lambda c: c.model.attn_res == "none"),
+        (
+            "model.linear_attn_config.gate_lower_bound",
+            "-5.0",
+            lambda c: c.model.linear_attn_config.gate_lower_bound == -5,
+        ),
+        ("vision.hidden_size", "48", lambda c: c.vision.hidden_size == 48),
+        ("run.out", "runs/a b", lambda c: c.run.out == "runs/a b"),
+        ("run.name", "1", lambda c: c.run.name == "1"),
+    ],
+)
+def test_dotted_overrides_reach_every_kind_of_key(base, dotted, text, read):
+    try:
+        config = load_config([base], [(dotted, text)])
+    except UserError as error:
+        # A number given for text is refused, not guessed at.
+        assert dotted == "run.name" and "string" in str(error)
+        return
+    assert read(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("[1, 2]", [1, 2]), ("a = b", "a = b"), ("nano", "nano"), ('"7"', "7"), ("", "")],
+)
+def test_values_are_toml_literals_or_plain_text(text, value):
+    assert parse_literal(text) == value
+
+
+def test_a_value_cannot_smuggle_in_further_keys():
+    assert parse_literal("1\nother = 2") == "1\nother = 2"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "words"),
+    [
+        ("optim.learning_rte", ["learning_rte", "optim"]),
+        ("optim.weight_decy", ["'weight_decy'", "in optim", "did you mean 'weight_decay'?"]),
+        ("stages.joint.step", ["'step'", "stages.0", "did you mean 'steps'?"]),
+        ("model.hiden_size", ["'hiden_size'", "in model", "did you mean 'hidden_size'?"]),
+        ("model.linear_attn_config.num_head", ["in model.linear_attn_config", "did you mean 'num_heads'?"]),
+        ("vision.hiden_size", ["in vision", "did you mean 'hidden_size'?"]),
+        ("data.sources.code.wieght", ["data.sources.1", "did you mean 'weight'?"]),
+        ("optm.lr", ["'optm'", "top level", "did you mean 'optim'?"]),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_place_and_its_nearest_match(base, dotted, words):
+    message = fails([base], [(dotted, "1")])
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([("stages.jont.steps", "1")], ["stages", "did you mean 'joint'?"]),
+        ([("stages.7.steps", "1")], ["stages has 2 items"]),
+        ([("optim.lr.x", "1"), ("optim.lr", "1")], ["optim.lr"]),
+        ([("optim.lr", "-1")], ["optim.lr", "greater than 0", "given -1"]),
+        ([("optim.name", "muonclp")], ["optim.name", "'muonclip' or 'adamw'"]),
+        ([("stages.joint.length", "4096")], ["length 4096 is more than tokens 128"]),
+        ([("stages.joint.warmup_steps", "31")], ["exceed steps 30"]),
+        ([("stages.joint.decay_steps", "1")], ["decay_steps is for"]),
+        ([("stages.joint.weights", "{mnual = 1}")], ["'mnual'", "did you mean 'manual'?"]),
+        ([("train.loss_weights", "{cod = 1}")], ["train.loss_weights", "did you mean 'code'?"]),
+        ([("vision.preset", "tyni")], ["tyni", "tiny"]),
+        ([("stages.1.name", "joint")], ["share a name"]),
+    ],
+)
+def test_contradictions_are_told_in_one_line(base, overrides, words):
+    first = overrides[0]
+    if first[0] == "optim.lr.x":
+        overrides = overrides[::-1]
+    message = fails([base], overrides)
+    assert all(word in message for word in words), message
+
+
+def test_several_mistakes_are_all_named(base):
+    message = fails([base], [("optim.lrr", "1"), ("model.hiden_size", "1")])
+    assert "lrr" in message and "hiden_size" in message
+
+
+def test_a_missing_recipe_names_the_nearest_and_a_broken_file_its_line(tmp_path):
+    assert "did you mean 'nano'?" in fails(["nan0"])
+    assert "cannot be read" in fails([tmp_path / "absent.toml"])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    assert "not valid TOML" in fails([broken])
+    assert "model is missing" in fails([{"run": {"name": "x"}}])
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_is_valid_and_its_render_reads_back_equal(name, tmp_path):
+    config = load_config([name])
+    path = tmp_path / "resolved.toml"
+    path.write_text(render(config))
+    again = load_config([path])
+    assert again == config and recipe_hash(again) == recipe_hash(config)
+
+
+def test_the_toml_writer_and_the_standard_reader_are_inverse():
+    tree = {
+        "text": 'quote " slash \\ newline \n tab \t ünï \x7f',
+        "numbers": [1, -2, 0.1, 1e-30, 1e22, 3.0, math.inf],
+        "flags": {"on": True, "off": False, "empty": {}, "none": []},
+        "odd keys": {"a.b": 1, "c d": {"e": 2}},
+        "stages": [{"name": "x", "weights": {"a": 1.5}}, {"name": "y", "deep": [{"k": 1}]}],
+        "mixed": [{"a": 1}, 2],
+    }
+    assert tomllib.loads(to_toml(tree)) == tree
+
+
+def test_the_hash_follows_numbers_and_ignores_where_results_go(base):
+    config = load_config([base])
+    assert recipe_hash(load_config([base], [("run.out", "elsewhere"), ("track.log_every", "3")])) == recipe_hash(config)
+    assert recipe_hash(load_config([base], [("optim.lr", "1e-4")])) != recipe_hash(config)
+    assert len(recipe_hash(config)) == 16
+
+
+def test_diff_names_every_changed_key_and_resume_refuses_only_those_that_matter(base):
+    old = dump(load_config([base]))
+    new = dump(
+        load_config(
+            [base], [("optim.lr", "1e-4"), ("run.out", "x"), ("checkpoint.keep", "9"), ("stages.1.steps", "11")]
+        )
+    )
+    assert [c.key for c in diff(old, new)] == ["checkpoint.keep", "optim.lr", "run.out", "stages.1.steps"]
+    assert [str(c) for c in refused_on_resume(old, new)] == ["optim.lr: 0.002 -> 0.0001"]
+    assert diff(old, old) == []
+
+
+def test_only_the_last_stage_may_grow_and_none_may_shrink(base):
+    old = dump(load_config([base]))
+    for change, refused in (
+        (("stages.1.steps", "9"), True),
+        (("stages.0.steps", "40"), True),
+        (("stages.1.steps", "99"), False),
+    ):
+        new = dump(load_config([base], [change]))
+        assert bool(refused_on_resume(old, new)) == refused, change
+
+
+def test_a_removed_stage_is_a_refused_change(base, overlay):
+    longer, shorter = dump(load_config([base, overlay])), dump(load_config([base]))
+    assert any(c.key.startswith("stages.2") for c in refused_on_resume(longer, shorter))
+    assert any(c.key.startswith("stages.2") for c in refused_on_resume(shorter, longer))
+
+
+def test_the_vocabulary_follows_the_tokenizer(base):
+    config = load_config([base])
+    assert config.model.vocab_size == 300
+    told = config.with_vocabulary(301, bos_token_id=5, eos_token_id=6, pad_token_id=7)
+    assert (told.model.vocab_size, told.model.bos_token_id) == (301, 5)
+    assert config.model.vocab_size == 300
+
+
+def test_presets_lie_below_the_recipes_own_keys(base):
+    config = load_config([base])
+    assert config.vision.num_hidden_layers == 1 and config.vision.patch_size == 8
+
+
+def test_total_steps_stop_early_without_changing_the_schedule(base):
+    config = load_config([base], [("run.steps", "7")])
+    assert config.total_steps == 7 and config.stages[0].steps == 30
+    assert load_config([base]).total_steps == 40
+
+
+def test_arguments_are_recipes_options_flags_and_dotted_keys():
+    parsed = parse_arguments(
+        [
+            "nano",
+            "mine.toml",
+            "--steps",
+            "5",
+            "--resume",
+            "--optim.lr",
+            "-1",
+            "--train.compile",
+            "--out=x",
+            "--dry-run",
+        ],
+        RunConfig,
+        verb="pretrain",
+        about="",
+    )
+    assert parsed.recipes == ["nano", "mine.toml"] and parsed.resume and parsed.dry_run
+    assert parsed.overrides == [("run.steps", "5"), ("optim.lr", "-1"), ("train.compile", "true"), ("run.out", "x")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nano", "--resum"], ["--resum", "did you mean 'resume'?"]),
+        (["nano", "--optm.lr", "1"], ["'optm'", "did you mean 'optim'?"]),
+        (["nano", "--steps"], ["--steps needs a value"]),
+        (["nano", "--resume=1"], ["takes no value"]),
+        (["nano", "-x"], ["-x"]),
+        ([], ["no recipe given"]),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(argv, words):
+    with pytest.raises(UserError) as caught:
+        parse_arguments(argv, RunConfig, verb="pretrain", about="")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_help_names_every_key_with_type_and_default(capsys):
+    text = help_text(RunConfig, verb="pretrain", about="about")
+    rows = {key: (kind, default, meaning) for key, kind, default, meaning in describe(RunConfig)}
+    assert rows["optim.lr"][:2] == ("float", "0.002") and rows["stages.<i>.steps"][:2] == ("int", "required")
+    assert rows["optim.qk_clip"][0] == "float | null" and rows["guard.policy"][0] == "stop|skip|rollback"
+    assert all(f"--{key}" in text for key in rows)
+    own = [key for key in rows if key.split(".")[0] not in ("data", "vision", "model")]
+    assert all(rows[key][2] for key in own), "a key of pipeline.config has no docstring"
+    with pytest.raises(SystemExit) as leave:
+        parse_arguments(["--help"], RunConfig, verb="pretrain", about="about")
+    assert leave.value.code == 0 and "usage: earlyfusion pretrain" in capsys.readouterr().out
+
+
+def test_strings_that_say_null_become_none_in_recipes_too():
+    assert compose([{"optim": {"qk_clip": "null"}, "eval": {"tasks": ["null", "a"]}}]) == {
+        "optim": {"qk_clip": None},
+        "eval": {"tasks": [None, "a"]},
+    }
