@@ -169,41 +169,48 @@ def _add_video(builder: _Builder, video: Video, cfg: VisionConfig, sample: Sampl
         frame += grid[0]
 
 
-def next_cut(document: Encoded, start: int, length: int, newline: np.ndarray) -> int:
-    """Where the piece that begins at `start` ends: at most `length` tokens on, never inside a media span.
+def next_cut(document: Encoded, start: int, length: int, max_patches: int, newline: np.ndarray) -> int:
+    """Where the piece that begins at `start` ends: at most `length` tokens and `max_patches` patches on.
 
-    Prefers the last line end in the second half of the window (`newline[id]`: the token ends with a line feed), else
-    the latest allowed position. Raises BadSample when one media item alone is longer than `length`.
+    Never inside a media span. Prefers the last line end in the second half of the window (`newline[id]`: the token ends
+    with a line feed), else the latest allowed position. Raises BadSample when one media item alone is over a limit.
     """
-    total = len(document)
-    limit = start + length
-    if limit >= total:
-        return total
-    for a, b in document.spans:
-        if a < limit < b:
-            limit = a
+    limit = min(start + length, len(document))
+    patches = 0
+    for (a, b), grid in zip(document.spans, document.grids):
+        if a < start:
+            continue
+        patches += num_patches(grid)
+        if b > limit or patches > max_patches:
+            limit = min(limit, a)
             break
+    if limit == len(document):
+        return limit
     if limit <= start:
-        a, b = next(span for span in document.spans if span[0] == start)
-        raise BadSample(
-            f"{document.source} {document.key}: an image takes {b - a} tokens, more than length = {length}; "
-            "raise length or lower vision.in_patch_limit"
-        )
-    half = start + length // 2
-    ids = document.ids[half:limit].numpy()
-    ends = np.flatnonzero(newline[ids])
+        _refuse(document, start, length, max_patches)
+    half = start + (limit - start) // 2
+    ends = np.flatnonzero(newline[document.ids[half:limit].numpy()])
     for end in ends[::-1]:
         cut = half + int(end) + 1
-        if cut <= limit and not any(a < cut < b for a, b in document.spans):
+        if not any(a < cut < b for a, b in document.spans):
             return cut
     return limit
 
 
-def cuts(document: Encoded, length: int, newline: np.ndarray) -> list[tuple[int, int]]:
-    """Token ranges of at most `length` tokens that together are the whole document (see `next_cut`)."""
+def _refuse(document: Encoded, start: int, length: int, max_patches: int) -> None:
+    item = next(i for i, span in enumerate(document.spans) if span[0] == start)
+    a, b = document.spans[item]
+    raise BadSample(
+        f"{document.source} {document.key}: an image takes {b - a} tokens and {num_patches(document.grids[item])} patches; "
+        f"length = {length} and max_patches = {max_patches} allow less: raise them or lower vision.in_patch_limit"
+    )
+
+
+def cuts(document: Encoded, length: int, max_patches: int, newline: np.ndarray) -> list[tuple[int, int]]:
+    """Token ranges within `length` and `max_patches` that together are the whole document (see `next_cut`)."""
     ranges, start = [], 0
     while start < len(document):
-        stop = next_cut(document, start, length, newline)
+        stop = next_cut(document, start, length, max_patches, newline)
         ranges.append((start, stop))
         start = stop
     return ranges

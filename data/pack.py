@@ -231,6 +231,4 @@ def pack_all(
             raise ValueError(f"pack_all: {pool[0].key} of {len(pool[0])} tokens fits no batch of {tokens} positions")
         batch = [pool[i] for i in chosen]
         pool = [document for i, document in enumerate(pool) if i not in set(chosen)]
-        yield assemble(
-            batch, tokens=tokens, pad_id=pad_id, sources=sources, patch_size=patch_size, length=length
-        )
+        yield assemble(batch, tokens=tokens, pad_id=pad_id, sources=sources, patch_size=patch_size, length=length)

@@ -8,6 +8,7 @@ statistics (softmax sums, norms, logits) are kept in ``accumulate_dtype``.
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
     out_BMN = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2], dtype=wide)
     if a_BMK.device.type != "cpu" or a_BMK.dtype != torch.bfloat16:
         return torch.baddbmm(out_BMN, a_BMK.to(wide), b_BKN.to(wide), beta=0, alpha=alpha)
-    setting = torch.backends.mkldnn.matmul
+    mkldnn: Any = torch.backends.mkldnn
+    setting = mkldnn.matmul
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     try:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 import typing
@@ -68,7 +69,9 @@ def parse_arguments(
         if name in OPTIONS:
             if not has_value and (not rest or rest[0].startswith("--")):
                 raise UserError(f"--{name} needs a value: --{name} {OPTIONS[name][1]}")
-            parsed.overrides.append((OPTIONS[name][0], value if has_value else rest.pop(0)))
+            value = value if has_value else rest.pop(0)
+            # A folder is text even when its name reads like a number.
+            parsed.overrides.append((OPTIONS[name][0], json.dumps(value) if OPTIONS[name][1] == "DIR" else value))
             continue
         _check_dotted(name, schema, verb)
         if not has_value:

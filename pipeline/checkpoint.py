@@ -183,11 +183,9 @@ class Checkpointer:
         }
 
     def _name(self, step: int) -> Path:
-        path, attempt = self.folder / f"step-{step:06d}", 0
-        while path.exists():
-            attempt += 1
-            path = self.folder / f"step-{step:06d}-{attempt}"
-        return path
+        matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
+        return self.folder / (f"step-{step:06d}-{max(attempts) + 1}" if attempts else f"step-{step:06d}")
 
     def _seal(self, partial: Path, path: Path) -> None:
         missing = [r for r in range(self.runtime.world) if not (partial / f"rank-{r:05d}.json").exists()]

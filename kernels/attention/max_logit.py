@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
+from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments, check_packed
 
 SLACK = 1e-3  # relative; covers the rounding between two float32 evaluations of the same logit
@@ -84,6 +84,8 @@ def max_logit(
     rows = _candidate_rows(lse_TH, segments, causal)
     COUNTS.opened += 1
     COUNTS.rows += len(rows)
+    dtype = compute_dtype(q_THD, k_TGD)  # the operands attention multiplied, under autocast too
+    q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)
     best_H = torch.full_like(bound_H, float("-inf"))
     step, cursor = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length)), 0
     with without_autocast(q_THD):

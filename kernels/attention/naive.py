@@ -92,6 +92,8 @@ def max_logit(
     (:func:`earlyfusion.kernels.attention.max_logit.max_logit`) shares the signature.
     """
     best_H = torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
+    dtype = compute_dtype(q_THD, k_TGD)
+    q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
             rows = slice(start, start + length)

@@ -11,7 +11,7 @@ Two ways, one result (see :mod:`earlyfusion.kernels.attention.naive` for the equ
   Logits and the softmax are float32; P is recomputed in the backward pass and exists for one tile only. Under a causal
   mask a tile stops at the last key its rows can see, which skips up to half of the work.
 
-On a CPU the second way beats torch's CPU flash kernel: level in float32, two to three times in bfloat16, whose flash
+On a CPU the second way is level with torch's CPU flash kernel in float32 and quicker in bfloat16, where that kernel's
 backward is slow. Padding stands after a document, so under a causal mask no real query sees it; without one, padded
 keys get -inf. Only the packed q, k, v are saved, never a padded copy.
 
@@ -41,7 +41,18 @@ except ImportError:  # builds of torch without it still have the buckets
     _varlen = None  # type: ignore[assignment]
 
 TILE_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MB, about a core's cache
-CAUSAL_ROWS = 96  # query rows of a causal tile: fewer skip more of the hidden half, more make larger products
+CPU_HALF_MULTIPLE = 64  # see _multiple
+CAUSAL_ROWS = 128  # query rows of a causal tile: fewer skip more of the hidden half, more make larger products
+
+
+def _multiple(q_THD: Tensor) -> int:
+    """To which multiple padded lengths are rounded up.
+
+    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a millisecond,
+    ten times the product itself). Rounded lengths keep the set of shapes small from batch to batch.
+    """
+    half_on_cpu = q_THD.device.type == "cpu" and q_THD.dtype in (torch.bfloat16, torch.float16)
+    return CPU_HALF_MULTIPLE if half_on_cpu else 1
 
 
 class _Tile(NamedTuple):
@@ -55,12 +66,14 @@ class _Tile(NamedTuple):
 def _tiles(bucket: Bucket, heads: int, causal: bool) -> Iterator[_Tile]:
     most_rows = max(1, TILE_ELEMENTS // (heads * bucket.length))
     step = min(bucket.length, most_rows, CAUSAL_ROWS if causal else bucket.length)
-    batch = max(1, TILE_ELEMENTS // (heads * bucket.length * step))
-    for first in range(0, bucket.documents, batch):
-        documents = slice(first, min(first + batch, bucket.documents))
+    most_documents = max(1, TILE_ELEMENTS // (heads * bucket.length * step))
+    first = 0
+    while first < bucket.documents:  # in powers of two: few distinct shapes, as for the lengths
+        batch = 1 << (min(most_documents, bucket.documents - first).bit_length() - 1)
         for low in range(0, bucket.length, step):
             high = min(low + step, bucket.length)
-            yield _Tile(documents, slice(low, high), slice(0, high if causal else bucket.length))
+            yield _Tile(slice(first, first + batch), slice(low, high), slice(0, high if causal else bucket.length))
+        first += batch
 
 
 def _group(x_BRHD: Tensor, groups: int) -> Tensor:
@@ -155,7 +168,7 @@ class _BucketedAttention(torch.autograd.Function):
         o_THV = q_THD.new_empty(tokens, heads, v_TGV.shape[-1])
         lse_TH = q_THD.new_empty(tokens, heads, dtype=accumulate_dtype(q_THD.dtype))
         with without_autocast(q_THD):
-            for bucket in buckets(segments, q_THD.device):
+            for bucket in buckets(segments, q_THD.device, _multiple(q_THD)):
                 o_BLHV, lse_BLH = _forward_bucket(bucket, q_THD, k_TGD, v_TGV, causal, scale)
                 bucket.unpad_into(o_THV, o_BLHV)
                 bucket.unpad_into(lse_TH, lse_BLH)
@@ -171,7 +184,7 @@ class _BucketedAttention(torch.autograd.Function):
         segments, causal, scale = ctx.settings
         gradients = [torch.empty_like(x) for x in saved]
         with without_autocast(do_THV):
-            for bucket in buckets(segments, do_THV.device):
+            for bucket in buckets(segments, do_THV.device, _multiple(saved[0])):
                 for gradient, padded in zip(gradients, _backward_bucket(bucket, saved, do_THV, causal, scale)):
                     bucket.unpad_into(gradient, padded)
         return *gradients, None, None, None

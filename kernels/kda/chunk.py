@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay, log_decay_backward
-from earlyfusion.kernels.kda.grid import Grid, Scan, chunk_grid
+from earlyfusion.kernels.kda.grid import Grid, chunk_grid, chunk_states, scan_gradients
 from earlyfusion.kernels.kda.intra import Tree, climb, descend
 from earlyfusion.kernels.kda.naive import L2_EPS, check_heads
 from earlyfusion.kernels.segments import Segments, check_packed
@@ -87,8 +87,7 @@ def _normalize_backward(
         shape = (grid.num, heads, opts.group, grid.chunk, -1)
         dy_BCK, along_BC1 = dy_BCK.view(shape).sum(2), along_BC1.view(shape).sum(2)
         y_BCK = y_BCK.view(shape)[:, :, 0]
-        shape = (grid.num * heads, grid.chunk, -1)
-        dy_BCK, along_BC1, y_BCK = dy_BCK.view(shape), along_BC1.view(shape), y_BCK.reshape(shape)
+        dy_BCK, along_BC1, y_BCK = (x.reshape(grid.num * heads, grid.chunk, -1) for x in (dy_BCK, along_BC1, y_BCK))
     dx_BCK = torch.addcmul(dy_BCK, y_BCK, along_BC1, value=-1.0 / scale**2)
     return _rows(dx_BCK, heads, grid).mul_(rnorm_TH1).to(x.dtype)
 
@@ -111,48 +110,6 @@ def _column(x_TG: Tensor, grid: Grid) -> Tensor:
 def _values(x_TGV: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """[T, G, V] to a contiguous [B, C, V]."""
     return _chunks(grid.spread(x_TGV.to(dtype)), grid).reshape(-1, grid.chunk, x_TGV.shape[-1])
-
-
-def _scan_states(M_NGKK: Tensor, b_NGKV: Tensor, scan: Scan) -> Tensor:
-    """States after every chunk: S'[c] = M[c] S'[c - 1] + b[c] along every chain, S' = b at its head."""
-    if len(scan.levels) == 1:
-        return b_NGKV
-    M, S = scan.arrange(M_NGKK), scan.arrange(b_NGKV)
-    for (source, _), (first, count) in zip(scan.levels, scan.levels[1:]):
-        here, before = S[first : first + count].flatten(0, 1), S[source : source + count].flatten(0, 1)
-        here.baddbmm_(M[first : first + count].flatten(0, 1), before)
-    return scan.restore(S)
-
-
-def _scan_gradients(M_NGKK: Tensor, dS_NGKV: Tensor, scan: Scan) -> Tensor:
-    """Gradients of the states after every chunk: D[c] = dS[c] + M[c + 1]^T D[c + 1] along every chain."""
-    if len(scan.levels) == 1:
-        return dS_NGKV
-    M, D = scan.arrange(M_NGKK), scan.arrange(dS_NGKV)
-    for (source, _), (first, count) in reversed(list(zip(scan.levels, scan.levels[1:]))):
-        M_here, D_here = M[first : first + count].flatten(0, 1), D[first : first + count].flatten(0, 1)
-        D[source : source + count].flatten(0, 1).baddbmm_(M_here.transpose(1, 2), D_here)
-    return scan.restore(D)
-
-
-def _states(M_BKK: Tensor, b_BKV: Tensor, initial_DGKV: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(state before, state after) every chunk, [N, G, K, V] each."""
-    M = M_BKK.view(grid.num, -1, *M_BKK.shape[1:])
-    b = b_BKV.view(grid.num, -1, *b_BKV.shape[1:])
-    if initial_DGKV is not None:
-        initial_DGKV = initial_DGKV.to(b.dtype)
-        b = b.index_add(0, grid.head_D, M.index_select(0, grid.head_D) @ initial_DGKV)
-    around = b.new_zeros(grid.num + 1, *b.shape[1:])
-    around[1:] = _scan_states(M, b, grid.scan)
-    before, after = around[:-1], around[1:]
-    if grid.aligned:
-        # Chunk c - 1 of a document's first chunk belongs to another document.
-        before = (
-            before.index_fill(0, grid.head_D, 0.0)
-            if initial_DGKV is None
-            else before.index_copy(0, grid.head_D, initial_DGKV)
-        )
-    return before, after
 
 
 class _ChunkKDA(torch.autograd.Function):
@@ -183,7 +140,7 @@ class _ChunkKDA(torch.autograd.Function):
             bM_BKX = torch.bmm(tree.tail_BCK.transpose(1, 2), RW_BCX)
             M = bM_BKX[..., value_dim:].neg()
             M.diagonal(dim1=1, dim2=2).add_(tree.carry_BK)
-            before, after = _states(M, bM_BKX[..., :value_dim], initial, grid)
+            before, after = chunk_states(M, bM_BKX[..., :value_dim], initial, grid)
             S = before.flatten(0, 1)
             R = torch.baddbmm(RW_BCX[..., :value_dim], RW_BCX[..., value_dim:], S, alpha=-1.0)
             o_BCV = torch.bmm(tree.q_BCK, S).baddbmm_(P, R)
@@ -261,7 +218,7 @@ def _state_gradients(
     D_NGKV[:-1] = local_NGKV[1:]
     if grid.aligned:
         D_NGKV.index_copy_(0, grid.tail_D, dfinal_DGKV.to(D_NGKV.dtype))
-    D_NGKV = _scan_gradients(M_NGKK, D_NGKV, grid.scan)
+    D_NGKV = scan_gradients(M_NGKK, D_NGKV, grid.scan)
     dinitial = None
     if initial_DGKV is not None:
         M_D, D_D = M_NGKK.index_select(0, grid.head_D), D_NGKV.index_select(0, grid.head_D)

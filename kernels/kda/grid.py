@@ -9,7 +9,7 @@ The state S of chunk c obeys S_out[c] = M[c] S_in[c] + b[c] with S_in[c] = S_out
 M = 0: its outgoing state does not depend on the incoming one. Chunks therefore fall into chains, and the scan runs level
 by level over all chains at once: as many steps as the longest document has chunks, not as many as the row has.
 
-Legend: T tokens, N chunks, C tokens per chunk, D documents.
+Legend: T tokens, N chunks, C tokens per chunk, D documents, G value heads, K key dim, V value dim, B = N * G.
 """
 
 from __future__ import annotations
@@ -145,3 +145,45 @@ def chunk_grid(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype
     """The grid of a row, built once per (segments, chunk, kind, dtype, device). The row must hold at least one token."""
     key = ("kda.grid", chunk, aligned, dtype, str(device))
     return segments.cached(key, lambda: _build(segments, chunk, aligned, dtype, device))
+
+
+def scan_states(M_NGKK: Tensor, b_NGKV: Tensor, scan: Scan) -> Tensor:
+    """States after every chunk: S'[c] = M[c] S'[c - 1] + b[c] along every chain, S' = b at its head."""
+    if len(scan.levels) == 1:
+        return b_NGKV
+    M, S = scan.arrange(M_NGKK), scan.arrange(b_NGKV)
+    for (source, _), (first, count) in zip(scan.levels, scan.levels[1:]):
+        here, before = S[first : first + count].flatten(0, 1), S[source : source + count].flatten(0, 1)
+        here.baddbmm_(M[first : first + count].flatten(0, 1), before)
+    return scan.restore(S)
+
+
+def scan_gradients(M_NGKK: Tensor, dS_NGKV: Tensor, scan: Scan) -> Tensor:
+    """Gradients of the states after every chunk: D[c] = dS[c] + M[c + 1]^T D[c + 1] along every chain."""
+    if len(scan.levels) == 1:
+        return dS_NGKV
+    M, D = scan.arrange(M_NGKK), scan.arrange(dS_NGKV)
+    for (source, _), (first, count) in reversed(list(zip(scan.levels, scan.levels[1:]))):
+        M_here, D_here = M[first : first + count].flatten(0, 1), D[first : first + count].flatten(0, 1)
+        D[source : source + count].flatten(0, 1).baddbmm_(M_here.transpose(1, 2), D_here)
+    return scan.restore(D)
+
+
+def chunk_states(M_BKK: Tensor, b_BKV: Tensor, initial_DGKV: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+    """(state before, state after) every chunk, [N, G, K, V] each."""
+    M = M_BKK.view(grid.num, -1, *M_BKK.shape[1:])
+    b = b_BKV.view(grid.num, -1, *b_BKV.shape[1:])
+    if initial_DGKV is not None:
+        initial_DGKV = initial_DGKV.to(b.dtype)
+        b = b.index_add(0, grid.head_D, M.index_select(0, grid.head_D) @ initial_DGKV)
+    around = b.new_zeros(grid.num + 1, *b.shape[1:])
+    around[1:] = scan_states(M, b, grid.scan)
+    before, after = around[:-1], around[1:]
+    if grid.aligned:
+        # Chunk c - 1 of a document's first chunk belongs to another document.
+        before = (
+            before.index_fill(0, grid.head_D, 0.0)
+            if initial_DGKV is None
+            else before.index_copy(0, grid.head_D, initial_DGKV)
+        )
+    return before, after

@@ -120,8 +120,8 @@ def kda(
         else:
             state = initial_state_NGKV[n : n + 1]
         for t in range(start, start + length):
-            token = (x[t : t + 1] for x in (q_THK, k_THK, v_TGV, f_TGK, b_TG))
-            o, state = kda_step(*token, A_log_G, dt_bias_GK, state, lower_bound, scale)
+            q, k, v, f, b = (x[t : t + 1] for x in (q_THK, k_THK, v_TGV, f_TGK, b_TG))
+            o, state = kda_step(q, k, v, f, b, A_log_G, dt_bias_GK, state, lower_bound, scale)
             outputs.append(o)
         states.append(state)
     o_TGV = torch.cat(outputs) if outputs else torch.zeros_like(v_TGV)

@@ -46,7 +46,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dh_TD = torch.zeros_like(h_TD) if wants[0] else None
             dweight_VD = torch.zeros_like(weight, dtype=wide) if wants[1] else None
             for rows_R in rows_M.split(chunk):
-                h_RD, labels_R, w_R = h_TD[rows_R].to(dtype), labels_T[rows_R], loss_weights_T[rows_R].to(wide)
+                h_RD, labels_R, w_R = (
+                    h_TD.index_select(0, rows_R).to(dtype),
+                    labels_T[rows_R],
+                    loss_weights_T[rows_R].to(wide),
+                )
                 logits_RV = wide_mm(h_RD, weight.T)
                 dlogits_RV, lse_R = softmax_with_lse(logits_RV)
                 nll_R = lse_R - logits_RV.gather(1, labels_R[:, None])[:, 0]

@@ -5,10 +5,10 @@ Every (token, choice) pair is one row. Rows are sorted by expert, so that an exp
     h = x W_gate_up^T        a = w * silu(h_gate) * h_up        y_row = a W_down^T        y_t = sum of its J rows
 
 The router weight is applied to the F-wide activation instead of the D-wide output (the product is linear in it). The
-backward pass saves x, h and the routing; activations are recomputed from h. Row order inside an expert is token order
+backward pass needs x, h and the routing; activations are recomputed from h. Row order inside an expert is token order
 (stable sort) and sums over a token's rows run in choice order, so results do not depend on threads or atomics.
 
-Legend: T tokens, D hidden, J experts per token, R = T * J rows, E experts, F expert width, C = 2F.
+Legend: T tokens, D hidden, J experts per token, R = T * J pairs, P rows (R plus filling), E experts, F expert width, C = 2F.
 """
 
 from __future__ import annotations
@@ -23,40 +23,83 @@ from torch.autograd.function import once_differentiable
 from earlyfusion.kernels.moe.naive import check_experts
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
+CPU_ROW_MULTIPLE = 128  # see _row_multiple
+
+
+def _row_multiple(rows: int, experts: int, dtype: torch.dtype, device: torch.device) -> int:
+    """To which multiple an expert's rows are filled up.
+
+    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a millisecond),
+    and loads differ from step to step; a coarse grid of row counts keeps the set of shapes small. 1 elsewhere.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return 1
+    return min(CPU_ROW_MULTIPLE, 1 << max(3, (rows // (4 * experts)).bit_length()))
+
 
 class _Groups:
-    """Products over contiguous row groups, one group per expert.
+    """Rows sorted by expert, and products over the contiguous rows of each expert.
 
     On CUDA with bfloat16 and 16-byte rows, ``F.grouped_mm`` reads the group ends on the device. Elsewhere the counts
     come to the host (free on a CPU; one sync on CUDA) and every expert with rows gets its own matmul.
+
+    ``pair_P`` is the flat (token, choice) index of every row, ``slot_R`` its inverse, ``real_P`` is False for rows that
+    only fill up an expert's share (None if there are none). Filling rows repeat pair 0 and must get weight 0.
     """
 
-    def __init__(self, counts_E: Tensor, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
-        on_gpu = counts_E.device.type == "cuda" and hasattr(F, "grouped_mm")
-        self.fused = on_gpu and dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    def __init__(self, ids_R: Tensor, experts: int, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+        device = ids_R.device
+        self.fused = (
+            device.type == "cuda"
+            and hasattr(F, "grouped_mm")
+            and dtype == torch.bfloat16
+            and all(width % 8 == 0 for width in widths)
+        )
+        order_R = ids_R.argsort(stable=True)
+        place_R = torch.arange(ids_R.shape[0], device=device)
+        counts_E = torch.zeros(experts, dtype=torch.int64, device=device)
+        counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
+        multiple = _row_multiple(ids_R.shape[0], experts, dtype, device)
+        self.real_P: Tensor | None = None
+        if multiple == 1:
+            self.pair_P = order_R
+        else:
+            filled_E = (counts_E + multiple - 1) // multiple * multiple
+            shift_E = (filled_E - counts_E).cumsum(0) - (filled_E - counts_E)
+            place_R = place_R + shift_E[ids_R[order_R]]
+            total = int(filled_E.sum())
+            self.pair_P = order_R.new_zeros(total).index_copy_(0, place_R, order_R)
+            self.real_P = torch.zeros(total, dtype=torch.bool, device=device).index_fill_(0, place_R, True)
+            counts_E = filled_E
+        self.slot_R = torch.empty_like(order_R).index_copy_(0, order_R, place_R)
         self.ends_E = counts_E.cumsum(0).to(torch.int32)
         if not self.fused:
             ends = [0, *self.ends_E.tolist()]
             self.slices = [(e, slice(*ends[e : e + 2])) for e in range(len(ends) - 1) if ends[e] < ends[e + 1]]
 
-    def rows_by_weight(self, rows_RA: Tensor, weight_EBA: Tensor) -> Tensor:
-        """[R, B]: every row times the transposed [B, A] weight of its expert."""
-        if self.fused:
-            return F.grouped_mm(rows_RA.contiguous(), weight_EBA.transpose(1, 2), offs=self.ends_E)
-        out_RB = rows_RA.new_empty(rows_RA.shape[0], weight_EBA.shape[1])
-        for expert, rows in self.slices:
-            torch.mm(rows_RA[rows], weight_EBA[expert].T, out=out_RB[rows])
-        return out_RB
+    def weights(self, weights_TJ: Tensor, dtype: torch.dtype) -> Tensor:
+        """Router weight of every row [P, 1]."""
+        weight_P = weights_TJ.flatten().to(dtype)[self.pair_P] if weights_TJ.numel() else weights_TJ.flatten().to(dtype)
+        return (weight_P if self.real_P is None else weight_P * self.real_P)[:, None]
 
-    def rows_by_rows(self, left_RB: Tensor, right_RA: Tensor) -> Tensor:
+    def rows_by_weight(self, rows_PA: Tensor, weight_EBA: Tensor) -> Tensor:
+        """[P, B]: every row times the transposed [B, A] weight of its expert."""
+        if self.fused:
+            return F.grouped_mm(rows_PA.contiguous(), weight_EBA.transpose(1, 2), offs=self.ends_E)
+        out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_EBA.shape[1])
+        for expert, rows in self.slices:
+            torch.mm(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
+        return out_PB
+
+    def rows_by_rows(self, left_PB: Tensor, right_PA: Tensor) -> Tensor:
         """[E, B, A]: left^T right over the rows of every expert; zeros for an expert without rows."""
         if self.fused:
-            product = F.grouped_mm(left_RB.contiguous().T, right_RA.contiguous(), offs=self.ends_E)
+            product = F.grouped_mm(left_PB.contiguous().T, right_PA.contiguous(), offs=self.ends_E)
             starts_E = F.pad(self.ends_E[:-1], (1, 0))
             return product.masked_fill((starts_E == self.ends_E)[:, None, None], 0)
-        out_EBA = left_RB.new_zeros(self.ends_E.shape[0], left_RB.shape[1], right_RA.shape[1])
+        out_EBA = left_PB.new_zeros(self.ends_E.shape[0], left_PB.shape[1], right_PA.shape[1])
         for expert, rows in self.slices:
-            torch.mm(left_RB[rows].T, right_RA[rows], out=out_EBA[expert])
+            torch.mm(left_PB[rows].T, right_PA[rows], out=out_EBA[expert])
         return out_EBA
 
 
@@ -72,47 +115,44 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
     ) -> Tensor:
-        tokens, choices = ids_TJ.shape
+        choices = ids_TJ.shape[1]
         experts, hidden, width = down_EDF.shape
         dtype = compute_dtype(x_TD, gate_up_ECD, down_EDF)
         wide = accumulate_dtype(dtype)
         with without_autocast(x_TD):
-            order_R = ids_TJ.flatten().argsort(stable=True)
-            slot_R = torch.empty_like(order_R)  # where the row of (token, choice) went
-            slot_R[order_R] = torch.arange(order_R.shape[0], device=order_R.device)
-            counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_TJ.device)
-            counts_E.scatter_add_(0, ids_TJ.flatten(), torch.ones_like(order_R))
-            groups = _Groups(counts_E, dtype, (hidden, width))
-            token_R = order_R // choices if choices > 1 else order_R
-            h_RC = groups.rows_by_weight(x_TD[token_R].to(dtype), gate_up_ECD.to(dtype))
-            *_, act_RF = _activation(h_RC, wide)
-            act_RF = (act_RF * weights_TJ.flatten()[order_R, None]).to(dtype)
-            y_RD = groups.rows_by_weight(act_RF, down_EDF.to(dtype))
-            y_TD = _sum_choices(y_RD, slot_R, choices, wide)
-        ctx.save_for_backward(x_TD, order_R, slot_R, weights_TJ, gate_up_ECD, down_EDF, h_RC)
-        ctx.groups, ctx.shape, ctx.dtypes = groups, (tokens, choices), (dtype, wide)
+            groups = _Groups(ids_TJ.flatten(), experts, dtype, (hidden, width))
+            h_PC = groups.rows_by_weight(
+                x_TD.to(dtype).index_select(0, groups.pair_P // choices), gate_up_ECD.to(dtype)
+            )
+            gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
+            act_PF = F.silu(gate_PF).mul_(up_PF).mul_(groups.weights(weights_TJ, wide))
+            y_PD = groups.rows_by_weight(act_PF.to(dtype), down_EDF.to(dtype))
+            y_TD = _sum_choices(y_PD, groups.slot_R, choices, wide)
+        ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_PC)
+        ctx.groups, ctx.dtypes = groups, (dtype, wide)
         return y_TD.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, order_R, slot_R, weights_TJ, gate_up_ECD, down_EDF, h_RC = ctx.saved_tensors
-        groups, choices, (dtype, wide) = ctx.groups, ctx.shape[1], ctx.dtypes
+        x_TD, weights_TJ, gate_up_ECD, down_EDF, h_PC = ctx.saved_tensors
+        groups, choices, (dtype, wide) = ctx.groups, weights_TJ.shape[1], ctx.dtypes
+        token_P = groups.pair_P // choices
         with without_autocast(x_TD):
-            token_R = order_R // choices if choices > 1 else order_R
-            dy_RD = dy_TD.to(dtype)[token_R]
-            weight_R1 = weights_TJ.flatten()[order_R, None].to(wide)
-            gate_RF, up_RF, sigmoid_RF, act_RF = _activation(h_RC, wide)
-            dact_RF = groups.rows_by_weight(dy_RD, down_EDF.to(dtype).transpose(1, 2)).to(wide)
-            dweights_TJ = (dact_RF * act_RF).sum(dim=-1)[slot_R].view_as(weights_TJ)
-            ddown_EDF = groups.rows_by_rows(dy_RD, (act_RF * weight_R1).to(dtype))
-            dact_RF = dact_RF * weight_R1
-            silu_RF = gate_RF * sigmoid_RF
-            dgate_RF = dact_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
-            dh_RC = torch.cat([dgate_RF, dact_RF * silu_RF], dim=-1).to(dtype)
-            dgate_up_ECD = groups.rows_by_rows(dh_RC, x_TD.to(dtype)[token_R])
-            dx_RD = groups.rows_by_weight(dh_RC, gate_up_ECD.to(dtype).transpose(1, 2))
-            dx_TD = _sum_choices(dx_RD, slot_R, choices, wide)
+            dy_PD = dy_TD.to(dtype).index_select(0, token_P)
+            weight_P1 = groups.weights(weights_TJ, wide)
+            gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
+            silu_PF = F.silu(gate_PF)
+            act_PF = silu_PF * up_PF
+            dact_PF = groups.rows_by_weight(dy_PD, down_EDF.to(dtype).transpose(1, 2)).to(wide)
+            dweights_TJ = torch.linalg.vecdot(dact_PF, act_PF)[groups.slot_R].view_as(weights_TJ)
+            ddown_EDF = groups.rows_by_rows(dy_PD, act_PF.mul_(weight_P1).to(dtype))
+            dact_PF = dact_PF * weight_P1
+            dgate_PF = torch.ops.aten.silu_backward(dact_PF * up_PF, gate_PF)
+            dh_PC = torch.cat([dgate_PF.to(dtype), silu_PF.mul_(dact_PF).to(dtype)], dim=-1)
+            dgate_up_ECD = groups.rows_by_rows(dh_PC, x_TD.to(dtype).index_select(0, token_P))
+            dx_PD = groups.rows_by_weight(dh_PC, gate_up_ECD.to(dtype).transpose(1, 2))
+            dx_TD = _sum_choices(dx_PD, groups.slot_R, choices, wide)
         return (
             dx_TD.to(x_TD.dtype),
             None,
@@ -122,12 +162,12 @@ class _Experts(torch.autograd.Function):
         )
 
 
-def _sum_choices(rows_RD: Tensor, slot_R: Tensor, choices: int, wide: torch.dtype) -> Tensor:
+def _sum_choices(rows_PD: Tensor, slot_R: Tensor, choices: int, wide: torch.dtype) -> Tensor:
     """[T, D]: the sum of every token's J rows, in choice order."""
     slot_TJ = slot_R.view(-1, choices)
-    total_TD = rows_RD[slot_TJ[:, 0]].to(wide)
+    total_TD = rows_PD.index_select(0, slot_TJ[:, 0]).to(wide)
     for choice in range(1, choices):
-        total_TD += rows_RD[slot_TJ[:, choice]]
+        total_TD += rows_PD.index_select(0, slot_TJ[:, choice])
     return total_TD
 
 

@@ -34,7 +34,7 @@ PRESETS: dict[str, Coefficients] = {
         (3.2856, -2.4153, 0.4853),
         (2.2779, -1.6198, 0.3985),
     ),
-    # Jordan et al. 2024, Muon: one triple with the steepest slope at 0; values end in about [0.7, 1.2], never at 1
+    # Jordan et al. 2024, Muon: one triple with the steepest slope at 0; values end in about [0.68, 1.14], never at 1
     "keller_jordan": (_KELLER_JORDAN,) * 5,
     # DeepSeek-V4: eight of those steps, then two that converge to 1
     "deepseek_v4": (_KELLER_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,

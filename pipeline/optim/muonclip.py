@@ -86,6 +86,7 @@ class MuonClip(torch.optim.Optimizer):
         self._elements: dict[str, int] = {}
         self._matrices = 0
         self._without_grad: list[str] = []
+        self._stepped: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -95,7 +96,7 @@ class MuonClip(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         plan = self._current_plan()
-        self._squares, self._elements, self._matrices, self._without_grad = {}, {}, 0, []
+        self._squares, self._elements, self._matrices, self._without_grad, self._stepped = {}, {}, 0, [], {}
         for group, entries, buckets in zip(self.param_groups, plan.entries, plan.buckets, strict=True):
             active = [entry for entry in entries if entry.param.grad is not None]
             self._without_grad += [e.fqn for e in entries if e.param.grad is None and e.param.requires_grad]
@@ -116,6 +117,7 @@ class MuonClip(torch.optim.Optimizer):
 
     def _adamw_step(self, group: dict[str, Any], entries: list[Entry]) -> None:
         states = []
+        self._stepped[group["name"]] = [entry.param for entry in entries]
         for entry in entries:
             if not self.state[entry.param]:
                 self.state[entry.param].update(fresh_state(entry.param))
@@ -131,8 +133,7 @@ class MuonClip(torch.optim.Optimizer):
         )
 
     def _muon_step(self, group: dict[str, Any], entries: list[Entry], buckets: list[Bucket]) -> None:
-        lr, mu = float(group["lr"]), group["momentum"]
-        grads, momenta = [], []
+        views = {}
         for entry in entries:
             state = self.state[entry.param]
             if "momentum_buffer" not in state:
@@ -140,34 +141,33 @@ class MuonClip(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(
                     entry.param, dtype=dtype, memory_format=torch.contiguous_format
                 )
-            momenta.append(local_part(state["momentum_buffer"]))
-            grads.append(local_part(_grad(entry)).to(momenta[-1].dtype).contiguous())
-        torch._foreach_lerp_(momenta, grads, 1 - mu)
-        if group["weight_decay"]:
-            torch._foreach_mul_([entry.local for entry in entries], 1 - lr * group["weight_decay"])
-        views = {
-            entry.fqn: (sections(grad, entry.spec), sections(momentum, entry.spec))
-            for entry, grad, momentum in zip(entries, grads, momenta, strict=True)
-        }
+            momentum = local_part(state["momentum_buffer"])
+            grad = local_part(_grad(entry)).to(momentum.dtype).contiguous()
+            views[entry.fqn] = (sections(grad, entry.spec), sections(momentum, entry.spec))
         for bucket in buckets:
-            self._update_bucket(group, bucket, views, lr)
+            self._update_bucket(group, bucket, views)
 
-    def _update_bucket(self, group: dict[str, Any], bucket: Bucket, views: Mapping[str, Any], lr: float) -> None:
+    def _update_bucket(self, group: dict[str, Any], bucket: Bucket, views: Mapping[str, Any]) -> None:
+        """All passes over one bucket in a row, while it is in cache."""
         pieces = [piece for piece in bucket.pieces if piece.entry.fqn in views]
         if not pieces:
             return
+        lr, mu = float(group["lr"]), group["momentum"]
         grads = [views[p.entry.fqn][0][p.section][p.low : p.high] for p in pieces]
-        updates = [views[p.entry.fqn][1][p.section][p.low : p.high] for p in pieces]
-        if group["nesterov"]:
-            updates = list(torch._foreach_lerp(grads, updates, group["momentum"]))
-        stacked_Brc = torch.cat([update.reshape(-1, bucket.rows, bucket.columns) for update in updates])
+        momenta = [views[p.entry.fqn][1][p.section][p.low : p.high] for p in pieces]
+        weights = [piece.weight for piece in pieces]
+        counts = [piece.high - piece.low for piece in pieces]
+        stacked_Brc = momenta[0].new_empty(sum(counts), bucket.rows, bucket.columns)
+        slots = [slot.view(w.shape) for slot, w in zip(stacked_Brc.split(counts), weights, strict=True)]
+        torch._foreach_lerp_(momenta, grads, 1 - mu)
+        for slot, grad, momentum in zip(slots, grads, momenta, strict=True):
+            torch.lerp(grad, momentum, mu if group["nesterov"] else 1.0, out=slot)
         ortho_Brc = resolve("newton_schulz", stacked_Brc.device)(stacked_Brc, preset=group["ns"], dtype=self.ns_dtype)
         scale = block_scale(bucket.rows, bucket.columns, group["rms"])
-        per_piece = ortho_Brc.split([piece.high - piece.low for piece in pieces])
-        weights = [piece.weight for piece in pieces]
-        torch._foreach_add_(
-            weights, [o.reshape(w.shape) for o, w in zip(per_piece, weights, strict=True)], alpha=-lr * scale
-        )
+        updates = [o.reshape(w.shape) for o, w in zip(ortho_Brc.split(counts), weights, strict=True)]
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-lr * scale)
         name = group["name"]
         square = torch.linalg.vector_norm(ortho_Brc, dtype=torch.float32).square() * scale**2
         self._squares[name] = (
@@ -189,11 +189,10 @@ class MuonClip(torch.optim.Optimizer):
         """
         rms = {name: (float(square) / self._elements[name]) ** 0.5 for name, square in self._squares.items()}
         for group in self.param_groups:
-            if group["family"] == "adamw":
-                states = [self.state[p] for p in group["params"] if self.state.get(p) and p.grad is not None]
+            states = [self.state[param] for param in self._stepped.get(group["name"], ())]
+            if states:
                 local = [{key: local_part(value) for key, value in state.items()} for state in states]
-                if local:
-                    rms[group["name"]] = update_rms(local, tuple(group["betas"]), group["eps"])
+                rms[group["name"]] = update_rms(local, tuple(group["betas"]), group["eps"])
         counts = {"ns_matrices_per_step": self._matrices, "params_without_grad": len(self._without_grad)}
         return {"update_rms": rms, **counts, **(self.qk_clip.metrics() if self.qk_clip is not None else {})}
 
@@ -214,17 +213,18 @@ class MuonClip(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for group, structure in zip(self.param_groups, own, strict=True):
             group.update(structure)
-        self._restore_precision(state_dict)
+        self._repair_state(state_dict)
         self._plan = None
 
-    def _restore_precision(self, state_dict: dict[str, Any]) -> None:
-        """torch casts loaded state to the parameter's dtype; for 16-bit parameters take the fp32 values again."""
+    def _repair_state(self, state_dict: dict[str, Any]) -> None:
+        """Undo what torch does to loaded state: it casts moments to 16-bit parameters' dtype and leaves steps where they were."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
-                if param.dtype == state_dtype(param.dtype):
-                    continue
                 for name, value in state_dict["state"].get(key, {}).items():
-                    self.state[param][name] = value.detach().to(device=param.device, copy=True)
+                    dtype = torch.float32 if name == "step" else state_dtype(param.dtype)
+                    kept = self.state[param][name]
+                    if kept.dtype != dtype or kept.device != param.device:
+                        self.state[param][name] = value.detach().to(device=param.device, dtype=dtype)
 
 
 def _grad(entry: Entry) -> Tensor:

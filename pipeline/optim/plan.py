@@ -5,7 +5,7 @@ every entry of `param_groups`). So nothing here is remembered across such a swap
 storage it was made for, and `Plan.current` tells whether they are still the ones to train. With a model given, the
 parameter that the model holds under a name is the one that counts.
 
-Blocks of equal size are stacked over all parameters of a group, in slices of at most CHUNK_ELEMENTS, so that one
+Blocks of equal size are stacked over all parameters of a group, in slices of bounded size (CHUNK_ELEMENTS), so that one
 Newton-Schulz call serves many weights and memory stays bounded.
 
 Shapes: see blocks.py; N blocks, G group, R rows, C columns.
@@ -33,8 +33,9 @@ from earlyfusion.pipeline.optim.blocks import (
 )
 from earlyfusion.pipeline.optim.groups import Owned, check_muon_parameter, owned_parameters
 
-CHUNK_ELEMENTS = 2**26
-"""Most elements in one stacked Newton-Schulz call (256 MiB of fp32)."""
+CHUNK_ELEMENTS = {"cpu": 2**19}
+"""Most elements in one stacked Newton-Schulz call by device type: on a CPU what a core's cache holds."""
+CHUNK_ELEMENTS_ELSEWHERE = 2**26  # 256 MiB of fp32
 
 
 class TableRow(NamedTuple):
@@ -175,12 +176,10 @@ def _check_placements(fqn: str, param: DTensor, spec: BlockSpec) -> None:
         )
     if local.numel() == 0:
         raise RoutingError(f"{fqn}: this rank's shard of {tuple(param.shape)} is empty; use fewer ranks or adamw")
-    if cuts and param.ndim == 2 and (param.shape[0] % unit_rows(spec) or local.shape[0] % unit_rows(spec)):
-        raise RoutingError(f"{fqn}: a shard of {local.shape[0]} rows cuts a block of {unit_rows(spec)} rows")
-    if cuts and param.ndim == 2 and local.shape[0] < param.shape[0] and spec[0] == 1:
+    if cuts and param.ndim == 2 and local.shape[0] % unit_rows(spec):
         raise RoutingError(
-            f"{fqn}: sharded {param.placements} but Muon needs the whole {tuple(param.shape)}: keep it replicated, "
-            "use blocks per head, or put it on adamw"
+            f"{fqn}: a shard of {local.shape[0]} of {param.shape[0]} rows cuts a Muon block of {unit_rows(spec)} rows: "
+            "keep the parameter replicated, use blocks per head that match the shards, or put it on adamw"
         )
 
 
@@ -191,7 +190,7 @@ def _buckets(entries: list[Entry]) -> list[Bucket]:
         shapes = block_shapes(entry.spec, entry.local.shape[-1])
         for section, (view, (rows, columns)) in enumerate(zip(sections(entry.local, entry.spec), shapes, strict=True)):
             key = (rows, columns, entry.local.device, entry.local.dtype)
-            limit = max(1, CHUNK_ELEMENTS // (rows * columns))
+            limit = max(1, CHUNK_ELEMENTS.get(entry.local.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (rows * columns))
             low = 0
             while low < view.shape[0]:
                 bucket, filled = open_buckets.get(key, (None, 0))

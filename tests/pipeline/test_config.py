@@ -152,17 +152,10 @@ def test_other_lists_are_replaced_not_joined():
         ),
         ("vision.hidden_size", "48", lambda c: c.vision.hidden_size == 48),
         ("run.out", "runs/a b", lambda c: c.run.out == "runs/a b"),
-        ("run.name", "1", lambda c: c.run.name == "1"),
     ],
 )
 def test_dotted_overrides_reach_every_kind_of_key(base, dotted, text, read):
-    try:
-        config = load_config([base], [(dotted, text)])
-    except UserError as error:
-        # A number given for text is refused, not guessed at.
-        assert dotted == "run.name" and "string" in str(error)
-        return
-    assert read(config)
+    assert read(load_config([base], [(dotted, text)]))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +193,7 @@ def test_an_unknown_key_is_named_with_its_place_and_its_nearest_match(base, dott
     [
         ([("stages.jont.steps", "1")], ["stages", "did you mean 'joint'?"]),
         ([("stages.7.steps", "1")], ["stages has 2 items"]),
-        ([("optim.lr.x", "1"), ("optim.lr", "1")], ["optim.lr"]),
+        ([("optim.lr", "1"), ("optim.lr.x", "1")], ["optim.lr is the value 1, not a table"]),
         ([("optim.lr", "-1")], ["optim.lr", "greater than 0", "given -1"]),
         ([("optim.name", "muonclp")], ["optim.name", "'muonclip' or 'adamw'"]),
         ([("stages.joint.length", "4096")], ["length 4096 is more than tokens 128"]),
@@ -213,9 +206,6 @@ def test_an_unknown_key_is_named_with_its_place_and_its_nearest_match(base, dott
     ],
 )
 def test_contradictions_are_told_in_one_line(base, overrides, words):
-    first = overrides[0]
-    if first[0] == "optim.lr.x":
-        overrides = overrides[::-1]
     message = fails([base], overrides)
     assert all(word in message for word in words), message
 
@@ -321,7 +311,7 @@ def test_arguments_are_recipes_options_flags_and_dotted_keys():
             "--optim.lr",
             "-1",
             "--train.compile",
-            "--out=x",
+            "--out=7",
             "--dry-run",
         ],
         RunConfig,
@@ -329,7 +319,12 @@ def test_arguments_are_recipes_options_flags_and_dotted_keys():
         about="",
     )
     assert parsed.recipes == ["nano", "mine.toml"] and parsed.resume and parsed.dry_run
-    assert parsed.overrides == [("run.steps", "5"), ("optim.lr", "-1"), ("train.compile", "true"), ("run.out", "x")]
+    assert parsed.overrides == [("run.steps", "5"), ("optim.lr", "-1"), ("train.compile", "true"), ("run.out", '"7"')]
+
+
+def test_a_folder_named_like_a_number_stays_text(base):
+    parsed = parse_arguments([str(base), "--out", "2024"], RunConfig, verb="pretrain", about="")
+    assert load_config(parsed.recipes, parsed.overrides).run.directory == "2024"
 
 
 @pytest.mark.parametrize(

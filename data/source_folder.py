@@ -1,0 +1,172 @@
+"""Any folder of files: pictures with a caption beside them, and text.
+
+    photo.jpg + photo.txt     picture, then its caption
+    photo.png + photo.json    {"caption" | "text": str} and/or {"questions": [{"question": str, "answer": str}]}
+    notes.txt  page.md  x.py  one document each
+    lines.jsonl               one document a line: {"text": str, "image": path inside the folder, optional}
+
+Files are taken in the order of their paths, folders below included; names that begin with a dot are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.order import held_out
+from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.data.source_easy_vqa import answer_text, question_text
+from earlyfusion.data.sources import Source
+
+PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+TEXTS = {".txt", ".md", ".py"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    key: str
+    path: Path
+    caption: Path | None = None
+    offset: int = -1
+    """Byte position of a .jsonl line; -1 for whole files."""
+
+
+class Folder(Source):
+    """Files below `path`; items are held out by the hash of their relative name."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        self.root = Path(str(config.path)).expanduser()
+        if not self.root.is_dir():
+            raise DataError(f"source {self.name!r}: folder {self.root} does not exist; check data.sources path")
+        items = list(self._scan())
+        if not items:
+            raise DataError(
+                f"source {self.name!r}: folder {self.root} holds nothing to read; expected pictures with a .txt or "
+                ".json of the same name beside them, or .txt, .md, .py, .jsonl files"
+            )
+        self._held = [item for item in items if held_out(f"folder/{item.key}", val_fraction)]
+        self._train = [item for item in items if not held_out(f"folder/{item.key}", val_fraction)]
+        self._size = sum(path.stat().st_size for path in {item.path for item in items})
+
+    def _scan(self) -> Iterator[_Item]:
+        files = sorted(path for path in self.root.rglob("*") if path.is_file())
+        files = [path for path in files if not any(p.startswith(".") for p in path.relative_to(self.root).parts)]
+        present = set(files)
+        captions = set()
+        for path in files:
+            if path.suffix.lower() in PICTURES:
+                beside = [path.with_suffix(end) for end in (".txt", ".json") if path.with_suffix(end) in present]
+                captions.update(beside)
+        for path in files:
+            key, suffix = path.relative_to(self.root).as_posix(), path.suffix.lower()
+            if suffix in PICTURES:
+                caption = next(
+                    (path.with_suffix(e) for e in (".txt", ".json") if path.with_suffix(e) in captions), None
+                )
+                if caption is not None:
+                    yield _Item(key, path, caption)
+            elif suffix in TEXTS and path not in captions:
+                yield _Item(key, path)
+            elif suffix == ".jsonl":
+                yield from self._lines(path, key)
+
+    @staticmethod
+    def _lines(path: Path, key: str) -> Iterator[_Item]:
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _Item(f"{key}:{number}", path, offset=offset)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self._read(self._train[index])
+
+    def heldout_len(self) -> int:
+        return len(self._held)
+
+    def heldout(self, index: int) -> Sample:
+        return self._read(self._held[index])
+
+    def contents(self) -> Iterator[object]:
+        for item in self._train:
+            yield item.key
+        yield self._size
+
+    def _read(self, item: _Item) -> Sample:
+        loss = self.config.typed.text_loss
+        segments: list[Segment]
+        if item.offset >= 0:
+            segments = self._line(item, loss)
+        elif item.caption is None:
+            segments = [Text(_text_of(item.path), loss)]
+        elif item.caption.suffix == ".txt":
+            segments = [Image(item.path), Text("\n" + _text_of(item.caption).strip(), loss)]
+        else:
+            segments = [
+                Image(item.path),
+                *_caption(_json(_text_of(item.caption), str(item.caption)), item.caption, loss),
+            ]
+        return Sample(segments, self.name, item.key)
+
+    def _line(self, item: _Item, loss: float) -> list[Segment]:
+        with item.path.open("rb") as file:
+            file.seek(item.offset)
+            raw = file.readline()
+        where = f"{item.path}, line {item.key.rpartition(':')[2]}"
+        try:
+            entry = _json(raw.decode("utf-8"), where)
+        except UnicodeDecodeError as error:
+            raise BadSample(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+        if not isinstance(entry.get("text"), str):
+            raise BadSample(f'{where}: no "text" string; expected {{"text": ..., "image": optional path}}')
+        if "image" not in entry:
+            return [Text(entry["text"], loss)]
+        path = (item.path.parent / str(entry["image"])).resolve()
+        if not path.is_relative_to(self.root.resolve()):
+            raise BadSample(
+                f"{where}: image {entry['image']!r} lies outside {self.root}; keep pictures inside the folder"
+            )
+        return [Image(path), Text("\n" + entry["text"], loss)]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8") from None
+    except OSError as error:
+        raise BadSample(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(text)
+    except ValueError as error:
+        raise BadSample(f"{where}: not valid JSON ({error})") from None
+    if not isinstance(entry, dict):
+        raise BadSample(f"{where}: expected a JSON object, got {type(entry).__name__}")
+    return entry
+
+
+def _caption(entry: dict[str, Any], path: Path, loss: float) -> list[Segment]:
+    segments: list[Segment] = []
+    caption = entry.get("caption", entry.get("text"))
+    if isinstance(caption, str) and caption:
+        segments.append(Text("\n" + caption, loss))
+    for turn in entry.get("questions", []):
+        if not (isinstance(turn, dict) and isinstance(turn.get("question"), str) and "answer" in turn):
+            raise BadSample(f"{path}: questions must be objects with question and answer, got {turn!r}")
+        segments += [Text(question_text(turn["question"]), 0.0), Text(answer_text(str(turn["answer"])), loss)]
+    if not segments:
+        raise BadSample(f'{path}: neither "caption" nor "text" nor "questions" in it')
+    return segments

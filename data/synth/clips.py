@@ -1,0 +1,120 @@
+"""Short clips: one or two shapes, of which one moves straight ahead at constant speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from PIL import Image, ImageDraw
+
+from earlyfusion.data.synth.describe import article
+from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, Box, native_size, paint, pairs
+
+DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1)}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """`boxes[frame]` is where the moving object is; the standing one, if any, stays in `standing_box`."""
+
+    width: int
+    height: int
+    background: str
+    colour: str
+    shape: str
+    direction: str
+    boxes: tuple[Box, ...]
+    timestamps: tuple[float, ...]
+    """Seconds from the start."""
+    standing: tuple[str, str] | None = None
+    standing_box: Box | None = None
+
+    @property
+    def name(self) -> str:
+        """ "red circle": the one that moves."""
+        return f"{self.colour} {self.shape}"
+
+
+def make_clip(
+    rng: Random, *, min_side: int, max_side: int, frames: int = 6, fps: float = 2.0, heldout: bool = False
+) -> Clip:
+    """A clip of `frames` frames, 1 / fps seconds apart; the moving (colour, shape) pair is of one side only."""
+    width, height = native_size(rng, min_side, max_side)
+    colour, shape = rng.choice(pairs(heldout))
+    direction = rng.choice(tuple(DIRECTIONS))
+    dx, dy = DIRECTIONS[direction]
+    side = max(6, round(min(width, height) * rng.uniform(0.2, 0.3)))
+    w = min(width - frames, round(1.5 * side)) if shape == "rectangle" else side
+    room = (width - w) if dx else (height - side)
+    step = max(1, rng.randint(room // (2 * frames), room // frames))
+    travel = step * (frames - 1)
+    start = rng.randint(0, room - travel)
+    along = [start + step * i for i in range(frames)]
+    if dx + dy < 0:
+        along = along[::-1]
+    across = rng.randint(0, (height - side) if dx else (width - w))
+    corners = [(a, across) if dx else (across, a) for a in along]
+    standing, standing_box = None, None
+    if rng.random() < 0.5:
+        standing, standing_box = _standing(rng, corners, (w, side), (width, height))
+    return Clip(
+        width=width,
+        height=height,
+        background=rng.choice(tuple(BACKGROUNDS)),
+        colour=colour,
+        shape=shape,
+        direction=direction,
+        boxes=tuple((x, y, x + w, y + side) for x, y in corners),
+        timestamps=tuple(i / fps for i in range(frames)),
+        standing=standing,
+        standing_box=standing_box,
+    )
+
+
+def _standing(
+    rng: Random, corners: list[tuple[int, int]], moving: tuple[int, int], size: tuple[int, int]
+) -> tuple[tuple[str, str] | None, Box | None]:
+    """A second object outside the path of the first, where there is room."""
+    left, right = min(x for x, _ in corners), max(x for x, _ in corners) + moving[0]
+    top, bottom = min(y for _, y in corners), max(y for _, y in corners) + moving[1]
+    side = max(6, min(size) // 5)
+    for _ in range(8):
+        x, y = rng.randint(0, size[0] - side), rng.randint(0, size[1] - side)
+        if x + side <= left or x >= right or y + side <= top or y >= bottom:
+            pair = rng.choice([pair for pair in pairs(False) if pair[1] != "rectangle"])
+            return pair, (x, y, x + side, y + side)
+    return None, None
+
+
+def draw_clip(clip: Clip) -> list[Image.Image]:
+    """One RGB picture for each frame, all of one size."""
+    pictures = []
+    for box in clip.boxes:
+        image = Image.new("RGB", (clip.width, clip.height), BACKGROUNDS[clip.background])
+        draw = ImageDraw.Draw(image)
+        if clip.standing is not None and clip.standing_box is not None:
+            paint(draw, clip.standing[1], clip.standing_box, COLOURS[clip.standing[0]])
+        paint(draw, clip.shape, box, COLOURS[clip.colour])
+        pictures.append(image)
+    return pictures
+
+
+def clip_caption(clip: Clip) -> str:
+    """ "a red circle moves left. a blue star stands still."."""
+    words = f"{article(clip.name)} moves {clip.direction}."
+    return words if clip.standing is None else f"{words} {article(' '.join(clip.standing))} stands still."
+
+
+def clip_questions(clip: Clip, rng: Random, count: int) -> list[tuple[str, str]]:
+    """Up to `count` questions about what moves, where to, how far and for how long."""
+    dx, _ = DIRECTIONS[clip.direction]
+    first, last = clip.boxes[0], clip.boxes[-1]
+    asked = [
+        ("which way does it move?", clip.direction),
+        ("what moves?", f"the {clip.name}"),
+        ("how many objects are there?", "1" if clip.standing is None else "2"),
+        ("how far does it move, in pixels?", str(abs(last[0] - first[0] if dx else last[1] - first[1]))),
+        ("when does the last frame come?", f"{clip.timestamps[-1]:.1f} s"),
+    ]
+    rng.shuffle(asked)
+    return asked[:count]

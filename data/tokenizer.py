@@ -1,0 +1,216 @@
+"""Tokenizer: any Hugging Face `tokenizer.json`, with the media and chat tokens of Kimi K3 added where they are missing.
+
+Text is always encoded with special tokens switched off: a document that contains the string `<|media_pad|>` becomes
+ordinary bytes, never a media position. Special ids come only from `Tokenizer.bos_id`, `media_begin_id`, ... .
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from earlyfusion.data.errors import DataError
+
+BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
+OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
+MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD = (
+    "<|media_begin|>",
+    "<|media_content|>",
+    "<|media_end|>",
+    "<|media_pad|>",
+)
+SPECIAL_TOKENS = (BOS, EOS, PAD, OPEN, CLOSE, SEP, END_OF_MSG, MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD)
+
+# The message form of Kimi K3. `content` is a string, or a list of {"type": "text" | "image" | "video", ...} parts; one
+# <|media_pad|> stands for each picture until the processor repeats it as often as the picture has tokens.
+CHAT_TEMPLATE = (
+    "{{- bos_token -}}"
+    "{%- for message in messages -%}"
+    "{{- '<|open|>message role=\"' + message['role'] + '\"<|sep|>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
+    "{%- else -%}{{- '<|media_begin|>' + part['type'] + '<|media_content|><|media_pad|><|media_end|>' -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{- '<|close|>message<|sep|><|end_of_msg|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|open|>message role=\"assistant\"<|sep|>' -}}{%- endif -%}"
+)
+
+_CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
+"""Short texts (questions, answers, captions) repeat for ever; their ids are kept."""
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with named special ids, exact byte lengths and a memory for short texts.
+
+    `config` is the content of tokenizer_config.json; its bos, eos and pad tokens are used where present.
+    """
+
+    def __init__(self, backend: Backend, config: dict[str, Any] | None = None) -> None:
+        self.config = dict(config or {})
+        names = [self._named("bos_token", BOS), self._named("eos_token", EOS), self._named("pad_token", PAD)]
+        missing = [name for name in (*names, *SPECIAL_TOKENS[3:]) if backend.token_to_id(name) is None]
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._memory: dict[str, tuple[int, ...]] = {}
+        self.added = tuple(missing)
+        """Special tokens that the given tokenizer lacked."""
+        self.bos_id, self.eos_id, self.pad_id = (self.id_of(name) for name in names)
+        self.bos_token, self.eos_token, self.pad_token = names
+        self.open_id, self.close_id, self.sep_id = self.id_of(OPEN), self.id_of(CLOSE), self.id_of(SEP)
+        self.end_of_msg_id = self.id_of(END_OF_MSG)
+        self.media_begin_id, self.media_content_id = self.id_of(MEDIA_BEGIN), self.id_of(MEDIA_CONTENT)
+        self.media_end_id, self.media_pad_id = self.id_of(MEDIA_END), self.id_of(MEDIA_PAD)
+
+    def _named(self, role: str, default: str) -> str:
+        value = self.config.get(role) or default
+        return value["content"] if isinstance(value, dict) else str(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restore, (self._backend.to_str(), self.config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows an embedding table needs: the largest id + 1, special tokens included."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """String -> id of every special token."""
+        names = (self.bos_token, self.eos_token, self.pad_token, *SPECIAL_TOKENS[3:])
+        return {name: self.id_of(name) for name in names}
+
+    @property
+    def chat_template(self) -> str:
+        """The jinja chat template (the tokenizer's own, or CHAT_TEMPLATE)."""
+        return str(self.config.get("chat_template") or CHAT_TEMPLATE)
+
+    def id_of(self, token: str) -> int:
+        """The id of one vocabulary entry; raises DataError when there is none."""
+        index = self._backend.token_to_id(token)
+        if index is None:
+            raise DataError(f"tokenizer: {token!r} is not in the vocabulary")
+        return index
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of plain text; no token is added and no special token is ever recognised in it."""
+        known = self._memory.get(text)
+        if known is not None:
+            return known
+        try:
+            ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        except (TypeError, UnicodeEncodeError):
+            raise DataError("text holds surrogate code points; decode its bytes as UTF-8 first") from None
+        if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < _CACHED_TEXTS:
+            self._memory[text] = ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of ids. Without special ids, decode(encode(x)) == x for every str a byte-level tokenizer is given."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    @cached_property
+    def _entries(self) -> list[str]:
+        entries = [""] * self.vocab_size
+        for entry, index in self._backend.get_vocab(with_added_tokens=True).items():
+            entries[index] = entry
+        return entries
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in json.dumps(json.loads(self._backend.to_str()).get("decoder") or {})
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """UTF-8 bytes that each id stands for, int64 [vocab_size]; 0 for special tokens. The unit of bits per byte."""
+        if self._byte_level:  # one character of a byte-level entry is one byte of text
+            lengths = np.array([len(entry) for entry in self._entries], dtype=np.int64)
+        else:
+            decode = self._backend.decode
+            lengths = np.array([len(decode([i]).encode()) for i in range(self.vocab_size)], dtype=np.int64)
+        lengths[list(self.special_ids.values())] = 0
+        return lengths
+
+    @cached_property
+    def ends_line(self) -> np.ndarray:
+        """bool [vocab_size]: the text of the id ends with a line feed."""
+        line_feed = "\u010a" if self._byte_level else "\n"
+        return np.array([entry.endswith((line_feed, "\n", "<0x0A>")) for entry in self._entries])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over the whole tokenizer."""
+        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+
+    def save(self, directory: str | Path) -> Path:
+        """Write tokenizer.json and tokenizer_config.json as `transformers.AutoTokenizer` reads them."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": 1 << 20,
+            "clean_up_tokenization_spaces": False,
+            **self.config,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "additional_special_tokens": list(SPECIAL_TOKENS[3:]),
+            "chat_template": self.chat_template,
+        }
+        write_atomically(target / "tokenizer.json", self._backend.to_str(pretty=True))
+        write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a Hugging Face tokenizer directory (or its tokenizer.json); raises DataError when it is not one."""
+        given = Path(path)
+        directory = given.parent if given.name == "tokenizer.json" else given
+        source = directory / "tokenizer.json"
+        if not source.is_file():
+            found = "no such directory" if not directory.is_dir() else "no tokenizer.json in it"
+            raise DataError(f"tokenizer {given}: {found}; give a directory that holds tokenizer.json")
+        try:
+            backend = Backend.from_file(str(source))
+        except Exception as error:  # the Rust library raises bare Exception
+            raise DataError(f"tokenizer {source}: not a tokenizers file ({error})") from None
+        config_file = directory / "tokenizer_config.json"
+        try:
+            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        except ValueError as error:
+            raise DataError(f"tokenizer {config_file}: not valid JSON ({error})") from None
+        template = directory / "chat_template.jinja"
+        if "chat_template" not in config and template.is_file():
+            config["chat_template"] = template.read_text(encoding="utf-8")
+        return cls(backend, config)
+
+
+def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
+    return Tokenizer(Backend.from_str(text), config)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write through a temporary file in the same directory: readers see the old file or the new one, never a half."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

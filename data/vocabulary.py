@@ -1,0 +1,102 @@
+"""The tokenizer of a fresh checkout: byte-level BPE trained on text that is already here, kept in a cache.
+
+The corpus is real English (the pydoc topics), real code (standard library), the easy-VQA questions and captions of
+generated scenes; whatever a source holds out for evaluation is left out here as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sources import build_source
+from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+_FORMAT = 1
+"""Part of the cache key: raise it when the training below changes."""
+
+
+def embedded_corpus() -> Iterator[str]:
+    """Training texts, always the same for one installation: about 2.5 MB."""
+    for kind, count in (("pydoc", None), ("stdlib_code", 160), ("easy_vqa", None), ("synth_scenes", 1500)):
+        source = build_source(SourceConfig(name=kind, kind=kind), seed=0, val_fraction=0.1)
+        for index in range(len(source) if count is None else min(count, len(source))):
+            yield from source.texts(index)
+
+
+def embedded_tokenizer(vocab_size: int = 4096) -> Tokenizer:
+    """The tokenizer for the embedded data, trained once per installation and size, then read from the cache."""
+    texts = list(embedded_corpus())
+    digest = hashlib.sha256(f"{_FORMAT} {tokenizers.__version__} {vocab_size}".encode())
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return Tokenizer.load(
+        cached_directory(
+            f"tokenizer/bpe-{vocab_size}-{digest.hexdigest()[:16]}",
+            lambda path: train_bpe(texts, vocab_size).save(path),
+        )
+    )
+
+
+def cache_root() -> Path:
+    """Where derived files live: $EF_CACHE, else ~/.cache/earlyfusion."""
+    return Path(os.environ.get("EF_CACHE") or Path.home() / ".cache" / "earlyfusion")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of `vocab_size` entries: 11 special tokens, 256 bytes, merges; every digit stands alone.
+
+    The same texts give the same tokenizer. Raises DataError when `vocab_size` cannot hold the bytes, or when the texts
+    are too few for that many merges.
+    """
+    least = len(SPECIAL_TOKENS) + 256
+    if vocab_size < least:
+        raise DataError(f"vocab_size {vocab_size}: at least {least} is needed (special tokens and 256 bytes)")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=[AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = Tokenizer(backend)
+    if tokenizer.vocab_size != vocab_size:
+        raise DataError(
+            f"vocab_size {vocab_size}: the texts give only {tokenizer.vocab_size} entries; lower it or add text"
+        )
+    return tokenizer
+
+
+def cached_directory(key: str, build: Callable[[Path], object]) -> Path:
+    """`cache_root()/key`, made by `build(path)` in a temporary directory and renamed into place."""
+    target = cache_root() / key
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        build(work)
+        os.chmod(work, 0o755)
+        work.rename(target)
+    except OSError:
+        if not target.is_dir():  # another process may have finished first
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target

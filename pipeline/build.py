@@ -1,0 +1,169 @@
+"""From a RunConfig to the parts of a run: tokenizer, model, optimizer, data loaders, and what the loop asks of them."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from earlyfusion.data.loader import Loader
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.model.config import FusionConfig
+from earlyfusion.model.flops import FlopCounter
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.moe import update_router_biases
+from earlyfusion.pipeline.compose import render
+from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.optim.groups import build_param_groups
+from earlyfusion.pipeline.optim.muonclip import MuonClip
+from earlyfusion.pipeline.optim.qk_clip import QKClip
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.statefile import write_text
+
+# What stands behind the short names in `stages.frozen`.
+FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
+
+
+def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
+    """The recipe's tokenizer directory, or the byte-level BPE trained on the embedded corpus (cached by rank 0)."""
+    if config.tokenizer.path is not None:
+        return Tokenizer.load(config.tokenizer.path)
+    if not runtime.is_main:
+        runtime.barrier()
+    trained = embedded_tokenizer(config.tokenizer.vocab_size)
+    if runtime.is_main:
+        runtime.barrier()
+    return trained
+
+
+def tokenizer_hash(tokens: Tokenizer) -> str:
+    """Identifies the vocabulary: ids and strings of every entry."""
+    entries = sorted(tokens.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
+
+
+def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:
+    """The recipe with the model's vocabulary and special ids as the tokenizer has them."""
+    return config.with_vocabulary(
+        tokens.vocab_size, bos_token_id=tokens.bos_id, eos_token_id=tokens.eos_id, pad_token_id=tokens.pad_id
+    )
+
+
+def fusion_config(config: RunConfig, media_token_id: int) -> FusionConfig:
+    """Text and vision sections as one model configuration."""
+    return FusionConfig(text=config.model, vision=config.vision, media_token_id=media_token_id)
+
+
+def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
+    """A model with fresh weights (from `run.seed`), or those of `run.init_from`.
+
+    Raises UserError when the warm start's shape is not the recipe's.
+    """
+    wanted = fusion_config(config, tokens.media_pad_id)
+    if config.run.init_from is None:
+        return NativeFusion(wanted)
+    from earlyfusion.model.hub import load_model
+
+    loaded = load_model(config.run.init_from)
+    if loaded.config != wanted:
+        raise UserError(
+            f"run.init_from {config.run.init_from}: its model or vocabulary is not the recipe's; "
+            "use the recipe and tokenizer it was trained with (its config.json and tokenizer.json)"
+        )
+    return loaded
+
+
+def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
+    """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
+    section = config.optim
+    groups = build_param_groups(
+        fusion, section.lr, section.weight_decay, matrices="adamw" if section.name == "adamw" else "muon",
+        muon_vision=section.muon_vision, head_group_size=section.head_group_size, overrides=section.overrides,
+    )  # fmt: skip
+    if section.name == "muonclip":
+        return MuonClip(
+            groups, model=fusion, momentum=section.momentum, nesterov=section.nesterov, ns=section.ns,
+            rms=section.rms, betas=section.betas, eps=section.eps, qk_clip=section.qk_clip,
+        )  # fmt: skip
+    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+    adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
+    if section.qk_clip is not None:
+        QKClip(fusion, section.qk_clip).attach(adamw)
+    return adamw
+
+
+def set_lr(opt: torch.optim.Optimizer, lr: float) -> None:
+    """One learning rate for all groups (Moonlight: both families share it)."""
+    for group in opt.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
+    """MuonClip's own numbers; nothing for other optimizers."""
+    return opt.metrics() if isinstance(opt, MuonClip) else {}
+
+
+def skip_update(opt: torch.optim.Optimizer) -> None:
+    """Forget the maximum logits of a refused step, so that a bad batch does not clip the next one's heads."""
+    if isinstance(opt, MuonClip) and opt.qk_clip is not None:
+        opt.qk_clip.reset()
+
+
+def balance_experts(fusion: nn.Module, runtime: Runtime) -> dict[str, Any]:
+    """Move the router biases by the step's load, summed over ranks; returns the load metrics."""
+    reduce = None if runtime.world == 1 else lambda flat: runtime.sum(flat).to(flat.dtype)
+    return update_router_biases(fusion, reduce)
+
+
+def expert_metrics(balance: dict[str, Any], fusion: nn.Module) -> dict[str, Any]:
+    """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
+    if not balance:
+        return {}
+    layers = [i for i, layer in enumerate(fusion.decoder.layers) if layer.sparse]
+    shares = balance["load_share"].tolist()
+    return {
+        "expert_load": {str(layer): share for layer, share in zip(layers, shares, strict=True)},
+        "expert_max_violation": float(balance["max_violation"].max()),
+    }
+
+
+def frozen(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a parameter name is frozen: vision, projector, text, or fnmatch patterns."""
+    wanted = [pattern for name in patterns for pattern in FROZEN_ROOMS.get(name, (name,))]
+    return lambda name: any(fnmatchcase(name, pattern) for pattern in wanted)
+
+
+def check_frozen(config: RunConfig, fusion: nn.Module) -> None:
+    """UserError for a `stages.frozen` entry that matches no parameter."""
+    names = [name for name, _ in fusion.named_parameters()]
+    for stage in config.stages:
+        for entry in stage.frozen:
+            if not any(map(frozen([entry]), names)):
+                raise UserError(
+                    f"stages.{stage.name}.frozen: {entry!r} matches no parameter; "
+                    f"use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
+                )
+
+
+class StageLoaders:
+    """One loader for the run; a new stage changes its length, budget and mixture and keeps its place in every source."""
+
+    def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime) -> None:
+        self.config, self.tokens, self.runtime = config, tokens, runtime
+        self._stage: int | None = None
+        self._loader: Loader | None = None
+        self._pending: dict[int, Any] | None = None
+
+    def at(self, index: int) -> Loader:
+        """The loader of stage `index`."""
+        raise NotImplementedError

@@ -1,0 +1,3 @@
+"""Evaluation during and after training, and what a finished run leaves: results, samples, model directory, report."""
+
+from __future__ import annotations

@@ -1,0 +1,392 @@
+"""Checkpoints: exact, whole or not at all, thinned out by rule, refused when the run is another one, never pickled."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from earlyfusion.pipeline import checkpoint as module
+from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, completed, latest
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.runtime import Runtime, StopFlag, rng_state, seed_everything, set_rng_state
+from earlyfusion.pipeline.statefile import load_tree, save_tree
+
+RECIPE = {"optim": {"lr": 0.01}, "run": {"out": "a"}, "stages": [{"name": "s", "steps": 9}]}
+FACTS = RunFacts(RECIPE, "abc", 300)
+
+
+class TinyTied(nn.Module):
+    """A model with tied weights, a buffer and a scalar: what real models make hard for a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("bias_of_router", torch.zeros(3))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.body(self.embed(ids))) * self.scale)
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = TinyTied()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def one_step(model, optimizer) -> float:
+    """A step that draws from all three generators."""
+    ids = torch.tensor(np.random.randint(0, 11, 5)) if random.random() < 0.5 else torch.randint(0, 11, (5,))
+    loss = nn.functional.cross_entropy(model(ids), ids.roll(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    model.bias_of_router += float(loss.detach()) * 1e-3
+    return float(loss.detach())
+
+
+def save(checkpointer, step, model, optimizer, **other):
+    trainer = {"seen": step, **other}
+    return checkpointer.save(
+        step, model=model.state_dict(), optimizer=optimizer.state_dict(), trainer=trainer, lanes={0: {"cursor": step}}
+    )
+
+
+@pytest.fixture
+def keeper(tmp_path) -> Checkpointer:
+    return Checkpointer(tmp_path, Runtime(), FACTS, keep=2)
+
+
+def test_a_resumed_run_has_bit_identical_losses(keeper):
+    seed_everything(5)
+    model, optimizer = make()
+    for _ in range(4):
+        one_step(model, optimizer)
+    path = save(keeper, 4, model, optimizer)
+    unbroken = [one_step(model, optimizer) for _ in range(5)]
+
+    seed_everything(99)
+    other, other_optimizer = make(seed=1)
+    loaded = keeper.load(path)
+    other.load_state_dict(loaded.model)
+    other_optimizer.load_state_dict(loaded.optimizer)
+    loaded.restore_rng(0, seed=5)
+    assert [one_step(other, other_optimizer) for _ in range(5)] == unbroken
+    assert (loaded.step, loaded.lanes, loaded.trainer) == (4, {0: {"cursor": 4}}, {"seen": 4})
+
+
+def test_state_trees_come_back_exactly(tmp_path):
+    shared = torch.randn(3, 4)
+    tree = {
+        "floats": [0.1, -0.0, 1e-308, math.inf, -math.inf],
+        "ints": {3: 2**70, "x": -1},
+        "tuple": (1, (2.5, "a", None, True)),
+        "tensors": {
+            "view": shared[1:, ::2],
+            "same": shared,
+            "again": shared,
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.empty(0, 3),
+            "bf16": torch.randn(5).bfloat16(),
+            "mask": torch.tensor([True, False]),
+            "long": torch.tensor([2**60]),
+        },
+        "numpy": {"u32": np.array([[1, 2**32 - 1]], dtype=np.uint32), "scalar": np.float64(0.1)},
+        "dtype": torch.bfloat16,
+        "looks like a tag": {"__tensor__": 1},
+    }
+    save_tree(tmp_path / "x", tree)
+    back = load_tree(tmp_path / "x")
+    for name, tensor in tree["tensors"].items():
+        assert back["tensors"][name].dtype == tensor.dtype and torch.equal(back["tensors"][name], tensor), name
+    assert back["numpy"]["u32"].dtype == np.uint32 and (back["numpy"]["u32"] == tree["numpy"]["u32"]).all()
+    for key in ("floats", "ints", "tuple", "dtype", "looks like a tag"):
+        assert back[key] == tree[key] and type(back[key]) is type(tree[key]), key
+    assert math.copysign(1, back["floats"][1]) == -1
+
+
+def test_tied_weights_are_written_once(tmp_path):
+    model, _ = make()
+    save_tree(tmp_path / "m", model.state_dict())
+    written = json.loads((tmp_path / "m.json").read_text())
+    assert written["head.weight"] == written["embed.weight"]
+
+
+def test_what_cannot_be_written_without_pickle_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"state at /a/b: a set"):
+        save_tree(tmp_path / "x", {"a": {"b": {1, 2}}})
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(keeper):
+    path = save(keeper, 1, *make())
+    assert {file.suffix for file in path.iterdir()} <= {".json", ".safetensors", ""}
+    for file in path.iterdir():
+        assert file.read_bytes()[:2] not in (b"\x80\x02", b"\x80\x04", b"PK"), file
+
+
+def test_rng_states_of_python_numpy_and_torch_go_round(tmp_path):
+    seed_everything(3)
+    save_tree(tmp_path / "r", rng_state())
+    first = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    set_rng_state(load_tree(tmp_path / "r"))
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
+
+
+KILLED = textwrap.dedent(
+    """
+    import os, signal, sys
+    import torch
+    from pathlib import Path
+    from earlyfusion.pipeline import checkpoint, statefile
+    from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
+    from earlyfusion.pipeline.runtime import Runtime
+
+    out, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+    keeper = Checkpointer(out, Runtime(), RunFacts({"stages": []}, "abc", 300), keep=1)
+    def save(step):
+        keeper.save(step, model={"w": torch.full((4,), float(step))}, optimizer={}, trainer={}, lanes={0: step})
+    save(1)
+    calls = 0
+    def counted(real):
+        def call(*args, **kwargs):
+            global calls
+            calls += 1
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return call
+    checkpoint.write_text = statefile.write_text = counted(statefile.write_text)
+    checkpoint.fsync = statefile.fsync = counted(statefile.fsync)
+    statefile.save_file = counted(statefile.save_file)
+    os.replace = counted(os.replace)
+    checkpoint.shutil.rmtree = counted(checkpoint.shutil.rmtree)
+    save(2)
+    print("survived", calls)
+    """
+)
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    """SIGKILL before each write, fsync, rename and removal in turn; what is found afterwards is step 1 or 2, intact."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    whole = subprocess.run([sys.executable, script, tmp_path / "all", "0"], capture_output=True, text=True, check=True)
+    moments = int(whole.stdout.split()[-1])
+    assert moments >= 10
+    # Every third moment, and those around the rename always: the list stays quick on one core.
+    tried = sorted({*range(1, moments, 3), moments - 3, moments - 2, moments - 1, moments})
+    seen = set()
+    runs = [
+        (k, subprocess.Popen([sys.executable, script, tmp_path / str(k), str(k)], stdout=subprocess.DEVNULL))
+        for k in tried
+    ]
+    for k, process in runs:
+        assert process.wait(timeout=120) == -signal.SIGKILL
+        keeper = Checkpointer(tmp_path / str(k), Runtime(), RunFacts({"stages": []}, "abc", 300), keep=1)
+        loaded = keeper.load(keeper.latest())
+        assert torch.equal(loaded.model["w"], torch.full((4,), float(loaded.step)))
+        assert loaded.lanes == {0: loaded.step}
+        seen.add(loaded.step)
+        keeper.save(3, model={"w": torch.zeros(1)}, optimizer={}, trainer={}, lanes={0: 3})
+        assert [path.name for path in keeper.folder.iterdir() if ".tmp" in path.name] == []
+    assert seen == {1, 2}
+
+
+def test_half_written_and_damaged_folders_do_not_count(keeper):
+    good = save(keeper, 1, *make())
+    newer = save(keeper, 2, *make())
+    with open(newer / "model.safetensors", "r+b") as file:
+        file.truncate(10)
+    (keeper.folder / "step-000009").mkdir()
+    (keeper.folder / "step-000010.tmp-partial").mkdir()
+    assert latest(keeper.folder) == good
+    with pytest.raises(UserError, match="incomplete or damaged"):
+        keeper.load(newer)
+
+
+def test_retention_keeps_the_newest_and_the_multiples(tmp_path):
+    keeper = Checkpointer(tmp_path, Runtime(), FACTS, keep=2, keep_every=30)
+    model, optimizer = make()
+    for step in range(10, 101, 10):
+        save(keeper, step, model, optimizer)
+    assert [p.name for p in completed(keeper.folder)] == [f"step-{s:06d}" for s in (30, 60, 90, 100)]
+    assert sorted(p.name for p in keeper.folder.iterdir()) == [p.name for p in completed(keeper.folder)]
+
+
+def test_saving_a_step_again_supersedes_it_without_a_gap(keeper):
+    model, optimizer = make()
+    save(keeper, 7, model, optimizer, attempt=0)
+    second = save(keeper, 7, model, optimizer, attempt=1)
+    third = save(keeper, 7, model, optimizer, attempt=2)
+    assert second.name == "step-000007-1"
+    assert completed(keeper.folder) == [third] and keeper.load(third).trainer["attempt"] == 2
+
+
+def test_a_full_disk_is_told_before_anything_is_written(keeper, monkeypatch):
+    model, optimizer = make()
+    good = save(keeper, 1, model, optimizer)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"no disk space .* MiB are free; free some") as caught:
+        save(keeper, 2, model, optimizer)
+    assert "\n" not in str(caught.value)
+    assert list(keeper.folder.iterdir()) == [good]
+
+
+@pytest.mark.parametrize("failing", ["save_file", "write_text"])
+def test_a_disk_that_fills_up_midway_leaves_nothing_half_written(keeper, monkeypatch, failing):
+    model, optimizer = make()
+    good = save(keeper, 1, model, optimizer)
+    from earlyfusion.pipeline import statefile
+
+    def no_space(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(statefile, failing, no_space)
+        with pytest.raises(UserError, match=r"No space left on device.*older checkpoints are untouched"):
+            save(keeper, 2, model, optimizer)
+    assert list(keeper.folder.iterdir()) == [good]
+    save(keeper, 2, model, optimizer)
+    assert keeper.load(keeper.latest()).step == 2
+
+
+def changed(**optim):
+    return {**RECIPE, "optim": {"lr": 0.01, **optim}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (RunFacts(RECIPE, "abc", 301), ["vocabulary of 300", "has 301"]),
+        (RunFacts(RECIPE, "xyz", 300), ["tokenizer differs"]),
+        (RunFacts(changed(lr=0.02), "abc", 300), ["recipe changed", "optim.lr: 0.01 -> 0.02"]),
+        (RunFacts(changed(new=1), "abc", 300), ["optim.new: '(absent)' -> 1"]),
+    ],
+)
+def test_another_run_s_checkpoint_is_refused_in_one_line(keeper, facts, words):
+    path = save(keeper, 1, *make())
+    with pytest.raises(UserError) as caught:
+        Checkpointer(keeper.folder.parent, keeper.runtime, facts).load(path)
+    message = str(caught.value)
+    assert message.startswith(f"cannot resume {path}") and "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_where_results_go_may_change_under_a_resume(keeper):
+    path = save(keeper, 1, *make())
+    moved = RunFacts({**RECIPE, "run": {"out": "b"}, "stages": [{"name": "s", "steps": 12}]}, "abc", 300)
+    assert Checkpointer(keeper.folder.parent, keeper.runtime, moved).load(path).step == 1
+
+
+def test_lanes_of_all_ranks_come_back_together_for_another_world_size(keeper):
+    path = save(keeper, 3, *make())
+    # A second rank's part, as that rank would have written it.
+    run = load_tree(path / "run") | {"world": 2}
+    save_tree(path / "run", run)
+    save_tree(path / "rank-00001", {"rng": rng_state(), "lanes": {1: {"cursor": 33}}})
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "COMPLETE"}
+    (path / "COMPLETE").write_text(json.dumps(sizes))
+    loaded = keeper.load(path)
+    assert loaded.lanes == {0: {"cursor": 3}, 1: {"cursor": 33}} and len(loaded.rng) == 2
+    loaded.restore_rng(rank=5, seed=0)  # a rank that did not exist: a seed of its own, no error
+
+
+def test_lanes_are_dealt_out_evenly_or_refused():
+    runtime = Runtime()
+    runtime.world, runtime.rank = 2, 1
+    assert runtime.lanes(4) == [1, 3]
+    with pytest.raises(UserError, match="3 lanes cannot be shared evenly by 2 processes"):
+        runtime.lanes(3)
+
+
+def test_signals_ask_for_a_stop_and_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGTERM)
+    flag = StopFlag().install()
+    try:
+        assert flag.received is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        flag.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+TWO_RANKS = textwrap.dedent(
+    """
+    import os, signal, sys
+    import torch
+    from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
+    from earlyfusion.pipeline.errors import UserError
+    from earlyfusion.pipeline.guard import Guard
+    from earlyfusion.pipeline.runtime import Runtime, seed_everything
+
+    runtime = Runtime(threads=1)
+    assert runtime.world == 2
+    assert runtime.sum(runtime.rank + 1).item() == 3 and runtime.max(runtime.rank).item() == 1
+    assert Guard(agree=runtime.agree).check(float("nan") if runtime.rank else 1.0, 1.0).action == "skip"
+
+    seed_everything(runtime.rank)
+    keeper = Checkpointer(sys.argv[1], runtime, RunFacts({"stages": []}, "abc", 300))
+    def save(step, state):
+        return keeper.save(step, model={"w": torch.ones(2)}, optimizer={}, trainer={}, lanes={runtime.rank: state})
+    path = save(1, {"cursor": runtime.rank * 10})
+    drawn = torch.rand(1).item()
+    loaded = keeper.load(path)
+    assert loaded.lanes == {0: {"cursor": 0}, 1: {"cursor": 10}}, loaded.lanes
+    loaded.restore_rng(runtime.rank, 0)
+    assert torch.rand(1).item() == drawn
+
+    try:
+        save(2, {"cursor": 1})
+        if runtime.rank == 1:
+            from earlyfusion.pipeline import checkpoint
+            def no_space(*_):
+                raise OSError(28, "No space left on device")
+            checkpoint.save_tree = no_space
+        save(3, {})
+        raise SystemExit("both ranks should have failed")
+    except UserError as error:
+        assert "not written" in str(error)
+    runtime.barrier()
+    assert sorted(p.name for p in keeper.folder.iterdir()) == ["step-000001", "step-000002"]
+
+    runtime.stop.install()
+    assert not runtime.should_stop()
+    if runtime.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert runtime.should_stop()
+    runtime.close()
+    """
+)
+
+
+def test_two_gloo_ranks_save_fail_and_stop_together(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(TWO_RANKS)
+    port = 20000 + os.getpid() % 20000
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    done = subprocess.run([*command, script, tmp_path / "out"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_checkpoints_are_found_by_number_not_by_name_order(tmp_path):
+    keeper = Checkpointer(tmp_path, Runtime(), FACTS, keep=9)
+    for step in (999_999, 1_000_000):
+        save(keeper, step, *make())
+    assert Path(keeper.latest()).name == "step-1000000"

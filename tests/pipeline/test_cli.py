@@ -1,0 +1,122 @@
+"""The console entry: exit codes, one-line errors, help, lazy verbs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.errors import TrainingStopped, UserError, require_python
+from earlyfusion.pipeline.runtime import check_versions
+
+
+def earlyfusion(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "earlyfusion.pipeline.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+def test_an_unknown_verb_names_the_nearest_and_exits_2_without_a_traceback():
+    done = earlyfusion("pretrian")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "did you mean 'pretrain'?" in done.stderr
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code():
+    done = earlyfusion("pretrian", EF_DEBUG="1")
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+def test_the_console_entry_imports_no_torch_until_a_verb_needs_it():
+    code = "import sys; from earlyfusion.pipeline import cli; cli.main(['--help']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_exactly_the_verbs_that_exist(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert (f"\n  {verb} " in out) == (verb in cli.available())
+    assert cli.main([]) == 2
+
+
+def test_version_is_that_of_the_distribution(capsys):
+    from importlib.metadata import version
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"earlyfusion {version('earlyfusion')}"
+
+
+class DataError(ValueError):
+    """Stands for the data room's error: recognised by name, so the entry needs no import."""
+
+
+class BadSample(DataError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("bad recipe"), 2),
+        (BadSample("file x:\n  unreadable"), 2),
+        (TrainingStopped("guard"), 1),
+    ],
+)
+def test_known_errors_become_one_line_and_their_exit_code(error, code, capsys):
+    def fail():
+        raise error
+
+    assert cli.guarded(fail) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"error: {' '.join(str(error).split())}\n" and captured.out == ""
+
+
+def test_a_pydantic_error_is_the_user_s(capsys):
+    from pydantic import BaseModel
+
+    class Section(BaseModel):
+        lr: float
+
+    assert cli.guarded(lambda: Section(lr="x")) == 2
+    assert "lr" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback():
+    def fail():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.guarded(fail)
+
+
+def test_exit_codes_of_verbs_pass_through():
+    assert [cli.guarded(lambda c=c: c) for c in (None, 0, 75)] == [0, 0, 75]
+    assert cli.guarded(lambda: sys.exit(3)) == 3
+
+
+def test_an_old_python_or_torch_is_told_in_one_line():
+    with pytest.raises(UserError, match=r"Python 3\.10\.4 is too old: earlyfusion needs Python 3\.11 or newer"):
+        require_python((3, 10, 4))
+    with pytest.raises(UserError, match=r"torch 2\.9\.1\+cpu is too old: earlyfusion needs torch 2\.11 or newer"):
+        check_versions("2.9.1+cpu")
+    require_python((3, 11, 0))
+    check_versions("2.11.0.dev2026+cu130")
+
+
+def test_an_unknown_kernel_backend_is_the_user_s_error(monkeypatch):
+    monkeypatch.setenv("EF_KERNELS", "tritn")
+    with pytest.raises(UserError, match="triton"):
+        check_versions()
+
+
+@pytest.mark.parametrize("verb", sorted(cli.available()))
+def test_every_verb_has_help_with_exit_0(verb):
+    done = earlyfusion(verb, "--help")
+    assert done.returncode == 0 and "usage" in done.stdout and verb in done.stdout, done.stderr[-500:]

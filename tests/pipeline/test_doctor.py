@@ -1,0 +1,88 @@
+"""The doctor: covers every operation, passes here, and notices a kernel that breaks its law."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from earlyfusion.kernels import dispatch
+from earlyfusion.pipeline import doctor
+from earlyfusion.pipeline.doctor_cases import CASES, disagreement
+from earlyfusion.pipeline.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def test_every_registered_operation_has_a_case():
+    assert set(CASES) == set(dispatch.REGISTRY)
+
+
+def test_the_doctor_finds_this_machine_well():
+    done = subprocess.run(
+        [sys.executable, "-m", "earlyfusion.pipeline.cli", "doctor", "--device", "cpu"],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"EF_KERNELS": "auto"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.__version__ in done.stdout and "all well" in done.stdout
+    for op, backend, _ in dispatch.table("cpu"):
+        assert any(op in line and backend in line and " ok " in line for line in done.stdout.splitlines()), op
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_agreement_does_not_hang_on_one_seed(seed):
+    for op in ("attnres_merge", "short_conv", "linear_cross_entropy"):
+        assert disagreement(op, CPU, seed)[0] < doctor.TOLERANCE
+
+
+def wrong_forward(x, weight, segments, **_):
+    from earlyfusion.kernels.kda.naive import short_conv
+
+    y, taps = short_conv(x, weight, segments, output_taps=True)
+    return y * 1.001, taps
+
+
+def wrong_backward(x, weight, segments, **_):
+    y, taps = wrong_forward(x, weight, segments)
+    y = y / 1.001
+    return y.detach() + (y - y.detach()) * 1.001, taps
+
+
+def raising(*_, **__):
+    raise RuntimeError("0 active drivers")
+
+
+def wrong_nan(x, weight, segments, **_):
+    y, taps = wrong_forward(x, weight, segments)
+    return torch.where(torch.arange(len(y))[:, None] == 3, torch.nan, y), taps
+
+
+@pytest.mark.parametrize(
+    ("broken", "verdict"),
+    [(wrong_forward, "DISAGREES"), (wrong_backward, "DISAGREES"), (wrong_nan, "DISAGREES"), (raising, "FAILS")],
+)
+def test_a_kernel_that_breaks_its_law_makes_exit_code_1(monkeypatch, capsys, broken, verdict):
+    monkeypatch.setattr("earlyfusion.pipeline.doctor_cases.resolve", lambda op, device: broken)
+    monkeypatch.setattr(doctor, "table", lambda device: [("short_conv", "torch", "here:broken")])
+    monkeypatch.setattr(doctor, "traps", lambda: [])
+    assert doctor.main(["--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert verdict in out and "short_conv break their law" in out
+
+
+def test_a_torchvision_that_cannot_be_imported_is_reported(monkeypatch):
+    real = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda n: True if n == "torchvision" else real(n))
+    monkeypatch.setattr(doctor, "torchvision_works", lambda: False)
+    assert any("torchvision" in trap for trap in doctor.traps())
+    monkeypatch.setattr(doctor, "torchvision_works", lambda: True)
+    assert not any("torchvision" in trap for trap in doctor.traps())
+
+
+def test_a_device_that_is_not_here_is_the_user_s_error():
+    with pytest.raises(UserError, match="expected auto, cpu or cuda"):
+        doctor.main(["--device", "tpu"])
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="no GPU"):
+            doctor.main(["--device", "cuda"])

@@ -1,0 +1,149 @@
+"""Metrics on disk: whole lines, no step told twice, strict JSON; the progress line."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from earlyfusion.pipeline import track
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.track import Tracker, duration, read_metrics, truncate_metrics
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime()
+
+
+def test_every_record_is_on_disk_before_the_next_step(tmp_path, runtime):
+    tracker = Tracker(tmp_path, runtime, total_steps=9, console=quiet())
+    for step in (1, 2):
+        tracker.log(step, {"loss": 1.0 / step, "lr": 1e-3})
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # not closed, not flushed by us
+        assert len(lines) == step and json.loads(lines[-1])["step"] == step
+    tracker.event(2, "eval", accuracy=0.5)
+    assert [r["event"] for r in read_metrics(tmp_path / "metrics.jsonl")] == ["train", "train", "eval"]
+    assert read_metrics(tmp_path / "metrics.jsonl", "eval")[0]["accuracy"] == 0.5
+    tracker.close()
+
+
+def test_a_resume_drops_later_records_and_a_torn_line(tmp_path, runtime):
+    tracker = Tracker(tmp_path, runtime, total_steps=9, console=quiet())
+    for step in range(1, 6):
+        tracker.log(step, {"loss": float(step)})
+    tracker.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "event": "tr')
+    resumed = Tracker(tmp_path, runtime, total_steps=9, start_step=3, console=quiet())
+    for step in (4, 5, 6):
+        resumed.log(step, {"loss": -float(step)})
+    resumed.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in records] == [1, 2, 3, -4, -5, -6]
+
+
+def test_a_fresh_run_begins_its_file_anew(tmp_path, runtime):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "train"}\n')
+    Tracker(tmp_path, runtime, total_steps=1, console=quiet()).close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_rollback_rewinds_the_records(tmp_path, runtime):
+    tracker = Tracker(tmp_path, runtime, total_steps=9, console=quiet())
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.rewind(1)
+    tracker.log(2, {"loss": 2.0})
+    tracker.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0)]
+
+
+def test_truncating_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(track.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        truncate_metrics(path, 1)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_records_are_strict_json_whatever_they_are_given(tmp_path, runtime):
+    tracker = Tracker(tmp_path, runtime, total_steps=1, console=quiet())
+    tracker.log(1, {"loss": math.nan, "t": torch.tensor([1.0, math.inf]), "nested": {"a": (1, 2)}, "path": tmp_path})
+    tracker.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(line, parse_constant=refuse)
+    assert record["loss"] is None and record["t"] == [1.0, None] and record["nested"] == {"a": [1, 2]}
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, runtime):
+    runtime.rank = 1
+    console = quiet()
+    tracker = Tracker(tmp_path, runtime, total_steps=1, console=console)
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_terminal_each_record_is_one_plain_line(tmp_path, runtime):
+    console = quiet()
+    tracker = Tracker(tmp_path, runtime, total_steps=100, console=console)
+    tracker.tick(9, {"loss": 2.0})
+    numbers = {
+        "stage": "joint", "loss": 1.5, "loss/image": 1.25, "loss/text": 2.0, "lr": 1e-3, "tokens_per_s": 12345.0,
+        "patches_per_s": 678.0, "mfu": 0.256, "memory_gib": 1.5, "step_s": 2.0,
+    }  # fmt: skip
+    tracker.log(10, numbers)
+    tracker.close()
+    assert console.file.getvalue() == (
+        "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s | 678 patch/s | "
+        "MFU 25.6% | 1.50 GiB | ETA 3m00s\n"
+    )
+
+
+def test_on_a_terminal_the_line_lives_and_messages_stand_above_it(tmp_path, runtime):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    tracker = Tracker(tmp_path, runtime, total_steps=10, console=console)
+    tracker.tick(1, {"loss": 3.0})
+    tracker.event(1, "guard", message="loss is nan, update skipped")
+    tracker.close()
+    assert "loss is nan, update skipped" in console.file.getvalue() and "step 1/10" in console.file.getvalue()
+
+
+def test_tensorboard_gets_the_numbers_when_asked(tmp_path, runtime):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = Tracker(tmp_path, runtime, total_steps=2, tensorboard=True, console=quiet())
+    tracker.log(1, {"loss": 2.5, "stage": "joint"})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.5)]
+
+
+def test_a_missing_tensorboard_is_one_clear_line(tmp_path, runtime, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install 'earlyfusion\[track\]'"):
+        Tracker(tmp_path, runtime, total_steps=1, tensorboard=True, console=quiet())
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
+def test_durations_read_naturally(seconds, text):
+    assert duration(seconds) == text
