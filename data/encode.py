@@ -54,22 +54,27 @@ class Encoded:
         return 0 if self.patches is None else self.patches.shape[0]
 
     def piece(self, start: int, stop: int) -> Encoded:
-        """Tokens [start, stop) with the media inside. Neither edge may lie inside a media span (see `cuts`)."""
+        """Tokens [start, stop) with the media inside; a piece from the middle begins with [BOS] of its own.
+
+        So every token but [BOS] is predicted exactly once, in whichever piece it falls. The document must have been
+        encoded with [BOS]; neither edge may lie inside a media span (see `cuts`).
+        """
         if start == 0 and stop == len(self):
             return self
+        lead = int(start > 0)
         inside = [i for i, (a, b) in enumerate(self.spans) if start <= a and b <= stop]
         patches = None
         if inside and self.patches is not None:
             edges = np.cumsum([0] + [num_patches(grid) for grid in self.grids])
             patches = self.patches[int(edges[inside[0]]) : int(edges[inside[-1] + 1])]
-        where = self.media_positions
+        where, shift = self.media_positions, lead - start
         return Encoded(
-            ids=self.ids[start:stop],
-            loss_weights=self.loss_weights[start:stop],
+            ids=torch.cat([self.ids[:lead], self.ids[start:stop]]),
+            loss_weights=torch.cat([self.loss_weights[:lead], self.loss_weights[start:stop]]),
             patches=patches,
             grids=[self.grids[i] for i in inside],
-            spans=[(self.spans[i][0] - start, self.spans[i][1] - start) for i in inside],
-            media_positions=where[(where >= start) & (where < stop)] - start,
+            spans=[(self.spans[i][0] + shift, self.spans[i][1] + shift) for i in inside],
+            media_positions=where[(where >= start) & (where < stop)] + shift,
             source=self.source,
             key=f"{self.key}[{start}:{stop}]",
         )
@@ -170,12 +175,14 @@ def _add_video(builder: _Builder, video: Video, cfg: VisionConfig, sample: Sampl
 
 
 def next_cut(document: Encoded, start: int, length: int, max_patches: int, newline: np.ndarray) -> int:
-    """Where the piece that begins at `start` ends: at most `length` tokens and `max_patches` patches on.
+    """Where the piece that begins at `start` ends: at most `length` tokens ([BOS] counted) and `max_patches` patches.
 
-    Never inside a media span. Prefers the last line end in the second half of the window (`newline[id]`: the token ends
-    with a line feed), else the latest allowed position. Raises BadSample when one media item alone is over a limit.
+    Never inside a media span. A short rest is shared by the last two pieces. Prefers the last line end in the second
+    half of the window (`newline[id]`: the token ends with a line feed), else the latest allowed position. Raises
+    BadSample when one media item alone is over a limit.
     """
-    limit = min(start + length, len(document))
+    total = len(document)
+    limit = min(start + length - int(start > 0), total)
     patches = 0
     for (a, b), grid in zip(document.spans, document.grids):
         if a < start:
@@ -184,17 +191,20 @@ def next_cut(document: Encoded, start: int, length: int, max_patches: int, newli
         if b > limit or patches > max_patches:
             limit = min(limit, a)
             break
-    if limit == len(document):
-        return limit
-    if limit <= start:
-        _refuse(document, start, length, max_patches)
+    if limit == total:
+        return total
+    if limit <= start + int(start == 0):
+        _refuse(document, max(start, 1), length, max_patches)
+    middle = (start + total) // 2
+    if middle < limit and total - limit < length // 4 and not _inside(document, middle):
+        limit = middle
     half = start + (limit - start) // 2
     ends = np.flatnonzero(newline[document.ids[half:limit].numpy()])
-    for end in ends[::-1]:
-        cut = half + int(end) + 1
-        if not any(a < cut < b for a, b in document.spans):
-            return cut
-    return limit
+    return next((cut for end in ends[::-1] if not _inside(document, cut := half + int(end) + 1)), limit)
+
+
+def _inside(document: Encoded, cut: int) -> bool:
+    return any(a < cut < b for a, b in document.spans)
 
 
 def _refuse(document: Encoded, start: int, length: int, max_patches: int) -> None:

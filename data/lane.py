@@ -239,9 +239,10 @@ def geometry_identity(spec: Spec, sources: Mapping[str, Source]) -> dict[str, An
         "seed": spec.data.seed,
         "lookahead": spec.data.lookahead,
         **asdict(spec.geometry),
+        "order": list(sources),
         "sources": {name: source.fingerprint() for name, source in sources.items()},
         "max_epochs": {name: source.config.max_epochs for name, source in sources.items()},
-        "tokenizer": spec.tokenizer.fingerprint,
+        "tokenizer": spec.tokenizer.hash,
         "patches": [vision.patch_size, *vision.merge_kernel_size, vision.in_patch_limit, vision.max_patches_per_side],
         "frames": [vision.pos_emb_time, vision.in_patch_limit_each_frame],
     }

@@ -12,6 +12,7 @@ A stage with another length, batch size or number of lanes is a new Loader with 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -128,7 +129,7 @@ class Loader:
         return {
             "version": _VERSION,
             "identity": self._identity,
-            "lanes": {str(lane): state for lane, state in self._states.items()},
+            "lanes": {str(lane): deepcopy(state) for lane, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +152,7 @@ class Loader:
                 "merge the states of all ranks first (merge_states)"
             )
         self.close()
-        self._states = {lane: state["lanes"][str(lane)] for lane in self.owned}
+        self._states = {lane: deepcopy(state["lanes"][str(lane)]) for lane in self.owned}
 
     def stats(self) -> dict[str, Any]:
         """What was delivered so far by this rank: tokens and shares by source, fill rate, skipped samples."""
@@ -222,8 +223,12 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             changes += [
                 f"source {name!r} has other options or files" for name in old if name in new and old[name] != new[name]
             ]
-            if old == new and list(old) != list(new):
+        elif key == "order":
+            if old != new and sorted(old or []) == sorted(new or []):
                 changes.append("the sources are in another order")
+        elif key == "max_epochs" and isinstance(old, Mapping) and isinstance(new, Mapping):
+            both = [name for name in new if name in old and old[name] != new[name]]
+            changes += [f"max_epochs of {name!r} was {old[name]} and is {new[name]}" for name in both]
         elif old != new:
             changes.append(f"{key} was {old!r} and is {new!r}")
     return changes

@@ -78,11 +78,6 @@ class PackedBatch:
         names = ("ids", "labels", "loss_weights", "patches", "media_positions", "source_ids", "has_image")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
 
-    def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory, for copies that do not block."""
-        names = ("ids", "labels", "loss_weights", "patches", "media_positions", "source_ids", "has_image")
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
-
 
 def assemble(
     documents: Sequence[Encoded],

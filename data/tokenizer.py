@@ -52,7 +52,7 @@ _CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with named special ids, exact byte lengths and a memory for short texts.
+    """A `tokenizers.Tokenizer` with named special ids and a memory for short texts.
 
     `config` is the content of tokenizer_config.json; its bos, eos and pad tokens are used where present.
     """
@@ -135,24 +135,13 @@ class Tokenizer:
         return "ByteLevel" in json.dumps(json.loads(self._backend.to_str()).get("decoder") or {})
 
     @cached_property
-    def byte_lengths(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for, int64 [vocab_size]; 0 for special tokens. The unit of bits per byte."""
-        if self._byte_level:  # one character of a byte-level entry is one byte of text
-            lengths = np.array([len(entry) for entry in self._entries], dtype=np.int64)
-        else:
-            decode = self._backend.decode
-            lengths = np.array([len(decode([i]).encode()) for i in range(self.vocab_size)], dtype=np.int64)
-        lengths[list(self.special_ids.values())] = 0
-        return lengths
-
-    @cached_property
     def ends_line(self) -> np.ndarray:
         """bool [vocab_size]: the text of the id ends with a line feed."""
         line_feed = "\u010a" if self._byte_level else "\n"
         return np.array([entry.endswith((line_feed, "\n", "<0x0A>")) for entry in self._entries])
 
     @cached_property
-    def fingerprint(self) -> str:
+    def hash(self) -> str:
         """16 hexadecimal digits over the whole tokenizer."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
 

@@ -30,7 +30,10 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
         len(means["text"]) - has_partial for (_, means), has_partial in zip(recorder.rows, recorder.has_partial)
     )
     sources = ["embedding", *(f"block {n}" for n in range(1, finished)), "own block"]
-    result: dict[str, Any] = {"sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows], "sources": sources}
+    result: dict[str, Any] = {
+        "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
+        "sources": sources,
+    }
     for kind in masks:
         rows = [
             _row(means[kind].tolist(), has_partial, len(sources))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
@@ -72,7 +73,7 @@ def text_pieces(ids: Sequence[int], bos: int, eos: int, max_length: int) -> list
 
 def bits_per_byte(
     model: NativeFusion,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     documents: Sequence[str],
     *,
     max_length: int = 512,
@@ -86,8 +87,8 @@ def bits_per_byte(
     config = model.config.text
     pieces: list[tuple[list[int], list[int]]] = []
     for number, document in enumerate(documents):
-        ids = list(tokenizer.encode(document, add_special_tokens=False))
-        if tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) != document:
+        ids = tokenizer.encode(document)
+        if tokenizer.decode(ids) != document:
             raise ValueError(
                 f"the tokenizer does not give document {number} ({document[:40]!r}...) back; bits per byte needs a "
                 "lossless tokenizer such as a byte-level BPE"

@@ -18,8 +18,8 @@ from PIL import Image as PilImage
 from PIL import ImageDraw
 
 from earlyfusion.data.encode import encode
-from earlyfusion.data.sample import Image, Sample, Text, Video
-from earlyfusion.eval.prompts import open_end
+from earlyfusion.data.sample import Image, Sample, Text, Video, open_picture
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.results import STEP_DIGITS, write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import generate
@@ -39,7 +39,7 @@ def split_reference(sample: Sample) -> tuple[Sample, str]:
 
 def answer_samples(
     model: NativeFusion,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     samples: Sequence[Sample],
     *,
     max_new_tokens: int = 32,
@@ -48,14 +48,13 @@ def answer_samples(
 ) -> list[dict[str, Any]]:
     """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or None)."""
     split = [split_reference(sample) for sample in samples]
-    prompts = [open_end(encode(prompt, tokenizer, model.config.vision), tokenizer) for prompt, _ in split]
+    prompts = [encode(prompt, tokenizer, model.config.vision, eos=False) for prompt, _ in split]
     answers = generate(
         model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
     )  # fmt: skip
     records = []
     for (prompt, reference), answer in zip(split, answers):
-        text = "".join(segment.text for segment in prompt.segments if isinstance(segment, Text))
-        record = {"prompt": text.strip(), "answer": answer.strip(), "reference": reference.strip()}
+        record = {"prompt": prompt.text.strip(), "answer": answer.strip(), "reference": reference.strip()}
         records.append({**record, "picture": _first_picture(prompt)})
     return records
 
@@ -63,9 +62,9 @@ def answer_samples(
 def _first_picture(sample: Sample) -> PilImage.Image | None:
     for segment in sample.segments:
         if isinstance(segment, Image):
-            return segment.load()
-        if isinstance(segment, Video) and segment.frames:
-            return segment.frames[0]
+            return segment.open()
+        if isinstance(segment, Video):
+            return open_picture(segment.frames[0])
     return None
 
 

@@ -9,7 +9,7 @@ Shapes: T tokens of all prompts, N sequences, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
 
-STOP_TOKENS = ("[EOS]", "<|end_of_msg|>")
-SILENT_TOKENS = ("[BOS]", "[PAD]", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
+END_OF_MSG = "<|end_of_msg|>"
+MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 
 
 class Prompt(Protocol):
-    """An encoded document without its end (data.encode.Encoded fits): ids [n] int64, patches uint8 [P, 3, p, p] or
+    """An open document, as `data.encode.encode(..., eos=False)` makes it: ids [n] int64, patches uint8 [P, 3, p, p] or
     None, grids [(t, h, w)], media_positions (places of the image placeholders in ids, in feature order)."""
 
     ids: Tensor
@@ -96,22 +96,27 @@ def generate(
     """Continue every prompt until a stop token (default [EOS], <|end_of_msg|>) or `max_new_tokens`; -> texts.
 
     temperature 0 is greedy. Image placeholders and other tokens that only stand in inputs are never produced.
-    Special tokens are left out of the texts. Raises ValueError for options out of range (see `Sampler`).
+    Special tokens are left out of the texts. tokenizer: `data.tokenizer.Tokenizer` or anything with `special_ids`
+    (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for options out of range.
     """
-    stops = set(token_ids(tokenizer, STOP_TOKENS)) if stop_ids is None else set(stop_ids)
-    silent = [i for i in token_ids(tokenizer, SILENT_TOKENS) if i not in stops]
-    silent += range(len(tokenizer), model.config.text.vocab_size)  # rows of the embedding beyond the tokenizer
-    sampler = Sampler(temperature, top_p, seed)
+    special = tokenizer.special_ids
+    text = model.config.text
+    stops = {text.eos_token_id, *_ids(special, (END_OF_MSG,))} if stop_ids is None else set(stop_ids)
+    silent = {text.bos_token_id, text.pad_token_id, *_ids(special, MEDIA_TOKENS)}
+    silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer
     answers = generate_ids(
-        model, prompts, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stops, silent_ids=silent
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampler=Sampler(temperature, top_p, seed),
+        stop_ids=stops,
+        silent_ids=silent - stops,
     )
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+    return [tokenizer.decode(ids, skip_special=True) for ids in answers]
 
 
-def token_ids(tokenizer: Any, tokens: Iterable[str]) -> list[int]:
-    """Ids of the tokens the tokenizer has."""
-    vocabulary = tokenizer.get_vocab()
-    return [vocabulary[token] for token in tokens if token in vocabulary]
+def _ids(special: Mapping[str, int], names: Iterable[str]) -> list[int]:
+    return [special[name] for name in names if name in special]
 
 
 class Sampler:

@@ -1,7 +1,8 @@
 """Model directories: what a stage leaves behind and the next one starts from.
 
     save_model(model, tokenizer, directory, facts)        load_model(directory, device, dtype) -> NativeFusion
-    load_tokenizer(directory) -> PreTrainedTokenizerFast
+
+The tokenizer of a directory is read by `data.tokenizer.Tokenizer.load(directory)`.
 
 A model directory holds `config.json` (text_config, vision_config, model_type, architectures), `model.safetensors` (or
 shards with `model.safetensors.index.json`), the tokenizer's files, `preprocessor_config.json` (Kimi K2.5's
@@ -55,14 +56,14 @@ def save_model(
 ) -> Path:
     """Write a model directory, replacing an older model directory (and nothing else) of the same name.
 
-    tokenizer: anything with `save_pretrained(folder)`; its vocabulary must fit the model's. facts: see model/card.py.
+    tokenizer: `data.tokenizer.Tokenizer` or anything with `save(folder)` that writes a tokenizer.json; its vocabulary must fit the model's. facts: see model/card.py.
     state: full state dict under the model's own names, when the model's parameters are sharded. Tensors are saved in
     the dtype they have. Raises ModelDirectoryError when the place is taken by other files or the vocabulary does not
     fit; an OSError (disk full) leaves nothing behind.
     """
     directory = Path(directory)
     with _fresh_directory(directory) as folder:
-        tokenizer.save_pretrained(str(folder))
+        tokenizer.save(folder)
         check_vocabulary(folder, model.config)
         tensors = dict(model.state_dict() if state is None else state)
         if model.config.text.tie_word_embeddings:
@@ -102,15 +103,6 @@ def load_model(
             reset()
     _fill(model, plan, files)
     return model.eval()
-
-
-def load_tokenizer(directory: str | Path) -> Any:
-    """The directory's tokenizer (transformers PreTrainedTokenizerFast), read from its tokenizer.json."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (Path(directory) / "tokenizer.json").is_file():
-        raise ModelDirectoryError(f"{directory}: no tokenizer.json; expected a directory written by save_model")
-    return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ MEDIA_PAD = "<|media_pad|>"
 class ModelDirectoryError(ValueError):
     """A model directory cannot be written or read; one line: what was found, what was expected, what to do."""
 
+    exit_code = 2  # the user's to mend: command lines print the message alone
+
 
 def load_config(directory: str | Path) -> FusionConfig:
     """The configuration of a model directory. Raises ModelDirectoryError."""

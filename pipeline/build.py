@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
-import shlex
-import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from earlyfusion.data.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.flops import FlopCounter
+from earlyfusion.model.flops import FlopCounter as Costs
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.moe import update_router_biases
+from earlyfusion.model.moe import moe_layers, update_router_biases
 from earlyfusion.pipeline.compose import render
 from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import UserError
@@ -31,7 +32,7 @@ from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.statefile import write_text
 
 # What stands behind the short names in `stages.frozen`.
-FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
+FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("projector.*",), "text": ("decoder.*",)}
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
@@ -47,9 +48,9 @@ def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
 
 
 def tokenizer_hash(tokens: Tokenizer) -> str:
-    """Identifies the vocabulary: ids and strings of every entry."""
-    entries = sorted(tokens.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
+    """Identifies the vocabulary: a digest of the tokenizer.json it saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        return hashlib.sha256((tokens.save(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
 
 
 def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:
@@ -113,10 +114,13 @@ def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
     return opt.metrics() if isinstance(opt, MuonClip) else {}
 
 
-def skip_update(opt: torch.optim.Optimizer) -> None:
-    """Forget the maximum logits of a refused step, so that a bad batch does not clip the next one's heads."""
+def forget_step(fusion: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Any]:
+    """Drop what a refused step measured: a bad batch must not clip heads or move router biases. Returns no metrics."""
     if isinstance(opt, MuonClip) and opt.qk_clip is not None:
         opt.qk_clip.reset()
+    for layer in moe_layers(fusion):
+        layer.reset_counts()
+    return {}
 
 
 def balance_experts(fusion: nn.Module, runtime: Runtime) -> dict[str, Any]:
@@ -156,14 +160,68 @@ def check_frozen(config: RunConfig, fusion: nn.Module) -> None:
 
 
 class StageLoaders:
-    """One loader for the run; a new stage changes its length, budget and mixture and keeps its place in every source."""
+    """The data loader of the current stage. Each stage has its own length, budget, mixture and order."""
 
     def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime) -> None:
         self.config, self.tokens, self.runtime = config, tokens, runtime
-        self._stage: int | None = None
+        for stage in config.stages:
+            runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
+        self._stage = -1
         self._loader: Loader | None = None
-        self._pending: dict[int, Any] | None = None
+        self._restored: dict[int, Any] = {}
 
     def at(self, index: int) -> Loader:
-        """The loader of stage `index`."""
-        raise NotImplementedError
+        """The loader of stage `index`, continuing from a restored state if there is one for it."""
+        if self._loader is not None and index == self._stage:
+            return self._loader
+        self.close()
+        stage, runtime = self.config.stages[index], self.runtime
+        self._stage, self._loader = index, Loader(
+            self.config.data, self.tokens, self.config.vision, length=stage.length, tokens=stage.tokens,
+            max_patches=stage.max_patches, lanes=stage.lanes, rank=runtime.rank, world_size=runtime.world,
+            weights=stage.weights or None, stage=index,
+        )  # fmt: skip
+        mine = {lane: saved for lane, saved in self._restored.items() if saved["stage"] == index}
+        if mine:
+            head = next(iter(mine.values()))["head"]
+            self._loader.load_state_dict({**head, "lanes": {str(lane): saved["state"] for lane, saved in mine.items()}})
+        self._restored = {}
+        return self._loader
+
+    def state_dict(self) -> dict[int, Any]:
+        """Lane -> cursor of this rank's lanes, with the stage it belongs to."""
+        if self._loader is None:
+            return self._restored
+        state = self._loader.state_dict()
+        head = {key: value for key, value in state.items() if key != "lanes"}
+        return {
+            int(lane): {"stage": self._stage, "head": head, "state": saved} for lane, saved in state["lanes"].items()
+        }
+
+    def load_state_dict(self, lanes: dict[int, Any]) -> None:
+        """Continue from the lanes of all ranks of a checkpoint, whatever the number of ranks was."""
+        self.close()
+        self._restored = dict(lanes)
+
+    def close(self) -> None:
+        """Stop the prefetch."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+
+def write_recipe(out: Path, config: RunConfig) -> None:
+    """recipe.toml (resolved) and versions.json of the output folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "recipe.toml", render(config))
+    names = ("earlyfusion", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pillow")
+    versions = {"python": platform.python_version()} | {name: version(name) for name in names if _installed(name)}
+    write_text(out / "versions.json", json.dumps(versions, indent=1))
+
+
+def _installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

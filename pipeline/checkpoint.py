@@ -165,8 +165,10 @@ class Checkpointer:
 
     def _prepare(self, partial: Path, model: Any, optimizer: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob("step-*.tmp-*"):
-            shutil.rmtree(leftover)
+        for path in self.folder.glob("step-*"):
+            # What a kill left behind: a half-written folder, or a half-removed one (its marker goes first).
+            if ".tmp-" in path.name or not (path / "COMPLETE").exists():
+                shutil.rmtree(path)
         require_space(self.folder, tree_bytes(model) + tree_bytes(optimizer))
         partial.mkdir()
 

@@ -1,6 +1,7 @@
 """`earlyfusion generate`: ask a trained model about pictures, or let it continue a text.
 
-    earlyfusion generate --model DIR [--image FILE]... --prompt "Q: what color is the circle? A:"
+    earlyfusion generate --model DIR [--image FILE]... --question "what color is the circle?"
+    earlyfusion generate --model DIR --prompt "The import statement"
 
 Pictures stand before the prompt, in the order given. The text goes to standard output, everything else to standard
 error, so the answer can be piped.
@@ -11,17 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from PIL import Image as PilImage
-from PIL import UnidentifiedImageError
 
-from earlyfusion.data.sample import Image, Sample, Text
-from earlyfusion.eval.prompts import encode_prompt
+from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
+from earlyfusion.data.source_easy_vqa import question_text
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.generate import generate
-from earlyfusion.model.hub import load_model, load_tokenizer
-from earlyfusion.model.hub_config import ModelDirectoryError
+from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 
 
@@ -32,9 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Continue a prompt, with pictures in front of it, by a model directory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", metavar="DIR", required=True, help="model directory (config.json, model.safetensors)")
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="model directory (config.json, model.safetensors)"
+    )
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help="picture file; may be given again")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="text after the pictures")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", default="", help="text after the pictures, taken as it is")
+    text.add_argument("--question", metavar="TEXT", default="", help="the same, put as questions are put in training")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest mass P")
@@ -44,18 +48,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code. Raises UserError (exit code 2) for input that cannot work."""
+    """Run the verb; returns the exit code. Errors with an `exit_code` of 2 are for input that cannot work."""
     options = build_parser().parse_args(argv)
-    if not options.prompt and not options.image:
-        raise UserError("nothing to continue: give --prompt TEXT, --image FILE or both")
-    pictures = [read_picture(path) for path in options.image]
-    try:
-        model = load_model(options.model, device=_device(options.device))
-        tokenizer = load_tokenizer(options.model)
-    except ModelDirectoryError as error:
-        raise UserError(str(error)) from None
-    segments = [*(Image(picture) for picture in pictures), *([Text(options.prompt)] if options.prompt else [])]
-    prompt = encode_prompt(Sample(segments=segments, source="prompt", key="0"), tokenizer, model.config.vision)
+    prompt_text = question_text(options.question) if options.question else options.prompt
+    if not prompt_text and not options.image:
+        raise UserError("nothing to continue: give --prompt TEXT, --question TEXT or --image FILE")
+    segments: list[Segment] = [_picture(path) for path in options.image]
+    if prompt_text:
+        segments.append(Text(prompt_text))
+    model = load_model(options.model, device=_device(options.device))
+    tokenizer = Tokenizer.load(options.model)
+    prompt = encode(Sample(segments, "prompt", "0"), tokenizer, model.config.vision, eos=False)
     try:
         (text,) = generate(
             model,
@@ -72,18 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def read_picture(path: str | Path) -> PilImage.Image:
-    """A fully decoded picture. Raises UserError for a file that is missing, no picture, or damaged."""
+def _picture(path: str) -> Image:
+    """A picture decoded now, before the model is loaded. Raises UserError for a file that is no readable picture."""
     try:
-        with PilImage.open(path) as picture:
-            picture.load()
-            return picture.copy()
-    except FileNotFoundError:
-        raise UserError(f"--image {path}: no such file") from None
-    except UnidentifiedImageError:
-        raise UserError(f"--image {path}: not a picture that Pillow can read (PNG, JPEG, WebP, GIF, ...)") from None
-    except (OSError, SyntaxError, ValueError, PilImage.DecompressionBombError) as error:
-        raise UserError(f"--image {path}: cannot be read ({error})") from None
+        return Image(open_picture(path))
+    except BadSample as error:
+        raise UserError(f"--image {str(error).split(';')[0]}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -50,11 +50,12 @@ class Pretraining:
         self.out = Path(config.run.directory)
         self.stages = StageTable(config.stages, config.optim.lr)
         self.total = config.total_steps
-        facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
+        facts = RunFacts(dump(config), build.tokenizer_hash(self.tokenizer), self.tokenizer.vocab_size)
         self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
         start = self._find_start(resume)
 
         self.fusion = build.model(config, self.tokenizer)
+        build.check_frozen(config, self.fusion)
         self.model = runtime.prepare_model(self.fusion)
         self.optimizer = build.optimizer(config, self.fusion)
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
@@ -63,7 +64,6 @@ class Pretraining:
         self.book = LossBook([source.name for source in config.data.sources])
         self.source_weights = torch.tensor([config.train.loss_weights.get(s, 1.0) for s in self.book.sources])
         self.step = 0
-        self.loader: Any = None
         self.loaders = build.StageLoaders(config, self.tokenizer, runtime)
         if start is not None:
             self._restore(start)
@@ -95,9 +95,8 @@ class Pretraining:
         self.meter.restart_clock()
         while self.step < self.total:
             place = self.stages.place(self.step)
-            self.loader = self.loaders.at(place.index)
             with self.meter.waiting():
-                batches = [batch.to(self.runtime.device) for batch in self.loader.next_step()]
+                batches = [batch.to(self.runtime.device) for batch in self.loaders.at(place.index).next_step()]
             for batch in batches:
                 weigh(batch, self.source_weights, self.config.train.text_loss_weight)
             self._one_step(batches, place)
@@ -115,11 +114,12 @@ class Pretraining:
         grad_norm = float(norm)
         verdict = self.guard.check(result.loss, grad_norm, can_roll_back=self.checkpoints.latest() is not None)
         lr = self.stages.lr(self.step)
-        balance: dict[str, Any] = {}
         if verdict.ok:
             build.set_lr(self.optimizer, lr)
             self.optimizer.step()
-        balance = build.balance_experts(self.fusion, self.runtime, apply=verdict.ok)
+            balance = build.balance_experts(self.fusion, self.runtime)
+        else:
+            balance = build.forget_step(self.fusion, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         decoder_flops, vision_flops = self.costs.of(batches)
         self.meter.step(
@@ -140,7 +140,7 @@ class Pretraining:
     def _log(self, shown: dict[str, Any], balance: dict[str, Any]) -> None:
         record = shown | self.book.means(self.runtime.sum) | self.meter.snapshot()
         self.book.clear()
-        self.tracker.log(self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance))
+        self.tracker.log(self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion))
 
     def _react(self, verdict: Any) -> None:
         """The guard refused the update: say so, and stop or go back when its policy asks for it."""
@@ -170,7 +170,7 @@ class Pretraining:
         trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": self.book.sums}
         path = self.checkpoints.save(
             self.step, model=self.fusion.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
-            lanes=self.loaders.state_dict(self.step),
+            lanes=self.loaders.state_dict(),
         )  # fmt: skip
         self.tracker.event(self.step, "checkpoint", path=path.name)
         return path
@@ -195,11 +195,12 @@ class Pretraining:
         return EXIT_REQUEUE
 
     def _finish(self) -> int:
+        loader = self.loaders.at(len(self.config.stages) - 1)
         with self.meter.paused():
-            results = self.evaluator.run(self.step, self.tracker, final=True)
+            headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self._save()
         if self.runtime.is_main:
-            facts = build.run_facts(self.config, self.step, self.meter, results, self.loader)
+            facts = evaluate.run_facts(self.config, self.step, self.meter, headline, loader.stats()["shares"])
             for line in evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts):
                 self.tracker.say(line)
         self.runtime.barrier()

@@ -19,7 +19,7 @@ from torch import Tensor
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments, check_packed
 
-SLACK = 1e-3  # relative; covers the rounding between two float32 evaluations of the same logit
+SLACK = 1e-2  # relative; covers the error of a kernel's log-sum-exp (7e-3 in torch's bfloat16 CPU flash kernel)
 LOGITS_AT_ONCE = 1 << 22  # elements of the recomputed [H, C, L]
 
 

@@ -75,7 +75,7 @@ class _Phase1(torch.autograd.Function):
                 s_RSn, r_R1n = _weights(v_RnD, qw, ctx.eps)
                 p_RSn = s_RSn.softmax(dim=-1)
                 dp_RSn = torch.bmm(x_RSD, v_RnD.transpose(1, 2))
-                delta_RS1 = (p_RSn * dp_RSn).sum(dim=-1, keepdim=True) + 0
+                delta_RS1 = (p_RSn * dp_RSn).sum(dim=-1, keepdim=True) - dlse_ST[:, rows].T[..., None]
                 a_RSn = p_RSn * (dp_RSn - delta_RS1) * r_R1n  # ds_i r_i
                 c_Rn1 = ((a_RSn * s_RSn).sum(dim=1) * r_R1n[:, 0])[..., None] / width
                 dv_RnD = torch.matmul(a_RSn.transpose(1, 2), qw).addcmul_(c_Rn1, v_RnD, value=-1)

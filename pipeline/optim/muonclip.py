@@ -165,14 +165,17 @@ class MuonClip(torch.optim.Optimizer):
         ortho_Brc = resolve("newton_schulz", stacked_Brc.device)(stacked_Brc, preset=group["ns"], dtype=self.ns_dtype)
         scale = block_scale(bucket.rows, bucket.columns, group["rms"])
         updates = [o.reshape(w.shape) for o, w in zip(ortho_Brc.split(counts), weights, strict=True)]
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        self._note(group["name"], ortho_Brc, scale)
+        if group["weight_decay"]:  # joined with the update, so that 16-bit weights are rounded once
+            torch._foreach_add_(updates, weights, alpha=group["weight_decay"] / scale)
         torch._foreach_add_(weights, updates, alpha=-lr * scale)
-        name = group["name"]
-        square = torch.linalg.vector_norm(ortho_Brc, dtype=torch.float32).square() * scale**2
-        self._squares[name] = (
-            self._squares[name] + square.to(self._squares[name].device) if name in self._squares else square
-        )
+
+    def _note(self, name: str, ortho_Brc: Tensor, scale: float) -> None:
+        """Add to the sums behind `metrics`, on the device."""
+        square = torch.linalg.vector_norm(ortho_Brc).square() * scale**2
+        if name in self._squares:
+            square = square + self._squares[name].to(square.device)
+        self._squares[name] = square
         self._elements[name] = self._elements.get(name, 0) + ortho_Brc.numel()
         self._matrices += ortho_Brc.shape[0]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from earlyfusion.kernels.attention import cpu_flash, naive, varlen
 from earlyfusion.kernels.attention import max_logit as gate
-from earlyfusion.kernels.attention import naive, varlen
 from earlyfusion.kernels.attention.buckets import SLACK, buckets, group_lengths, padded_length
 from earlyfusion.kernels.segments import Segments
 
@@ -18,6 +18,13 @@ BF16 = 1.5e-2  # relative to the largest entry; outputs and P are rounded to 8 b
 ODD = (5, 1, 40, 41, 41, 7, 130)
 LENGTHS = [ODD, (1,), (64, 64, 64), (3, 3, 300), tuple(range(1, 20))]
 HEADS = [(4, 4, 24, 24), (4, 2, 40, 16), (6, 2, 16, 72), (3, 1, 72, 72), (2, 2, 128, 40)]  # H, G, D, V
+
+
+@pytest.fixture(params=["flash", "products"])
+def way(request, monkeypatch):
+    """Both CPU ways, whatever the dtype would choose."""
+    monkeypatch.setattr(cpu_flash, "suits", lambda *_: request.param == "flash")
+    return request.param
 
 
 def inputs(segments, heads, dtype=torch.float64, seed=0, size=1.0):
@@ -44,7 +51,7 @@ def relative_error(got, want):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_torch_form_equals_the_definition_in_fp64(lengths, heads, causal):
+def test_torch_form_equals_the_definition_in_fp64(lengths, heads, causal, way):
     segments = Segments.from_lengths(lengths)
     *qkv, do = inputs(segments, heads, seed=len(lengths))
     scale = heads[2] ** -0.5
@@ -57,13 +64,14 @@ def test_torch_form_equals_the_definition_in_fp64(lengths, heads, causal):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_low_precision_stays_near_fp64(dtype, tolerance, causal, seed):
+def test_low_precision_stays_near_fp64(dtype, tolerance, causal, seed, way):
     segments, heads = Segments.from_lengths(ODD), HEADS[1 + seed]
     *qkv, do = inputs(segments, heads, dtype, seed)
     got = run(varlen, *qkv, do, segments, causal, 0.2)
     want = run(naive, *(x.double() for x in qkv), do.double(), segments, causal, 0.2)
     assert got[0].dtype == dtype and got[1].dtype == torch.float32
-    assert (got[1] - want[1]).abs().max() < 1e-5  # logits are float32 even for bfloat16 inputs
+    rough = way == "flash" and dtype == torch.bfloat16  # that kernel sums rounded exponentials
+    assert (got[1] - want[1]).abs().max() < (1.5e-2 if rough else 1e-5)
     for g, w in zip(got, want):
         assert relative_error(g, w) < tolerance
 
@@ -79,7 +87,7 @@ def test_definition_equals_sdpa_document_by_document():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_pass_gradcheck(causal):
+def test_gradients_pass_gradcheck(causal, way):
     segments = Segments.from_lengths((3, 1, 4))
     *qkv, _ = inputs(segments, (4, 2, 3, 5))
     qkv = [x.requires_grad_() for x in qkv]
@@ -90,7 +98,7 @@ def test_gradients_pass_gradcheck(causal):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents_do_not_leak(causal, dtype):
+def test_packed_documents_do_not_leak(causal, dtype, way):
     """Outputs and gradients of a document do not change by one bit when its neighbours do."""
     lengths = (11, 64, 30, 64)
     segments = Segments.from_lengths(lengths)
@@ -111,7 +119,7 @@ def test_packed_documents_do_not_leak(causal, dtype):
             assert relative_error(a[start : start + length], b) < (FP64 if dtype == torch.float64 else FP32)
 
 
-def test_lse_is_the_logsumexp_of_visible_logits():
+def test_lse_is_the_logsumexp_of_visible_logits(way):
     segments = Segments.from_lengths((6, 10))
     q, k, v, _ = inputs(segments, (2, 2, 8, 8), seed=3)
     ids, place = segments.ids(), torch.arange(16)
@@ -121,7 +129,7 @@ def test_lse_is_the_logsumexp_of_visible_logits():
     assert (lse - logits.logsumexp(-1).T).abs().max() < FP64
 
 
-def test_extreme_logits_stay_finite():
+def test_extreme_logits_stay_finite(way):
     segments = Segments.from_lengths((50,))
     *qkv, do = inputs(segments, (2, 2, 24, 24), torch.float32, size=60.0)
     for x in run(varlen, *qkv, do, segments, True, 1.0):
@@ -153,6 +161,7 @@ def test_very_long_document_is_tiled_without_changing_the_result(monkeypatch):
     segments = Segments.from_lengths((90, 300, 90))
     *qkv, do = inputs(segments, (2, 1, 8, 8))
     whole = [run(varlen, *qkv, do, segments, causal, 0.3) for causal in (True, False)]
+    monkeypatch.setattr(cpu_flash, "suits", lambda *_: False)
     monkeypatch.setattr(varlen, "TILE_ELEMENTS", 2000)
     monkeypatch.setattr(varlen, "CAUSAL_ROWS", 7)
     tiled = [run(varlen, *qkv, do, segments, causal, 0.3) for causal in (True, False)]
@@ -188,7 +197,7 @@ def test_equal_adjacent_documents_are_batched_without_a_copy():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("size", [0.5, 3.0, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_max_logit_is_exact_once_a_head_may_exceed_tau(dtype, size, causal):
+def test_max_logit_is_exact_once_a_head_may_exceed_tau(dtype, size, causal, way):
     segments = Segments.from_lengths(ODD)
     q, k, v, _ = inputs(segments, (4, 2, 24, 24), dtype, seed=5, size=size)
     q[:, 1] *= 0.1  # a quiet head next to loud ones is exact too

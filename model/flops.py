@@ -1,0 +1,150 @@
+"""Parameters and arithmetic of a model, counted from its configuration and its parameters' shapes.
+
+FLOPs are useful matrix work: a multiply-add is two, and backward is twice forward. Causal attention counts only the
+pairs it uses; KDA counts its recurrence (per token and head: decay K V, prediction 2 K V, update 2 K V, read 2 K V),
+not the extra work a chunked kernel does. Norms, activations, softmax and recomputation are left out.
+
+Shapes: T tokens, P patches, D hidden, H heads, K key dim, V value dim, E experts, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from earlyfusion.model.config import FusionConfig, ModelConfig
+from earlyfusion.model.decoder import Decoder
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.vision.config import VisionConfig
+
+ROOMS = ("embedding", "kda", "mla", "moe", "dense", "attnres", "norm", "head", "vision", "projector")
+_BACKWARD = 3  # forward plus twice as much
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """total and by room; active: those one text token passes (all rooms of the decoder, k of E routed experts)."""
+
+    total: int
+    active: int
+    by_room: dict[str, int]
+
+
+def count_parameters(model: nn.Module) -> ParameterCount:
+    """Count a Decoder or NativeFusion, which may live on the meta device.
+
+    A tied head counts once, as embedding. Raises TypeError for another module.
+    """
+    decoder = model.decoder if isinstance(model, NativeFusion) else model
+    if not isinstance(decoder, Decoder):
+        raise TypeError(f"count_parameters reads a Decoder or a NativeFusion, got {type(model).__name__}")
+    config = decoder.config
+    by_room = dict.fromkeys(ROOMS, 0)
+    idle = 0
+    for name, parameter in model.named_parameters():
+        room = _room(name.removeprefix("decoder."), config)
+        by_room[room] += parameter.numel()
+        if ".experts." in name:
+            idle += parameter.numel() * (config.num_experts - config.num_experts_per_token) // config.num_experts
+    total = sum(by_room.values())
+    return ParameterCount(total, total - idle - by_room["vision"] - by_room["projector"], by_room)
+
+
+def _room(name: str, config: ModelConfig) -> str:
+    parts = name.split(".")
+    if parts[0] in ("vision_tower", "mm_projector"):
+        return "vision" if parts[0] == "vision_tower" else "projector"
+    if "_res_" in name:
+        return "attnres"
+    if parts[0] == "layers":
+        kind = {"self_attn": config.plan()[int(parts[1])], "block_sparse_moe": "moe", "mlp": "dense"}
+        return kind.get(parts[2], "norm")
+    return {"embed_tokens": "embedding", "lm_head": "head"}.get(parts[0], "norm")
+
+
+def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
+    """Forward FLOPs by room of one packed row of documents with these lengths (tokens)."""
+    tokens = float(sum(lengths))
+    pairs = float(sum(length * (length + 1) // 2 for length in lengths))
+    rooms: dict[str, float] = defaultdict(float)
+    for index, kind in enumerate(config.plan()):
+        rooms[kind] += _kda_flops(config, tokens) if kind == "kda" else _mla_flops(config, tokens, pairs)
+        if config.is_moe(index):
+            width = config.moe_intermediate_size * (config.num_experts_per_token + config.num_shared_experts)
+            rooms["moe"] += 2 * tokens * config.hidden_size * (3 * width + config.num_experts)
+        else:
+            rooms["dense"] += 2 * tokens * config.hidden_size * 3 * config.intermediate_size
+    if config.attn_res != "none":
+        rooms["attnres"] = _attnres_flops(config, tokens)
+    rooms["head"] = 2 * tokens * config.hidden_size * config.vocab_size
+    return dict(rooms)
+
+
+def _kda_flops(config: ModelConfig, tokens: float) -> float:
+    linear, hidden = config.linear_attn_config, config.hidden_size
+    heads, dim = linear.num_heads, linear.head_dim
+    channels = heads * dim
+    low_rank = dim * (hidden + channels)
+    gate = hidden * channels if linear.full_rank_output_gate else low_rank
+    projections = 4 * hidden * channels + low_rank + gate + hidden * heads
+    conv = 3 * channels * linear.short_conv_kernel_size
+    return tokens * (2 * (projections + conv) + 7 * heads * dim * dim)
+
+
+def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    query = heads * config.qk_head_dim
+    query_weights = hidden * query
+    if config.q_lora_rank is not None:
+        query_weights = config.q_lora_rank * (hidden + query)
+    output = hidden * heads * config.v_head_dim
+    key_value = hidden * (rank + config.qk_rope_head_dim) + rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
+    weights = query_weights + key_value + output * (2 if config.mla_output_gate else 1)
+    return 2 * tokens * weights + 2 * pairs * heads * (config.qk_head_dim + config.v_head_dim)
+
+
+def _attnres_flops(config: ModelConfig, tokens: float) -> float:
+    """Each source of each mix costs a dot product and a weighted add: 4 D."""
+    sublayers, size = 2 * config.num_hidden_layers, config.sublayers_per_block()
+    mixed = sum(1 + i // size + (i % size > 0) for i in range(sublayers))
+    final = 1 + -(-sublayers // size)
+    return 4 * tokens * config.hidden_size * (mixed + final)
+
+
+def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+    """Forward FLOPs of tower and projector for images (clips) of these (t, h, w) grids, in patches."""
+    patches = float(sum(t * h * w for t, h, w in grids))
+    features = float(sum(h * w for _, h, w in grids)) / config.merge_size
+    pairs = float(sum((t * h * w) ** 2 for t, h, w in grids))
+    width, qkv = config.hidden_size, config.qkv_width
+    block = 4 * width * qkv + 2 * width * config.intermediate_size
+    embed = width * config.in_channels * config.patch_size**2
+    merged = width * config.merge_size
+    return {
+        "vision": 2 * patches * (embed + config.num_hidden_layers * block)
+        + 4 * pairs * qkv * config.num_hidden_layers,
+        "projector": 2 * features * merged * (merged + hidden_size),
+    }
+
+
+def training_flops(
+    config: FusionConfig, lengths: Sequence[int], grids: Sequence[tuple[int, int, int]] = ()
+) -> dict[str, float]:
+    """Forward plus backward FLOPs by room of one packed batch; their sum over the step time is the achieved rate."""
+    rooms = decoder_flops(config.text, lengths)
+    rooms.update(vision_flops(config.vision, config.text.hidden_size, grids))
+    return {room: _BACKWARD * flops for room, flops in rooms.items()}
+
+
+def training_flops_per_token(config: ModelConfig, context_length: int) -> float:
+    """Forward plus backward FLOPs per token of documents of `context_length` tokens."""
+    return _BACKWARD * sum(decoder_flops(config, [context_length]).values()) / context_length
+
+
+def training_flops_per_patch(config: FusionConfig, grid: tuple[int, int, int]) -> float:
+    """Forward plus backward FLOPs of tower and projector per patch of images of this grid."""
+    rooms = vision_flops(config.vision, config.text.hidden_size, [grid])
+    return _BACKWARD * sum(rooms.values()) / (grid[0] * grid[1] * grid[2])

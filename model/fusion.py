@@ -1,0 +1,112 @@
+"""The natively multimodal model: image patches and text tokens in one decoder from the first training step.
+
+    patches -> VisionTower -> Projector -> written over the embeddings of <|media_pad|> -> Decoder -> next-token loss
+
+The vision tower runs in every training step, with zero patches if the batch has none: under sharded training every
+rank must take part in every collective, and every parameter gets a gradient (of zeros).
+
+Shapes: T tokens of a packed row, D hidden, P patches, M image tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.cache import DecoderCache
+from earlyfusion.model.config import FusionConfig
+from earlyfusion.model.decoder import Decoder
+from earlyfusion.vision.encoder import VisionTower
+from earlyfusion.vision.grid import VisionGrid
+from earlyfusion.vision.projector import Projector
+
+
+class Packed(Protocol):
+    """What NativeFusion reads of a packed batch (data/pack.py has more fields).
+
+    ids, labels int64 [T]; labels[t] is the id to predict at t, -100 for none. loss_weights fp32 [T]. patches uint8
+    [P, 3, p, p] of all images in order; grids their (t, h, w); media_positions int64 [M], the positions in ids that
+    the image features fill, in feature order.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    loss_weights: Tensor
+    segments: Segments
+    patches: Tensor
+    grids: list[tuple[int, int, int]]
+    media_positions: Tensor
+
+
+@dataclass
+class FusionOutput:
+    """loss_sum = sum_t w_t nll_t (scalar, differentiable); weight_sum = sum_t w_t over labelled positions (scalar);
+    nll_T detached fp32 (0 where there is no label or no weight). The mean loss is loss_sum / weight_sum, with both
+    summed over micro-batches and ranks first."""
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    nll_T: Tensor
+
+
+class NativeFusion(nn.Module):
+    """Tower, projector and decoder as one trainable module."""
+
+    def __init__(self, config: FusionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_tower = VisionTower(config.vision)
+        self.mm_projector = Projector(config.vision, config.text.hidden_size)
+        self.decoder = Decoder(config.text)
+
+    def encode_images(self, patches: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
+        """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an image."""
+        grid = VisionGrid.from_grids(grids, self.config.vision)
+        return self.mm_projector(self.vision_tower(patches, grid))
+
+    def embed(self, batch: Packed) -> Tensor:
+        """Decoder input [T, D]: token embeddings with image features in their places.
+
+        Raises ValueError if the number of features is not the number of media positions.
+        """
+        features_MD = self.encode_images(batch.patches, batch.grids)
+        positions_M = batch.media_positions
+        if features_MD.shape[0] != positions_M.shape[0]:
+            raise ValueError(
+                f"the images give {features_MD.shape[0]} features but the text holds {positions_M.shape[0]} "
+                f"<|media_pad|> positions (grids {list(batch.grids)[:4]}); encode text and images with the same "
+                "vision configuration (patch_size, merge_kernel_size)"
+            )
+        x_TD = self.decoder.embed_tokens(batch.ids)
+        return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
+
+    def hidden(self, batch: Packed, cache: DecoderCache | None = None) -> Tensor:
+        """Hidden states [T, D] after the final norm; with a cache this is the prefill of its sequences."""
+        counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
+        return self.decoder(self.embed(batch), batch.segments, cache, counted_T=counted_T)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
+        return torch.nn.functional.linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
+
+    def step(self, ids_N: Tensor, cache: DecoderCache) -> Tensor:
+        """One decode step: the newest token id of each cached sequence -> logits [N, V]."""
+        segments = Segments((1,) * cache.num_sequences)
+        return self.logits(self.decoder(self.decoder.embed_tokens(ids_N), segments, cache))
+
+    def forward(self, batch: Packed) -> FusionOutput:
+        """Weighted next-token loss of a packed batch, summed (not averaged) over positions."""
+        hidden_TD = self.hidden(batch)
+        loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
+            hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
+        )
+        if self.training:
+            # without images no feature reaches the loss, and the vision side would get no gradient at all
+            loss_sum = loss_sum + self.vision_tower.zero_anchor() + self.mm_projector.zero_anchor()
+        weight_sum = torch.where(batch.labels >= 0, batch.loss_weights, 0.0).sum()
+        return FusionOutput(loss_sum, weight_sum, nll_T)

@@ -1,0 +1,193 @@
+"""Generation: the cache changes nothing, neighbours change nothing, and only what may be said is said."""
+
+import pytest
+import torch
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from PIL import Image as PilImage
+
+from earlyfusion.data.encode import encode
+from earlyfusion.data.sample import Image, Sample, Text, Video
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.generate import Sampler, generate, generate_ids, pack_prompts
+
+TOKENS = 12
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 24)) -> PilImage.Image:
+    torch.manual_seed(seed)
+    return PilImage.fromarray(torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8).numpy())
+
+
+def prompts(tokenizer, config, seed=0):
+    """Text alone, one picture, two pictures of odd sizes, a clip, and a one-token prompt."""
+    samples = [
+        [Text("the quick brown")],
+        [Image(picture(seed)), Text("\nQ: what color is the shape?\nA:")],
+        [Image(picture(seed + 1, (17, 33))), Text(" fox "), Image(picture(seed + 2, (9, 70))), Text("jumps")],
+        [Video([picture(seed + i, (32, 16)) for i in range(5)], [0.0, 0.5, 1.0, 1.5, 2.0]), Text("over")],
+        [],
+    ]
+    return [encode(Sample(segments, "test", "0"), tokenizer, config.vision, eos=False) for segments in samples]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    tokenizer = tiny_tokenizer()
+    return tokenizer, tiny_config(tokenizer)
+
+
+def slow_greedy(model, prompt, count, banned):
+    """Greedy decoding by a full forward pass over the whole text for every new token; no cache."""
+    row = pack_prompts(model, [prompt])
+    ids, new = row.ids, []
+    with torch.no_grad():
+        vision = model.embed(row)
+        for _ in range(count):
+            x = torch.cat([vision, model.decoder.embed_tokens(ids[len(vision) :])])
+            h = model.decoder(x, Segments.from_lengths([len(ids)]))
+            logits = h[-1] @ model.decoder.head_weight().T
+            logits[banned] = float("-inf")
+            new.append(int(logits.argmax()))
+            ids = torch.cat([ids, torch.tensor(new[-1:])])
+    return new
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "text", [{}, {"attn_res": "none", "mla_output_gate": False, "q_lora_rank": 12}, {"attn_res": "full"}]
+)
+def test_cached_greedy_equals_full_recomputation_token_for_token(setup, seed, text):
+    tokenizer, _ = setup
+    config = tiny_config(tokenizer, **text)
+    model = tiny_model(config, seed)
+    given = prompts(tokenizer, config, seed)
+    cached = generate_ids(model, given, max_new_tokens=TOKENS)
+    assert cached == [slow_greedy(model, p, TOKENS, [config.media_token_id]) for p in given]
+    assert len({tuple(answer) for answer in cached}) > 1  # the prompts matter, so the equality above says something
+
+
+def test_bounded_gate_and_full_rank_output_gate_decode_alike(setup):
+    tokenizer, _ = setup
+    linear = dict(num_heads=2, head_dim=16, gate_lower_bound=-5.0, full_rank_output_gate=True)
+    config = tiny_config(tokenizer, linear_attn_config=linear, tie_word_embeddings=True)
+    model = tiny_model(config)
+    given = prompts(tokenizer, config)
+    cached = generate_ids(model, given, max_new_tokens=TOKENS)
+    assert cached == [slow_greedy(model, p, TOKENS, [config.media_token_id]) for p in given]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_batch_gives_what_each_prompt_gives_alone(setup, temperature):
+    """Sampled as well: the first prompt's draws are its own whatever stands beside it."""
+    tokenizer, config = setup
+    model = tiny_model(config)
+    given = prompts(tokenizer, config)
+    options = dict(max_new_tokens=TOKENS, stop_ids=frozenset(range(20, 60)))
+    together = generate_ids(model, given, sampler=Sampler(temperature, 0.9, seed=3), **options)
+    assert together[0] == generate_ids(model, given[:1], sampler=Sampler(temperature, 0.9, seed=3), **options)[0]
+    if temperature == 0.0:
+        assert together == [generate_ids(model, [prompt], **options)[0] for prompt in given]
+    assert len({len(answer) for answer in together}) > 1  # sequences did end at different steps
+
+
+def test_the_picture_changes_the_answer(setup):
+    tokenizer, config = setup
+    model = tiny_model(config)
+    answers = {tuple(generate_ids(model, [prompts(tokenizer, config, s)[1]], max_new_tokens=8)[0]) for s in range(6)}
+    assert len(answers) > 1
+
+
+def test_input_only_tokens_are_never_produced_and_stop_tokens_end(setup):
+    tokenizer, _ = setup
+    config = tiny_config(tokenizer, vocab_size=tokenizer.vocab_size + 7)  # seven rows the tokenizer does not know
+    model = tiny_model(config)
+    silent = [tokenizer.bos_id, tokenizer.pad_id, tokenizer.media_begin_id, tokenizer.media_pad_id]
+    silent += [tokenizer.media_content_id, tokenizer.media_end_id, *range(tokenizer.vocab_size, config.text.vocab_size)]
+    seen: list[int] = []
+    tokenizer_decode = tokenizer.decode
+    with torch.no_grad():  # make them the likeliest by far
+        model.decoder.lm_head.weight[silent] *= 30
+    given = prompts(tokenizer, config)
+    free = generate_ids(model, given, max_new_tokens=8)
+    assert any(i in silent for answer in free for i in answer)  # without the ban they would be said
+    assert all(config.media_token_id not in answer for answer in free)
+
+    class Recording:
+        special_ids, vocab_size = tokenizer.special_ids, tokenizer.vocab_size
+
+        def decode(self, ids, *, skip_special):
+            seen.extend(ids)
+            return tokenizer_decode(ids, skip_special=skip_special)
+
+    for temperature in (0.0, 2.0):
+        generate(model, Recording(), given, max_new_tokens=24, temperature=temperature)
+    assert seen and not set(seen) & set(silent)
+    first = generate_ids(model, given[:1], max_new_tokens=8)[0]
+    assert generate_ids(model, given[:1], max_new_tokens=8, stop_ids={first[3]})[0] == first[: first.index(first[3])]
+
+
+def test_generate_ends_at_eos(setup):
+    tokenizer, config = setup
+    model = tiny_model(config)
+    with torch.no_grad():
+        model.decoder.lm_head.weight.zero_()  # all logits equal: argmax is the lowest id that may be said
+    assert generate(
+        model, tokenizer, prompts(tokenizer, config)[:1], max_new_tokens=5, stop_ids=[tokenizer.bos_id]
+    ) == [""]
+    assert tokenizer.bos_id < tokenizer.eos_id < tokenizer.pad_id
+    assert generate(model, tokenizer, prompts(tokenizer, config)[:1], max_new_tokens=5) == [
+        ""
+    ]  # [BOS] banned, [EOS] next
+
+
+def test_length_and_mode_are_kept(setup):
+    tokenizer, config = setup
+    model = tiny_model(config).train()
+    given = prompts(tokenizer, config)
+    assert [len(a) for a in generate_ids(model, given, max_new_tokens=3)] == [3] * len(given)
+    assert generate_ids(model, given, max_new_tokens=0) == [[]] * len(given)
+    assert model.training
+
+
+def test_sampling_follows_the_seed_and_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    draws = torch.stack([Sampler(1.0, 1.0, seed)(logits, [0]) for seed in range(4000)]).flatten()
+    shares = torch.bincount(draws, minlength=4) / 4000
+    # standard error of a share of 4000 draws is at most 0.008
+    assert torch.allclose(shares, logits.softmax(-1)[0], atol=0.03)
+    again = [int(Sampler(1.0, 1.0, 7)(logits, [0])) for _ in range(3)]
+    assert len(set(again)) == 1
+    sampler = Sampler(1.0, 1.0, 7)
+    assert len({int(sampler(logits, [0])) for _ in range(40)}) > 1  # a stream, not one number
+
+
+def test_top_p_keeps_the_smallest_sufficient_set():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    for top_p, allowed in (
+        (0.4, {0}),
+        (0.5, {0}),
+        (0.51, {0, 1}),
+        (0.79, {0, 1}),
+        (0.94, {0, 1, 2}),
+        (1.0, {0, 1, 2, 3}),
+    ):
+        assert {int(Sampler(1.0, top_p, seed)(logits, [0])) for seed in range(300)} == allowed
+    assert int(Sampler(1e-4, 1.0, 0)(logits, [0])) == 0  # cold is greedy
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}]
+)
+def test_bad_sampling_options_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampler(**options)
+
+
+def test_no_prompt_and_empty_prompt_are_errors(setup):
+    tokenizer, config = setup
+    model = tiny_model(config)
+    with pytest.raises(ValueError, match="no prompts"):
+        generate_ids(model, [], max_new_tokens=1)
+    empty = encode(Sample([], "test", "0"), tokenizer, config.vision, bos=False, eos=False)
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+        generate_ids(model, [empty], max_new_tokens=1)
