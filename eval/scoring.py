@@ -85,7 +85,7 @@ def _encode(
 
     def flush() -> None:
         patches = torch.cat([patches for patches, _ in batch]).to(device)
-        parts.append(model.image_features(patches, [grid for _, grids in batch for grid in grids]))
+        parts.append(model.encode_images(patches, [grid for _, grids in batch for grid in grids]))
         batch.clear()
 
     merge_h, merge_w = model.config.vision.merge_kernel_size
@@ -141,7 +141,7 @@ class _Judge:
         )
         x_TD = x_TD.index_copy(0, at, self.features_MD[taken].to(x_TD.dtype))
         h_AD = self.model.decoder(x_TD, segments)[torch.tensor(judged, device=device)]
-        logits_AV = (h_AD @ self.model.decoder.head_weight().to(h_AD.dtype).T).float()
+        logits_AV = self.model.logits(h_AD).float()
         return self._read(logits_AV, torch.tensor(targets, device=device), counts)
 
     def _read(self, logits_AV: Tensor, targets_A: Tensor, counts: list[int]) -> list[Score]:

@@ -124,8 +124,7 @@ def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[tuple[i
     embed = width * config.in_channels * config.patch_size**2
     merged = width * config.merge_size
     return {
-        "vision": 2 * patches * (embed + config.num_hidden_layers * block)
-        + 4 * pairs * qkv * config.num_hidden_layers,
+        "vision": 2 * patches * (embed + config.num_hidden_layers * block) + 4 * pairs * qkv * config.num_hidden_layers,
         "projector": 2 * features * merged * (merged + hidden_size),
     }
 

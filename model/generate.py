@@ -179,11 +179,11 @@ def generate_ids(
     alive = list(range(len(prompts)))
     with evaluating(model):
         cache = model.decoder.new_cache(len(prompts))
-        h_TD = model.decoder(model.embed(row), row.segments, cache)
+        h_TD = model.hidden(row, cache)
         last = torch.tensor(row.segments.offsets[1:], device=device) - 1
-        h_ND = h_TD.index_select(0, last)
+        logits_NV = model.logits(h_TD.index_select(0, last)).float()
         for step in range(max_new_tokens):
-            ids_N = choose(_logits(model, h_ND).index_fill(1, silent, float("-inf")), alive)
+            ids_N = choose(logits_NV.index_fill(1, silent, float("-inf")), alive)
             kept = []
             for slot, (sequence, token) in enumerate(zip(alive, ids_N.tolist())):
                 if token not in stops:
@@ -195,10 +195,5 @@ def generate_ids(
                 cache.reorder(kept)
                 alive = [alive[slot] for slot in kept]
                 ids_N = ids_N[torch.tensor(kept, device=device)]
-            segments = Segments.from_lengths([1] * len(alive))
-            h_ND = model.decoder(model.decoder.embed_tokens(ids_N), segments, cache)
+            logits_NV = model.step(ids_N, cache).float()
     return answers
-
-
-def _logits(model: NativeFusion, h_ND: Tensor) -> Tensor:
-    return (h_ND @ model.decoder.head_weight().to(h_ND.dtype).T).float()

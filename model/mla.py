@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from earlyfusion.kernels.attention.max_logit import max_logit
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import MlaMemory, Plan
@@ -98,9 +99,7 @@ class MultiHeadLatentAttention(nn.Module):
         )
         if track:
             with torch.no_grad():
-                largest = resolve("max_logit", q_THQ.device)(
-                    q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
-                )
+                largest = max_logit(q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau)
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
         return o_THV
 

@@ -27,7 +27,7 @@ PREFIXES = (
     ("decoder.lm_head.", "language_model.lm_head."),
     ("decoder.", "language_model.model."),
     ("vision_tower.", "vision_tower."),
-    ("projector.", "mm_projector."),
+    ("mm_projector.", "mm_projector."),
 )
 FP32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias")  # stay fp32 whatever the model's dtype
 

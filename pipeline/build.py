@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from earlyfusion.data.loader import Loader
+from earlyfusion.data.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.flops import FlopCounter as Costs
+from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, update_router_biases
 from earlyfusion.pipeline.compose import render
@@ -32,7 +33,7 @@ from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.statefile import write_text
 
 # What stands behind the short names in `stages.frozen`.
-FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("projector.*",), "text": ("decoder.*",)}
+FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
@@ -157,6 +158,30 @@ def check_frozen(config: RunConfig, fusion: nn.Module) -> None:
                     f"stages.{stage.name}.frozen: {entry!r} matches no parameter; "
                     f"use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
                 )
+
+
+class Costs:
+    """Training FLOPs of packed batches, decoder and vision apart; filler and positions without loss are not billed."""
+
+    def __init__(self, config: FusionConfig) -> None:
+        self.config = config
+
+    def of(self, batches: Sequence[PackedBatch]) -> tuple[float, float]:
+        """(decoder, vision) FLOPs of a step's micro-batches of this rank: forward and backward."""
+        decoder = vision = 0.0
+        for batch in batches:
+            lengths, left = [], batch.num_tokens
+            for length in batch.segments.lengths:  # filler comes last
+                if left <= 0:
+                    break
+                lengths.append(length)
+                left -= length
+            rooms = training_flops(self.config, lengths, batch.grids)
+            rooms["head"] *= float((batch.labels >= 0).sum()) / max(1, sum(lengths))
+            seen = rooms.pop("vision") + rooms.pop("projector")
+            vision += seen
+            decoder += sum(rooms.values())
+        return decoder, vision
 
 
 class StageLoaders:

@@ -32,7 +32,6 @@ from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped, UserError
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import Meter
-from earlyfusion.pipeline.plan import show_plan
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.step import LossBook, drop_frozen_gradients, forward_backward, weigh
@@ -217,6 +216,8 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
     config = load_config(parsed.recipes, parsed.overrides)
     if parsed.dry_run:
+        from earlyfusion.pipeline.plan import show_plan
+
         show_plan(config)
         return EXIT_OK
     training = Pretraining(config, parsed.resume)

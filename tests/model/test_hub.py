@@ -1,0 +1,334 @@
+"""Model directories: bit-exact round trips under public names, nothing half-written, one clear line for each mistake."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model import hub
+from earlyfusion.model.card import model_card
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.hub_config import ModelDirectoryError, load_config
+from earlyfusion.model.public_names import public_tensors
+
+FACTS = {
+    "name": "nano", "recipe": "nano", "steps": 700, "tokens": 2_867_200, "seconds": 240.0, "seed": 0,
+    "evals": {"easy-VQA test accuracy": 0.8312, "the same, blind": 0.64},
+    "sources": {"easy_vqa": {"share": 0.5, "licence": "MIT"}, "pydoc": {"share": 0.5, "licence": "PSF-2.0"}},
+    "licence": "Apache-2.0", "licence_note": "Made from the sources above.",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(tiny_config(tokenizer))
+
+
+def assert_same(one: torch.nn.Module, two: torch.nn.Module) -> None:
+    first, second = one.state_dict(), two.state_dict()
+    assert list(first) == list(second)
+    for name in first:
+        assert first[name].dtype == second[name].dtype and torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize(
+    "text, vision",
+    [
+        ({}, {}),
+        ({"tie_word_embeddings": True, "attn_res": "none", "q_lora_rank": 8, "num_shared_experts": 0}, {}),
+        (
+            {"attn_res": "full", "num_experts": 0, "num_experts_per_token": 1},
+            {"projector": "v1", "bias": True, "norm": "layer"},
+        ),
+        (
+            {"linear_attn_config": dict(num_heads=2, head_dim=16, gate_lower_bound=-5.0, full_rank_output_gate=True)},
+            {"pos_emb_interpolation": "bicubic", "pos_emb_time": 1},
+        ),
+    ],
+)
+def test_round_trip_is_bit_exact(tmp_path, tokenizer, text, vision):
+    model = tiny_model(tiny_config(tokenizer, vision=vision, **text))
+    save_model(model, tokenizer, tmp_path / "m", FACTS)
+    loaded = load_model(tmp_path / "m")
+    assert loaded.config == model.config and not loaded.training
+    assert_same(model, loaded)
+    assert Tokenizer.load(tmp_path / "m").encode("yes red") == tokenizer.encode("yes red")
+    for name, buffer in loaded.named_buffers():  # counters that are not in the file start afresh
+        if name.endswith(("load", "max_logit")):
+            assert torch.equal(buffer, torch.full_like(buffer, float("-inf") if "max" in name else 0.0))
+
+
+def test_shards_are_written_and_read(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m", max_shard_bytes=40_000)
+    shards = sorted(path.name for path in (tmp_path / "m").glob("model-*.safetensors"))
+    assert len(shards) > 3 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert not (tmp_path / "m" / "model.safetensors").exists()
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    sizes = {name: load_file(tmp_path / "m" / name) for name in shards}
+    assert index["weight_map"] == {tensor: name for name in shards for tensor in sizes[name]}
+    total = sum(t.numel() * t.element_size() for tensors in sizes.values() for t in tensors.values())
+    assert index["metadata"]["total_size"] == total
+    for tensors in sizes.values():
+        assert len(tensors) == 1 or sum(t.numel() * t.element_size() for t in tensors.values()) <= 40_000
+    assert_same(model, load_model(tmp_path / "m"))
+
+
+def test_names_and_shapes_are_those_of_public_checkpoints(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m")
+    found = load_file(tmp_path / "m" / "model.safetensors")
+    text, heads, width, hidden = "language_model.model.layers", 2, 16, 48
+    expected = {
+        "language_model.model.embed_tokens.weight": [model.config.text.vocab_size, hidden],
+        "language_model.lm_head.weight": [model.config.text.vocab_size, hidden],
+        "language_model.model.norm.weight": [hidden],
+        f"{text}.0.self_attn.A_log": [1, 1, heads, 1],
+        f"{text}.0.self_attn.dt_bias": [heads * width],
+        f"{text}.0.self_attn.q_conv1d.weight": [heads * width, 1, 4],
+        f"{text}.0.self_attn.f_a_proj.weight": [width, hidden],
+        f"{text}.0.self_attn.o_norm.weight": [width],
+        f"{text}.0.mlp.gate_proj.weight": [64, hidden],
+        f"{text}.1.block_sparse_moe.gate.weight": [4, hidden],
+        f"{text}.1.block_sparse_moe.gate.e_score_correction_bias": [4],
+        f"{text}.1.block_sparse_moe.experts.3.w1.weight": [24, hidden],
+        f"{text}.1.block_sparse_moe.experts.3.w3.weight": [24, hidden],
+        f"{text}.1.block_sparse_moe.experts.3.w2.weight": [hidden, 24],
+        f"{text}.1.block_sparse_moe.shared_experts.up_proj.weight": [24, hidden],
+        f"{text}.3.self_attn.kv_a_proj_with_mqa.weight": [16 + 8, hidden],
+        f"{text}.3.self_attn.kv_a_layernorm.weight": [16],
+        f"{text}.2.self_attention_res_proj.weight": [1, hidden],
+        f"{text}.2.self_attention_res_norm.weight": [hidden],
+        f"{text}.2.mlp_res_proj.weight": [1, hidden],
+        "language_model.model.output_attn_res_proj.weight": [1, hidden],
+        "language_model.model.output_attn_res_norm.weight": [hidden],
+        "vision_tower.patch_embed.pos_emb.weight": [16, 16, 32],
+        "vision_tower.encoder.blocks.0.wqkv.weight": [96, 32],
+        "vision_tower.encoder.final_layernorm.weight": [32],
+        "mm_projector.proj.0.weight": [128, 128],
+        "mm_projector.post_norm.weight": [hidden],
+    }
+    assert {name: list(found[name].shape) for name in expected} == expected
+    layer = model.decoder.layers[1].block_sparse_moe
+    assert torch.equal(found[f"{text}.1.block_sparse_moe.experts.2.w1.weight"], layer.experts.gate_up_proj[2, :24])
+    assert torch.equal(found[f"{text}.1.block_sparse_moe.experts.2.w3.weight"], layer.experts.gate_up_proj[2, 24:])
+    assert not [name for name in found if "query" in name or "gate_up_proj" in name]
+
+
+def test_text_names_are_transformers_kimi_linear_names(tokenizer):
+    """The oracle: what transformers' KimiLinear writes when it saves, but for the dense layer it misnames."""
+    transformers = pytest.importorskip("transformers", minversion="5.17")
+    config = tiny_config(tokenizer, attn_res="none", mla_output_gate=False).text
+    oracle = transformers.KimiLinearConfig(
+        vocab_size=config.vocab_size, hidden_size=48, num_hidden_layers=4, intermediate_size=64, moe_intermediate_size=24,
+        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+        linear_attn_config=None, XX linear_conv_kernel_dim=4, pad_token_id=0,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        mlp_layer_types=["dense"] + ["sparse"] * 3,
+    )  # fmt: skip
+    theirs = transformers.KimiLinearForCausalLM(oracle)
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        saved = load_file(os.path.join(folder, "model.safetensors"))
+    names = {n.replace(".0.block_sparse_moe.", ".0.mlp."): tuple(t.shape) for n, t in saved.items()}
+    model = NativeFusion(tiny_config(tokenizer, attn_res="none", mla_output_gate=False))
+    state = {name: t for name, t in model.state_dict().items() if name.startswith("decoder.")}
+    ours = {
+        p.name.removeprefix("language_model."): tuple(p.view(state[p.ours]).shape)
+        for p in public_tensors(state.items())
+    }
+    assert names == ours
+
+
+def test_tokenizer_and_config_files_say_what_the_model_is(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m", FACTS)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["model_type"] == "earlyfusion" and config["architectures"] == ["NativeFusion"]
+    assert config["text_config"]["model_type"] == "kimi_linear" and config["vision_config"]["model_type"] == "moonvit"
+    assert config["media_placeholder_token_id"] == tokenizer.media_pad_id and config["dtype"] == "float32"
+    media = json.loads((tmp_path / "m" / "preprocessor_config.json").read_text())["media_proc_cfg"]
+    assert media["patch_size"] == 8 and media["in_patch_limit"] == 1024 and media["merge_kernel_size"] == 2
+    assert media["temporal_merge_kernel_size"] == 4 and media["patch_limit_on_one_side"] == 512
+    generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.eos_id and tokenizer.media_pad_id in generation["suppress_tokens"]
+
+
+def test_model_card_states_the_facts_and_only_those(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m", FACTS)
+    card = (tmp_path / "m" / "README.md").read_text()
+    for said in (
+        "license: apache-2.0",
+        "# nano",
+        "| optimizer steps | 700 |",
+        "2,867,200",
+        "0.8312",
+        "| training time, minutes | 4 |",
+    ):
+        assert said in card, said
+    assert "| easy_vqa | 50.0 % | MIT |" in card and "Made from the sources above." in card
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in card
+    bare = model_card(model.config, {}, 10)
+    assert "Nothing was measured" in bare and "No licence has been chosen" in bare and "## Run" not in bare
+
+
+def test_other_dtypes_leave_gates_and_router_biases_in_fp32(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m")
+    half = load_model(tmp_path / "m", dtype=torch.bfloat16)
+    for name, tensor in half.state_dict().items():
+        keep = name.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
+        assert tensor.dtype == (torch.float32 if keep else torch.bfloat16), name
+        assert torch.equal(tensor, model.state_dict()[name].to(tensor.dtype)), name
+    save_model(half, tokenizer, tmp_path / "half")
+    assert_same(half, load_model(tmp_path / "half"))  # stored dtypes come back, each its own
+
+
+def test_loading_draws_no_random_numbers(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    load_model(tmp_path / "m")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_given_state_dict_is_saved_in_place_of_the_models_own(tmp_path, tokenizer, model):
+    other = tiny_model(model.config, seed=9)
+    save_model(model, tokenizer, tmp_path / "m", state=other.state_dict())
+    assert_same(other, load_model(tmp_path / "m"))
+
+
+def test_saving_again_replaces_the_old_directory_whole(tmp_path, tokenizer, model):
+    save_model(model, tokenizer, tmp_path / "m", max_shard_bytes=40_000)
+    other = tiny_model(model.config, seed=4)
+    save_model(other, tokenizer, tmp_path / "m")
+    assert not list((tmp_path / "m").glob("model-*")) and [p.name for p in tmp_path.iterdir()] == ["m"]
+    assert_same(other, load_model(tmp_path / "m"))
+
+
+def test_a_failed_save_leaves_the_old_directory_and_nothing_else(tmp_path, tokenizer, model, monkeypatch):
+    save_model(model, tokenizer, tmp_path / "m")
+
+    def no_space(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub, "save_file", no_space)
+    for target in ("m", "new"):
+        with pytest.raises(OSError, match="No space"):
+            save_model(tiny_model(model.config, seed=4), tokenizer, tmp_path / target)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert_same(model, load_model(tmp_path / "m"))
+
+
+def test_other_peoples_files_are_never_replaced(tmp_path, tokenizer, model):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ModelDirectoryError, match="holds files but no model"):
+        save_model(model, tokenizer, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(ModelDirectoryError, match="is a file or link"):
+        save_model(model, tokenizer, tmp_path / "mine" / "thesis.txt")
+
+
+# --------------------------------------------------------------------------------------------------- wrong directories
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer, model):
+    return save_model(model, tokenizer, tmp_path / "m")
+
+
+def change_config(folder, section, key, value):
+    config = json.loads((folder / "config.json").read_text())
+    (config[section] if section else config)[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def complaint(folder) -> str:
+    with pytest.raises(ModelDirectoryError) as error:
+        load_model(folder)
+    assert "\n" not in str(error.value) and error.value.exit_code == 2
+    return str(error.value)
+
+
+def test_a_directory_without_config_is_no_model_directory(tmp_path):
+    assert "not a model directory" in complaint(tmp_path)
+    assert "not a model directory" in complaint(tmp_path / "nowhere")
+
+
+def test_missing_tensors_are_listed(saved):
+    names = [f"language_model.model.layers.{i}.input_layernorm.weight" for i in range(3)]
+    change_weights(saved, lambda tensors: [tensors.pop(name) for name in names])
+    said = complaint(saved)
+    assert "3 tensor(s) missing" in said and all(name in said for name in names)
+
+
+def test_tensors_without_a_place_are_listed(saved):
+    change_weights(saved, lambda tensors: tensors.update(mystery=torch.zeros(1)))
+    assert re.search(r"1 tensor\(s\) that config.json has no place for: mystery", complaint(saved))
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(saved):
+    change_weights(saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(49)}))
+    said = complaint(saved)
+    assert "language_model.model.norm.weight" in said and "[49]" in said and "[48]" in said
+
+
+def test_a_tensor_that_would_broadcast_is_still_a_wrong_shape(saved):
+    change_weights(saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(1)}))
+    assert "has shape [1]" in complaint(saved)
+
+
+def test_vocabulary_mismatch_is_found_on_save_and_on_load(saved, tmp_path, tokenizer, model):
+    larger = tiny_tokenizer(320)
+    with pytest.raises(ModelDirectoryError, match=r"ids up to 319.*vocab_size=300"):
+        save_model(model, larger, tmp_path / "larger")
+    assert not (tmp_path / "larger").exists()
+    larger.save(saved)
+    assert "vocabulary mismatch" in complaint(saved)
+    tokenizer.save(saved)
+    change_config(saved, "", "media_placeholder_token_id", tokenizer.media_begin_id)
+    assert "<|media_pad|> is id" in complaint(saved)
+
+
+def test_damaged_files_are_named(saved, tmp_path):
+    for name, content in (("model.safetensors", b"\x10garbage"), ("config.json", b"{")):
+        shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+        shutil.copytree(saved, tmp_path / "broken")
+        (tmp_path / "broken" / name).write_bytes(content)
+        assert name in complaint(tmp_path / "broken") and "damaged" in complaint(tmp_path / "broken")
+    (saved / "model.safetensors").unlink()
+    assert "missing: model.safetensors" in complaint(saved)
+
+
+def test_unknown_and_impossible_configuration_keys_are_named(saved):
+    change_config(saved, "text_config", "hiden_size", 3)
+    assert "hiden_size" in complaint(saved)
+    change_config(saved, "", "model_type", "llama")
+    assert "'llama'" in complaint(saved)
+
+
+def test_an_index_cannot_point_outside_its_directory(saved):
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
+    assert "plain file names" in complaint(saved)
+
+
+def test_configuration_alone_can_be_read(saved, model):
+    assert load_config(saved) == model.config

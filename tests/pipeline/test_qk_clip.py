@@ -1,0 +1,213 @@
+"""QK-Clip: logits fall to tau in one step, other heads do not change by a bit, and ranks agree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import muon_rank
+import pytest
+import torch
+from tiny_mla import TinyMLA, TinyModel, fill_gradients
+from torch import nn
+
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.mla import MultiHeadLatentAttention
+from earlyfusion.pipeline.optim.muonclip import MuonClip, build_param_groups
+from earlyfusion.pipeline.optim.qk_clip import QKClip, head_factors
+
+LOGIT_TOL = 1e-5  # relative, fp32: sqrt(gamma) twice against gamma
+SHARD_TOL = 1e-5  # fp32 Newton-Schulz in batches of other sizes
+
+
+def blown_up(seed: int, low_rank_query: bool = False, heads_up: tuple[int, ...] = (1,)) -> tuple[TinyMLA, torch.Tensor]:
+    """A module whose chosen heads have logits far above 1, and its input."""
+    torch.manual_seed(seed)
+    module = TinyMLA(low_rank_query=low_rank_query)
+    query = module.q_b_proj if low_rank_query else module.q_proj
+    with torch.no_grad():
+        for head in heads_up:
+            query.weight[head * 12 : (head + 1) * 12] *= 60.0
+            module.kv_b_proj.weight[head * 16 : head * 16 + 8] *= 60.0
+    return module, torch.randn(9, 24)
+
+
+@pytest.mark.parametrize("low_rank_query", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_blown_up_head_comes_down_to_tau_in_one_step(low_rank_query, seed):
+    module, x = blown_up(seed, low_rank_query)
+    tau = 5.0
+    before = module.measure(x)
+    assert before[1] > 10 * tau and (before[[0, 2, 3]] < tau).all()
+    old = {n: p.detach().clone() for n, p in module.named_parameters()}
+    QKClip(module, tau).apply()
+    after = module.logits(x).amax(dim=1)
+    assert after[1].item() == pytest.approx(tau, rel=LOGIT_TOL)
+    assert torch.equal(after[[0, 2, 3]], before[[0, 2, 3]])
+    gamma = tau / before[1]
+    query = "q_b_proj.weight" if low_rank_query else "q_proj.weight"
+    rows = torch.ones(48)
+    rows[12:20], rows[20:24] = gamma.sqrt(), gamma  # without position, with position
+    torch.testing.assert_close(dict(module.named_parameters())[query], old[query] * rows[:, None])
+    rows = torch.ones(64)
+    rows[16:24] = gamma.sqrt()  # keys of head 1; its values stay
+    torch.testing.assert_close(module.kv_b_proj.weight, old["kv_b_proj.weight"] * rows[:, None])
+
+
+def test_heads_below_tau_and_other_weights_are_bit_identical():
+    module, x = blown_up(2, heads_up=(0, 3))
+    module.measure(x)
+    old = {n: p.detach().clone() for n, p in module.named_parameters()}
+    QKClip(module, 5.0).apply()
+    for head in (1, 2):
+        q, kv = slice(head * 12, head * 12 + 12), slice(head * 16, head * 16 + 16)
+        assert torch.equal(module.q_proj.weight[q], old["q_proj.weight"][q])
+        assert torch.equal(module.kv_b_proj.weight[kv], old["kv_b_proj.weight"][kv])
+    for head in (0, 3):
+        assert not torch.equal(module.q_proj.weight[head * 12], old["q_proj.weight"][head * 12])
+        values = slice(head * 16 + 8, head * 16 + 16)
+        assert torch.equal(module.kv_b_proj.weight[values], old["kv_b_proj.weight"][values])
+    assert torch.equal(module.kv_a_proj_with_mqa.weight, old["kv_a_proj_with_mqa.weight"])
+    assert torch.equal(module.o_proj.weight, old["o_proj.weight"])
+
+
+def test_factors_are_one_for_everything_that_must_not_be_clipped():
+    S = torch.tensor([-float("inf"), -3.0, 0.0, 4.9, 5.0, 10.0, float("inf"), float("nan")])
+    assert head_factors(S, 5.0).tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0]
+
+
+def test_maximum_runs_over_micro_batches_and_starts_again_after_the_step():
+    module, x = blown_up(3)
+    clip = QKClip(module, 5.0)
+    largest = torch.maximum(module.measure(x), module.measure(0.5 * x))
+    clip.apply()
+    assert clip.metrics()["max_logit"][""] == largest.tolist()
+    assert clip.metrics()["clipped_heads"] == 1
+    assert torch.equal(module.max_logit, torch.full((4,), float("-inf")))
+    old = module.q_proj.weight.detach().clone()
+    clip.apply()  # nothing measured since
+    assert torch.equal(module.q_proj.weight, old)
+    assert clip.metrics() == {"max_logit": {}, "clipped_heads": 0, "unmeasured_layers": 1}
+    module.measure(1e3 * x)
+    clip.reset()  # a skipped step
+    clip.apply()
+    assert torch.equal(module.q_proj.weight, old)
+
+
+def test_attaches_to_any_optimizer_and_can_be_removed():
+    module, x = blown_up(4)
+    opt = torch.optim.SGD(module.parameters(), lr=0.0)
+    handle = QKClip(module, 5.0).attach(opt)
+    fill_gradients(module, 0)
+    module.measure(x)
+    opt.step()
+    assert module.logits(x).amax().item() == pytest.approx(5.0, rel=LOGIT_TOL)
+    handle.remove()
+    module.max_logit.fill_(50.0)
+    old = module.q_proj.weight.detach().clone()
+    opt.step()
+    assert torch.equal(module.q_proj.weight, old)
+
+
+def test_muonclip_clips_after_its_update_and_leaves_momentum_alone():
+    results = []
+    for tau in (None, 1.0):
+        torch.manual_seed(0)
+        model = TinyModel()
+        groups = build_param_groups(model, lr=0.02, weight_decay=0.1)
+        opt = MuonClip(groups, model=model, qk_clip=tau)
+        fill_gradients(model, 0)
+        attention = model.layers[1].self_attn
+        attention.max_logit.copy_(torch.tensor([0.5, 4.0, 0.5, 0.5]))
+        opt.step()
+        results.append((attention.q_proj.weight.detach(), opt.state[attention.q_proj.weight]["momentum_buffer"]))
+    (free, momentum), (clipped, same) = results
+    rows = torch.ones(48)
+    rows[12:20], rows[20:24] = 0.5, 0.25
+    assert torch.equal(clipped, free * rows[:, None]) and torch.equal(momentum, same)
+    metrics = opt.metrics()
+    assert metrics["max_logit"] == {"1": [0.5, 4.0, 0.5, 0.5]} and metrics["clipped_heads"] == 1
+
+
+def test_frozen_weights_stay():
+    module, x = blown_up(5)
+    module.measure(x)
+    module.q_proj.weight.requires_grad_(False)
+    old = module.q_proj.weight.clone()
+    QKClip(module, 5.0).apply()
+    assert torch.equal(module.q_proj.weight, old)
+
+
+def test_16_bit_weights_round_once():
+    module, x = blown_up(6)
+    module.measure(x)
+    twin = TinyMLA().to(torch.bfloat16)
+    twin.load_state_dict(module.state_dict())
+    twin.max_logit = module.max_logit.clone()
+    start = twin.q_proj.weight.detach().float()
+    QKClip(twin, 5.0).apply()
+    gamma = head_factors(module.max_logit, 5.0)[1]
+    want = (start[12:20] * gamma.sqrt()).bfloat16()
+    assert torch.equal(twin.q_proj.weight[12:20], want)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 16])
+def test_the_real_attention_layer_comes_down_to_tau(q_lora_rank):
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=2, kv_lora_rank=16,
+        q_lora_rank=q_lora_rank, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_experts=0, attn_res="none",
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        linear_attn_config={"num_heads": 2, "head_dim": 16, "kda_layers": [], "full_attn_layers": [1]},
+    )  # fmt: skip
+    layer = MultiHeadLatentAttention(config)
+    query = layer.q_proj if q_lora_rank is None else layer.q_b_proj
+    with torch.no_grad():
+        for param in layer.parameters():
+            if param.ndim == 2:
+                param.normal_(0, 0.2)
+        query.weight[24:].mul_(300.0)  # head 1
+    segments = Segments.from_lengths([7, 5])
+    x = torch.randn(12, 32)
+    clip = QKClip(layer, tau=20.0)
+    assert layer.qk_clip_tau == 20.0
+    layer.train()
+    layer(x, segments).sum().backward()
+    before = layer.max_logit.clone()
+    assert before[1] > 100.0 and before[0] < 20.0
+    clip.apply()
+    layer(x, segments)
+    assert layer.max_logit[1].item() == pytest.approx(20.0, rel=1e-4)
+    assert layer.max_logit[0] == before[0]
+
+
+def test_models_without_latent_attention_and_bad_tau_are_refused():
+    with pytest.raises(ValueError, match="found no attention layer"):
+        QKClip(nn.Linear(3, 3), 100.0)
+    with pytest.raises(ValueError, match="positive tau"):
+        QKClip(TinyMLA(), 0.0)
+
+
+def test_two_processes_equal_one(tmp_path):
+    """One MAX all-reduce makes both ranks clip by the global maximum; sharded heads and experts train like whole ones."""
+    script = Path(__file__).with_name("muon_rank.py")
+    processes = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    weights, metrics = muon_rank.clipped_alone([0, 1])
+    assert metrics["clipped_heads"] > 0
+    for rank in range(2):
+        alone, _ = muon_rank.clipped_alone([rank])
+        assert any(not torch.equal(alone[n], weights[n]) for n in weights)  # its own batch is not enough
+        assert all(torch.equal(ranks[rank]["clip"][n], weights[n]) for n in weights)
+        assert ranks[rank]["metrics"] == metrics
+        for name, want in muon_rank.train().items():
+            torch.testing.assert_close(ranks[rank]["train"][name], want, rtol=SHARD_TOL, atol=SHARD_TOL, msg=name)
+        assert "cuts a Muon block" in ranks[rank]["refusal"]
