@@ -94,7 +94,7 @@ class Loader:
 
     def _open(self) -> Feed:
         data = self.spec.data
-        states: dict[int, dict[str, Any] | None] = dict(self._states)
+        states: dict[int, dict[str, Any] | None] = {lane: self._states[lane] for lane in self.owned}
         if data.prefetch == "process":
             return ProcessFeed(self.spec, states, data.prefetch_steps, data.workers)
         lanes: list[Lane] = build_lanes(self.spec, self.sources, states)
@@ -129,7 +129,7 @@ class Loader:
         return {
             "version": _VERSION,
             "identity": self._identity,
-            "lanes": {str(lane): deepcopy(state) for lane, state in self._states.items()},
+            "lanes": {str(lane): deepcopy(state) for lane, state in sorted(self._states.items())},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

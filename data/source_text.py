@@ -15,14 +15,14 @@ from earlyfusion.data.sources import Source
 
 
 class Pydoc(Source):
-    """The topics of `pydoc_data` (79 chapters of the language reference, 465 kB); topics are held out by name."""
+    """The topics of `pydoc_data` (79 chapters of the language reference, 465 kB), about `val_fraction` of the bytes held out."""
 
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
         super().__init__(config, seed=seed, val_fraction=val_fraction)
-        topics = _topics()
-        self._topics = topics
-        self._held = [name for name in sorted(topics) if held_out(f"pydoc/{name}", val_fraction)]
-        self._train = [name for name in sorted(topics) if name not in set(self._held)]
+        self._topics = topics = _topics()
+        held = _heldout_topics(topics, val_fraction)
+        self._held = [name for name in sorted(topics) if name in held]
+        self._train = [name for name in sorted(topics) if name not in held]
 
     def __len__(self) -> int:
         return len(self._train)
@@ -54,6 +54,37 @@ def _topics() -> dict[str, str]:
             "for example kind = 'folder'"
         ) from None
     return dict(topics)
+
+
+_SHARED_PARAGRAPH_CHARS = 80
+
+
+def _families(topics: dict[str, str]) -> list[list[str]]:
+    """Topics that share a paragraph: the manual gives whole sections again under other names ("if" inside "compound")."""
+    family = {name: [name] for name in topics}
+    owner: dict[str, str] = {}
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if len(words) < _SHARED_PARAGRAPH_CHARS:
+                continue
+            other = owner.setdefault(words, name)
+            if family[other] is not family[name]:
+                joined = family[other] + family[name]
+                family.update(dict.fromkeys(joined, joined))
+    return [sorted(members) for name, members in sorted(family.items()) if name == min(members)]
+
+
+def _heldout_topics(topics: dict[str, str], fraction: float) -> set[str]:
+    """Whole families in hash order, as many as fit in `fraction` of the characters."""
+    room = fraction * sum(map(len, topics.values()))
+    held: set[str] = set()
+    for members in sorted(_families(topics), key=lambda members: digest64("pydoc", members[0])):
+        size = sum(len(topics[name]) for name in members)
+        if size <= room:
+            held.update(members)
+            room -= size
+    return held
 
 
 # Left out of the standard library: what is not library code, and pydoc_data, whose held-out topics must stay unseen.

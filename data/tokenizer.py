@@ -83,7 +83,7 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_restore, (self._backend.to_str(), self.config))
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Rows an embedding table needs: the largest id + 1, special tokens included."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1

@@ -15,7 +15,7 @@ Shapes: T tokens (packed), D hidden, H heads, R latent rank, N sequences, W quer
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from earlyfusion.kernels.attention.max_logit import max_logit
 from earlyfusion.kernels.dispatch import resolve
@@ -23,10 +23,10 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import MlaMemory, Plan
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear
-from earlyfusion.model.norm import RMSNorm, at_least_fp32
+from earlyfusion.model.norm import Fp32State, RMSNorm, at_least_fp32
 
 
-class MultiHeadLatentAttention(nn.Module):
+class MultiHeadLatentAttention(Fp32State):
     """Full attention inside each packed document.
 
     In training it tracks `max_logit` [H] fp32, the largest scaled logit per head since the last reset (start -inf),

@@ -28,13 +28,13 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import normal_
 from earlyfusion.model.mlp import SwiGLU
-from earlyfusion.model.norm import at_least_fp32
+from earlyfusion.model.norm import Fp32State, at_least_fp32
 
 BINS = 1000
 Reduce = Callable[[Tensor], Tensor]
 
 
-class Router(nn.Module):
+class Router(Fp32State):
     """Scores and choice of experts. `e_score_correction_bias` [E] fp32 is state, not a parameter."""
 
     e_score_correction_bias: Tensor
@@ -84,7 +84,7 @@ class Experts(nn.Module):
         return resolve("moe_experts", x_TD.device)(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Fp32State):
     """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule, `histogram` [E, B].
 
     Counts are non-persistent fp32 buffers that start at zero after every `update_bias`. (A layer recomputed by

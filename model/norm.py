@@ -5,6 +5,8 @@ Shapes: T tokens, D hidden, H heads, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,23 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+class Fp32State(nn.Module):
+    """Base of modules whose own floating buffers are counters, biases or maxima that must stay fp32.
+
+    `.to(torch.bfloat16)` casts every buffer it meets; a selection bias or a token count rounded to 8 bits is wrong.
+    Here such a cast moves the buffers to the new device and leaves their values alone.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp32State:
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = self._buffers[name]
+            if old is not None and new is not None and new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
 
 
 class RMSNorm(nn.Module):

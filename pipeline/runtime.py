@@ -7,6 +7,7 @@ Reductions are sums and maxima of small float64 tensors; with one process they c
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import signal
@@ -24,6 +25,7 @@ from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.pipeline.errors import UserError, require_python
 
 MIN_TORCH = (2, 11)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def check_versions(torch_version: str = torch.__version__) -> None:
@@ -65,6 +67,20 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep large freed buffers for reuse; True where that worked.
+
+    By default every tensor above 128 KiB is mapped anew and its pages are faulted in and zeroed again, which on a CPU
+    costs as much as the arithmetic. Tensors of a training step have the same sizes in every step, so keeping them
+    costs little memory.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+    except (OSError, AttributeError):
+        return False
 
 
 class StopFlag:
@@ -110,6 +126,8 @@ class Runtime:
         project_dir: str | None = None,
     ):
         check_versions()
+        if not torch.cuda.is_available():
+            keep_freed_memory()
         if threads is not None:
             torch.set_num_threads(threads)
         # Buffers hold per-rank statistics (max logits, expert load): DDP must not overwrite them with rank 0's.

@@ -36,16 +36,30 @@ def vocabulary(heldout: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sign:
-    """A picture of `text`: size of the picture, font size in pixels, where the text begins."""
+    """A picture of some lines of text: its size, the font size in pixels, where each line is drawn."""
 
-    text: str
+    lines: tuple[str, ...]
     width: int
     height: int
     font_size: int
-    left: int
-    top: int
+    corners: tuple[tuple[int, int], ...]
+    """(x, y) given to the font for each line."""
     colour: str
     background: str
+
+    @property
+    def text(self) -> str:
+        """What a reader says: the lines with spaces between."""
+        return " ".join(self.lines)
+
+
+def _ink(lines: list[str], size: int) -> tuple[list[tuple[int, int]], int, int]:
+    """(corner of each line, width, height) of the lines one below the other, the ink beginning at (0, 0)."""
+    boxes = [tuple(round(x) for x in font(size).getbbox(line)) for line in lines]
+    top = boxes[0][1]
+    corners = [(-box[0], i * (size + 2) - top) for i, box in enumerate(boxes)]
+    height = max(y + box[3] for (_, y), box in zip(corners, boxes))
+    return corners, max(box[2] - box[0] for box in boxes), height
 
 
 def make_sign(rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Sign:
@@ -53,26 +67,27 @@ def make_sign(rng: Random, *, min_side: int, max_side: int, heldout: bool = Fals
     words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
     if not heldout and rng.random() < 0.2:
         words = [str(rng.randrange(10, 10_000))]
-    size = rng.randint(10, 10 + max_side // 8)
-    while True:
-        text = " ".join(words)
-        left, top, right, bottom = (round(x) for x in font(size).getbbox(text))
-        if right - left <= max_side - 6:
-            break
-        if size > 10:
-            size = max(10, size - 2)
+    lines = words if rng.random() < 0.5 else [" ".join(words)]
+    size, most = rng.randint(10, 10 + max_side // 8), max_side - 6
+    corners, text_w, text_h = _ink(lines, size)
+    while max(text_w, text_h) > most and (size > 8 or len(words) > 1):
+        if size > 10 or len(words) == 1:
+            size -= 1
         else:
-            words = words[1:] or ["go"]
-    text_w, text_h = right - left, bottom - top
+            words = words[1:]
+            lines = words if len(lines) > 1 else [" ".join(words)]
+        corners, text_w, text_h = _ink(lines, size)
     width = rng.randint(max(min_side, text_w + 6), max_side)
-    height = rng.randint(max(min_side, text_h + 6), max(min_side, min(max_side, 3 * text_h)))
+    height = rng.randint(max(min_side, text_h + 6), max_side)
+    if rng.random() < 0.5:  # a tight frame as often as a wide one
+        width, height = max(min_side, text_w + 6), max(min_side, text_h + 6)
+    left, top = rng.randint(2, width - text_w - 3), rng.randint(2, height - text_h - 3)
     return Sign(
-        text=text,
+        lines=tuple(lines),
         width=width,
         height=height,
         font_size=size,
-        left=rng.randint(2, width - text_w - 3) - left,
-        top=rng.randint(2, height - text_h - 3) - top,
+        corners=tuple((left + x, top + y) for x, y in corners),
         colour=rng.choice([name for name in COLOURS if name not in ("yellow", "gray")]),
         background=rng.choice(tuple(BACKGROUNDS)),
     )
@@ -82,7 +97,8 @@ def draw_sign(sign: Sign) -> Image.Image:
     """The picture, RGB."""
     image = Image.new("RGB", (sign.width, sign.height), BACKGROUNDS[sign.background])
     draw = ImageDraw.Draw(image)
-    draw.text((sign.left, sign.top), sign.text, fill=COLOURS[sign.colour], font=font(sign.font_size))
+    for line, corner in zip(sign.lines, sign.corners):
+        draw.text(corner, line, fill=COLOURS[sign.colour], font=font(sign.font_size))
     return image
 
 

@@ -8,7 +8,9 @@ from earlyfusion.kernels.muon import naive
 from earlyfusion.kernels.muon.newton_schulz import default_dtype, newton_schulz
 
 FP64_TOL = 1e-10  # same polynomial, other order of additions, ten steps at most
-FP32_TOL = 2e-4  # Frobenius error relative to the naive fp32 iteration; slopes of 8 a step amplify rounding at small values
+FP32_TOL = (
+    2e-4  # Frobenius error relative to the naive fp32 iteration; slopes of 8 a step amplify rounding at small values
+)
 BF16_TOL = 0.06  # relative Frobenius error to fp64: 8 bits of mantissa through five steps with slopes up to 8
 
 SHAPES = [(1, 1, 1), (3, 5, 5), (4, 7, 33), (2, 33, 7), (5, 1, 9), (2, 64, 48)]
@@ -110,7 +112,9 @@ def test_zero_and_empty_batches_are_harmless():
 def test_input_is_not_modified_and_views_are_fine():
     base = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(7))
     view, before = base[:, ::2], base.clone()
-    torch.testing.assert_close(newton_schulz(view, dtype=torch.float32), newton_schulz(view.clone(), dtype=torch.float32))
+    torch.testing.assert_close(
+        newton_schulz(view, dtype=torch.float32), newton_schulz(view.clone(), dtype=torch.float32)
+    )
     assert torch.equal(base, before)
 
 

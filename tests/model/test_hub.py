@@ -1,7 +1,6 @@
 """Model directories: bit-exact round trips under public names, nothing half-written, one clear line for each mistake."""
 
 import json
-import os
 import re
 import shutil
 
@@ -125,24 +124,21 @@ def test_names_and_shapes_are_those_of_public_checkpoints(tmp_path, tokenizer, m
     assert not [name for name in found if "query" in name or "gate_up_proj" in name]
 
 
-def test_text_names_are_transformers_kimi_linear_names(tokenizer):
+def test_text_names_are_transformers_kimi_linear_names(tmp_path, tokenizer):
     """The oracle: what transformers' KimiLinear writes when it saves, but for the dense layer it misnames."""
     transformers = pytest.importorskip("transformers", minversion="5.17")
     config = tiny_config(tokenizer, attn_res="none", mla_output_gate=False).text
     oracle = transformers.KimiLinearConfig(
         vocab_size=config.vocab_size, hidden_size=48, num_hidden_layers=4, intermediate_size=64, moe_intermediate_size=24,
         num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
-        v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
-        linear_attn_config=None, XX linear_conv_kernel_dim=4, pad_token_id=0,
+        v_head_dim=16, num_local_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+        linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         mlp_layer_types=["dense"] + ["sparse"] * 3,
     )  # fmt: skip
     theirs = transformers.KimiLinearForCausalLM(oracle)
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        saved = load_file(os.path.join(folder, "model.safetensors"))
+    theirs.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
     names = {n.replace(".0.block_sparse_moe.", ".0.mlp."): tuple(t.shape) for n, t in saved.items()}
     model = NativeFusion(tiny_config(tokenizer, attn_res="none", mla_output_gate=False))
     state = {name: t for name, t in model.state_dict().items() if name.startswith("decoder.")}

@@ -43,10 +43,13 @@ def clipped_alone(batches: list[int]) -> tuple[dict, dict]:
 
 
 def shard(model: nn.Module, name: str, mesh) -> None:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    old = module._parameters[attribute]
-    module._parameters[attribute] = nn.Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)]))
+    """Cut a parameter along dim 0, under every name that it is tied to."""
+    old = model.get_parameter(name)
+    new = nn.Parameter(distribute_tensor(old.detach(), mesh, [Shard(0)]))
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            if param is old:
+                module._parameters[attribute] = new
 
 
 def train(mesh=None) -> dict:

@@ -54,7 +54,11 @@ def test_semantic_rules_route_the_tiny_model():
     muon = {name for name, f in family.items() if f == "muon"}
     kda = {f"layers.0.self_attn.{n}_proj.weight" for n in ("q", "k", "v", "f_a", "f_b", "o")}
     mla = {f"layers.1.self_attn.{n}.weight" for n in ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
-    moe = {f"layers.{i}.block_sparse_moe.{n}" for i in (0, 1) for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")}
+    moe = {
+        f"layers.{i}.block_sparse_moe.{n}"
+        for i in (0, 1)
+        for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+    }
     assert muon == kda | mla | moe | {"mlp.gate_up_proj.weight", "mlp.down_proj.weight", "projector.proj.weight"}
     undecayed = {fqn for group in groups if group["weight_decay"] == 0 for fqn in group["fqns"]}
     assert {"layers.0.self_attn.A_log", "layers.0.self_attn.dt_bias", "layers.0.input_layernorm.weight"} <= undecayed
@@ -85,7 +89,11 @@ def test_vision_tower_goes_to_muon_only_on_request_and_its_lookups_never():
     assert families(build_param_groups(TinyModel(), 0.02, 0.1))[name] == "adamw"
     on = build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True)
     assert blocks(on)[name] == [6, 1, 6]  # q, k, v of two heads
-    assert blocks(build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True, head_group_size=None))[name] == [3, 1, 12]
+    assert blocks(build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True, head_group_size=None))[name] == [
+        3,
+        1,
+        12,
+    ]
     assert families(on)["vision_tower.patch_embed.weight"] == families(on)["vision_tower.pos_emb.weight"] == "adamw"
 
 
@@ -273,7 +281,9 @@ def test_loaded_state_continues_bit_for_bit(dtype):
             o.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     for a, b in zip(model.parameters(), twin.parameters()):
-        assert all(torch.equal(opt.state[a][k], v) and v.dtype == opt.state[a][k].dtype for k, v in fresh.state[b].items())
+        assert all(
+            torch.equal(opt.state[a][k], v) and v.dtype == opt.state[a][k].dtype for k, v in fresh.state[b].items()
+        )
 
 
 def test_loading_keeps_own_structure_takes_lr_and_refuses_another_model():

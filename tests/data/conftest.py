@@ -1,0 +1,49 @@
+"""The embedded tokenizer in a cache of the test session's own, and the standard mix."""
+
+import pytest
+
+from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.vision.config import VisionConfig
+
+STANDARD_MIX = {
+    "easy_vqa": 0.40,
+    "pydoc": 0.15,
+    "stdlib_code": 0.10,
+    "synth_scenes": 0.15,
+    "synth_words": 0.06,
+    "synth_charts": 0.06,
+    "synth_grid": 0.04,
+    "synth_clips": 0.04,
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EF_CACHE", str(path))
+        yield path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(cache):
+    return embedded_tokenizer(2048)
+
+
+@pytest.fixture(scope="session")
+def vision():
+    return VisionConfig.preset("tiny")
+
+
+@pytest.fixture
+def mix():
+    """mix(easy_vqa=0.5, pydoc=0.5, seed=1, ...) -> DataConfig; kinds are names, everything else is a setting."""
+
+    def build(weights=None, options=None, **settings):
+        weights = weights or STANDARD_MIX
+        options = options or {}
+        sources = [SourceConfig(name=k, kind=k, weight=w, options=options.get(k, {})) for k, w in weights.items()]
+        return DataConfig(sources=sources, **{"prefetch": "none", **settings})
+
+    return build

@@ -1,0 +1,155 @@
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as PILImage
+
+from earlyfusion.data.encode import cuts, encode, timestamp
+from earlyfusion.data.errors import BadSample
+from earlyfusion.data.sample import Image, Sample, Text, Video
+from earlyfusion.vision.patches import num_patches, num_tokens, prepare_frames, prepare_image
+
+
+def picture(width, height, seed=0):
+    return PILImage.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def random_document(rng, pieces=12):
+    """Text runs with and without line ends, images of many sizes, clips."""
+    segments = []
+    for i in range(pieces):
+        kind = rng.random()
+        if kind < 0.7:
+            words = [
+                rng.choice(["red", "circle", "12", "\n", "é", "  ", "def f():\n"]) for _ in range(rng.randint(1, 40))
+            ]
+            segments.append(Text(" ".join(words), rng.choice([0.0, 0.5, 1.0])))
+        elif kind < 0.9:
+            segments.append(Image(picture(rng.randint(8, 90), rng.randint(8, 90), i)))
+        else:
+            frames = rng.randint(1, 9)
+            segments.append(Video([picture(32, 24, j) for j in range(frames)], [j / 2 for j in range(frames)]))
+    return Sample(segments, "random", "0")
+
+
+def test_an_image_document_has_the_published_layout(tokenizer, vision):
+    image = picture(40, 20)
+    document = encode(Sample([Text("see", 0.5), Image(image), Text(" end")], "s", "k"), tokenizer, vision)
+    patches, grid = prepare_image(image, vision)
+    pads = num_tokens(grid)
+    expected = [tokenizer.bos_id, *tokenizer.encode("see"), tokenizer.media_begin_id, *tokenizer.encode("image")]
+    expected += [tokenizer.media_content_id, *[tokenizer.media_pad_id] * pads, tokenizer.media_end_id]
+    expected += [*tokenizer.encode(" end"), tokenizer.eos_id]
+    assert document.ids.tolist() == expected
+    assert torch.equal(document.patches, patches) and document.grids == [grid]
+    see, end = len(tokenizer.encode("see")), len(tokenizer.encode(" end"))
+    media = len(expected) - 2 - see - end
+    assert document.loss_weights.tolist() == [0.0] + [0.5] * see + [0.0] * media + [1.0] * (end + 1)
+    assert document.ids[document.media_positions].eq(tokenizer.media_pad_id).all()
+
+
+def test_an_open_document_is_a_prompt_without_eos(tokenizer, vision):
+    document = encode(Sample([Text("Q:", 0.0)], "s", "k"), tokenizer, vision, eos=False)
+    assert document.ids.tolist() == [tokenizer.bos_id, *tokenizer.encode("Q:")]
+
+
+def test_a_video_is_chunks_of_four_frames_with_the_time_of_the_first(tokenizer, vision):
+    frames = [picture(33, 25, i) for i in range(6)]
+    document = encode(Sample([Video(frames, [0.5 * i for i in range(6)])], "s", "k"), tokenizer, vision)
+    items = prepare_frames(frames, vision)
+    assert [grid[0] for grid in document.grids] == [4, 2]
+    assert torch.equal(document.patches, torch.cat([patches for patches, _ in items]))
+    text = tokenizer.decode([i for i in document.ids.tolist() if i not in tokenizer.special_ids.values()])
+    assert text == "00:00:00.000video00:00:02.000video"
+    assert document.loss_weights.sum() == 0.0  # nothing but media: not even [EOS] is trained
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "00:00:00.000"), (3661.5, "01:01:01.500"), (59.9996, "00:01:00.000"), (1e5, "27:46:40.000")],
+)
+def test_timestamps_are_hours_minutes_seconds_milliseconds(seconds, text):
+    assert timestamp(seconds) == text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_media_positions_are_as_many_as_the_grids_say(tokenizer, vision, seed):
+    document = encode(random_document(random.Random(seed)), tokenizer, vision)
+    assert len(document.media_positions) == sum(num_tokens(grid) for grid in document.grids)
+    assert document.num_patches == sum(num_patches(grid) for grid in document.grids)
+
+
+@pytest.mark.parametrize("length", [48, 100, 333])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_long_document_is_split_without_losing_a_token_or_a_patch(tokenizer, vision, seed, length):
+    document = encode(random_document(random.Random(seed), pieces=30), tokenizer, vision)
+    longest = max([b - a for a, b in document.spans], default=0)
+    length = max(length, longest + 2)
+    limit = max([num_patches(grid) for grid in document.grids], default=0) + 40
+    ranges = cuts(document, length, limit, tokenizer.ends_line)
+    assert ranges[0][0] == 0 and ranges[-1][1] == len(document)
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    pieces = [document.piece(*r) for r in ranges]
+    ids, weights = [pieces[0].ids], [pieces[0].loss_weights]
+    for piece in pieces[1:]:
+        assert piece.ids[0] == tokenizer.bos_id and piece.loss_weights[0] == 0
+        ids.append(piece.ids[1:])
+        weights.append(piece.loss_weights[1:])
+    assert torch.equal(torch.cat(ids), document.ids)
+    assert torch.equal(torch.cat(weights), document.loss_weights)
+    held = [piece.patches for piece in pieces if piece.patches is not None]
+    if document.patches is not None:
+        assert torch.equal(torch.cat(held), document.patches)
+    for piece in pieces:
+        assert len(piece) <= length and piece.num_patches <= limit
+        assert (piece.ids == tokenizer.media_pad_id).nonzero()[:, 0].tolist() == piece.media_positions.tolist()
+        assert len(piece.media_positions) == sum(num_tokens(grid) for grid in piece.grids)
+        assert all(piece.ids[a] == tokenizer.media_begin_id for a, _ in piece.spans)
+        assert all(piece.ids[b - 1] == tokenizer.media_end_id for _, b in piece.spans)
+
+
+def test_long_text_is_cut_at_line_ends_and_leaves_no_crumbs(tokenizer, vision):
+    text = "".join(f"line number {i} of a long text\n" for i in range(400))
+    document = encode(Sample([Text(text)], "s", "k"), tokenizer, vision)
+    ranges = cuts(document, 128, 0, tokenizer.ends_line)
+    assert len(ranges) > 20
+    assert all(tokenizer.decode(document.ids[a:b].tolist()).endswith("\n") for a, b in ranges[:-1])
+    assert min(b - a for a, b in ranges) >= 16
+
+
+def test_text_without_line_ends_is_cut_all_the_same(tokenizer, vision):
+    document = encode(Sample([Text("word " * 500)], "s", "k"), tokenizer, vision)
+    ranges = cuts(document, 64, 0, tokenizer.ends_line)
+    assert all(b - a <= 64 for a, b in ranges) and ranges[-1][1] == len(document)
+
+
+@pytest.mark.parametrize(("length", "max_patches"), [(20, 10_000), (1000, 30)])
+def test_an_image_over_the_budget_is_refused_with_the_numbers(tokenizer, vision, length, max_patches):
+    document = encode(Sample([Image(picture(80, 80))], "shop", "p7"), tokenizer, vision)
+    with pytest.raises(
+        BadSample, match=r"shop p7: an image takes 29 tokens and 100 patches; length = \d+ and max_patches"
+    ):
+        cuts(document, length, max_patches, tokenizer.ends_line)
+
+
+def test_unreadable_pictures_name_their_path(tokenizer, vision, tmp_path):
+    whole = tmp_path / "whole.png"
+    picture(64, 64).save(whole)
+    (tmp_path / "cut.png").write_bytes(whole.read_bytes()[:300])
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "text.png").write_text("not a picture")
+    for name in ("cut.png", "empty.png", "text.png", "missing.png"):
+        with pytest.raises(BadSample, match=name):
+            encode(Sample([Image(tmp_path / name)], "s", name), tokenizer, vision)
+    with pytest.raises(BadSample, match="image of 3 bytes"):
+        encode(Sample([Image(b"abc")], "s", "k"), tokenizer, vision)
+    assert encode(Sample([Image(whole.read_bytes())], "s", "k"), tokenizer, vision).num_patches == 64
+
+
+def test_frames_of_two_sizes_and_missing_timestamps_are_refused(tokenizer, vision):
+    with pytest.raises(BadSample, match=r"clips 3: the video cannot be prepared: .*share a size"):
+        encode(Sample([Video([picture(16, 16), picture(32, 16)], [0, 1])], "clips", "3"), tokenizer, vision)
+    with pytest.raises(BadSample, match="one timestamp"):
+        Video([picture(16, 16)], [])

@@ -1,0 +1,201 @@
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.order import Permutation, held_out
+from earlyfusion.data.sample import Image, Text
+from earlyfusion.data.source_easy_vqa import load_split
+from earlyfusion.data.source_text import chunks_of_lines
+from earlyfusion.data.sources import KINDS, build_source, find_source
+
+
+def source(kind, name=None, path=None, seed=0, val_fraction=0.1, **options):
+    config = SourceConfig(name=name or kind, kind=kind, path=path and str(path), options=options)
+    return build_source(config, seed=seed, val_fraction=val_fraction)
+
+
+EMBEDDED = [kind for kind in KINDS if kind != "folder"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
+def test_a_permutation_holds_every_position_once(size):
+    order = Permutation(size, 3, "vqa", 0)
+    assert sorted(order[i] for i in range(size)) == list(range(size))
+    with pytest.raises(IndexError):
+        order[size]
+
+
+def test_permutations_of_different_epochs_are_unrelated():
+    first, second = (np.array([Permutation(4000, 0, epoch)[i] for i in range(4000)]) for epoch in (0, 1))
+    # Correlation of two independent permutations of 4,000 has standard deviation 1 / sqrt(3999) = 0.016.
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.06
+    assert abs(np.corrcoef(first, np.arange(4000))[0, 1]) < 0.06
+
+
+def test_easy_vqa_has_the_official_counts_and_split():
+    train, test = load_split("train"), load_split("test")
+    assert (len(train), len(test)) == (4000, 1000)
+    assert sum(len(entry.questions) for entry in train) == 38_575
+    assert sum(len(entry.questions) for entry in test) == 9_673
+    assert {answer for entry in train + test for _, answer in entry.questions} == set(
+        (Path(find_spec("easy_vqa").origin).parent / "data" / "answers.txt").read_text().split()
+    )
+
+
+def test_easy_vqa_never_trains_on_a_test_picture():
+    vqa = source("easy_vqa")
+    assert len(vqa) == 4000 and vqa.heldout_len() == 1000
+    folders = {entry.path.parent.parent.name for entry in vqa._train}
+    assert folders == {"train"}
+    assert vqa.heldout(3).key == "test/3" and vqa.get(3, 0).key == "train/3"
+
+
+def test_easy_vqa_asks_anew_every_epoch_and_only_true_questions():
+    vqa = source("easy_vqa", questions_per_image=5)
+    official = {entry.index: dict(entry.questions) for entry in load_split("train")}
+    seen = set()
+    for epoch in range(4):
+        sample = vqa.get(7, epoch)
+        texts = [segment for segment in sample.segments if isinstance(segment, Text)]
+        pairs = [
+            (q.text.removeprefix("\nQ: ").removesuffix("\nA:"), a.text[1:]) for q, a in zip(texts[::2], texts[1::2])
+        ]
+        assert len(pairs) == min(5, len(official[7]))
+        assert all(official[7][question] == answer for question, answer in pairs)
+        assert all(q.loss == 0 and a.loss == 1 for q, a in zip(texts[::2], texts[1::2]))
+        seen.add(tuple(pairs))
+    assert len(seen) == 4
+    assert vqa.get(7, 2).text == vqa.get(7, 2).text
+
+
+@pytest.mark.parametrize("kind", ["pydoc", "stdlib_code"])
+def test_held_out_text_is_disjoint_from_training(kind):
+    texts = source(kind, val_fraction=0.2)
+    train = {texts.get(i, 0).text for i in range(len(texts))}
+    held = {sample.text for sample in texts.heldout_samples()}
+    assert train and held and not train & held
+    long = [
+        {" ".join(p.split()) for text in side for p in text.split("\n\n") if len(p) > 120} for side in (train, held)
+    ]
+    assert kind == "stdlib_code" or not long[0] & long[1]  # the manual repeats whole sections in other topics
+    names = {texts.get(i, 0).key.split("#")[0] for i in range(len(texts))}
+    assert not names & {sample.key.split("#")[0] for sample in texts.heldout_samples()}
+
+
+def test_library_code_does_not_contain_the_held_out_topics():
+    code = source("stdlib_code", total_bytes=40_000_000, val_fraction=0.0)
+    files = {code.get(i, 0).key.split("#")[0] for i in range(len(code))}
+    assert not any("pydoc_data" in name or "test" in name.split("/")[:-1] for name in files)
+    assert "json/decoder.py" in files
+
+
+def test_chunks_join_to_the_file():
+    text = "".join(f"line {i} é\n" for i in range(500)) + "no end"
+    chunks = chunks_of_lines(text, 400)
+    assert "".join(chunks) == text and all(len(chunk.encode()) <= 400 for chunk in chunks)
+    assert chunks_of_lines("x" * 900 + "\ny", 400) == ["x" * 900 + "\n", "y"]
+
+
+@pytest.mark.parametrize("kind", EMBEDDED)
+def test_the_same_index_gives_the_same_sample_in_another_instance(kind, tokenizer, vision):
+    one, two = source(kind, seed=5), source(kind, seed=5)
+    for index, epoch in ((0, 0), (11, 0), (11, 3)):
+        a, b = (encode(s.get(index, epoch), tokenizer, vision) for s in (one, two))
+        assert a.ids.tolist() == b.ids.tolist() and a.key == b.key
+        assert (a.patches is None and b.patches is None) or bool((a.patches == b.patches).all())
+    assert one.fingerprint() == two.fingerprint()
+
+
+def test_a_fingerprint_changes_with_options_and_seed_but_not_with_the_weight():
+    base = source("synth_words").fingerprint()
+    assert source("synth_words", seed=1).fingerprint() != base
+    assert source("synth_words", max_side=64).fingerprint() != base
+    weighed = SourceConfig(name="synth_words", kind="synth_words", weight=0.3)
+    assert build_source(weighed).fingerprint() == base
+
+
+def test_an_unknown_source_is_named_with_the_nearest():
+    with pytest.raises(DataError, match="did you mean 'easy_vqa'"):
+        find_source({"easy_vqa": None, "pydoc": None}, "easyvqa")
+
+
+# ---- folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        PILImage.fromarray(rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8)).save(tmp_path / f"p{i}.png")
+        (tmp_path / f"p{i}.txt").write_text(f"picture {i}\n", encoding="utf-8")
+    (tmp_path / "deep").mkdir()
+    PILImage.new("RGB", (40, 24), (9, 9, 9)).save(tmp_path / "deep" / "q.jpg")
+    entry = {"caption": "a dark field", "questions": [{"question": "is it dark?", "answer": "yes"}]}
+    (tmp_path / "deep" / "q.json").write_text(json.dumps(entry))
+    (tmp_path / "notes.md").write_text("# notes\ntwo lines\n")
+    (tmp_path / "lines.jsonl").write_text('{"text": "first"}\n\n{"text": "second", "image": "p0.png"}\n')
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "alone.png").write_bytes(b"a picture without caption is left alone")
+    return tmp_path
+
+
+def test_a_folder_gives_captioned_pictures_and_texts(folder):
+    files = source("folder", path=folder, val_fraction=0.0)
+    samples = {sample.key: sample for sample in (files.get(i, 0) for i in range(len(files)))}
+    pictures = {f"p{i}.png" for i in range(6)}
+    assert set(samples) == pictures | {"deep/q.jpg", "notes.md", "lines.jsonl:1", "lines.jsonl:3"}
+    assert samples["p3.png"].text == "\npicture 3" and samples["p3.png"].segments[0].open().size == (30, 23)
+    assert samples["deep/q.jpg"].text == "\na dark field\nQ: is it dark?\nA: yes"
+    assert [type(s) for s in samples["lines.jsonl:3"].segments] == [Image, Text]
+    assert samples["lines.jsonl:1"].text == "first" and samples["notes.md"].text == "# notes\ntwo lines\n"
+
+
+def test_folder_files_are_held_out_by_name(folder):
+    files = source("folder", path=folder, val_fraction=0.4)
+    train = {files.get(i, 0).key for i in range(len(files))}
+    held = {sample.key for sample in files.heldout_samples()}
+    assert train and held and not train & held and len(train | held) == 10
+    assert all(held_out(f"folder/{key}", 0.4) for key in held)
+
+
+def test_missing_and_empty_folders_are_one_clear_line(tmp_path):
+    with pytest.raises(DataError, match=r"source 'mine': folder .*nowhere does not exist"):
+        source("folder", "mine", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds nothing to read; expected pictures"):
+        source("folder", path=tmp_path)
+    (tmp_path / "a.txt").write_text("one file")
+    with pytest.raises(DataError, match=r"no training sample; add data or lower data\.val_fraction"):
+        source("folder", path=tmp_path, val_fraction=0.9999999)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9", r"a\.txt: not UTF-8 .*byte 3"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', r"a\.jsonl, line 1: not UTF-8"),
+        ("a.jsonl", b"{text}\n", "line 1: not valid JSON"),
+        ("a.jsonl", b'{"body": 1}\n', 'no "text" string'),
+        ("a.jsonl", b'["text"]\n', "expected a JSON object, got list"),
+        ("a.jsonl", b'{"text": "t", "image": "../secret.png"}\n', "lies outside"),
+    ],
+)
+def test_a_bad_file_names_itself(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    files = source("folder", path=tmp_path, val_fraction=0.0)
+    with pytest.raises(BadSample, match=message):
+        files.get(0, 0)
+
+
+def test_a_caption_file_without_words_is_refused(folder):
+    (folder / "deep" / "q.json").write_text('{"title": "x"}')
+    files = source("folder", path=folder, val_fraction=0.0)
+    index = next(i for i in range(len(files)) if files._train[i].key == "deep/q.jpg")
+    with pytest.raises(BadSample, match="neither"):
+        files.get(index, 0)

@@ -1,0 +1,244 @@
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.sample import Image, Text, Video
+from earlyfusion.data.sources import build_source
+from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
+from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, pairs
+
+SEEDS = range(60)
+SIDES = {"min_side": 40, "max_side": 96}
+
+
+def pixels_of(image, colour):
+    """Rows and columns where the picture has exactly this colour."""
+    return np.nonzero((np.asarray(image) == np.array(colour)).all(-1))
+
+
+def bounds(image, colour):
+    rows, columns = pixels_of(image, colour)
+    return int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1
+
+
+def make_scene(seed, **kw):
+    return scene.make_scene(Random(seed), **SIDES, **{"max_objects": 4, **kw})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_boxes_are_the_bounds_of_the_drawn_pixels(seed):
+    made = make_scene(seed)
+    image = scene.draw_scene(made)
+    assert image.size == (made.width, made.height)
+    for thing in made.objects:
+        left, top, right, bottom = thing.box
+        inside = image.crop(thing.box)
+        assert bounds(inside, COLOURS[thing.colour]) == (0, 0, right - left, bottom - top)
+    drawn = np.asarray(image).copy()
+    for thing in made.objects:  # nothing is drawn outside the boxes
+        drawn[thing.box[1] : thing.box[3], thing.box[0] : thing.box[2]] = BACKGROUNDS[made.background]
+    assert (drawn == np.array(BACKGROUNDS[made.background])).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_relative_boxes_and_relations_follow_from_the_absolute_ones(seed):
+    made = make_scene(seed)
+    graph = made.graph()
+    for entry in graph["objects"]:
+        back = [entry["relative_box"][i] * (made.width, made.height)[i % 2] for i in range(4)]
+        # Four decimals of at most 96 pixels are within 0.005 pixels.
+        assert np.allclose(back, entry["box"], atol=0.01)
+        assert all(0 <= x <= 1 for x in entry["relative_box"])
+    opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    told = {(i, j): r for i, r, j in graph["relations"]}
+    assert all(told[j, i] == opposite[r] for (i, j), r in told.items())
+    for (i, j), r in told.items():
+        a, b = made.objects[i].centre, made.objects[j].centre
+        assert {"left of": a[0] < b[0], "right of": a[0] > b[0], "above": a[1] < b[1], "below": a[1] > b[1]}[r]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scene_answers_are_true(seed):
+    made = make_scene(seed)
+    colours, shapes = Counter(t.colour for t in made.objects), Counter(t.shape for t in made.objects)
+    names = [t.name for t in made.objects]
+    asked = describe.questions(made, Random(seed), 8)
+    assert len({q for q, _ in asked}) == len(asked) >= 1
+    for question, answer in asked:
+        parts = question.rstrip("?").split()
+        if question.startswith("how many objects"):
+            assert answer == str(len(made.objects))
+        elif question.startswith("how many") and parts[3] == "objects":
+            assert answer == str(colours[parts[2]])
+        elif question.startswith("how many"):
+            assert answer == str(shapes[parts[2].removesuffix("s")])
+        elif question.startswith("is there"):
+            assert (answer == "yes") == (" ".join(parts[3:]) in names)
+        elif question.startswith("what color"):
+            assert shapes[parts[-1]] == 1 and f"{answer} {parts[-1]}" in names
+        elif question.startswith("what shape"):
+            assert colours[parts[4]] == 1 and f"{parts[4]} {answer}" in names
+        elif question.startswith("what size"):
+            assert next(t for t in made.objects if t.name in question).size == answer
+        elif question.startswith("where is"):
+            thing = next(t for t in made.objects if t.name in question)
+            numbers = [float(x) for x in answer.strip("[]").split(",")]
+            scale = (1, 1) if "pixels" in question else (made.width, made.height)
+            # Two decimals of at most 96 pixels are within half a pixel.
+            assert np.allclose([n * scale[i % 2] for i, n in enumerate(numbers)], thing.box, atol=0.5)
+        else:
+            a, b = (next(t for t in made.objects if t.name == n) for n in _two_names(parts))
+            assert (answer == "yes") == (scene.relation(a, b) in question)
+
+
+def _two_names(parts):
+    """ "is the red circle left of the blue star" -> both names."""
+    second = len(parts) - 2
+    return " ".join(parts[2:4]), " ".join(parts[second:])
+
+
+def test_train_and_held_out_combinations_are_disjoint_and_cover_all():
+    train, held = set(pairs(False)), set(pairs(True))
+    assert not train & held and len(train | held) == len(COLOURS) * len(SHAPES)
+    assert {c for c, _ in train} == set(COLOURS) and {s for _, s in train} == set(SHAPES)
+    assert 3 <= len(held) <= 15
+    for seed in SEEDS:
+        assert all((t.colour, t.shape) in train for t in make_scene(seed).objects)
+        assert any((t.colour, t.shape) in held for t in make_scene(seed, heldout=True).objects)
+        clip = clips.make_clip(Random(seed), **SIDES)
+        assert (clip.colour, clip.shape) in train and (clip.standing is None or clip.standing in train)
+        clip = clips.make_clip(Random(seed), **SIDES, heldout=True)
+        assert (clip.colour, clip.shape) in held
+    assert not set(words.vocabulary(False)) & set(words.vocabulary(True))
+    assert len(words.vocabulary(True)) >= 10
+
+
+def test_held_out_charts_boards_and_signs_never_occur_in_training():
+    def seen(make, key, heldout):
+        return {key(make(Random(f"{heldout}{i}"), **SIDES, heldout=heldout)) for i in range(1500)}
+
+    for make, key in (
+        (charts.make_chart, lambda c: (c.kind, c.values)),
+        (grid.make_board, lambda b: b.cells[0]),
+        (words.make_sign, lambda s: s.text),
+    ):
+        train, held = seen(make, key, False), seen(make, key, True)
+        assert len(held) > 25 and not train & held
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bars_are_exactly_as_tall_as_their_values(seed):
+    chart = charts.make_chart(Random(seed), **SIDES)
+    image = charts.draw_chart(chart)
+    assert image.size == (chart.width, chart.height) and chart.unit >= 2
+    if chart.kind == "line":
+        for i, value in enumerate(chart.values):
+            left, _, right, _ = chart.bar(i)
+            y = chart.baseline - value * chart.unit
+            assert image.getpixel(((left + right) // 2, y)) == COLOURS[chart.colour]
+        return
+    for i, value in enumerate(chart.values):
+        left, _, right, _ = chart.bar(i)
+        column = np.asarray(image)[: chart.baseline, (left + right) // 2]
+        assert (column == np.array(COLOURS[chart.colour])).all(-1).sum() == value * chart.unit
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_chart_answers_are_true(seed):
+    chart = charts.make_chart(Random(seed), **SIDES)
+    value = dict(zip(chart.labels, chart.values))
+    for question, answer in charts.chart_questions(chart, Random(seed), 20):
+        words_ = question.rstrip("?").split()
+        if question.startswith("what is the value"):
+            assert int(answer) == value[words_[-1]]
+        elif question.startswith("is "):
+            assert (answer == "yes") == (value[words_[1]] > value[words_[4]])
+        elif "sum" in question:
+            assert int(answer) == sum(chart.values)
+        elif "how many" in question:
+            assert int(answer) == len(chart.values)
+        else:
+            assert value[answer] == (max if "largest" in question else min)(chart.values)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_board_cells_have_the_colours_they_should(seed):
+    board = grid.make_board(Random(seed), **SIDES)
+    image = grid.draw_board(board)
+    assert max(image.size) <= 96
+    for r, row in enumerate(board.cells):
+        for c, colour in enumerate(row):
+            centre = (c * board.cell + board.cell // 2, r * board.cell + board.cell // 2)
+            assert image.getpixel(centre) == COLOURS[colour]
+    for question, answer in grid.board_questions(board, Random(seed), 20):
+        if question.startswith("what color"):
+            r, c = (int(p.strip(",?")) for p in question.split() if p.strip(",?").isdigit())
+            assert board.cells[r - 1][c - 1] == answer
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rendered_words_lie_whole_inside_the_picture(seed):
+    sign = words.make_sign(Random(seed), **SIDES)
+    image = words.draw_sign(sign)
+    assert image.size == (sign.width, sign.height) and max(image.size) <= 96 and min(image.size) >= 40
+    ink = (np.asarray(image) != np.array(BACKGROUNDS[sign.background])).any(-1)
+    assert ink.sum() > 10
+    assert not (ink[0].any() or ink[-1].any() or ink[:, 0].any() or ink[:, -1].any())  # nothing is cut off
+    assert words.sign_questions(sign, Random(0), 4)[0] == ("what does the text say?", sign.text)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clips_move_steadily_the_way_they_say(seed):
+    clip = clips.make_clip(Random(seed), **SIDES, frames=5 + seed % 12, heldout=seed % 2 == 0)
+    frames = clips.draw_clip(clip)
+    assert len(frames) == len(clip.boxes) == len(clip.timestamps) >= 5
+    assert {frame.size for frame in frames} == {(clip.width, clip.height)}
+    dx, dy = clips.DIRECTIONS[clip.direction]
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(clip.boxes, clip.boxes[1:])}
+    assert len(steps) == 1
+    sx, sy = steps.pop()
+    assert (sx * dx > 0 and sy == 0) if dx else (sy * dy > 0 and sx == 0)
+    for box, frame in zip(clip.boxes, frames):
+        assert 0 <= box[0] and 0 <= box[1] and box[2] <= clip.width and box[3] <= clip.height
+        assert bounds(frame.crop(box), COLOURS[clip.colour]) == (0, 0, box[2] - box[0], box[3] - box[1])
+    assert list(clip.timestamps) == [i / 2 for i in range(len(frames))]
+
+
+@pytest.mark.parametrize("kind", ["synth_scenes", "synth_charts", "synth_words", "synth_grid", "synth_clips"])
+def test_sources_make_new_pictures_every_epoch_at_many_native_sizes(kind):
+    source = build_source(SourceConfig(name=kind, kind=kind, options={"count": 64}), seed=1)
+    sizes, graphs = set(), []
+    for number in range(128):
+        sample = source.get(number % 64, number // 64)
+        assert sample.key == str(number)
+        media = sample.segments[0]
+        if isinstance(media, Image):
+            sizes.add(media.image.size)
+        elif isinstance(media, Video):
+            sizes.add(media.frames[0].size)
+        graphs.append(source.graph(number))
+    assert len(sizes) > 15 and max(max(size) for size in sizes) <= 96
+    assert max(w / h for w, h in sizes) > 1.5 and min(w / h for w, h in sizes) < 0.67
+    assert graphs[:64] != graphs[64:]
+    assert [source.graph(i) for i in range(128)] == graphs
+
+
+def test_text_twins_tell_everything_without_a_picture():
+    options = {"text_twin": 1.0, "questions": 2}
+    source = build_source(SourceConfig(name="s", kind="synth_scenes", options=options))
+    for i in range(20):
+        sample, made = source.get(i, 0), source.graph(i)
+        assert all(isinstance(segment, Text) for segment in sample.segments)
+        for thing in made.objects:
+            assert f"{thing.size} {thing.name} {describe.pixels(thing.box)}" in sample.text
+
+
+@pytest.mark.parametrize("kind", ["synth_charts", "synth_words", "synth_grid", "synth_clips"])
+def test_texts_without_drawing_are_those_of_the_drawn_sample(kind):
+    source = build_source(SourceConfig(name=kind, kind=kind))
+    for i in range(10):
+        trained = [segment.text for segment in source.get(i, 0).segments if isinstance(segment, Text)]
+        assert source.texts(i) == trained and trained

@@ -1,0 +1,146 @@
+import json
+import pickle
+import random
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.source_easy_vqa import answer_text, load_split
+from earlyfusion.data.sources import build_source
+from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
+
+# Planes of Unicode that behave differently: ASCII, controls, combining marks, CJK, emoji with joiners, private use.
+RANGES = [(32, 126), (0, 31), (0x80, 0x24F), (0x300, 0x36F), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF), (0xE000, 0xF8FF)]
+RANGES += [(0x200B, 0x200F), (0x10000, 0x10FFFF)]
+
+
+def random_text(rng):
+    return "".join(chr(rng.randint(*rng.choice(RANGES))) for _ in range(rng.randint(0, 60)))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_unicode_text_comes_back_byte_for_byte(tokenizer, seed):
+    rng = random.Random(seed)
+    for _ in range(400):
+        text = random_text(rng)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_special_strings_in_text_never_become_special_ids(tokenizer, seed):
+    rng = random.Random(seed)
+    special = set(tokenizer.special_ids.values())
+    assert len(special) == len(SPECIAL_TOKENS)
+    for _ in range(200):
+        text = "".join(rng.choice([*SPECIAL_TOKENS, " ", "a", "\n", "<|", "|>"]) for _ in range(8))
+        ids = tokenizer.encode(text)
+        assert not special & set(ids)
+        assert tokenizer.decode(ids) == text
+
+
+def test_every_digit_is_a_token_of_its_own(tokenizer):
+    for text in ("1234567890", " 2024-11-05", "x = 3.14159", "[12, 30, 401]"):
+        for i in tokenizer.encode(text):
+            piece = tokenizer.decode([i])
+            assert not any(c.isdigit() for c in piece) or len(piece) == 1
+
+
+def test_the_words_of_pictures_and_the_answers_of_easy_vqa_are_single_tokens(tokenizer):
+    answers = {answer for entry in load_split("train") for _, answer in entry.questions}
+    assert len(answers) == 13
+    for text in ["image", "video", *(answer_text(answer) for answer in answers)]:
+        assert len(tokenizer.encode(text)) == 1, text
+
+
+def test_training_twice_gives_the_same_tokenizer():
+    texts = [f"the {a} {b} stands on row {i}\n" for i in range(40) for a in ("red", "blue") for b in ("star", "disc")]
+    first, second = train_bpe(texts, 285), train_bpe(texts, 285)
+    assert first.vocab_size == 285
+    assert first._backend.to_str() == second._backend.to_str()
+
+
+def test_the_cache_returns_what_was_trained_and_leaves_no_temporary_files(tokenizer, cache):
+    again = embedded_tokenizer(2048)
+    assert again.hash == tokenizer.hash
+    entries = [path.name for path in (cache / "tokenizer").iterdir()]
+    assert [name for name in entries if name.startswith(".")] == []
+    assert len([name for name in entries if name.startswith("bpe-2048-")]) == 1
+
+
+def test_transformers_reads_the_saved_directory(tokenizer, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.save(tmp_path / "tok"))
+    text = "Q: what color is the circle?\nA: teal 42"
+    assert tuple(theirs.encode(text, add_special_tokens=False)) == tokenizer.encode(text)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.pad_id,
+    )
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]},
+        {"role": "assistant", "content": "a star"},
+    ]
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        '[BOS]<|open|>message role="user"<|sep|><|media_begin|>image<|media_content|><|media_pad|><|media_end|>'
+        "what is it?<|close|>message<|sep|><|end_of_msg|>"
+        '<|open|>message role="assistant"<|sep|>a star<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|>'
+    )
+    ids = theirs.encode(rendered, add_special_tokens=False)
+    assert ids[:2] == [tokenizer.bos_id, tokenizer.open_id] and tokenizer.media_pad_id in ids
+
+
+def test_load_gives_back_what_save_wrote(tokenizer, tmp_path):
+    loaded = Tokenizer.load(tokenizer.save(tmp_path / "tok"))
+    assert (loaded.hash, loaded.special_ids, loaded.added) == (tokenizer.hash, tokenizer.special_ids, ())
+    assert Tokenizer.load(tmp_path / "tok" / "tokenizer.json").hash == tokenizer.hash
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("a red star") == tokenizer.encode("a red star")
+
+
+def test_a_foreign_tokenizer_keeps_its_own_specials_and_gets_the_missing_ones(tmp_path):
+    backend = Backend(models.WordLevel({"<unk>": 0, "</s>": 1, "hello": 2, "world": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_id == 1
+    assert "[BOS]" in tokenizer.added and "<|media_pad|>" in tokenizer.added and "[EOS]" not in tokenizer.added
+    assert tokenizer.encode("hello world") == (2, 3)
+    assert tokenizer.eos_id not in tokenizer.encode("hello </s>")
+    assert tokenizer.vocab_size == 4 + len(tokenizer.added)
+
+
+def test_a_directory_without_tokenizer_json_is_one_clear_line(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer\.json in it; give a directory"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match="no such directory"):
+        Tokenizer.load(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="not a tokenizers file"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_vocabulary_that_cannot_be_is_refused():
+    with pytest.raises(DataError, match="at least 267"):
+        train_bpe(["text"], 200)
+    with pytest.raises(DataError, match="the texts give only"):
+        train_bpe(["text"], 4096)
+    with pytest.raises(DataError, match="surrogate"):
+        train_bpe(["a few words"] * 3, 268).encode("\ud800")
+
+
+def test_held_out_topics_are_not_in_the_tokenizer_corpus():
+    corpus = set(embedded_corpus())
+    source = build_source(SourceConfig(name="pydoc", kind="pydoc"))
+    held = [sample.text for sample in source.heldout_samples()]
+    assert held and not corpus & set(held)
+    assert source.get(0, 0).text in corpus

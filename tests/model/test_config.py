@@ -1,0 +1,116 @@
+"""Layer plan, configuration errors, construction on the meta device, initialisation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from earlyfusion.model.config import FusionConfig, LinearAttnConfig, ModelConfig
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.init import initialise
+from earlyfusion.vision.config import VisionConfig
+from tests.model.tiny import MEDIA_TOKEN, tiny_fusion, tiny_text, tiny_vision
+
+
+def test_default_plan_is_the_published_one():
+    mla = [i + 1 for i, kind in enumerate(ModelConfig().plan()) if kind == "mla"]
+    assert mla == [4, 8, 12, 16, 20, 24, 27]
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(1, "m"), (2, "km"), (4, "kkkm"), (6, "kkkmkm"), (8, "kkkmkkkm")])
+def test_plan_ends_with_mla(layers, expected):
+    plan = tiny_text(num_hidden_layers=layers).plan()
+    assert "".join(kind[0] for kind in plan) == expected
+
+
+def test_one_given_layer_list_implies_the_other():
+    given_kda = tiny_text(linear_attn_config={"kda_layers": [1, 3]}).plan()
+    given_mla = tiny_text(linear_attn_config={"full_attn_layers": [2, 4]}).plan()
+    assert given_kda == given_mla == ("kda", "mla", "kda", "mla")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"linear_attn_config": {"kda_layers": [0, 9]}}, r"\[0, 9\].*numbered 1\.\.4"),
+        (
+            {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 4]}},
+            r"in both \[2\], in neither \[3\]",
+        ),
+        ({"num_experts_per_token": 7}, "exceeds num_experts=6"),
+        ({"num_experts_per_token": 6, "router_balance": "quantile"}, "below num_experts"),
+        ({"pad_token_id": 97}, "pad_token_id=97 lies outside the vocabulary of 97"),
+        ({"hiden_size": 8}, "hiden_size"),
+    ],
+)
+def test_contradictory_configurations_are_refused_with_the_reason(change, says):
+    with pytest.raises(ValueError, match=says):
+        tiny_text(**change)
+
+
+def test_media_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="media_token_id=97"):
+        FusionConfig(text=tiny_text(), vision=tiny_vision(), media_token_id=97)
+
+
+def test_config_survives_json():
+    config = tiny_fusion(attn_res="block", linear_attn_config={"gate_lower_bound": -5.0})
+    assert FusionConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_model_built_on_meta_initialises_to_the_table(bounded):
+    linear = LinearAttnConfig(num_heads=16, head_dim=16, gate_lower_bound=-5.0 if bounded else None)
+    text = tiny_text(hidden_size=128, attn_res="block", router_balance="quantile", initializer_range=0.03)
+    text = text.model_copy(update={"linear_attn_config": linear})
+    config = FusionConfig(text=text, vision=tiny_vision(), media_token_id=MEDIA_TOKEN)
+    with torch.device("meta"):
+        model = NativeFusion(config)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(float("nan"))
+    torch.manual_seed(0)
+    initialise(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("max_logit"):
+            assert torch.equal(tensor, torch.full_like(tensor, float("-inf")))
+        elif name.endswith(("_res_query", "e_score_correction_bias", ".load", ".histogram")):
+            assert not tensor.any(), name
+        elif "norm" in name:
+            assert torch.equal(tensor, torch.ones_like(tensor)), name
+        elif name.endswith("A_log"):
+            assert not tensor.any() if bounded else (tensor >= 0).all() and (tensor <= math.log(16)).all()
+            assert bounded or tensor.std() > 0.3
+        elif name.endswith("dt_bias"):
+            step = torch.nn.functional.softplus(tensor)
+            assert step.min() >= 0.99e-3 and step.max() <= 0.101
+        else:
+            assert torch.isfinite(tensor).all(), name
+        if name.startswith("decoder") and tensor.ndim >= 2 and tensor.numel() > 2000 and "histogram" not in name:
+            assert tensor.std().item() == pytest.approx(0.03, rel=0.1), name
+
+
+def test_drawing_again_and_constructing_agree_in_law():
+    config = tiny_fusion()
+    torch.manual_seed(0)
+    built = NativeFusion(config)
+    torch.manual_seed(1)
+    again = initialise(NativeFusion(config))
+    for (name, a), (_, b) in zip(built.named_parameters(), again.named_parameters()):
+        assert a.shape == b.shape and torch.isfinite(b).all(), name
+        if a.ndim >= 2 and a.numel() > 400:
+            assert a.std().item() == pytest.approx(b.std().item(), rel=0.25), name
+
+
+def test_large_models_build_on_meta_with_every_option():
+    text = ModelConfig(attn_res="block", router_balance="quantile", q_lora_rank=1536, mla_output_gate=True)
+    config = FusionConfig(text=text, vision=VisionConfig.preset("moonvit_v2"), media_token_id=163605)
+    with torch.device("meta"):
+        model = NativeFusion(config)
+    names = {name for name, _ in model.decoder.named_parameters()}
+    assert "layers.3.self_attn.g_proj.weight" in names and "layers.26.mlp_res_query" in names
+    queries = [p for name, p in model.named_parameters() if name.endswith("_res_query")]
+    assert len(queries) == 2 * 27 + 1 and all(p.ndim == 1 for p in queries)

@@ -1,0 +1,168 @@
+"""A packed row is its documents: loss and every gradient; text-only and image-only batches; mismatches refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.model.tiny import build, document, pack, text_documents, tiny_fusion
+
+# fp64 throughout except the loss kernel's per-token record; sums over documents in another order
+TOLERANCE = 1e-9
+MODELS = {
+    "kimi_linear": {},
+    "bounded_gate_block_attnres": {
+        "attn_res": "block",
+        "attn_res_block_size": 3,
+        "linear_attn_config": {"gate_lower_bound": -5.0, "full_rank_output_gate": True},
+        "mla_output_gate": True,
+        "q_lora_rank": 8,
+    },
+    "full_attnres_tied_quantile": {"attn_res": "full", "tie_word_embeddings": True, "router_balance": "quantile"},
+    "dense": {"num_experts": 0, "attn_res": "block", "attn_res_block_size": 2},
+}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def mixed_documents(config, seed: int):
+    return [
+        document(9, [(1, 2, 4)], config, seed),
+        document(1, [], config, seed + 1),
+        document(17, [(1, 4, 4), (2, 2, 2)], config, seed + 2),
+        document(70, [], config, seed + 3),
+        document(4, [(1, 2, 2)], config, seed + 4),
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", MODELS)
+def test_packed_row_equals_its_documents(shape, seed):
+    config = tiny_fusion(**MODELS[shape])
+    model = build(config, seed, torch.float64)
+    documents = mixed_documents(config, seed)
+    packed = model(pack(documents))
+    packed.loss_sum.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    alone = [model(doc) for doc in documents]
+    torch.stack([out.loss_sum for out in alone]).sum().backward()
+    torch.testing.assert_close(packed.nll_T, torch.cat([out.nll_T for out in alone]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed.weight_sum, sum(out.weight_sum for out in alone))
+    for name, gradient in gradients(model).items():
+        assert gradient is not None, name
+        bound = TOLERANCE * max(1.0, expected[name].abs().max().item())
+        torch.testing.assert_close(gradient, expected[name], atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_a_changed_document_leaves_its_neighbours_alone(shape):
+    config = tiny_fusion(**MODELS[shape])
+    model = build(config, dtype=torch.float64).eval()
+    documents = mixed_documents(config, 0)
+    with torch.no_grad():
+        before = model.hidden(pack(documents))
+        documents[2] = document(17, [(1, 4, 4), (2, 2, 2)], config, 99)
+        after = model.hidden(pack(documents))
+    start, end = pack(documents).segments.offsets[2:4]
+    torch.testing.assert_close(before[:start], after[:start], atol=1e-12, rtol=0)
+    torch.testing.assert_close(before[end:], after[end:], atol=1e-12, rtol=0)
+    assert (before[start:end] - after[start:end]).abs().max() > 1e-3
+
+
+def test_the_future_does_not_reach_the_past():
+    config = tiny_fusion(attn_res="block")
+    model = build(config).eval()
+    doc = document(40, [(1, 4, 4)], config, 0)
+    changed = replace(doc, ids=torch.cat([doc.ids[:30], doc.ids[30:].flip(0)]))
+    with torch.no_grad():
+        a, b = model.hidden(doc), model.hidden(changed)
+    torch.testing.assert_close(a[:30], b[:30], atol=1e-6, rtol=0)
+    assert not torch.allclose(a[30:], b[30:])
+
+
+def test_text_only_batch_gives_vision_gradients_of_zero():
+    config = tiny_fusion()
+    model = build(config)
+    model(text_documents([12, 5], config)).loss_sum.backward()
+    for name, gradient in gradients(model).items():
+        assert gradient is not None, name
+        if name.startswith(("vision_tower", "mm_projector")):
+            assert not gradient.any(), name
+        elif "A_log" not in name:
+            assert torch.isfinite(gradient).all(), name
+
+
+def test_image_only_batch_trains_the_tower():
+    config = tiny_fusion()
+    model = build(config)
+    batch = document(2, [(1, 4, 4)], config, 0)
+    batch.labels[-2] = 7  # the token after the image is what is predicted from it
+    out = model(batch)
+    out.loss_sum.backward()
+    assert out.loss_sum > 0
+    for name, gradient in gradients(model).items():
+        assert gradient is not None, name
+    assert model.vision_tower.patch_embed.proj.weight.grad.abs().max() > 0
+    assert model.mm_projector.proj[0].weight.grad.abs().max() > 0
+
+
+def test_the_image_matters_and_sits_where_its_pads_are():
+    config = tiny_fusion()
+    model = build(config).eval()
+    doc = document(10, [(1, 2, 4)], config, 0)
+    with torch.no_grad():
+        x = model.embed(doc)
+        text = model.decoder.embed_tokens(doc.ids)
+        features = model.encode_images(doc.patches, doc.grids)
+    pads = doc.media_positions
+    torch.testing.assert_close(x[pads], features)
+    keep = torch.ones(x.shape[0], dtype=torch.bool)
+    keep[pads] = False
+    assert torch.equal(x[keep], text[keep])
+
+
+def test_wrong_number_of_image_features_is_refused():
+    config = tiny_fusion()
+    model = build(config)
+    doc = document(10, [(1, 2, 4)], config, 0)
+    with pytest.raises(ValueError, match="2 features but the text holds 1"):
+        model(replace(doc, media_positions=doc.media_positions[:1]))
+
+
+def test_segments_of_another_row_are_refused():
+    model = build(tiny_fusion())
+    batch = text_documents([4], model.config)
+    other = text_documents([5], model.config)
+    with pytest.raises(ValueError, match=r"4 token embeddings but segments that add up to 5"):
+        model(replace(batch, segments=other.segments))
+
+
+def test_bf16_autocast_stays_close_to_fp32():
+    config = tiny_fusion(attn_res="block")
+    model = build(config)
+    batch = text_documents([50, 30], config)
+    full = model(batch).nll_T
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(batch).nll_T
+    assert half.dtype == torch.float32
+    # bf16 carries 8 bits; eight sub-layers of it moved no token's loss by more than a tenth
+    torch.testing.assert_close(half, full, atol=0.1, rtol=0)
+
+
+def test_recomputed_activations_change_nothing():
+    for attn_res in ("none", "block", "full"):
+        config = tiny_fusion(attn_res=attn_res, attn_res_block_size=2)
+        model = build(config, dtype=torch.float64)
+        batch = pack(mixed_documents(config, 0))
+        model(batch).loss_sum.backward()
+        expected = gradients(model)
+        model.zero_grad()
+        model.decoder.recompute = True
+        model(batch).loss_sum.backward()
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-12)

@@ -1,0 +1,63 @@
+"""The plan: published sizes, every parameter routed once, stages as the schedule computes them, nothing allocated."""
+
+import io
+import tomllib
+
+import pytest
+from rich.console import Console
+
+from earlyfusion.model.flops import count_parameters
+from earlyfusion.pipeline.compose import load_config, recipe_names
+from earlyfusion.pipeline.optim.groups import build_param_groups
+from earlyfusion.pipeline.optim.plan import TableRow
+from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, scaled, show_plan
+
+
+def shown(name: str, *overrides: tuple[str, str]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show_plan(load_config([name], overrides), console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_a_plan_without_storage(name):
+    text = shown(name)
+    count = count_parameters(meta_model(load_config([name])))
+    for number in (count.total, count.active, decoder_parameters(count)):
+        assert f"{number:,}" in text
+    assert all(part in text for part in ("resolved recipe", "who trains what", "stages:"))
+
+
+def test_the_48b_recipe_has_the_published_sizes():
+    model = meta_model(load_config(["kimi-linear-48b"], [("model.attn_res", "none")]))
+    count = count_parameters(model)
+    assert round(decoder_parameters(count) / 1e9, 2) == 49.12
+    assert count.by_room["vision"] == 401_214_464
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_printed_recipe_is_toml_that_loads_to_the_same_run():
+    text = shown("nano")
+    recipe = text[text.index("[run]") : text.index("sizes: FLOPs")]
+    assert load_config([tomllib.loads(recipe)]) == load_config(["nano"])
+
+
+def test_collapsing_layers_loses_no_weight():
+    config = load_config(["nano"])
+    model = meta_model(config)
+    groups = build_param_groups(model, 1e-3, 0.1)
+    rows = [TableRow(f, tuple(p.shape), g["family"], "", ()) for g in groups for f, p in zip(g["fqns"], g["params"])]
+    merged = collapse(rows, {"decoder.norm.weight"})
+    assert sorted(name for names in merged.values() for name in names) == sorted(n for n, _ in model.named_parameters())
+    assert len(merged) < len(rows)
+
+
+def test_the_optimizer_section_steers_the_routing_shown():
+    assert (
+        "muon " in shown("nano") and "muon " not in shown("nano", ("optim.name", "adamw")).split("who trains what")[1]
+    )
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.5 G"), (3e15, "3 P")])
+def test_counts_are_scaled_for_reading(value, text):
+    assert scaled(value) == text
