@@ -77,7 +77,8 @@ def transformers_side(
         mlp_layer_types=["sparse" if ours_.is_moe(i) else "dense" for i in range(ours_.num_hidden_layers)],
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = KimiLinearForCausalLM(config).to(device)
+    model = KimiLinearForCausalLM(config)
+    model.to(device)  # type: ignore[arg-type]
     model.train()
     ids = ids_NL.to(device)
 

@@ -166,7 +166,8 @@ def _rates(counts: dict[str, float], seconds: dict[str, float], runtime: Runtime
 
 
 def _shares(fusion: nn.Module, step: Any, steps: int) -> dict[str, float]:
-    timer, seconds = RoomTimer(fusion), defaultdict(float)
+    timer = RoomTimer(fusion)
+    seconds: dict[str, float] = defaultdict(float)
     try:
         for _ in range(steps):
             step(seconds, timer)

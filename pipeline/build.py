@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -46,12 +44,6 @@ def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
     if runtime.is_main:
         runtime.barrier()
     return trained
-
-
-def tokenizer_hash(tokens: Tokenizer) -> str:
-    """Identifies the vocabulary: a digest of the tokenizer.json it saves."""
-    with tempfile.TemporaryDirectory() as folder:
-        return hashlib.sha256((tokens.save(folder) / "tokenizer.json").read_bytes()).hexdigest()[:16]
 
 
 def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:
@@ -100,7 +92,9 @@ def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
     plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
     adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
     if section.qk_clip is not None:
-        QKClip(fusion, section.qk_clip).attach(adamw)
+        clip = QKClip(fusion, section.qk_clip)
+        clip.attach(adamw)
+        adamw.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
     return adamw
 
 
@@ -117,8 +111,9 @@ def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
 
 def forget_step(fusion: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Any]:
     """Drop what a refused step measured: a bad batch must not clip heads or move router biases. Returns no metrics."""
-    if isinstance(opt, MuonClip) and opt.qk_clip is not None:
-        opt.qk_clip.reset()
+    clip = getattr(opt, "qk_clip", None)
+    if clip is not None:
+        clip.reset()
     for layer in moe_layers(fusion):
         layer.reset_counts()
     return {}
@@ -130,11 +125,11 @@ def balance_experts(fusion: nn.Module, runtime: Runtime) -> dict[str, Any]:
     return update_router_biases(fusion, reduce)
 
 
-def expert_metrics(balance: dict[str, Any], fusion: nn.Module) -> dict[str, Any]:
+def expert_metrics(balance: dict[str, Any], fusion: NativeFusion) -> dict[str, Any]:
     """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
     if not balance:
         return {}
-    layers = [i for i, layer in enumerate(fusion.decoder.layers) if layer.sparse]
+    layers = [i for i in range(len(fusion.decoder.layers)) if fusion.config.text.is_moe(i)]
     shares = balance["load_share"].tolist()
     return {
         "expert_load": {str(layer): share for layer, share in zip(layers, shares, strict=True)},

@@ -60,12 +60,12 @@ class Evaluator:
             if final and loader is not None:
                 self._attnres(step, loader)
             if headline:
-                shown = ", ".join(f"{key} {value:.3f}" for key, value in headline.items())
+                shown = ", ".join(f"{key} {value:.3f}" for key, value in headline.items() if value is not None)
                 tracker.event(step, "eval", **headline, message=shown)
         self.runtime.barrier()
         return headline
 
-    def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float]:
+    def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
         result = evaluate_easy_vqa(self.fusion, self.tokens, limit=limit)
         save_result(self.out, "easy_vqa", step, result.to_dict())
         return {"easy_vqa": result.accuracy, "easy_vqa_blind": result.blind_accuracy}

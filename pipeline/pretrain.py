@@ -49,7 +49,7 @@ class Pretraining:
         self.out = Path(config.run.directory)
         self.stages = StageTable(config.stages, config.optim.lr)
         self.total = config.total_steps
-        facts = RunFacts(dump(config), build.tokenizer_hash(self.tokenizer), self.tokenizer.vocab_size)
+        facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
         self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
         start = self._find_start(resume)
 
@@ -143,7 +143,7 @@ class Pretraining:
 
     def _react(self, verdict: Any) -> None:
         """The guard refused the update: say so, and stop or go back when its policy asks for it."""
-        self.tracker.event(self.step, "guard", kind="bad step", action=verdict.action, message=verdict.reason)
+        self.tracker.event(self.step, "guard", action=verdict.action, message=verdict.reason)
         if verdict.action == "stop":
             raise TrainingStopped(f"stopped by the guard at step {self.step}: {verdict.reason}")
         newest = self.checkpoints.latest()

@@ -143,14 +143,15 @@ def test_segments_of_another_row_are_refused():
 
 
 def test_bf16_autocast_stays_close_to_fp32():
-    config = tiny_fusion(attn_res="block")
+    # dense: with experts a rounded score may pick another expert, a jump that is no rounding error of the others
+    config = tiny_fusion(attn_res="block", num_experts=0)
     model = build(config)
     batch = text_documents([50, 30], config)
     full = model(batch).nll_T
     with torch.autocast("cpu", torch.bfloat16):
         half = model(batch).nll_T
     assert half.dtype == torch.float32
-    # bf16 carries 8 bits; eight sub-layers of it moved no token's loss by more than a tenth
+    # bf16 carries 8 bits: eight sub-layers of it may move a token's loss of about 5 by a tenth
     torch.testing.assert_close(half, full, atol=0.1, rtol=0)
 
 

@@ -1,0 +1,153 @@
+"""Attention Residuals in the decoder, against the paper's loop written out with plain softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.attnres import run_block
+from tests.model.tiny import build, document, pack, text_documents, tiny_fusion
+
+TOLERANCE = 1e-10  # fp64; online softmax against one softmax
+
+
+def mix(sources, query, norm):
+    """h and weights from the definition: softmax over sources of <w, RMSNorm_g(v)>, values as they are."""
+    values = torch.stack(sources)
+    keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
+    weights = (keys @ query).softmax(0)
+    return (weights[..., None] * values).sum(0), weights
+
+
+def paper_forward(decoder, x, segments, layers_per_block):
+    """Figure 2 of the paper for blocks of transformer layers; layers_per_block 0 = full, every sub-layer a source."""
+    blocks, partial = [x], None
+    weights = []
+    for index, layer in enumerate(decoder.layers):
+        for query, norm, sublayer in (
+            (layer.self_attention_res_query, layer.self_attention_res_norm, lambda h: layer.attend(h, segments)),  # noqa: B023
+            (layer.mlp_res_query, layer.mlp_res_norm, layer.feed_forward),
+        ):
+            boundary = layers_per_block == 0 or (index % layers_per_block == 0 and sublayer != layer.feed_forward)
+            if boundary and partial is not None:
+                blocks, partial = [*blocks, partial], None
+            h, p = mix(blocks if partial is None else [*blocks, partial], query, norm)
+            weights.append(p)
+            out = sublayer(h)
+            partial = out if partial is None else partial + out
+    h, p = mix([*blocks, partial], decoder.output_attn_res_query, decoder.output_attn_res_norm)
+    return decoder.norm(h), [*weights, p]
+
+
+MODES = [("full", 1, 0, 4), ("block", 1, 1, 4), ("block", 2, 2, 5), ("block", 3, 3, 4), ("block", 9, 9, 4)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("mode", "size", "paper", "layers"), MODES)
+def test_decoder_equals_the_papers_loop(mode, size, paper, layers, seed):
+    """Odd last blocks (5 layers in blocks of 2, 4 in blocks of 3) and one block for all are among the modes."""
+    config = tiny_fusion(attn_res=mode, attn_res_block_size=size, num_hidden_layers=layers)
+    model = build(config, seed, torch.float64)
+    decoder, segments = model.decoder, Segments((7, 30))
+    x = torch.randn(37, 24, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(37, 24, dtype=torch.float64)
+    (decoder(x, segments) * target).sum().backward()
+    got = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+    got["x"] = x.grad.clone()
+    decoder.zero_grad()
+    x.grad = None
+    expected, weights = paper_forward(decoder, x, segments, paper)
+    torch.testing.assert_close(decoder(x, segments), expected, atol=TOLERANCE, rtol=0)
+    (expected * target).sum().backward()
+    grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    grads["x"] = x.grad
+    for name, gradient in grads.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-8, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+    masks = {"first": segments.ids() == 0, "all": torch.ones(37, dtype=torch.bool)}
+    recorder = decoder.attnres_weights(x.detach(), segments, masks)
+    assert len(recorder.rows) == len(weights) == 2 * layers + 1
+    for (_, means), p in zip(recorder.rows, weights):
+        torch.testing.assert_close(means["all"], p.mean(1), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(means["first"], p[:, :7].mean(1), atol=TOLERANCE, rtol=0)
+
+
+def test_full_is_blocks_of_one_sublayer():
+    """The block schedule with every sub-layer its own block (N = L) gives the full form."""
+    model = build(tiny_fusion(attn_res="full"), dtype=torch.float64)
+    decoder, segments = model.decoder, Segments((11,))
+    x = torch.randn(11, 24, dtype=torch.float64)
+    sources = [x]
+    for sublayer in decoder._sublayers(segments, [None] * 4, None, None):
+        sources.append(run_block(sources, [sublayer]))
+    h, _ = mix(sources, decoder.output_attn_res_query, decoder.output_attn_res_norm)
+    torch.testing.assert_close(decoder(x, segments), decoder.norm(h), atol=TOLERANCE, rtol=0)
+    assert len(sources) == 1 + 2 * 4
+
+
+def test_block_and_full_differ():
+    a = build(tiny_fusion(attn_res="full"), dtype=torch.float64)
+    b = build(tiny_fusion(attn_res="block", attn_res_block_size=2), dtype=torch.float64)
+    b.load_state_dict(a.state_dict())
+    batch = text_documents([20], a.config)
+    assert (a(batch).loss_sum - b(batch).loss_sum).abs() > 1e-3
+
+
+def test_off_is_the_plain_residual_stream():
+    model = build(tiny_fusion(attn_res="none"), dtype=torch.float64)
+    decoder, segments = model.decoder, Segments((9, 4))
+    x = torch.randn(13, 24, dtype=torch.float64)
+    stream = x
+    for layer in decoder.layers:
+        stream = stream + layer.attend(stream, segments)
+        stream = stream + layer.feed_forward(stream)
+    assert torch.equal(decoder(x, segments), decoder.norm(stream))
+    assert not any("_res_" in name for name, _ in model.named_parameters())
+    with pytest.raises(ValueError, match="no mixing weights"):
+        decoder.attnres_weights(x, segments, {})
+
+
+@pytest.mark.parametrize("mode", ["full", "block"])
+def test_zero_queries_start_as_a_uniform_average(mode):
+    from earlyfusion.model.fusion import NativeFusion
+
+    torch.manual_seed(0)
+    model = NativeFusion(tiny_fusion(attn_res=mode, attn_res_block_size=2))
+    recorder = model.decoder.attnres_weights(
+        torch.randn(5, 24), Segments((5,)), {"all": torch.ones(5, dtype=torch.bool)}
+    )
+    for _, means in recorder.rows:
+        torch.testing.assert_close(means["all"], torch.full_like(means["all"], 1 / len(means["all"])))
+
+
+def test_queries_learn_from_zero_and_the_single_source_query_gets_exact_zeros():
+    from earlyfusion.model.fusion import NativeFusion
+
+    torch.manual_seed(0)
+    model = NativeFusion(tiny_fusion(attn_res="block", attn_res_block_size=2))
+    model(text_documents([40], model.config)).loss_sum.backward()
+    for name, parameter in model.named_parameters():
+        if not name.endswith("_res_query"):
+            continue
+        if "layers.0.self_attention" in name:
+            assert not parameter.grad.any(), name  # one source: the mix is the identity whatever the query
+        else:
+            assert parameter.grad.abs().max() > 0, name
+
+
+def test_recorder_names_and_splits_image_from_text():
+    config = tiny_fusion(attn_res="block", attn_res_block_size=2)
+    model = build(config)
+    batch = pack([document(10, [(1, 4, 4)], config, 0), document(6, [], config, 1)])
+    image = batch.ids == config.media_token_id
+    x = model.embed(batch).detach()
+    recorder = model.decoder.attnres_weights(x, batch.segments, {"image": image, "text": ~image})
+    assert [name for name, _ in recorder.rows] == [
+        "layers.0.kda", "layers.0.mlp", "layers.1.kda", "layers.1.moe",
+        "layers.2.kda", "layers.2.moe", "layers.3.mla", "layers.3.moe", "output",
+    ]  # fmt: skip
+    assert recorder.has_partial == [False, True, True, True, False, True, True, True, False]
+    assert [len(means["image"]) for _, means in recorder.rows] == [1, 2, 2, 2, 2, 3, 3, 3, 3]
+    for _, means in recorder.rows[1:]:
+        torch.testing.assert_close(means["image"].sum(), torch.tensor(1.0))
+        assert not torch.allclose(means["image"], means["text"])

@@ -1,0 +1,208 @@
+"""Router and experts: what is chosen, what it weighs, and that both balancing rules level the load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from earlyfusion.model.moe import BINS, MixtureOfExperts, _histogram_quantile, moe_layers, update_router_biases
+from tests.model.tiny import build, text_documents, tiny_fusion, tiny_text
+
+
+def layer(seed: int = 0, **overrides) -> MixtureOfExperts:
+    torch.manual_seed(seed)
+    return MixtureOfExperts(tiny_text(**overrides))
+
+
+def by_hand(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
+    """The layer from its equations, token by token."""
+    width = moe.experts.down_proj.shape[-1]
+    out = []
+    for token in x:
+        score = torch.sigmoid(moe.gate.weight @ token)
+        chosen = torch.argsort(score + moe.gate.e_score_correction_bias, descending=True)[: moe.gate.top_k]
+        weight = score[chosen] / score[chosen].sum() * moe.gate.scaling
+        y = moe.shared_experts(token)
+        for e, w in zip(chosen, weight):
+            gate, up = (moe.experts.gate_up_proj[e] @ token).split(width)
+            y = y + w * (moe.experts.down_proj[e] @ (F.silu(gate) * up))
+        out.append(y)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_layer_equals_its_equations_with_gradients(seed):
+    moe = layer(seed).double()
+    moe.gate.e_score_correction_bias.normal_(0, 0.3)
+    x = torch.randn(13, 24, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(13, 24, dtype=torch.float64)
+    (moe(x) * target).sum().backward()
+    got = [x.grad.clone(), *(p.grad.clone() for p in moe.parameters())]
+    x.grad = None
+    moe.zero_grad()
+    expected = by_hand(moe, x)
+    torch.testing.assert_close(moe(x), expected, atol=1e-10, rtol=0)
+    (expected * target).sum().backward()
+    for a, b in zip(got, [x.grad, *(p.grad for p in moe.parameters())]):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+def test_bias_selects_but_never_weighs():
+    moe = layer()
+    x = torch.randn(50, 24)
+    ids, weights, scores = moe.gate(x)
+    with torch.no_grad():
+        moe.gate.e_score_correction_bias[4] = 10.0
+    moved_ids, moved_weights, moved_scores = moe.gate(x)
+    assert torch.equal(scores, moved_scores)
+    assert (moved_ids == 4).any(-1).all() and not (ids == 4).any(-1).all()
+    chosen = moved_scores.gather(1, moved_ids)
+    torch.testing.assert_close(moved_weights, chosen / chosen.sum(-1, keepdim=True) * 2.446)
+    torch.testing.assert_close(weights.sum(-1), torch.full((50,), 2.446))
+
+
+def test_router_is_fp32_under_autocast_and_its_bias_survives_a_cast():
+    moe = layer()
+    moe.gate.e_score_correction_bias.fill_(0.1234567)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, weights, scores = moe.gate(torch.randn(5, 24).bfloat16())
+    assert weights.dtype == scores.dtype == torch.float32
+    moe.to(torch.bfloat16)
+    assert moe.gate.weight.dtype == torch.bfloat16
+    assert moe.gate.e_score_correction_bias.dtype == moe.load.dtype == torch.float32
+    torch.testing.assert_close(moe.gate.e_score_correction_bias, torch.full((6,), 0.1234567))
+
+
+def test_a_token_does_not_depend_on_its_batch_and_none_is_dropped():
+    moe = layer().eval()
+    with torch.no_grad():
+        moe.gate.e_score_correction_bias[:2] = 10.0  # every token on the same two experts: any capacity would overflow
+        x = torch.randn(257, 24)
+        together = moe(x)
+        for rows in (slice(0, 1), slice(100, 103), slice(3, 257)):
+            torch.testing.assert_close(moe(x[rows]), together[rows], atol=1e-5, rtol=0)
+        torch.testing.assert_close(together, by_hand(moe, x), atol=1e-5, rtol=0)
+
+
+def test_load_counts_training_tokens_that_count():
+    moe = layer()
+    x = torch.randn(40, 24)
+    counted = torch.arange(40) < 30
+    ids = moe.gate(x)[0]
+    moe(x, counted)
+    assert torch.equal(moe.load, torch.bincount(ids[:30].flatten(), minlength=6).float())
+    with torch.no_grad():
+        moe(x)
+    moe.eval()(x)
+    assert moe.load.sum() == 60
+
+
+def test_counts_and_bias_keep_their_place_in_checkpoints():
+    names = set(layer(router_balance="quantile").state_dict())
+    assert "gate.e_score_correction_bias" in names
+    assert not any(name in names for name in ("load", "histogram"))
+
+
+def test_sign_rule_moves_by_gamma_towards_the_mean():
+    moe = layer(router_bias_update_rate=0.01)
+    moe.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0, 8.0, 2.0]))
+    moe.update_bias()
+    torch.testing.assert_close(moe.gate.e_score_correction_bias, torch.tensor([-0.01, 0.01, 0.0, 0.0, -0.01, 0.01]))
+    assert not moe.load.any()
+
+
+def test_histogram_quantile_equals_the_sorted_one():
+    torch.manual_seed(0)
+    values = torch.rand(4, 5000) * 1.5 - 0.5
+    low, step = torch.tensor(-1.0), torch.tensor(2.0 / BINS)
+    bins = ((values - low) / step).long()
+    histogram = torch.zeros(4, BINS).scatter_add_(1, bins, torch.ones_like(values))
+    for share in (0.01, 0.125, 0.5, 0.99):
+        expected = torch.quantile(values, share, dim=1)
+        # one bin is 0.002 wide and the counts inside it are taken as evenly spread
+        torch.testing.assert_close(_histogram_quantile(histogram, share, low, step), expected, atol=0.002, rtol=0)
+
+
+def test_quantile_rule_equals_its_definition():
+    moe = layer(router_balance="quantile", initializer_range=0.5)
+    moe.gate.e_score_correction_bias.normal_(0, 0.2)
+    bias = moe.gate.e_score_correction_bias.clone()
+    x = torch.randn(4000, 24)
+    for part in x.split(1000):  # micro-batches of one optimizer step
+        moe(part)
+    scores = moe.gate(x)[2].detach()
+    alpha = torch.sort(scores + bias, descending=True)[0][:, moe.gate.top_k]
+    expected = torch.quantile(alpha[:, None] - scores, moe.gate.top_k / 6, dim=0)
+    moe.update_bias()
+    torch.testing.assert_close(moe.gate.e_score_correction_bias, expected - expected.mean(), atol=0.003, rtol=0)
+    assert not moe.histogram.any() and not moe.load.any()
+
+
+@pytest.mark.parametrize(("rule", "steps", "bound"), [("sign", 300, 0.2), ("quantile", 12, 0.15)])
+def test_balancing_levels_a_lopsided_router(rule, steps, bound):
+    torch.manual_seed(0)
+    # 800 tokens leave about 0.1 of sampling noise in the maximum; the sign rule also keeps stepping by gamma
+    config = tiny_text(router_balance=rule, router_bias_update_rate=0.003, num_experts=12, num_experts_per_token=3)
+    moe = MixtureOfExperts(config)
+    offset = torch.randn(24)
+    with torch.no_grad():
+        moe.gate.weight.normal_(0, 0.3)
+    history = []
+    for _ in range(steps):
+        moe(torch.randn(800, 24) * 0.5 + offset)  # a common direction makes some experts everybody's first choice
+        history.append(moe.update_bias()["max_violation"].item())
+    assert history[0] > 1.5
+    assert sum(history[-4:]) / 4 < bound
+    assert moe.gate.e_score_correction_bias.mean().abs() < 0.05
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile", "none"])
+def test_all_layers_update_with_one_reduction(rule):
+    def step(parts, reduce=None):
+        model = build(tiny_fusion(router_balance=rule), 0)
+        for part in parts:
+            model(part)
+        return model, update_router_biases(model, reduce)
+
+    config = tiny_fusion()
+    halves = [text_documents([60], config, 1), text_documents([45, 10], config, 2)]
+    whole, metrics = step(halves)
+    other = build(tiny_fusion(router_balance=rule), 0)
+    other(halves[1])
+    buffers = [b for moe in moe_layers(other) for b in (moe.load, moe.histogram) if b is not None]
+    received = torch.cat([b.flatten() for b in buffers])
+    calls = []
+
+    def add_the_other_rank(flat):
+        calls.append(flat.numel())
+        return flat + received
+
+    reduced, reduced_metrics = step(halves[:1], add_the_other_rank)
+    assert len(calls) == 1
+    for a, b in zip(moe_layers(whole), moe_layers(reduced)):
+        assert torch.equal(a.gate.e_score_correction_bias, b.gate.e_score_correction_bias)
+    assert torch.equal(metrics["load_share"], reduced_metrics["load_share"])
+    torch.testing.assert_close(metrics["load_share"].sum(1), torch.ones(3))
+    share = metrics["load_share"]
+    torch.testing.assert_close(metrics["max_violation"], (share * 6 - 1).abs().amax(1))
+    assert metrics["mean_violation"].shape == (3,)
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile"])
+def test_a_step_without_tokens_leaves_the_bias(rule):
+    moe = layer(router_balance=rule)
+    moe.gate.e_score_correction_bias.normal_()
+    before = moe.gate.e_score_correction_bias.clone()
+    moe.update_bias()
+    assert torch.equal(moe.gate.e_score_correction_bias, before)
+
+
+def test_padding_is_not_counted_by_the_model():
+    config = tiny_fusion()
+    model = build(config)
+    batch = text_documents([20, 12], config)
+    batch.ids[20:] = config.text.pad_token_id
+    model(batch)
+    assert all(moe.load.sum() == 20 * 2 for moe in moe_layers(model))
+    assert update_router_biases(build(tiny_fusion(num_experts=0))) == {}
