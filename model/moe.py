@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.precision import without_autocast
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import normal_
 from earlyfusion.model.mlp import SwiGLU
@@ -54,7 +55,7 @@ class Router(Fp32State):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> expert ids [T, J] int64, weights [T, J], scores [T, E]; fp32 even under autocast."""
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD):
             fp = at_least_fp32(x_TD)
             scores_TE = F.linear(fp, self.weight.to(fp.dtype)).sigmoid()
             with torch.no_grad():

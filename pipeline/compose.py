@@ -1,7 +1,8 @@
 """Recipes: TOML files composed left to right, dotted overrides last, checked by pydantic, hashed, compared, printed.
 
 Merge rules: tables merge key by key; scalars and lists of the right side replace the left; the lists `stages` and
-`data.sources` merge item by item by their `name`. "null" in TOML (which has no null) means None.
+`data.sources` merge item by item by their `name`. A recipe that says `extends = "nano"` (a shipped name or a path) is
+laid over that recipe first. "null" in TOML (which has no null) means None.
 """
 
 from __future__ import annotations
@@ -131,13 +132,24 @@ def _list_index(items: list[Any], part: str, where: str) -> int:
     raise UserError(f"--{where}.{part}: nothing in {where} has that name; {did_you_mean(part, names)}")
 
 
+def _extended(recipe: str | Path | Mapping[str, Any], seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A recipe laid over the one it extends, and so on; UserError for a circle."""
+    own = dict(recipe if isinstance(recipe, Mapping) else read_recipe(recipe))
+    base = own.pop("extends", None)
+    if base is None:
+        return own
+    if str(base) in seen:
+        raise UserError(f"recipe {base!r} extends itself ({' -> '.join((*seen, str(base)))}); remove one `extends`")
+    return merge(_extended(str(base), (*seen, str(base))), own)
+
+
 def compose(
     recipes: Sequence[str | Path | Mapping[str, Any]], overrides: Iterable[tuple[str, Any]] = ()
 ) -> dict[str, Any]:
     """The merged, not yet checked recipe. String override values are read as TOML literals."""
     tree: dict[str, Any] = {}
     for recipe in recipes:
-        tree = merge(tree, recipe if isinstance(recipe, Mapping) else read_recipe(recipe))
+        tree = merge(tree, _extended(recipe))
     tree = json.loads(json.dumps(tree, default=str))
     for dotted, value in overrides:
         override(tree, dotted, parse_literal(value) if isinstance(value, str) else value)

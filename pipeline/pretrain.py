@@ -166,7 +166,8 @@ class Pretraining:
     # ------------------------------------------------------------------------------------------- state, and the end
 
     def _save(self) -> Path:
-        trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": self.book.sums}
+        book = self.runtime.sum(self.book.sums).cpu()  # of all ranks: the file keeps rank 0's trainer state
+        trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": book}
         path = self.checkpoints.save(
             self.step, model=self.fusion.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
             lanes=self.loaders.state_dict(),
@@ -182,7 +183,8 @@ class Pretraining:
         self._restore_weights(loaded)
         self.guard.load_state_dict(loaded.trainer["guard"])
         self.meter.load_state_dict(loaded.trainer["meter"])
-        self.book.sums = loaded.trainer["book"]
+        if self.runtime.is_main:  # what is pending of all ranks; the others begin with nothing
+            self.book.sums = loaded.trainer["book"]
         self.step = loaded.step
         self.loaders.load_state_dict(loaded.lanes)
         loaded.restore_rng(self.runtime.rank, self.config.run.seed)
@@ -194,7 +196,8 @@ class Pretraining:
         return EXIT_REQUEUE
 
     def _finish(self) -> int:
-        loader = self.loaders.at(len(self.config.stages) - 1)
+        # The stage of the last step taken: with run.steps it need not be the last stage, and its cursors are saved below.
+        loader = self.loaders.at(self.stages.place(max(0, self.step - 1)).index)
         with self.meter.paused():
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self._save()

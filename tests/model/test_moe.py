@@ -154,7 +154,7 @@ def test_balancing_levels_a_lopsided_router(rule, steps, bound):
         history.append(moe.update_bias()["max_violation"].item())
     assert history[0] > 1.5
     assert sum(history[-4:]) / 4 < bound
-    assert moe.gate.e_score_correction_bias.mean().abs() < 0.05
+    assert moe.gate.e_score_correction_bias.abs().max() > 0.1  # it had something to correct
 
 
 @pytest.mark.parametrize("rule", ["sign", "quantile", "none"])

@@ -121,6 +121,23 @@ def test_recipes_compose_left_to_right_and_named_lists_merge_by_name(base, overl
     assert load_config([overlay, base]).run.name == "tiny"
 
 
+def test_a_recipe_is_laid_over_the_one_it_extends(tmp_path):
+    longer, longest = tmp_path / "longer.toml", tmp_path / "longest.toml"
+    longer.write_text('extends = "nano"\n[run]\nname = "longer"\n[[stages]]\nname = "joint"\nsteps = 7777\n')
+    longest.write_text(f'extends = "{longer}"\n[run]\nname = "longest"\n')
+    nano, config = load_config(["nano"]), load_config([longest])
+    assert (config.run.name, config.stages[0].steps) == ("longest", 7777)
+    assert config.model == nano.model and config.stages[0].lr == nano.stages[0].lr
+
+
+def test_recipes_that_extend_each_other_are_refused(tmp_path):
+    a, b = tmp_path / "a.toml", tmp_path / "b.toml"
+    a.write_text(f'extends = "{b}"\n')
+    b.write_text(f'extends = "{a}"\n')
+    with pytest.raises(UserError, match="extends itself"):
+        load_config([a])
+
+
 def test_merging_leaves_its_arguments_alone():
     left, right = {"a": {"x": 1}, "stages": [{"name": "s", "steps": 1}]}, {"a": {"y": 2}, "stages": [{"name": "s"}]}
     before = repr((left, right))

@@ -64,7 +64,7 @@ def tiny_recipe(tokenizer: Path, **changes: Any) -> dict[str, Any]:
                 "num_heads": 2, "head_dim": 8, "gate_lower_bound": -5.0, "kda_layers": [1, 2], "full_attn_layers": [3],
             },
         },
-        "optim": {"lr": 1e-2, "weight_decay": 0.05, "head_group_size": 1, "qk_clip": 0.25},
+        "optim": {"lr": 1e-2, "weight_decay": 0.05, "head_group_size": 1, "qk_clip": 0.03},
         "stages": [
             {"name": "short", "steps": 8, "length": 96, "tokens": 256, "warmup_steps": 3},
             {

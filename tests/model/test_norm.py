@@ -1,0 +1,73 @@
+"""RMSNorm, plain and gated: values, closed-form gradients, dtypes, and buffers that refuse to be rounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from earlyfusion.model.norm import Fp32State, GatedRMSNorm, RMSNorm
+
+
+def definition(x, weight, eps, gate=None):
+    y = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return y if gate is None else y * torch.sigmoid(gate)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 2, 9), (0, 4), (1, 1)])
+def test_norm_equals_its_definition_and_finite_differences(shape, seed):
+    torch.manual_seed(seed)
+    plain, gated = RMSNorm(shape[-1], 1e-2).double(), GatedRMSNorm(shape[-1], 1e-2).double()
+    x, gate = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
+    for norm in (plain, gated):
+        del norm.weight
+        norm.weight = weight
+    torch.testing.assert_close(plain(x), definition(x, weight, 1e-2))
+    torch.testing.assert_close(gated(x, gate), definition(x, weight, 1e-2, gate))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), definition(x, weight, 1e-2))
+    if shape[0]:
+        run = lambda function: lambda x, w, *g: (setattr(function, "weight", w), function(x, *g))[1]
+        assert torch.autograd.gradcheck(run(plain), (x, weight))
+        assert torch.autograd.gradcheck(run(gated), (x, weight, gate))
+
+
+def test_non_contiguous_input_and_gradient():
+    norm = GatedRMSNorm(6, 1e-5)
+    x = torch.randn(6, 4, 3, requires_grad=True).permute(2, 1, 0)
+    gate = torch.randn(3, 8, 6)[:, ::2]
+    out = norm(x, gate)
+    torch.testing.assert_close(out, definition(x, norm.weight, 1e-5, gate))
+    out.sum().backward()  # an expanded gradient
+
+
+def test_autocast_computes_in_fp32_and_rounds_once():
+    norm = RMSNorm(64, 1e-5)
+    x = torch.randn(10, 64) * 100
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, definition(x, norm.weight, 1e-5).bfloat16())
+    assert norm(x).dtype == torch.float32
+    x = x.bfloat16().requires_grad_()
+    norm(x).float().pow(2).sum().backward()
+    assert x.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+
+
+class Counter(Fp32State):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor([1e6 + 1]))
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+
+def test_state_buffers_survive_casts_and_moves():
+    module = torch.nn.Sequential(Counter())
+    module.to(torch.bfloat16)
+    assert module[0].weight.dtype == torch.bfloat16
+    assert module[0].count.dtype == torch.float32 and module[0].count.item() == 1e6 + 1
+    module.double()
+    assert module[0].count.dtype == torch.float32 and module[0].count.item() == 1e6 + 1
+    module.to("meta")
+    assert module[0].count.is_meta and module.to_empty(device="cpu")[0].count.shape == (1,)

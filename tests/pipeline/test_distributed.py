@@ -1,0 +1,181 @@
+"""Two processes on one machine take the steps that one process takes; every launcher starts the same run.
+
+Two lanes are two micro-batches of one step: one process accumulates them, two processes take one each. The sums are
+formed in another order, so the numbers agree to fp32 rounding and not bit for bit.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+from tiny_run import REPOSITORY, environment, finish, losses, run_here, start, weights
+
+from earlyfusion.data.loader import Loader
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.pipeline.checkpoint import latest, step_of
+from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
+from earlyfusion.pipeline.track import read_metrics
+
+STEPS, SCHEDULED = 5, 40
+# Four lanes on two processes: (a + c) + (b + d) in place of ((a + b) + c) + d. What rounding changes (1e-7) grows about
+# tenfold a step, because Muon lifts small singular values and routing near a tie flips; measured here after five steps:
+# losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes losses by 5e-3, weights by 0.5.
+FIRST_RTOL = 1e-6
+LOSS_RTOL = 3e-4
+NORM_RTOL = 1e-2
+WEIGHT_RTOL = 5e-2
+BIAS_ATOL = 2e-2  # a quantile of a histogram: one token in another bin moves it by a bin or more
+
+ACCELERATE = (
+    "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+    "--dynamo_backend", "no",
+)  # fmt: skip
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder) -> Path:
+    tokenizer = tiny_run.make_tokenizer(folder, 320)
+    one_stage = [{"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}]
+    changes = {"stages": one_stage, "optim__lr": 3e-3, "data__prefetch": "thread"}
+    return tiny_run.write_recipe(folder / "tiny.toml", tiny_run.tiny_recipe(tokenizer, **changes))
+
+
+@pytest.fixture(scope="module")
+def alone(folder, recipe) -> Path:
+    """Both lanes in one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_here(recipe, folder / "alone", "--steps", str(STEPS), monkeypatch=patch) == 0
+    return folder / "alone"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def two_ranks(recipe: Path, out: Path, *words: str, **variables: str) -> list[subprocess.Popen]:
+    """The two processes that torchrun would start, without torchrun: each has its own exit code."""
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    return [start(recipe, out, *words, env=environment(**shared, **rank, **variables)) for rank in ranks]
+
+
+def torchrun(recipe: Path, out: Path, *words: str) -> None:
+    code, errors = finish(start(recipe, out, *words, launcher=(*TORCHRUN, "--master-port", str(free_port()))))
+    assert code == 0, errors[-4000:]
+
+
+def assert_same_run(left: Path, right: Path) -> None:
+    """Losses step by step, counts exactly, weights by name."""
+    ours, theirs = (read_metrics(out / "metrics.jsonl", "train") for out in (left, right))
+    assert [record["step"] for record in ours] == [record["step"] for record in theirs] != []
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        first = mine["step"] == 1
+        for key in [key for key in mine if key.startswith("loss")]:
+            assert mine[key] == pytest.approx(other[key], rel=FIRST_RTOL if first else LOSS_RTOL), (mine["step"], key)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=FIRST_RTOL if first else NORM_RTOL)
+        for key in ("tokens", "patches", "samples", "fill", "lr"):
+            assert mine[key] == pytest.approx(other[key], rel=1e-12), (mine["step"], key)
+        assert mine["max_logit"]["2"] == pytest.approx(other["max_logit"]["2"], rel=NORM_RTOL)
+    mine, other = weights(left), weights(right)
+    assert mine.keys() == other.keys()
+    for name in mine:
+        if name.endswith("e_score_correction_bias"):
+            assert torch.allclose(mine[name], other[name], rtol=0, atol=BIAS_ATOL), name
+            continue
+        difference = (mine[name] - other[name]).float().norm() / other[name].float().norm().clamp_min(1e-6)
+        assert difference < WEIGHT_RTOL, (name, float(difference))
+
+
+def test_the_compared_run_holds_a_step_with_pictures_on_one_rank_only(recipe):
+    """The case that hangs when a rank without pictures leaves out the vision parameters' all-reduce."""
+    config = load_config([str(recipe)])
+    tokens, stage = Tokenizer.load(config.tokenizer.path), config.stages[0]
+    with Loader(
+        config.data, tokens, config.vision, length=stage.length, tokens=stage.tokens, max_patches=stage.max_patches,
+        lanes=4, stage=0,
+    ) as loader:  # fmt: skip
+        seen = [[batch.num_patches > 0 for batch in loader.next_step()] for _ in range(STEPS)]
+    by_rank = [(any(lanes[0::2]), any(lanes[1::2])) for lanes in seen]
+    assert {(True, False), (False, True)} & set(by_rank), by_rank
+    assert any(len(set(lanes[0::2])) == 2 for lanes in seen), "one rank: pictures in one micro-batch, none in the other"
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(recipe, alone, tmp_path):
+    torchrun(recipe, tmp_path, "--steps", str(STEPS))
+    assert_same_run(tmp_path, alone)
+    assert (tmp_path / "report.html").exists()
+    assert len(list(latest(tmp_path / "checkpoints").glob("rank-*.json"))) == 2
+
+
+@pytest.mark.slow
+def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, monkeypatch):
+    assert run_here(recipe, tmp_path, "--steps", "2", monkeypatch=monkeypatch) == 0
+    torchrun(recipe, tmp_path, "--resume", "--steps", str(STEPS))
+    assert_same_run(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_both_and_one_process_takes_over(recipe, tmp_path, monkeypatch):
+    """Both leave with 75 at the same step; the checkpoint holds the cursors and the pending sums of both."""
+    words = ("--track.log_every", "1000")  # one record at the end, with the means over every step of both ranks
+    ranks = two_ranks(recipe, tmp_path / "two", *words, "--checkpoint.every", "1")
+    checkpoints, deadline = tmp_path / "two" / "checkpoints", time.monotonic() + 120
+    while latest(checkpoints) is None:
+        assert time.monotonic() < deadline and ranks[0].poll() is None, ranks[0].communicate()[1][-3000:]
+        time.sleep(0.002)
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [finish(rank)[0] for rank in ranks] == [EXIT_REQUEUE, EXIT_REQUEUE]
+    stopped = step_of(latest(checkpoints))
+    assert 1 <= stopped < SCHEDULED
+    words += ("--steps", str(stopped + 1))
+    assert run_here(recipe, tmp_path / "two", *words, "--resume", monkeypatch=monkeypatch) == 0
+    assert run_here(recipe, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_lanes_that_the_processes_cannot_share_are_refused_in_one_line(recipe, tmp_path):
+    ranks = two_ranks(recipe, tmp_path / "out", "--stages.all.lanes", "5")
+    for code, errors in map(finish, ranks):
+        assert code == EXIT_USER, errors
+        lines = [line for line in errors.splitlines() if line.startswith("error:")]
+        assert len(lines) == 1 and "5 lanes cannot be shared evenly by 2 processes" in lines[0], errors
+        assert "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "where"), [(tiny_run.MODULE, "elsewhere"), ("pipeline.pretrain", "checkout")])
+def test_accelerate_launch_starts_the_installed_and_the_checked_out_module(recipe, tmp_path, module, where):
+    directory = tmp_path if where == "elsewhere" else REPOSITORY
+    out = tmp_path / "out"
+    process = start(recipe, out, "--steps", "1", launcher=ACCELERATE, module=module, cwd=directory)
+    code, errors = finish(process)
+    assert code == 0, errors[-3000:]
+    assert len(losses(out)) == 1 and (out / "model" / "model.safetensors").exists()
+
+
+def test_the_launchers_used_here_exist():
+    """So that a failure above is about this project, not about a missing launcher."""
+    assert os.path.exists(sys.executable)
+    for module in (ACCELERATE[1], TORCHRUN[1]):
+        assert __import__("importlib.util", fromlist=["util"]).find_spec(module) is not None
