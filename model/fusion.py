@@ -10,6 +10,7 @@ Shapes: T tokens of a packed row, D hidden, P patches, M image tokens, V vocabul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,21 +27,32 @@ from earlyfusion.vision.grid import VisionGrid
 from earlyfusion.vision.projector import Projector
 
 
-class Packed(Protocol):
-    """What NativeFusion reads of a packed batch (data/pack.py has more fields).
+class Prompt(Protocol):
+    """What the model reads of a packed row to compute hidden states (data/pack.py has more fields).
 
-    ids, labels int64 [T]; labels[t] is the id to predict at t, -100 for none. loss_weights fp32 [T]. patches uint8
-    [P, 3, p, p] of all images in order; grids their (t, h, w); media_positions int64 [M], the positions in ids that
-    the image features fill, in feature order.
+    ids int64 [T]; patches uint8 [P, 3, p, p] of all images in order, grids their (t, h, w); media_positions int64 [M],
+    the positions in ids that the image features fill, in feature order.
     """
 
-    ids: Tensor
-    labels: Tensor
-    loss_weights: Tensor
-    segments: Segments
-    patches: Tensor
-    grids: list[tuple[int, int, int]]
-    media_positions: Tensor
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def segments(self) -> Segments: ...
+    @property
+    def patches(self) -> Tensor: ...
+    @property
+    def grids(self) -> Sequence[tuple[int, int, int]]: ...
+    @property
+    def media_positions(self) -> Tensor: ...
+
+
+class Packed(Prompt, Protocol):
+    """A training row: labels int64 [T], the id to predict at each position (-100: none), and loss_weights fp32 [T]."""
+
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def loss_weights(self) -> Tensor: ...
 
 
 @dataclass
@@ -64,12 +76,12 @@ class NativeFusion(nn.Module):
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
 
-    def encode_images(self, patches: Tensor, grids: list[tuple[int, int, int]]) -> Tensor:
+    def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
         """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an image."""
         grid = VisionGrid.from_grids(grids, self.config.vision)
         return self.mm_projector(self.vision_tower(patches, grid))
 
-    def embed(self, batch: Packed) -> Tensor:
+    def embed(self, batch: Prompt) -> Tensor:
         """Decoder input [T, D]: token embeddings with image features in their places.
 
         Raises ValueError if the number of features is not the number of media positions.
@@ -85,7 +97,7 @@ class NativeFusion(nn.Module):
         x_TD = self.decoder.embed_tokens(batch.ids)
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
 
-    def hidden(self, batch: Packed, cache: DecoderCache | None = None) -> Tensor:
+    def hidden(self, batch: Prompt, cache: DecoderCache | None = None) -> Tensor:
         """Hidden states [T, D] after the final norm; with a cache this is the prefill of its sequences."""
         counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
         return self.decoder(self.embed(batch), batch.segments, cache, counted_T=counted_T)

@@ -19,9 +19,16 @@ from earlyfusion.vision.grid import Geometry, GridTensors, VisionGrid
 from earlyfusion.vision.position import apply_rope
 
 
-def make_norm(kind: str, width: int, eps: float) -> nn.RMSNorm | nn.LayerNorm:
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in its weight's dtype: fp32 weights keep fp32 statistics under bf16 autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def make_norm(kind: str, width: int, eps: float) -> RMSNorm | nn.LayerNorm:
     """RMSNorm ("rms", weight) or LayerNorm ("layer", weight and bias) with an explicit eps."""
-    return nn.RMSNorm(width, eps=eps) if kind == "rms" else nn.LayerNorm(width, eps=eps)
+    return RMSNorm(width, eps=eps) if kind == "rms" else nn.LayerNorm(width, eps=eps)
 
 
 def init_linear(linear: nn.Linear, std: float) -> None:

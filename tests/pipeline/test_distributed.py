@@ -22,6 +22,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
+from earlyfusion.pipeline.statefile import load_tree
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, SCHEDULED = 5, 40
@@ -32,7 +33,7 @@ FIRST_RTOL = 1e-6
 LOSS_RTOL = 3e-4
 NORM_RTOL = 1e-2
 WEIGHT_RTOL = 5e-2
-BIAS_ATOL = 2e-2  # a quantile of a histogram: one token in another bin moves it by a bin or more
+BIAS_ATOL = 6e-3  # a quantile of a histogram with bins of 2e-3: one token in another bin moves it by a bin
 
 ACCELERATE = (
     "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
@@ -51,6 +52,7 @@ def recipe(folder) -> Path:
     tokenizer = tiny_run.make_tokenizer(folder, 320)
     one_stage = [{"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}]
     changes = {"stages": one_stage, "optim__lr": 3e-3, "data__prefetch": "thread"}
+    changes |= {"checkpoint__every": 1, "checkpoint__keep": 9}
     return tiny_run.write_recipe(folder / "tiny.toml", tiny_run.tiny_recipe(tokenizer, **changes))
 
 
@@ -125,6 +127,12 @@ def test_two_processes_equal_one(recipe, alone, tmp_path):
     assert (tmp_path / "report.html").exists()
     assert len(list(latest(tmp_path / "checkpoints").glob("rank-*.json"))) == 2
 
+    first, other = (load_tree(out / "checkpoints" / "step-000001" / "model") for out in (tmp_path, alone))
+    biases = [name for name in first if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    for name in biases:  # counts are integers: before rounding has had an effect, those of both ranks, exactly
+        assert torch.equal(first[name], other[name]) and first[name].any(), name
+
 
 @pytest.mark.slow
 def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, monkeypatch):
@@ -137,7 +145,7 @@ def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, 
 def test_a_signal_to_one_rank_stops_both_and_one_process_takes_over(recipe, tmp_path, monkeypatch):
     """Both leave with 75 at the same step; the checkpoint holds the cursors and the pending sums of both."""
     words = ("--track.log_every", "1000")  # one record at the end, with the means over every step of both ranks
-    ranks = two_ranks(recipe, tmp_path / "two", *words, "--checkpoint.every", "1")
+    ranks = two_ranks(recipe, tmp_path / "two", *words)
     checkpoints, deadline = tmp_path / "two" / "checkpoints", time.monotonic() + 120
     while latest(checkpoints) is None:
         assert time.monotonic() < deadline and ranks[0].poll() is None, ranks[0].communicate()[1][-3000:]
