@@ -23,7 +23,7 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
         return None
     image_T = torch.zeros_like(batch.ids, dtype=torch.bool)
     image_T[batch.media_positions] = True
-    masks = {"image": image_T, "text": ~image_T}
+    masks = {"image": image_T, "text": ~image_T & (batch.source_ids >= 0)}  # filler is neither
     with evaluating(model):
         recorder = model.decoder.attnres_weights(model.embed(batch), batch.segments, masks)
     finished = max(

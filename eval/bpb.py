@@ -107,7 +107,8 @@ def bits_per_byte(
 
 def _nats(model: NativeFusion, pieces: list[tuple[list[int], list[int]]], tokens_per_batch: int) -> float:
     """Sum of -ln p over all targets; pieces go through packed, longest first so that rows fill well."""
-    total, row, size = 0.0, [], 0
+    total, size = 0.0, 0
+    row: list[tuple[list[int], list[int]]] = []
     with evaluating(model):
         for piece in sorted(pieces, key=lambda piece: -len(piece[0])):
             if row and size + len(piece[0]) > tokens_per_batch:

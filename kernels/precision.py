@@ -65,11 +65,11 @@ def wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return wide_bmm(a_MK[None], b_KN[None])[0]
 
 
-def softmax_with_lse(logits: Tensor, want_lse: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Softmax over the last axis and, if wanted, its log-sum-exp.
+def softmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last axis and its log-sum-exp.
 
     The normaliser is read off the largest entry, p_max = exp(s_max - lse) >= 1 / size, which costs two maxima instead
     of another pass of exponentials and does not underflow.
     """
     p = torch.softmax(logits, dim=-1)
-    return p, logits.amax(dim=-1) - p.amax(dim=-1).log() if want_lse else None
+    return p, logits.amax(dim=-1) - p.amax(dim=-1).log()

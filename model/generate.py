@@ -28,10 +28,14 @@ class Prompt(Protocol):
     """An open document, as `data.encode.encode(..., eos=False)` makes it: ids [n] int64, patches uint8 [P, 3, p, p] or
     None, grids [(t, h, w)], media_positions (places of the image placeholders in ids, in feature order)."""
 
-    ids: Tensor
-    patches: Tensor | None
-    grids: Sequence[tuple[int, int, int]]
-    media_positions: Tensor
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def patches(self) -> Tensor | None: ...
+    @property
+    def grids(self) -> Sequence[tuple[int, int, int]]: ...
+    @property
+    def media_positions(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
         ids=torch.cat([prompt.ids.long() for prompt in prompts]).to(device),
         segments=segments,
         patches=torch.cat(patches).to(device) if patches else none.to(device),
-        grids=[tuple(grid) for prompt in prompts for grid in prompt.grids],
+        grids=[(t, h, w) for prompt in prompts for t, h, w in prompt.grids],
         media_positions=torch.cat(places).to(device),
     )
 

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt_text = question_text(options.question) if options.question else options.prompt
     if not prompt_text and not options.image:
         raise UserError("nothing to continue: give --prompt TEXT, --question TEXT or --image FILE")
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: give at least 1")
     segments: list[Segment] = [_picture(path) for path in options.image]
     if prompt_text:
         segments.append(Text(prompt_text))

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -150,7 +151,7 @@ def _annotate(axes: Axes, image: AxesImage, values: Sequence[Sequence[float]]) -
     for r, row in enumerate(values):
         for c, value in enumerate(row):
             if math.isfinite(value):
-                red, green, blue, _ = image.to_rgba(value)
+                red, green, blue, _ = image.to_rgba(np.asarray(value))
                 ink = INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
                 text = f"{value:.2f}".lstrip("0") if value < 1 else f"{value:.1f}"
                 axes.text(c, r, text, ha="center", va="center", fontsize=6, color=ink)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from earlyfusion.pipeline.report_charts import Series, heat_map, line_chart
@@ -215,7 +216,7 @@ def _logit_figures(run: Run) -> list[str]:
     series: dict[str, Series] = {}
     for layer, heads in records[-1]["max_logit"].items():
         for head in range(len(heads)) if len(heads) <= 4 else ():
-            series[f"layer {layer}, head {head}"] = _series(records, "max_logit", layer, lambda v, h=head: v[h])
+            series[f"layer {layer}, head {head}"] = _series(records, "max_logit", layer, itemgetter(head))
         if len(heads) > 4:
             series[f"layer {layer}, largest"] = _series(records, "max_logit", layer, max)
     drawing = line_chart(

@@ -111,14 +111,15 @@ def block_spec(owned: Owned, head_group_size: int) -> BlockSpec:
     names, rows, parent = owned.fqn.split("."), owned.param.shape[-2], owned.parent
     leaf = names[-2] if names[-1] == "weight" and len(names) > 1 else names[-1]
     nope, head_dim = getattr(parent, "qk_nope_head_dim", None), getattr(parent, "head_dim", None)
+    value: int = getattr(parent, "v_head_dim", 0)
     if leaf in {"gate_up_proj", "gate_up"} and rows % 2 == 0:
         return [1, 1, rows // 2, rows // 2]
     if nope is not None and leaf in {"q_proj", "q_b_proj"}:
         head_rows = nope + parent.qk_rope_head_dim
         return per_head(_heads_of(owned.fqn, rows, head_rows, head_group_size), head_rows, head_group_size)
     if nope is not None and leaf == "kv_b_proj":
-        heads = _heads_of(owned.fqn, rows, nope + parent.v_head_dim, head_group_size)
-        return per_head_pair(heads, nope, parent.v_head_dim, head_group_size)
+        heads = _heads_of(owned.fqn, rows, nope + value, head_group_size)
+        return per_head_pair(heads, nope, value, head_group_size)
     if nope is None and head_dim is not None and leaf in {"q_proj", "k_proj", "v_proj"}:
         return per_head(_heads_of(owned.fqn, rows, head_dim, head_group_size), head_dim, head_group_size)
     if head_dim is not None and leaf == "wqkv" and rows == 3 * getattr(parent, "num_heads", 0) * head_dim:

@@ -209,7 +209,8 @@ def routing_rows(param_groups: list[dict[str, Any]]) -> list[TableRow]:
     rows = []
     for group in param_groups:
         for fqn, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
-            shape, blocks, scale = tuple(param.shape), "", ()
+            shape, blocks = tuple(param.shape), ""
+            scale: tuple[float, ...] = ()
             if group["family"] == "muon":
                 check_blocks(fqn, shape, spec)
                 blocks = describe(shape, spec)

@@ -1,0 +1,117 @@
+"""Sample pictures and the AttnRes probe: what is shown is what was asked, answered and measured."""
+
+import json
+
+import pytest
+import torch
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from PIL import Image as PilImage
+
+from earlyfusion.data.encode import encode
+from earlyfusion.data.pack import assemble
+from earlyfusion.data.sample import Image, Sample, Text, Video
+from earlyfusion.eval.attnres_probe import attnres_weights
+from earlyfusion.eval.samples import answer_samples, contact_sheet, save_samples, split_reference
+from earlyfusion.model.generate import generate
+
+RED = PilImage.new("RGB", (24, 16), (220, 20, 20))
+
+
+def samples() -> list[Sample]:
+    frames = [PilImage.new("RGB", (16, 16), (0, shade, 0)) for shade in (0, 90, 180)]
+    return [
+        Sample([Image(RED), Text("\nQ: what color?\nA:", 0.0), Text(" red")], "vqa", "0"),
+        Sample([Video(frames, [0.0, 0.5, 1.0]), Text(" brighter")], "clips", "1"),
+        Sample([Text("the quick"), Text(" brown")], "text", "2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def setup():
+    tokenizer = tiny_tokenizer()
+    return tokenizer, tiny_model(tiny_config(tokenizer))
+
+
+def test_the_reference_never_reaches_the_model(setup):
+    tokenizer, model = setup
+    records = answer_samples(model, tokenizer, samples(), max_new_tokens=6)
+    for sample, record in zip(samples(), records, strict=True):
+        prompt, reference = split_reference(sample)
+        assert record["reference"] == reference.strip() and reference not in prompt.text
+        open_document = encode(prompt, tokenizer, model.config.vision, eos=False)
+        assert record["answer"] == generate(model, tokenizer, [open_document], max_new_tokens=6)[0].strip()
+    assert records[0]["prompt"] == "Q: what color?\nA:"
+    assert (
+        records[0]["picture"].size == (24, 16)
+        and records[1]["picture"].size == (16, 16)
+        and records[2]["picture"] is None
+    )
+
+
+def test_a_sample_without_an_answer_is_named():
+    with pytest.raises(ValueError, match="'k' of 's'"):
+        split_reference(Sample([Text("a"), Image(RED)], "s", "k"))
+
+
+def test_saved_samples_can_be_read_back_and_seen(setup, tmp_path):
+    tokenizer, model = setup
+    records = answer_samples(model, tokenizer, samples(), max_new_tokens=4)
+    for step in (5, 10):
+        path = save_samples(tmp_path, step, records)
+    saved = json.loads(path.read_text())
+    assert saved["step"] == 10 and [s["answer"] for s in saved["samples"]] == [r["answer"] for r in records]
+    assert saved["samples"][2]["image"] is None
+    with PilImage.open(tmp_path / saved["samples"][0]["image"]) as picture:
+        assert picture.convert("RGB").getpixel((3, 3)) == (220, 20, 20)
+    assert len(list((tmp_path / "samples").glob("picture_*.png"))) == 2  # pictures once, not at every step
+    with PilImage.open(tmp_path / "samples" / "step_0000010.png") as sheet:
+        assert (220, 20, 20) in {colour for _, colour in sheet.convert("RGB").getcolors(10**6)}
+
+
+def test_contact_sheet_survives_text_its_font_lacks():
+    record = {"prompt": "日本語? " * 30, "answer": "⟨β⟩", "reference": "x", "picture": None}
+    assert contact_sheet([record] * 5).size[1] > contact_sheet([record]).size[1]
+    assert contact_sheet([]).size[0] > 0
+
+
+@pytest.mark.parametrize("attn_res, size, blocks", [("block", 2, 2), ("block", 3, 2), ("full", 1, 8)])
+def test_attnres_rows_sum_to_one_over_the_sources_they_read(attn_res, size, blocks):
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tiny_config(tokenizer, attn_res=attn_res, attn_res_block_size=size))
+    documents = [encode(sample, tokenizer, model.config.vision) for sample in samples()]
+    names = [d.source for d in documents]
+    batch = assemble(documents, tokens=160, pad_id=tokenizer.pad_id, sources=names, patch_size=8)
+    found = attnres_weights(model, batch)
+    assert found["sources"] == ["embedding", *(f"block {n}" for n in range(1, blocks + 1)), "own block"]
+    assert len(found["sublayers"]) == 2 * 4 + 1 and found["sublayers"][-1] == "output"
+    for kind in ("image", "text"):
+        for number, row in enumerate(found[kind]):
+            read = [weight for weight in row if weight is not None]
+            assert len(row) == len(found["sources"]) and sum(read) == pytest.approx(1, abs=1e-5)
+            per_block = 1 if attn_res == "full" else 2 * size
+            finished = blocks + 1 if number == 8 else 1 + number // per_block
+            own = number < 8 and number % per_block != 0
+            assert [w is not None for w in row] == [i < finished for i in range(blocks + 1)] + [own]
+    assert found["image"] != found["text"]
+
+
+def test_zero_queries_read_all_sources_alike_and_filler_is_left_out():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tiny_config(tokenizer))
+    document = encode(samples()[2], tokenizer, model.config.vision)
+    pack = dict(pad_id=tokenizer.pad_id, sources=["text"], patch_size=8)
+    short, long = assemble([document], tokens=len(document), **pack), assemble([document], tokens=90, **pack)
+    assert attnres_weights(model, short)["text"][5] == pytest.approx(attnres_weights(model, long)["text"][5], abs=1e-5)
+    assert "image" not in attnres_weights(model, short)  # the batch holds none
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_res_query"):
+                parameter.zero_()
+    for row in attnres_weights(model, short)["text"]:
+        read = [weight for weight in row if weight is not None]
+        assert read == pytest.approx([1 / len(read)] * len(read), abs=1e-6)
+
+
+def test_a_model_without_attention_residuals_has_no_weights():
+    tokenizer = tiny_tokenizer()
+    assert attnres_weights(tiny_model(tiny_config(tokenizer, attn_res="none")), None) is None
