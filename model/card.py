@@ -58,7 +58,7 @@ def _front_matter(facts: Facts) -> str:
 def _usage() -> str:
     return (
         "```bash\npip install earlyfusion\n"
-        'earlyfusion generate --model . --image picture.png --prompt "Q: what color is the circle? A:"\n```\n'
+        'earlyfusion generate --model . --image picture.png --question "what color is the circle?"\n```\n'
     )
 
 

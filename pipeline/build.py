@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.moe import moe_layers, update_router_biases
+from earlyfusion.model.moe import Router, moe_layers, update_router_biases
 from earlyfusion.pipeline.compose import render
 from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import UserError
@@ -84,12 +85,13 @@ def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
         fusion, section.lr, section.weight_decay, matrices="adamw" if section.name == "adamw" else "muon",
         muon_vision=section.muon_vision, head_group_size=section.head_group_size, overrides=section.overrides,
     )  # fmt: skip
+    groups = scale_lr(groups, section.lr_scale)
     if section.name == "muonclip":
         return MuonClip(
             groups, model=fusion, momentum=section.momentum, nesterov=section.nesterov, ns=section.ns,
             rms=section.rms, betas=section.betas, eps=section.eps, qk_clip=section.qk_clip,
         )  # fmt: skip
-    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+    plain = [{key: group[key] for key in ("params", "lr", "lr_scale", "weight_decay")} for group in groups]
     adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
     if section.qk_clip is not None:
         clip = QKClip(fusion, section.qk_clip)
@@ -98,10 +100,33 @@ def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
     return adamw
 
 
+def scale_lr(groups: Sequence[dict[str, Any]], factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Split parameter groups so that the names a pattern matches have its `lr_scale`; 1 elsewhere.
+
+    Raises UserError for a pattern that matches no parameter.
+    """
+    names = [name for group in groups for name in group["fqns"]]
+    for pattern in factors:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"optim.lr_scale: {pattern!r} matches no parameter; give a pattern like {names[0]!r}")
+    split: dict[tuple[int, float], dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        blocks = group["blocks"] or [[]] * len(group["fqns"])
+        for name, param, block in zip(group["fqns"], group["params"], blocks, strict=True):
+            factor = next((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), 1.0)
+            label = group["name"] if factor == 1.0 else f"{group['name']} x {factor:g}"
+            fresh = {**group, "name": label, "lr_scale": factor, "params": [], "fqns": [], "blocks": []}
+            part = split.setdefault((index, factor), fresh)
+            part["params"].append(param)
+            part["fqns"].append(name)
+            part["blocks"].append(block)
+    return list(split.values())
+
+
 def set_lr(opt: torch.optim.Optimizer, lr: float) -> None:
-    """One learning rate for all groups (Moonlight: both families share it)."""
+    """One learning rate for all groups (Moonlight: both families share it), but for `optim.lr_scale`."""
     for group in opt.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
@@ -143,6 +168,25 @@ def frozen(patterns: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: any(fnmatchcase(name, pattern) for pattern in wanted)
 
 
+@contextmanager
+def held(fusion: NativeFusion, is_frozen: Callable[[str], bool]) -> Iterator[None]:
+    """Around an update: QK-Clip and the balancing of experts leave frozen weights and their routers' biases alone."""
+    parameters = [parameter for name, parameter in fusion.named_parameters() if is_frozen(name)]
+    routers = [
+        module for name, module in fusion.named_modules() if isinstance(module, Router) and is_frozen(f"{name}.weight")
+    ]
+    biases = [router.e_score_correction_bias.clone() for router in routers]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for router, bias in zip(routers, biases, strict=True):
+            router.e_score_correction_bias.copy_(bias)
+
+
 def check_frozen(config: RunConfig, fusion: nn.Module) -> None:
     """UserError for a `stages.frozen` entry that matches no parameter."""
     names = [name for name, _ in fusion.named_parameters()]
@@ -180,7 +224,10 @@ class Costs:
 
 
 class StageLoaders:
-    """The data loader of the current stage. Each stage has its own length, budget, mixture and order."""
+    """The data loader of the current stage. Each stage has its own length, budget, mixture and order.
+
+    The cursors of a stage that was left are kept: a rollback into it goes on behind what was read, not from its start.
+    """
 
     def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime) -> None:
         self.config, self.tokens, self.runtime = config, tokens, runtime
@@ -188,12 +235,13 @@ class StageLoaders:
             runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
         self._stage = -1
         self._loader: Loader | None = None
-        self._restored: dict[int, Any] = {}
+        self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor
 
     def at(self, index: int) -> Loader:
-        """The loader of stage `index`, continuing from a restored state if there is one for it."""
+        """The loader of stage `index`, going on where that stage was left (or saved) if it was ever begun."""
         if self._loader is not None and index == self._stage:
             return self._loader
+        self._left |= self._current()
         self.close()
         stage, runtime = self.config.stages[index], self.runtime
         self._stage, self._loader = index, Loader(
@@ -201,27 +249,36 @@ class StageLoaders:
             max_patches=stage.max_patches, lanes=stage.lanes, rank=runtime.rank, world_size=runtime.world,
             weights=stage.weights or None, stage=index,
         )  # fmt: skip
-        mine = {lane: saved for lane, saved in self._restored.items() if saved["stage"] == index}
-        if mine:
-            head = next(iter(mine.values()))["head"]
-            self._loader.load_state_dict({**head, "lanes": {str(lane): saved["state"] for lane, saved in mine.items()}})
-        self._restored = {}
+        cursors = self._left.pop(index, {})
+        if cursors:
+            head = next(iter(cursors.values()))["head"]
+            lanes = {str(lane): cursor["state"] for lane, cursor in cursors.items()}
+            self._loader.load_state_dict({**head, "lanes": lanes})
         return self._loader
 
-    def state_dict(self) -> dict[int, Any]:
-        """Lane -> cursor of this rank's lanes, with the stage it belongs to."""
+    def _current(self) -> dict[int, dict[int, Any]]:
+        """Cursors of the open loader's lanes, as an entry of `_left`."""
         if self._loader is None:
-            return self._restored
+            return {}
         state = self._loader.state_dict()
         head = {key: value for key, value in state.items() if key != "lanes"}
-        return {
-            int(lane): {"stage": self._stage, "head": head, "state": saved} for lane, saved in state["lanes"].items()
-        }
+        return {self._stage: {int(lane): {"head": head, "state": saved} for lane, saved in state["lanes"].items()}}
+
+    def state_dict(self) -> dict[int, Any]:
+        """Lane -> stage -> cursor, of this rank's lanes and every stage that was begun."""
+        by_lane: dict[int, Any] = {}
+        for stage, cursors in (self._left | self._current()).items():
+            for lane, cursor in cursors.items():
+                by_lane.setdefault(lane, {})[stage] = cursor
+        return by_lane
 
     def load_state_dict(self, lanes: dict[int, Any]) -> None:
         """Continue from the lanes of all ranks of a checkpoint, whatever the number of ranks was."""
         self.close()
-        self._restored = dict(lanes)
+        self._left = {}
+        for lane, stages in lanes.items():
+            for stage, cursor in stages.items():
+                self._left.setdefault(stage, {})[lane] = cursor
 
     def close(self) -> None:
         """Stop the prefetch."""

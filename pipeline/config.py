@@ -76,6 +76,8 @@ class OptimSection(Section):
     """Also use Muon for the matrices of the vision tower."""
     overrides: dict[str, str] = {}
     """Parameter name pattern -> family (muon or adamw), before the default routing."""
+    lr_scale: dict[str, PositiveFloat] = {}
+    """Parameter name pattern -> factor on the learning rate; the first matching pattern counts."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Global gradient norm limit; "null" turns clipping off (the norm is still measured)."""
 

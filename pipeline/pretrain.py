@@ -66,12 +66,13 @@ class Pretraining:
         self.loaders = build.StageLoaders(config, self.tokenizer, runtime)
         if start is not None:
             self._restore(start)
+        self.evaluator = evaluate.Evaluator(config, self.fusion, self.tokenizer, runtime, self.out)
+        self.loaders.at(self.stages.place(self.step).index)  # missing data is told before anything is written
         runtime.stop.install()
         self.tracker = Tracker(
             self.out, runtime, total_steps=self.total, start_step=self.step, tensorboard=config.track.tensorboard,
             trackers=config.track.trackers, recipe=dump(config), name=config.run.name,
         )  # fmt: skip
-        self.evaluator = evaluate.Evaluator(config, self.fusion, self.tokenizer, runtime, self.out)
         if runtime.is_main:
             build.write_recipe(self.out, config)
 
@@ -107,7 +108,8 @@ class Pretraining:
     def _one_step(self, batches: Sequence[Any], place: Any) -> None:
         self.model.train()
         result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum)
-        drop_frozen_gradients(self.fusion, build.frozen(self.config.stages[place.index].frozen))
+        frozen = build.frozen(self.config.stages[place.index].frozen)
+        drop_frozen_gradients(self.fusion, frozen)
         limit = self.config.optim.clip_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.fusion.parameters(), float("inf") if limit is None else limit)
         grad_norm = float(norm)
@@ -115,8 +117,9 @@ class Pretraining:
         lr = self.stages.lr(self.step)
         if verdict.ok:
             build.set_lr(self.optimizer, lr)
-            self.optimizer.step()
-            balance = build.balance_experts(self.fusion, self.runtime)
+            with build.held(self.fusion, frozen):
+                self.optimizer.step()
+                balance = build.balance_experts(self.fusion, self.runtime)
         else:
             balance = build.forget_step(self.fusion, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,8 +129,8 @@ class Pretraining:
             samples=sum(b.segments.num for b in batches), decoder_flops=decoder_flops, vision_flops=vision_flops,
         )  # fmt: skip
         self.step += 1
-        if not verdict.ok:
-            self._react(verdict)
+        if not verdict.ok and self._react(verdict):
+            return
         shown = {"stage": place.name, "loss": result.loss, "lr": lr, "grad_norm": grad_norm, "fill": result.fill}
         if self.step % self.config.track.log_every == 0 or self.step == self.total:
             self._log(shown, balance)
@@ -139,20 +142,24 @@ class Pretraining:
     def _log(self, shown: dict[str, Any], balance: dict[str, Any]) -> None:
         record = shown | self.book.means(self.runtime.sum) | self.meter.snapshot()
         self.book.clear()
-        self.tracker.log(self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion))
+        self.tracker.log(
+            self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion)
+        )
 
-    def _react(self, verdict: Any) -> None:
-        """The guard refused the update: say so, and stop or go back when its policy asks for it."""
-        self.tracker.event(self.step, "guard", action=verdict.action, message=verdict.reason)
-        if verdict.action == "stop":
-            raise TrainingStopped(f"stopped by the guard at step {self.step}: {verdict.reason}")
-        newest = self.checkpoints.latest()
-        if verdict.action == "rollback" and newest is not None:
+    def _react(self, verdict: Any) -> bool:
+        """The guard refused the update: say so, and stop or go back when its policy asks for it. True: gone back."""
+        seen, message = self.step, f"{verdict.action}: {verdict.reason}"
+        newest = self.checkpoints.latest() if verdict.action == "rollback" else None
+        if newest is not None:
             loaded = self.checkpoints.load(newest)
             self._restore_weights(loaded)  # the data cursors stay, so that the bad batches are passed over
             self.guard.after_rollback()
             self.step = loaded.step
             self.tracker.rewind(self.step)
+        self.tracker.event(self.step, "guard", action=verdict.action, seen_at=seen, message=message)
+        if verdict.action == "stop":
+            raise TrainingStopped(f"stopped by the guard at step {self.step}: {verdict.reason}")
+        return newest is not None
 
     def _every_so_often(self) -> None:
         every, last = self.config.eval.every, self.step == self.total

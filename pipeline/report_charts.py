@@ -16,6 +16,7 @@ from matplotlib.image import AxesImage
 
 INK, MUTED, GRID = "#1d2433", "#6b7487", "#e4e8ef"
 COLOURS = ("#2f6fde", "#d9603b", "#2a9d6e", "#8b5cc7", "#c9a227", "#3aa6c2", "#c2447d", "#7a8450", "#5b6b8c", "#a0522d")
+SMOOTHED_OVER = 50  # a moving average spans a fiftieth of its curve: the lag does not show
 MAX_POINTS = 500  # of one curve: more than the pixels of a chart's width, and the file stays small
 
 Series = tuple[Sequence[float], Sequence[float]]  # steps, values
@@ -70,14 +71,14 @@ def line_chart(
     ylabel: str,
     levels: Mapping[str, float] | None = None,
     marks: Sequence[float] = (),
-    smoothing: float = 0.0,
+    smoothing: bool = False,
     log: bool = False,
     points: bool = False,
     size: tuple[float, float] = (6.4, 2.9),
 ) -> str:
     """Curves over optimizer steps. `levels` are named horizontal reference lines, `marks` vertical ones (events).
 
-    With `smoothing` > 0 the raw curve is drawn pale and its moving average on top. Non-finite values are left out.
+    With `smoothing` a long raw curve is drawn pale and its moving average, over a fiftieth of it, on top. Non-finite values are left out.
     """
     figure = Figure(figsize=size, layout="constrained")
     axes = _axes(figure, xlabel="step", ylabel=ylabel)
@@ -88,9 +89,9 @@ def line_chart(
         colour = COLOURS[index % len(COLOURS)]
         raw_x, raw_y = [x for x, _ in kept], [y for _, y in kept]
         marker = "o" if points or len(kept) == 1 else None
-        if smoothing and len(kept) > 10:
+        if smoothing and len(kept) > 2 * SMOOTHED_OVER:
             axes.plot(*thin(raw_x, raw_y), color=colour, alpha=0.22, linewidth=0.8)
-            raw_y = smooth(raw_y, smoothing)
+            raw_y = smooth(raw_y, 1 - SMOOTHED_OVER / len(kept))
         axes.plot(*thin(raw_x, raw_y), color=colour, linewidth=1.8, label=label, marker=marker, markersize=3.5)
     for index, (label, level) in enumerate((levels or {}).items()):
         dashes = ((4, 3), (1, 2), (6, 2, 1, 2))[index % 3]
@@ -99,6 +100,12 @@ def line_chart(
         axes.axvline(mark, color="#c0392b", linewidth=0.8, alpha=0.7)
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        low, high = axes.get_ylim()
+        if high < 10 * low:  # less than a decade: the powers of ten alone would leave the axis without numbers
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+        axes.tick_params(which="both", axis="y", colors=MUTED, labelsize=8, length=0)
     if len(series) + len(levels or {}) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _svg(figure, description)

@@ -13,7 +13,6 @@ from earlyfusion.pipeline.report_charts import Series, heat_map, line_chart
 if TYPE_CHECKING:
     from earlyfusion.pipeline.report import Run
 
-SMOOTHING = 0.9
 PICTURES = 12
 
 
@@ -116,11 +115,11 @@ def loss_part(run: Run) -> str:
                 series,
                 ylabel="nats a token",
                 marks=marks,
-                smoothing=SMOOTHING,
+                smoothing=True,
                 description=f"training loss {title.lower()}",
             )
             figures.append(_figure(title, drawing))
-    note = "Cross-entropy of predicted tokens; pale: single steps, bold: moving average." + (
+    note = "Cross-entropy of predicted tokens; pale: as logged, bold: moving average." + (
         " Red lines: guard events." if marks else ""
     )
     return _section("Loss", note, f'<div class="row">{"".join(figures)}</div>' if figures else "")
@@ -240,10 +239,10 @@ def optimisation_part(run: Run) -> str:
     marks = [r["step"] for r in run.events("guard")]
     figures = []
     for title, keys, ylabel, smoothing, log in (
-        ("Learning rate", ["lr"], "lr", 0.0, False),
-        ("Gradient norm before clipping", ["grad_norm"], "norm", SMOOTHING, True),
-        ("Tokens a second", ["tokens_per_s"], "tokens/s", SMOOTHING, False),
-        ("Image patches a second", ["patches_per_s"], "patches/s", SMOOTHING, False),
+        ("Learning rate", ["lr"], "lr", False, False),
+        ("Gradient norm before clipping", ["grad_norm"], "norm", True, True),
+        ("Tokens a second", ["tokens_per_s"], "tokens/s", True, False),
+        ("Image patches a second", ["patches_per_s"], "patches/s", True, False),
     ):
         series = {key: run.series(key) for key in keys if run.series(key)[0]}
         if series:

@@ -44,8 +44,8 @@ class LossBook:
         self.sums = torch.zeros(len(self.sources), 2, 2, dtype=torch.float64)
 
     def add(self, batch: Any, nll_T: Tensor) -> None:
-        """Add one micro-batch; only tokens that carry loss count."""
-        valid = (batch.labels >= 0) & (batch.loss_weights > 0)
+        """Add one micro-batch; only tokens that carry loss count (and are finite: the guard tells of the others)."""
+        valid = (batch.labels >= 0) & (batch.loss_weights > 0) & nll_T.isfinite()
         row = batch.source_ids[valid].long() * 2 + (~batch.has_image[valid]).long()
         flat = torch.zeros(len(self.sources) * 2, 2, dtype=torch.float64, device=nll_T.device)
         values = nll_T[valid].double()
@@ -72,7 +72,9 @@ def weigh(batch: Any, weight_of_source: Tensor, text_weight: float) -> None:
         batch.loss_weights = torch.where(batch.has_image, batch.loss_weights, batch.loss_weights * text_weight)
 
 
-def forward_backward(accelerator: Any, model: nn.Module, batches: Sequence[Any], book: LossBook, reduce: Reduce) -> StepLoss:
+def forward_backward(
+    accelerator: Any, model: nn.Module, batches: Sequence[Any], book: LossBook, reduce: Reduce
+) -> StepLoss:
     """Accumulate the gradients of one global step into `.grad`; returns its sums.
 
     model: the prepared (possibly DDP-wrapped) NativeFusion. batches: this rank's micro-batches on its device.

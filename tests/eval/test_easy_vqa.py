@@ -147,8 +147,8 @@ def test_a_seer_scores_one_and_its_blind_control_does_not(tokenizer, model, monk
         0.0,
         0.0,
     )
-    # 0.599 on the whole split: one standard error of 500 questions is 0.022
-    assert result.majority_accuracy == pytest.approx(0.60, abs=0.07)
+    # 0.669 on the whole split: one standard error of 500 questions is 0.021
+    assert result.majority_accuracy == pytest.approx(0.669, abs=0.065)
     assert sum(row["questions"] for row in result.by_kind.values()) == result.questions == 500
     assert result.questions_total == 9673
     for row in result.by_kind.values():

@@ -89,7 +89,9 @@ def test_schedules_are_finite_positive_and_end_low(config):
         first, last = stages.starts[index], stages.starts[index + 1] - 1
         middle = first + stage.warmup_steps
         assert 0 <= stages.lr(last) < stages.peak(index) + 1e-15
-        assert stages.lr(middle) == pytest.approx(stages.peak(index))
+        # a decay over the whole stage is one step down already
+        assert stages.lr(middle) == pytest.approx(stages.peak(index), rel=1.5 / stage.steps)
+        assert all(stages.lr(step) > 0 for step in range(first, last, max(1, stage.steps // 50)))
 
 
 def count(name: str):
