@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
-from tiny_run import REPOSITORY, environment, finish, losses, run_here, start, weights
+from tiny_run import REPOSITORY, environment, finish, losses, run_here, same, start, weights
 
 from earlyfusion.data.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.pipeline import pretrain
 from earlyfusion.pipeline.checkpoint import latest, step_of
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
@@ -43,13 +44,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("distributed")
-
-
-@pytest.fixture(scope="module")
-def recipe(folder) -> Path:
-    tokenizer = tiny_run.make_tokenizer(folder, 320)
+def recipe(folder, tokenizer) -> Path:
     one_stage = [{"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}]
     changes = {"stages": one_stage, "optim__lr": 3e-3, "data__prefetch": "thread"}
     changes |= {"checkpoint__every": 1, "checkpoint__keep": 9}
@@ -136,9 +131,24 @@ def test_two_processes_equal_one(recipe, alone, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, monkeypatch):
-    assert run_here(recipe, tmp_path, "--steps", "2", monkeypatch=monkeypatch) == 0
-    torchrun(recipe, tmp_path, "--resume", "--steps", str(STEPS))
-    assert_same_run(tmp_path, alone)
+    """One process dies in its third step; weights, cursors and the sums since the last log line go to two."""
+    words = ("--steps", str(STEPS), "--track.log_every", "1000")
+    calls, real = [], pretrain.forward_backward
+
+    def dies(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise InterruptedError
+        return real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(pretrain, "forward_backward", dies)
+        run_here(recipe, tmp_path / "two", *words, monkeypatch=monkeypatch)
+    assert step_of(latest(tmp_path / "two" / "checkpoints")) == 2
+    torchrun(recipe, tmp_path / "two", *words, "--resume")
+    assert run_here(recipe, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
+    assert same(weights(tmp_path / "one"), weights(alone)), "how often is logged changes nothing"
+    assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny_run
 import torch
 from tiny_run import finish, forget_processes, losses, numbers, run_here, same, start, weights
 
@@ -23,17 +22,6 @@ from earlyfusion.pipeline.statefile import load_tree
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, BOUNDARY = 20, 8  # of tiny_run: the second stage begins after step 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("resume")
-
-
-@pytest.fixture(scope="module")
-def recipe(folder) -> Path:
-    tokenizer = tiny_run.make_tokenizer(folder, 320)
-    return tiny_run.write_recipe(folder / "tiny.toml", tiny_run.tiny_recipe(tokenizer))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,135 @@
+"""What cannot work is refused in one line with exit code 2, before anything is written."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny_run
+from tiny_run import finish, run_here, start
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+
+
+def refused(capsys, code: int) -> str:
+    """The one line on stderr of a refused run."""
+    assert code == EXIT_USER
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+BAD = {
+    "unknown key": (("--optim.learning_rat", "1"), ["learning_rat", "unknown key", "optim"]),
+    "nearest key": (("--optim.weight_decai", "1"), ["did you mean 'weight_decay'?"]),
+    "wrong value": (("--stages.short.steps", "many"), ["stages.0.steps", "many"]),
+    "unknown recipe option": (("--reusme",), ["--reusme", "resume"]),
+    "unknown frozen name": (("--stages.short.frozen", '["visoin"]'), ["visoin", "matches no parameter", "vision"]),
+    "unknown eval task": (("--eval.tasks", '["easy_vqs"]'), ["easy_vqs", "did you mean 'easy_vqa'?"]),
+    "unknown source in a mixture": (("--stages.long.weights", "{vqs = 1.0}"), ["vqs", "did you mean 'vqa'?"]),
+    "missing tokenizer": (("--tokenizer.path", "/nowhere/at/all"), ["/nowhere/at/all"]),
+    "missing model": (("--init-from", "/nowhere/at/all"), ["/nowhere/at/all"]),
+    "nothing to resume": (("--resume",), ["nothing to resume", "without --resume"]),
+    "heads that do not divide": (("--optim.head_group_size", "3"), ["3"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input_is_one_line_exit_code_2_and_nothing_written(run, recipe, tmp_path, capsys, case):
+    words, parts = BAD[case]
+    line = refused(capsys, run(recipe, tmp_path / "out", *words))
+    assert all(part in line for part in parts), line
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_data_is_told_before_anything_is_written(run, tokenizer, tmp_path, capsys):
+    sources = [{"name": "mine", "kind": "folder", "path": str(tmp_path / "pictures")}]
+    stages = [{"name": "only", "steps": 2, "length": 96, "tokens": 256}]
+    changes = {"data__sources": sources, "stages": stages, "train__loss_weights": {}}
+    recipe = tiny_run.write_recipe(tmp_path / "r.toml", tiny_run.tiny_recipe(tokenizer, **changes))
+    line = refused(capsys, run(recipe, tmp_path / "out"))
+    assert "mine" in line and str(tmp_path / "pictures") in line and "does not exist" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unreadable_picture_is_named_and_leaves_no_model(run, tokenizer, tmp_path, capsys):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for index in range(4):
+        (pictures / f"{index}.png").write_bytes(b"\x89PNG\r\n\x1a\nnot a picture at all")
+        (pictures / f"{index}.txt").write_text("a caption")
+    sources = [{"name": "mine", "kind": "folder", "path": str(pictures)}]
+    stages = [{"name": "only", "steps": 2, "length": 96, "tokens": 256}]
+    changes = {"data__sources": sources, "stages": stages, "train__loss_weights": {}, "data__val_fraction": 0.0}
+    recipe = tiny_run.write_recipe(tmp_path / "r.toml", tiny_run.tiny_recipe(tokenizer, **changes))
+    line = refused(capsys, run(recipe, tmp_path / "out"))
+    assert ".png" in line and str(pictures) in line
+    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.fixture(scope="module")
+def stopped(folder, recipe) -> Path:
+    """A run of two steps, to resume wrongly."""
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_here(recipe, folder / "stopped", "--steps", "2", monkeypatch=patch) == EXIT_OK
+    return folder / "stopped"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_fresh_run_never_writes_over_checkpoints(run, recipe, stopped, capsys):
+    before = files(stopped)
+    line = refused(capsys, run(recipe, stopped))
+    assert "step-000002" in line and "--resume" in line and "--out" in line
+    assert files(stopped) == before
+
+
+def test_a_recipe_changed_under_a_resume_is_refused_by_key(run, recipe, stopped, capsys):
+    before = files(stopped)
+    line = refused(capsys, run(recipe, stopped, "--resume", "--optim.lr", "0.5", "--stages.short.length", "64"))
+    assert "optim.lr: 0.01 -> 0.5" in line and "stages.0.length: 96 -> 64" in line
+    assert files(stopped) == before
+
+
+def test_another_vocabulary_under_a_resume_is_refused_with_both_sizes(run, recipe, stopped, folder, capsys):
+    other = tiny_run.make_tokenizer(folder, 300)
+    assert Tokenizer.load(other).vocab_size == 300
+    before = files(stopped)
+    line = refused(capsys, run(recipe, stopped, "--resume", "--tokenizer.path", str(other)))
+    assert "vocabulary of 320" in line and "300" in line
+    assert files(stopped) == before
+
+
+def test_a_warm_start_from_another_shape_is_refused(run, recipe, stopped, tmp_path, capsys):
+    words = ("--init-from", str(stopped / "model"), "--model.hidden_size", "40")
+    line = refused(capsys, run(recipe, tmp_path / "out", *words))
+    assert str(stopped / "model") in line and not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_older_checkpoint_stays(run, recipe, tmp_path, monkeypatch, capsys):
+    """The disk fills up between the first checkpoint (step 3) and the second."""
+    calls, real = [0], shutil.disk_usage
+
+    def usage(path):
+        calls[0] += 1
+        return real(path) if calls[0] == 1 else SimpleNamespace(total=1, used=1, free=1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert run(recipe, tmp_path) == EXIT_USER
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "no disk space" in lines[0] and "MiB" in lines[0]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+    assert not (tmp_path / "model").exists()
+    monkeypatch.setattr(shutil, "disk_usage", real)
+    assert run(recipe, tmp_path, "--resume", "--steps", "4") == EXIT_OK
+
+
+@pytest.mark.slow
+def test_the_shell_sees_exit_code_2_and_one_line(recipe, tmp_path):
+    code, errors = finish(start(recipe, tmp_path / "out", "--optim.weight_decai", "1"))
+    assert code == EXIT_USER
+    assert errors.strip().splitlines()[-1].startswith("error:") and "Traceback" not in errors
+    assert not (tmp_path / "out").exists()
