@@ -94,7 +94,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(request["seed"])
-    ids = torch.randint(0, request["shape"]["vocab_size"], (request["documents"], request["length"]), generator=generator)
+    ids = torch.randint(
+        0, request["shape"]["vocab_size"], (request["documents"], request["length"]), generator=generator
+    )
     build = ours if request["side"] == "ours" else transformers_side
     model, loss = build(request["shape"], ids, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
