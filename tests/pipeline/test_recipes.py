@@ -51,12 +51,14 @@ def test_a_recipe_builds_on_the_meta_device(config, model):
 
 
 def test_every_weight_is_routed_once(config, model):
-    """Muon gets matrices only; embeddings, head, norms, convolutions, gates, queries and the tower stay with AdamW."""
+    """Muon gets matrices only; embeddings, head, norms, convolutions, gates and queries stay with AdamW, and so does the
+    tower unless the recipe says `muon_vision` (its patch embedding and position table always)."""
     groups = groups_of(config, model)
     routed = [name for group in groups for name in group["fqns"]]
     assert sorted(routed) == sorted(name for name, _ in model.named_parameters())
     muon = {name for group in groups if group["family"] == "muon" for name in group["fqns"]}
-    parts = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "_res_query", "vision_tower", "b_proj.")
+    parts = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "_res_query", "b_proj.", "patch_embed")
+    parts += () if config.optim.muon_vision else ("vision_tower",)
     for name in muon:
         bare = name.replace("kv_b_proj", "").replace("q_b_proj", "").replace("f_b_proj", "").replace("g_b_proj", "")
         assert not any(part in bare for part in parts), name
