@@ -1,0 +1,60 @@
+"""The installation traps that have cost others hours: CUDA packages on a machine without a GPU, and broken torchvision."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kernels", "vision", "model", "data", "eval", "pipeline", "rl")
+
+
+def test_constraints_pin_torch_and_every_install_command_carries_them():
+    """Without the pin, an extra that wants a newer torch swaps it for gigabytes of CUDA packages."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
+    assert {"torch", "triton"} <= set(pins)
+    setup = (ROOT / "setup.sh").read_text()
+    installs = re.findall(r"^.*\bpip install\b.*$", setup, flags=re.MULTILINE)
+    assert len(installs) >= 4
+    assert all("-c " in line or "torch==${TORCH}" in line for line in installs), installs
+
+
+def test_no_cuda_package_is_installed_without_a_gpu():
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        pytest.skip("this torch is a GPU build, installed on purpose")
+    names = {(d.metadata["Name"] or "").lower() for d in distributions()}
+    assert not sorted(name for name in names if name.startswith("nvidia-"))
+
+
+def test_timm_and_torchvision_are_optional_and_never_imported_with_our_modules():
+    """There is no CPU torchvision: importing PyPI's raises, and timm cannot be imported without it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = " ".join(project["dependencies"])
+    assert "timm" not in required and "torchvision" not in required
+    assert any("timm" in need for need in project["optional-dependencies"]["timm"])
+    modules = [
+        "earlyfusion." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for room in ROOMS
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if path.name != "__init__.py"
+    ]
+    assert len(modules) > 100
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['timm'] = sys.modules['torchvision'] = None  # an import of either now fails\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_make_starts_accelerate_as_a_module():
+    """The `accelerate` command imports timm where it is installed, and dies with a broken torchvision; the module form
+    and `accelerate-launch` do not."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "accelerate.commands.launch" in makefile and not re.search(r"accelerate launch", makefile)
