@@ -144,7 +144,10 @@ class GuardSection(Section):
     window: int = Field(128, ge=8)
     """Good steps that the running mean and deviation look back on."""
     sigma: PositiveFloat = 8.0
-    """A step spikes when loss or gradient norm exceeds mean + sigma * deviation."""
+    """A step spikes when its loss exceeds mean + sigma * deviation."""
+    grad_norm_sigma: PositiveFloat | None = None
+    """The same for the gradient norm; "null" watches only for norms that are not finite: where gradients are clipped, a
+    large norm does no harm, and it often comes with a jump in learning."""
     max_skips: PositiveInt = 10
     """Most bad steps inside one window before the run stops whatever the policy."""
     max_rollbacks: NonNegativeInt = 3

@@ -1,6 +1,7 @@
 """The guard before the optimizer step: what to do with a loss or gradient norm that is not finite or spikes.
 
-A step is bad when its loss or its gradient norm is not finite, or exceeds mean + sigma * deviation over the last
+A step is bad when its loss or its gradient norm is not finite, or its loss (with `grad_norm_sigma` also its gradient
+norm) exceeds mean + sigma * deviation over the last
 `window` good steps (only upwards: a sudden improvement is no fault). Policies:
 
     stop      end the run before the update
@@ -52,11 +53,12 @@ class Guard:
         policy: Literal["stop", "skip", "rollback"] = "skip",
         window: int = 128,
         sigma: float = 8.0,
+        grad_norm_sigma: float | None = 8.0,
         max_skips: int = 10,
         max_rollbacks: int = 3,
         agree: Callable[[int], int] = lambda code: code,
     ):
-        self.policy, self.window, self.sigma = policy, window, sigma
+        self.policy, self.window, self.sigma, self.grad_norm_sigma = policy, window, sigma, grad_norm_sigma
         self.max_skips, self.max_rollbacks, self._agree = max_skips, max_rollbacks, agree
         self.loss: deque[float] = deque(maxlen=window)
         self.grad_norm: deque[float] = deque(maxlen=window)
@@ -69,7 +71,8 @@ class Guard:
 
         can_roll_back: whether a checkpoint exists; without one, rollback means skip.
         """
-        reason = self._fault("loss", loss, self.loss) or self._fault("gradient norm", grad_norm, self.grad_norm)
+        reason = self._fault("loss", loss, self.loss, self.sigma)
+        reason = reason or self._fault("gradient norm", grad_norm, self.grad_norm, self.grad_norm_sigma)
         bad = bool(self._agree(int(bool(reason))))
         self.recent_bad.append(bad)
         if not bad:
@@ -93,19 +96,19 @@ class Guard:
             return "rollback" if self.rollbacks < self.max_rollbacks else "stop"
         return "skip"
 
-    def _fault(self, name: str, value: float, history: deque[float]) -> str:
+    def _fault(self, name: str, value: float, history: deque[float], sigma: float | None) -> str:
         if not math.isfinite(value):
             return f"{name} is {value}"
-        if len(history) < min(MIN_HISTORY, self.window):
+        if sigma is None or len(history) < min(MIN_HISTORY, self.window):
             return ""
-        limit = self.limit(history)
-        return f"{name} {value:.4g} is above {limit:.4g} (mean + {self.sigma:g} deviations)" if value > limit else ""
+        limit = self.limit(history, sigma)
+        return f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)" if value > limit else ""
 
-    def limit(self, history: deque[float]) -> float:
+    def limit(self, history: deque[float], sigma: float) -> float:
         """mean + sigma * max(deviation, floor) of a window of good values."""
         mean = math.fsum(history) / len(history)
         deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in history) / len(history))
-        return mean + self.sigma * max(deviation, DEVIATION_FLOOR * abs(mean))
+        return mean + sigma * max(deviation, DEVIATION_FLOOR * abs(mean))
 
     def new_stage(self) -> None:
         """Forget the windows: another mixture has another loss. Counters stay."""

@@ -22,7 +22,7 @@ def test_a_non_finite_value_gets_the_policy_from_the_first_step(policy, bad):
 
 def test_a_spike_is_measured_by_mean_and_deviation_of_the_window():
     guard = steady(Guard("skip", sigma=4.0))  # loss 2 +- 0.1: limit 2.4
-    assert guard.limit(guard.loss) == pytest.approx(2.4)
+    assert guard.limit(guard.loss, guard.sigma) == pytest.approx(2.4)
     assert guard.check(2.39, 1.0).ok
     guard = steady(Guard("skip", sigma=4.0))
     verdict = guard.check(2.41, 1.0)
@@ -51,10 +51,10 @@ def test_a_very_steady_run_does_not_stop_over_a_ripple():
 
 def test_bad_steps_do_not_enter_the_statistics():
     guard = steady(Guard("skip", max_skips=10))
-    before = guard.limit(guard.loss)
+    before = guard.limit(guard.loss, guard.sigma)
     guard.check(1e9, 1.0)
     guard.check(math.nan, 1.0)
-    assert guard.limit(guard.loss) == before and guard.bad_steps == 2
+    assert guard.limit(guard.loss, guard.sigma) == before and guard.bad_steps == 2
 
 
 def test_too_many_skips_in_a_window_stop_the_run():
@@ -109,3 +109,10 @@ def test_a_restored_guard_judges_as_the_first_one():
     for loss in (2.0, 2.5, 9.0, math.nan, 2.1, 3.0):
         assert first.check(loss, 1.0) == second.check(loss, 1.0)
     assert first.state_dict() == second.state_dict()
+
+
+def test_a_large_but_finite_gradient_norm_passes_where_only_finiteness_is_watched():
+    """A jump in learning raises the norm for many steps; with clipping that is harmless, and skipping would never end."""
+    guard = steady(Guard("skip", grad_norm_sigma=None))
+    assert all(guard.check(1.0, norm).ok for norm in (50.0, 500.0, 5000.0))
+    assert guard.check(1.0, float("inf")).action == "skip"
