@@ -1,8 +1,8 @@
 """The guard before the optimizer step: what to do with a loss or gradient norm that is not finite or spikes.
 
-A step is bad when its loss or its gradient norm is not finite, or its loss (with `grad_norm_sigma` also its gradient
-norm) exceeds mean + sigma * deviation over the last
-`window` good steps (only upwards: a sudden improvement is no fault). Policies:
+A step is bad when its loss or its gradient norm is not finite, or when its loss (with `grad_norm_sigma` also its
+gradient norm) exceeds mean + sigma * deviation over the last `window` good steps (only upwards: a sudden improvement is
+no fault). Policies:
 
     stop      end the run before the update
     skip      drop the update, go on with the next batch

@@ -27,7 +27,7 @@ def test_a_spike_is_measured_by_mean_and_deviation_of_the_window():
     guard = steady(Guard("skip", sigma=4.0))
     verdict = guard.check(2.41, 1.0)
     assert verdict.action == "skip" and "loss 2.41 is above 2.4" in verdict.reason
-    assert steady(Guard("skip", sigma=4.0)).check(2.0, 1.5).reason.startswith("gradient norm 1.5")
+    assert steady(Guard("skip", grad_norm_sigma=4.0)).check(2.0, 1.5).reason.startswith("gradient norm 1.5")
 
 
 def test_a_sudden_improvement_is_no_fault():
