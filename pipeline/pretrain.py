@@ -113,7 +113,8 @@ class Pretraining:
         limit = self.config.optim.clip_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.fusion.parameters(), float("inf") if limit is None else limit)
         grad_norm = float(norm)
-        verdict = self.guard.check(result.loss, grad_norm, can_roll_back=self.checkpoints.latest() is not None)
+        can_roll_back = self.guard.policy == "rollback" and self.checkpoints.latest() is not None
+        verdict = self.guard.check(result.loss, grad_norm, can_roll_back=can_roll_back)
         lr = self.stages.lr(self.step)
         if verdict.ok:
             build.set_lr(self.optimizer, lr)
