@@ -35,7 +35,11 @@ def ours(shape: dict[str, Any], ids_NL: Tensor, device: torch.device) -> tuple[t
     from earlyfusion.model.config import ModelConfig
     from earlyfusion.model.decoder import Decoder
 
-    config = ModelConfig.model_validate({**shape, "attn_res": "none", "tie_word_embeddings": False})
+    # What transformers' model does not have is left out on our side too: the same function of the same parameters.
+    plain_gates = {"gate_lower_bound": None, "full_rank_output_gate": False}
+    linear = {**shape.get("linear_attn_config", {}), **plain_gates}
+    same = {"attn_res": "none", "tie_word_embeddings": False, "mla_output_gate": False, "linear_attn_config": linear}
+    config = ModelConfig.model_validate({**shape, **same})
     decoder = Decoder(config).to(device)
     documents, length = ids_NL.shape
     segments = Segments.from_lengths([length] * documents)

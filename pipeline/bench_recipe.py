@@ -9,6 +9,7 @@ slows the step down; tokens/s are therefore measured in other steps, without hoo
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -166,6 +167,7 @@ def _rates(counts: dict[str, float], seconds: dict[str, float], runtime: Runtime
 
 
 def _shares(fusion: nn.Module, step: Any, steps: int) -> dict[str, float]:
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # the tower's input is pixels: as meant
     timer = RoomTimer(fusion)
     seconds: dict[str, float] = defaultdict(float)
     try:
