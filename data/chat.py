@@ -30,10 +30,10 @@ from typing import Any, Literal
 import torch
 
 from earlyfusion.data.encode import Encoded, encode
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Image, Regions, Sample, Segment, Special, Text, Video, VideoFile
 from earlyfusion.data.source_easy_vqa import answer_text, question_text
-from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer
+from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, write_atomically
 from earlyfusion.vision.config import VisionConfig
 
 Template = Literal["chat", "qa"]
@@ -68,6 +68,8 @@ class Message:
     calls: tuple[ToolCall, ...] = ()
     tool: str = ""
     index: int = 1
+    weight: float = 1.0
+    """Loss weight of an assistant's message; the other roles have none."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -80,6 +82,8 @@ class Message:
             raise DataError(
                 f"message of role {self.role!r} from tool {self.tool!r}: expected role 'tool' and a plain name"
             )
+        if not 0 <= self.weight < float("inf"):
+            raise DataError(f"message of role {self.role!r} with the weight {self.weight}: expected 0 or more")
 
     @property
     def text(self) -> str:
@@ -87,9 +91,26 @@ class Message:
         return "".join(segment.text for segment in self.content if isinstance(segment, Text))
 
 
+TEMPLATE_FILE = "chat_template.jinja"
+"""The file by which a model directory says that it speaks chat."""
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A tokenizer as a chat stage saves it (`model.hub.save_model`): with TEMPLATE_FILE beside its own files."""
+
+    tokenizer: Tokenizer
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the tokenizer's files and the template."""
+        folder = self.tokenizer.save(directory)
+        write_atomically(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
+        return folder
+
+
 def template_of(model_dir: str | Path) -> Template:
-    """The form a model directory speaks: "chat" when it holds chat_template.jinja (written by a chat stage), else "qa"."""
-    return "chat" if (Path(model_dir) / "chat_template.jinja").is_file() else "qa"
+    """The form a model directory speaks: "chat" when it holds TEMPLATE_FILE (written by a chat stage), else "qa"."""
+    return "chat" if (Path(model_dir) / TEMPLATE_FILE).is_file() else "qa"
 
 
 def encode_chat(
@@ -131,14 +152,14 @@ def chat_sample(messages: Sequence[Message], *, source: str, key: str, template:
 
 
 def _chat_parts(message: Message) -> list[Segment]:
-    loss = float(message.role == "assistant")
+    loss = message.weight if message.role == "assistant" else 0.0
     content = [replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content]
     if message.thinking is not None or message.calls:
-        body = _element("think", [Text(message.thinking, loss)]) if message.thinking is not None else []
-        body += _element("response", content)
+        body = _element("think", [Text(message.thinking, loss)], loss) if message.thinking is not None else []
+        body += _element("response", content, loss)
         if message.calls:
-            calls = [part for i, call in enumerate(message.calls) for part in _call(call, i + 1)]
-            body += _element("tools", calls)
+            calls = [part for i, call in enumerate(message.calls) for part in _call(call, i + 1, loss)]
+            body += _element("tools", calls, loss)
     else:
         body = content
     return [*_opening(message), *body, *_end("message", loss), Special(END_OF_MSG, loss)]
@@ -151,21 +172,21 @@ def _opening(message: Message) -> list[Segment]:
     return [Special(OPEN), Text(header, 0.0), Special(SEP)]
 
 
-def _element(name: str, content: Sequence[Segment], attributes: str = "") -> list[Segment]:
+def _element(name: str, content: Sequence[Segment], loss: float, attributes: str = "") -> list[Segment]:
     """A part of an assistant's message, markup included in what is learned."""
-    return [Special(OPEN, 1.0), Text(name + attributes), Special(SEP, 1.0), *content, *_end(name, 1.0)]
+    return [Special(OPEN, loss), Text(name + attributes, loss), Special(SEP, loss), *content, *_end(name, loss)]
 
 
 def _end(name: str, loss: float) -> list[Segment]:
     return [Special(CLOSE, loss), Text(name, loss), Special(SEP, loss)]
 
 
-def _call(call: ToolCall, index: int) -> list[Segment]:
+def _call(call: ToolCall, index: int, loss: float) -> list[Segment]:
     content: list[Segment] = []
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        content += _element("argument", [Text(text)], f' key="{key}" type="{_json_type(value)}"')
-    return _element("call", content, f' tool="{call.tool}" index="{index}"')
+        content += _element("argument", [Text(text, loss)], loss, f' key="{key}" type="{_json_type(value)}"')
+    return _element("call", content, loss, f' tool="{call.tool}" index="{index}"')
 
 
 def _json_type(value: Any) -> str:
@@ -224,7 +245,7 @@ def messages_from(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
                 turn["role"],
                 (Text(content),),
                 thinking=turn.get("reasoning_content"),
-                calls=tuple(_call_from(call, number) for call in calls),
+                calls=tuple(call_from(call, number) for call in calls),
                 tool=str(turn.get("name") or "") if turn["role"] == "tool" else "",
                 index=int(turn.get("index") or 1),
             )
@@ -232,7 +253,16 @@ def messages_from(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
     return messages
 
 
-def _call_from(call: Any, number: int) -> ToolCall:
+def tools_message(tools: Sequence[Any]) -> Message:
+    """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadSample("tools: expected a list of objects, declarations in the OpenAI form", "bad_json")
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+    return Message("system", (Text("\n".join(["# Tools", *lines])),))
+
+
+def call_from(call: Any, number: int) -> ToolCall:
+    """A tool call in the OpenAI form, with or without its "function"; raises DataError naming message `number`."""
     inner = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = inner.get("arguments", {})
     try:

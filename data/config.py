@@ -32,9 +32,9 @@ class SourceConfig(BaseModel):
     """Name in reports, mixture weights and checkpoints."""
     kind: str
     """easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words, synth_grid, synth_clips, zero_vision,
-    chat_scenes, folder, webdataset or text_files."""
+    chat_scenes, problems, folder, webdataset, text_files or chat_files."""
     path: str | None = None
-    """What to read (kind = "folder", "webdataset", "text_files")."""
+    """What to read (kind = "folder", "webdataset", "text_files", "chat_files")."""
     weight: float = Field(1.0, ge=0)
     """Share of the tokens, relative to the other sources; 0 keeps the source for evaluation only."""
     max_epochs: float | None = Field(None, gt=0)
@@ -102,6 +102,9 @@ class DataConfig(BaseModel):
     """Micro-batches of documents that the packer chooses from."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
     """Unreadable picture, wrong encoding, image over the budget: stop, or leave it out, count it and log it."""
+    overlong: Literal["split", "skip"] = "split"
+    """Documents over a stage's length: split them at line ends, or treat them as bad samples (for conversations, whose
+    second half means nothing without the first)."""
     max_bad_share: float = Field(0.1, ge=0, le=1)
     """on_bad_sample = "skip": largest share of bad samples before a process stops the run; looked at from 200 samples on."""
     max_bad: int | None = Field(None, ge=0)

@@ -264,6 +264,19 @@ def _refuse(document: Encoded, start: int, length: int, max_patches: int) -> Non
     )
 
 
+def refuse_longer(document: Encoded, length: int) -> None:
+    """Raises BadSample (over_budget) for a document of more than `length` tokens, for sources that are not to be cut."""
+    if len(document) <= length:
+        return
+    inside = next(((a, b) for a, b in document.spans if a < length < b), None)
+    where = f" and would be cut inside the image at tokens {inside[0]} to {inside[1]}" if inside else ""
+    raise BadSample(
+        f"{document.source} {document.key}: {len(document)} tokens are more than length = {length}{where}; raise the "
+        'stage\'s length, shorten the sample, or set data.overlong = "split"',
+        "over_budget",
+    )
+
+
 def cuts(document: Encoded, length: int, max_patches: int, newline: np.ndarray) -> list[tuple[int, int]]:
     """Token ranges within `length` and `max_patches` that together are the whole document (see `next_cut`)."""
     ranges, start = [], 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.encode import Encoded, cuts, encode
+from earlyfusion.data.encode import Encoded, cuts, encode, refuse_longer
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.lane import Lane, add_skip, build_lanes
 from earlyfusion.data.ledger import Books, append_skipped
@@ -254,6 +254,8 @@ class Loader:
                 document = encode(
                     chosen.heldout(index), self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode
                 )
+                if self.spec.data.overlong == "skip":
+                    refuse_longer(document, geometry.length)
                 pieces = cuts(document, geometry.length, geometry.max_patches, newline)
             except BadSample:
                 if self.spec.data.on_bad_sample == "raise":

@@ -115,6 +115,17 @@ class TextFilesOptions(Options):
     """Where unpacked files and line positions lie; "null" takes $EF_CACHE/text."""
 
 
+class ChatFilesOptions(Options):
+    media: str | None = None
+    """Folder that pictures and videos are named in; "null" takes the folder of the file that names them."""
+    max_frames: PositiveInt | None = None
+    """Most frames of a video; "null" means no limit."""
+    fps: float = Field(2.0, gt=0)
+    """Frames taken in a second of video, at most the native rate."""
+    cache_dir: str | None = None
+    """Where unpacked files and line positions lie; "null" takes $EF_CACHE/text."""
+
+
 class ToolTalkOptions(Options):
     count: PositiveInt = 50_000
     """Conversations of one epoch; the next epoch makes new ones."""
@@ -138,6 +149,30 @@ class ToolTalkOptions(Options):
         return self
 
 
+class ProblemsOptions(Options):
+    tasks: dict[str, float] = Field(min_length=1)
+    """Task -> weight: verifiable tasks of rl/tasks, such as { counting = 2, relation = 1 }."""
+    difficulty: int | dict[str, int] = 0
+    """Level of all tasks, or by task (0 where not named)."""
+    forms: dict[Literal["picture", "twin", "rendered"], float] = {"picture": 1.0}
+    """Form -> weight: the picture, its description in words, or that description drawn as a picture."""
+    thought: float = Field(0.0, ge=0, le=1)
+    """Share of the documents whose answer tells what there is before it answers."""
+    count: PositiveInt = 100_000
+    """Problems of one epoch; the next epoch makes new ones."""
+    heldout_count: PositiveInt = 512
+    """Problems held out."""
+    question_loss: float = Field(0.0, ge=0)
+    """Loss weight of descriptions and questions; answers have 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ProblemsOptions:
+        for name, weights in (("tasks", self.tasks), ("forms", self.forms)):
+            if not weights or min(weights.values()) < 0 or not any(weights.values()):
+                raise ValueError(f"{name} {dict(weights)}: expected no weight below 0 and at least one above")
+        return self
+
+
 OPTIONS: dict[str, type[Options]] = {
     "easy_vqa": EasyVqaOptions,
     "pydoc": PydocOptions,
@@ -149,11 +184,13 @@ OPTIONS: dict[str, type[Options]] = {
     "synth_clips": SynthClipsOptions,
     "zero_vision": ToolTalkOptions,
     "chat_scenes": ToolTalkOptions,
+    "problems": ProblemsOptions,
     "folder": FolderOptions,
     "webdataset": ShardsOptions,
     "text_files": TextFilesOptions,
+    "chat_files": ChatFilesOptions,
 }
 """Every kind of source with the options it takes."""
 
-PATH_KINDS = {"folder": "directory", "webdataset": "shards", "text_files": "files"}
+PATH_KINDS = {"folder": "directory", "webdataset": "shards", "text_files": "files", "chat_files": "files"}
 """Kinds that read what `path` names, with a word for it."""

@@ -26,9 +26,11 @@ KINDS = {
     "synth_clips": "earlyfusion.data.source_synth:SynthClips",
     "zero_vision": "earlyfusion.data.zero_vision:ZeroVision",
     "chat_scenes": "earlyfusion.data.zero_vision:ChatScenes",
+    "problems": "earlyfusion.rl.tasks.source:Problems",
     "folder": "earlyfusion.data.source_folder:Folder",
     "webdataset": "earlyfusion.data.source_shards:WebDataset",
     "text_files": "earlyfusion.data.source_text_files:TextFiles",
+    "chat_files": "earlyfusion.data.source_chat_files:ChatFiles",
 }
 """Kind of source -> module:class, imported when first used."""
 

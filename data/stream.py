@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from earlyfusion.data.balance import VisionCost
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.encode import Encoded, encode, next_cut
+from earlyfusion.data.encode import Encoded, encode, next_cut, refuse_longer
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.mixture import Schedule
 from earlyfusion.data.order import Permutation
@@ -179,6 +179,8 @@ class Stream:
     def _cut(self, document: Encoded) -> int:
         """End of the piece that begins at `start`, within length, patches and vision FLOPs."""
         geometry = self.spec.geometry
+        if self.spec.data.overlong == "skip":
+            refuse_longer(document, geometry.length)
         patches = geometry.max_patches
         if geometry.max_vision_flops is not None:
             patches = min(patches, self._affordable(document, geometry.max_vision_flops))

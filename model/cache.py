@@ -42,20 +42,23 @@ def tiles(length: int) -> tuple[tuple[int, int], ...]:
 
 
 def attend_in_tiles(
-    query_NXR: Tensor, last_NX1: Tensor, length: int, keys: Callable[[int, int], Tensor], rank: int, scale: float
+    query_NXR: Tensor, last_NX1: Tensor, length: int, keys: Callable[[int, int], Tensor], rank: int, scale: float, seen: int = 0
 ) -> Tensor:
     """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in fp32.
 
     last_NX1: last position each query may see. keys(start, stop): latents [N, stop - start, R], any finite numbers past
-    the end. The borders do not depend on `length`, so a result does not depend, bit for bit, on how long the others are.
+    the end. seen: keys that every query may see, which need no mask. The borders do not depend on `length`, so a result does not depend, bit for bit, on how long the others are.
     -> [N, X, rank].
     """
     wide = accumulate_dtype(query_NXR.dtype)
     top = total = mixed = None
     for start, stop in tiles(length):
         keys_NLR = keys(start, stop).to(query_NXR.dtype)
-        scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2)).to(wide).mul_(scale)
-        scores_NXL.masked_fill_(torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf"))
+        scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2)).to(wide)
+        if scale != 1.0:
+            scores_NXL.mul_(scale)
+        if stop > seen:
+            scores_NXL.masked_fill_(torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf"))
         highest = scores_NXL.amax(-1, keepdim=True)
         new_top = highest if top is None else torch.maximum(top, highest)
         p_NXL = scores_NXL.sub_(new_top).exp_()

@@ -7,6 +7,7 @@ Facts (all optional; what is missing is left out, nothing is guessed):
     evals        {label: number or text}, as measured; the card says when there are none
     licence      licence of the weights (SPDX id)         licence_note  str
     command      str, the command line that made it
+    base, notes  str, the model it was made from; list of sentences about how
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def model_card(config: FusionConfig, facts: Facts, parameters: int) -> str:
         "first step with [earlyfusion](https://pypi.org/project/earlyfusion/): MoonViT patches at native resolution, "
         "a Kimi Linear decoder (KDA and NoPE MLA), Attention Residuals and a mixture of experts.\n",
         _usage(),
+        _notes(facts),
         _table("Run", _run_rows(facts)),
         _evaluations(facts),
         _table("Model", _model_rows(config, parameters)),
@@ -62,6 +64,11 @@ def _usage() -> str:
     )
 
 
+def _notes(facts: Facts) -> str:
+    notes = facts.get("notes")
+    return "## How it was made\n\n" + "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
+
+
 def _table(title: str, rows: list[tuple[str, Any]]) -> str:
     kept = [(key, value) for key, value in rows if value not in (None, "")]
     if not kept:
@@ -83,6 +90,7 @@ def _run_rows(facts: Facts) -> list[tuple[str, Any]]:
     recipe = facts.get("recipe")
     return [
         ("recipe", recipe if recipe and "\n" not in str(recipe) else None),
+        ("made from", facts.get("base")),
         ("optimizer steps", facts.get("steps")),
         ("tokens seen", facts.get("tokens")),
         ("images seen", facts.get("images")),

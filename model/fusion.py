@@ -22,6 +22,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Cache
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.decoder import Decoder
+from earlyfusion.model.exchange import Route
 from earlyfusion.vision.encoder import VisionTower
 from earlyfusion.vision.grid import VisionGrid
 from earlyfusion.vision.projector import Projector
@@ -86,17 +87,26 @@ class NativeFusion(nn.Module):
         self.decoder = Decoder(config.text)
         self.z_loss = 0.0
 
-    def encode_images(self, patches: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an image."""
-        grid = VisionGrid.from_grids(grids, self.config.vision)
-        return self.mm_projector(self.vision_tower(patches, grid))
+    def encode_images(
+        self, patches: Tensor, grids: Sequence[tuple[int, int, int]], route: Route | None = None
+    ) -> Tensor:
+        """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an image.
 
-    def embed(self, batch: Prompt) -> Tensor:
-        """Decoder input [T, D]: token embeddings with image features in their places.
+        With a route this rank encodes the pictures that the route brings here, and gets the features of its own from
+        those that encoded them (model/exchange.py); every rank must then call it, with the routes of one plan.
+        """
+        if route is not None:
+            patches, grids = route.send_patches(patches), route.held
+        grid = VisionGrid.from_grids(grids, self.config.vision)
+        features = self.mm_projector(self.vision_tower(patches, grid))
+        return features if route is None else route.bring_home(features)
+
+    def embed(self, batch: Prompt, route: Route | None = None) -> Tensor:
+        """Decoder input [T, D]: token embeddings with image features in their places. route: see `encode_images`.
 
         Raises ValueError if the number of features is not the number of media positions.
         """
-        features_MD = self.encode_images(batch.patches, batch.grids)
+        features_MD = self.encode_images(batch.patches, batch.grids, route)
         positions_M = batch.media_positions
         if features_MD.shape[0] != positions_M.shape[0]:
             raise ValueError(
@@ -107,10 +117,10 @@ class NativeFusion(nn.Module):
         x_TD = self.decoder.embed_tokens(batch.ids)
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
 
-    def hidden(self, batch: Prompt, cache: Cache | None = None) -> Tensor:
+    def hidden(self, batch: Prompt, cache: Cache | None = None, route: Route | None = None) -> Tensor:
         """Hidden states [T, D] after the final norm; with a cache this is the prefill of its sequences."""
         counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
-        return self.decoder(self.embed(batch), batch.segments, cache, counted_T=counted_T)
+        return self.decoder(self.embed(batch, route), batch.segments, cache, counted_T=counted_T)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
@@ -132,9 +142,9 @@ class NativeFusion(nn.Module):
             hidden_TD, self.decoder.head_weight(), batch.labels, temperature=temperature
         )
 
-    def forward(self, batch: Packed) -> FusionOutput:
-        """Weighted next-token loss of a packed batch, summed (not averaged) over positions."""
-        hidden_TD = self.hidden(batch)
+    def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
+        """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see `encode_images`."""
+        hidden_TD = self.hidden(batch, route=route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights, z_loss=self.z_loss
         )

@@ -28,6 +28,7 @@ OPTIONS = {
     "out": ("run.out", "DIR", "output folder"),
     "steps": ("run.steps", "N", "stop after N steps of the recipe's schedule"),
     "init-from": ("run.init_from", "DIR", "model directory for a warm start (weights only)"),
+    "init": ("run.init_from", "DIR", "the same, shorter"),
 }
 
 

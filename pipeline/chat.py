@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import TextIO
 
 from earlyfusion.data.chat import Message, Template, encode_chat, template_of
+from earlyfusion.data.chat_parse import parse_assistant
+from earlyfusion.data.chat_stream import ChatStream
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.source_folder import PICTURES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically
+from earlyfusion.eval.sandbox import Sandbox
+from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -39,6 +43,10 @@ HELP = """\
 /quit          leave"""
 
 
+TOOL_ROUNDS = 4
+"""Messages of the model for one of the user, the answers of tools in between."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Options of the verb."""
     parser = argparse.ArgumentParser(prog="earlyfusion chat", description=__doc__, formatter_class=BenchFormatter)
@@ -47,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--image", metavar="FILE", action="append", default=[], help="picture for the first message")
     add("--system", default="", help="system message")
     add("--template", choices=("auto", "chat", "qa"), default="auto", help="form of the messages; auto: as trained")
+    add("--tools", action="store_true", help="run the model's Python calls in the sandbox (pictures: image.png, ...)")
     add("--max-new-tokens", type=int, default=256, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest mass")
@@ -56,13 +65,36 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Printer:
+    """Writes an answer as it comes; what the model thinks, and its calls, stand on lines of their own."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out, self.channel = out, ""
+
+    def write(self, channel: str, text: str) -> None:
+        """A piece of one channel of the message."""
+        if channel != self.channel:
+            mark = "" if channel == "content" else f"({channel}) "
+            self.out.write(("\n" if self.channel else "") + mark)
+            self.channel = channel
+        self.out.write(text)
+        self.out.flush()
+
+
 class Conversation:
     """A conversation with one model: messages so far, attachments for the next one, and an engine that remembers."""
 
     def __init__(
-        self, model: NativeFusion, tokenizer: Tokenizer, params: SamplingParams, *, template: Template, context: int
+        self,
+        model: NativeFusion,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        template: Template,
+        context: int,
+        sandbox: Sandbox | None = None,
     ) -> None:
-        self.tokenizer, self.params, self.template = tokenizer, params, template
+        self.tokenizer, self.params, self.template, self.sandbox = tokenizer, params, template, sandbox
         self.vision = model.config.vision
         page = 64
         self.engine = Engine(
@@ -94,29 +126,49 @@ class Conversation:
         self.attached.append(picture)
 
     def say(self, text: str, out: TextIO) -> str:
-        """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no trace."""
+        """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no trace.
+
+        With a sandbox, programs that the model calls for are run and answered, and the model goes on.
+        """
         words = re.sub(r"(^|\s)@(\S+)", self._take_path, text)
-        message = Message("user", (*self.attached, Text(words.strip())))
-        prompt = encode_chat([*self.messages, message], self.tokenizer, self.vision, template=self.template)
+        said = [Message("user", (*self.attached, Text(words.strip())))]
+        for _ in range(TOOL_ROUNDS):
+            said.append(self._answer([*self.messages, *said], out))
+            if self.sandbox is None or not said[-1].calls:
+                break
+            answers, _ = answer_calls(said[-1], self.sandbox, picture_files([*self.messages, *said]))
+            for answer in answers:
+                out.write(f"[{answer.tool}] {answer.text}\n")
+            said += answers
+        self.messages += said
+        self.attached = []
+        return said[-1].text
+
+    def _answer(self, messages: Sequence[Message], out: TextIO) -> Message:
+        """One message of the model, written as it comes."""
+        prompt = encode_chat(messages, self.tokenizer, self.vision, template=self.template)
         self._turn += 1
         request = Request(f"turn-{self._turn}", prompt, self.params)
         self.engine.submit(request)
-        answer = ""
+        stream = ChatStream(self.tokenizer) if self.template == "chat" else None
+        printer, ids, answer = Printer(out), list[int](), ""
         try:
             while self.engine.has_work:
                 for event in self.engine.step():
-                    out.write(event.text)
-                    out.flush()
                     answer += event.text
+                    ids += [token.id for token in event.tokens]
+                    if stream is None:
+                        printer.write("content", event.text)
+                    for token in event.tokens if stream is not None else ():
+                        for channel, text in stream.push(token.id):
+                            printer.write(channel, text)
         except KeyboardInterrupt:
             self.engine.cancel(request.id)
             while self.engine.has_work:
                 self.engine.step()
             out.write(" …")
         out.write("\n")
-        self.messages += [message, Message("assistant", (Text(answer),))]
-        self.attached = []
-        return answer
+        return Message("assistant", (Text(answer),)) if stream is None else parse_assistant(ids, self.tokenizer).message
 
     def _take_path(self, found: re.Match[str]) -> str:
         path = found.group(2)
@@ -194,7 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(str(error)) from None
     model = load_model(options.model, device=device_of(options.device)).eval()
     template = template_of(options.model) if options.template == "auto" else options.template
-    chat = Conversation(model, Tokenizer.load(options.model), params, template=template, context=options.context)
+    sandbox = Sandbox() if options.tools else None
+    chat = Conversation(
+        model, Tokenizer.load(options.model), params, template=template, context=options.context, sandbox=sandbox
+    )
     chat.system = options.system
     chat.reset()
     for path in options.image:
@@ -203,7 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         import readline  # noqa: F401  (line editing)
 
         print("/help lists the commands, Ctrl-D leaves")
-    converse(chat, sys.stdin, sys.stdout, prompt="> " if sys.stdin.isatty() else "")
+    try:
+        converse(chat, sys.stdin, sys.stdout, prompt="> " if sys.stdin.isatty() else "")
+    finally:
+        if sandbox is not None:
+            sandbox.close()
     return EXIT_OK
 
 

@@ -29,8 +29,8 @@ LISTS_BY_NAME = ("stages", "data.sources")
 """Dotted paths of lists whose items merge by their `name`."""
 
 FREE_ON_RESUME = (
-    "run.name", "run.out", "run.steps", "run.init_from", "checkpoint", "track", "eval", "data.prefetch",
-    "data.prefetch_steps", "data.workers", "data.stall_s", "data.max_bad", "data.max_bad_share",
+    "run.name", "run.out", "run.steps", "run.init_from", "checkpoint", "track", "eval", "parallel",
+    "data.prefetch", "data.prefetch_steps", "data.workers", "data.stall_s", "data.max_bad", "data.max_bad_share", "log",
 )  # fmt: skip
 """Keys (or sections) that do not change the numbers of a run, so a resume may change them."""
 
@@ -164,15 +164,16 @@ def load_config(
     recipes: Sequence[str | Path | Mapping[str, Any]], overrides: Iterable[tuple[str, Any]] = ()
 ) -> RunConfig:
     """Recipes and overrides as a checked RunConfig; raises UserError, one line, for everything a user can get wrong."""
-    return validate(compose(recipes, overrides))
+    config: RunConfig = validate(compose(recipes, overrides))
+    return config
 
 
-def validate(tree: Mapping[str, Any]) -> RunConfig:
-    """A plain dict as a RunConfig; pydantic's report becomes one UserError line."""
+def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
+    """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one UserError line."""
     try:
-        return RunConfig.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, RunConfig)) from None
+        raise UserError(explain(error, schema)) from None
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -221,17 +222,17 @@ def _null_to_none(value: Any) -> Any:
     return None if value == "null" else value
 
 
-def dump(config: RunConfig) -> dict[str, Any]:
+def dump(config: BaseModel) -> dict[str, Any]:
     """The resolved recipe as plain JSON types."""
     return config.model_dump(mode="json")
 
 
-def render(config: RunConfig) -> str:
+def render(config: BaseModel) -> str:
     """The resolved recipe as TOML text; `load_config` of it gives an equal RunConfig."""
     return to_toml(dump(config))
 
 
-def recipe_hash(config: RunConfig) -> str:
+def recipe_hash(config: BaseModel) -> str:
     """16 hexadecimal digits over every key that changes the numbers of a run."""
     flat = {key: value for key, value in _flatten(dump(config)) if not _free(key)}
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """The schema of a training run: one pydantic model per section, unknown keys forbidden.
 
-A recipe is TOML with the sections `run tokenizer data vision model optim stages train guard eval checkpoint track`.
+A recipe is TOML with the sections `run tokenizer data vision model optim stages train parallel guard eval checkpoint
+track`.
 `pipeline/compose.py` merges recipes and dotted overrides into one plain dict; this file says what that dict may
 hold. The rooms own their sections: `data` is DataConfig, `vision` is VisionConfig, `model` is ModelConfig.
 TOML has no null: the string "null" stands for None everywhere.
@@ -176,6 +177,14 @@ class TrainSection(Section):
     """Loss multiplier of documents without an image."""
 
 
+class ParallelSection(Section):
+    exchange_pictures: Literal["auto", "on", "off"] = "auto"
+    """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the ranks' work
+    differs by more than `exchange_above`; on, in every step that gets more even; off, never. One process never does."""
+    exchange_above: float = Field(1.1, ge=1)
+    """auto: largest over mean vision FLOPs of the ranks above which a step exchanges pictures."""
+
+
 class GuardSection(Section):
     policy: Literal["stop", "skip", "rollback"] = "skip"
     """What a non-finite or spiking step does: stop the run, skip the update, go back to the last checkpoint."""
@@ -234,6 +243,7 @@ class RunConfig(Section):
     optim: OptimSection = OptimSection()
     stages: list[StageSection] = Field(min_length=1)
     train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
     guard: GuardSection = GuardSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -42,10 +42,14 @@ LICENCES = {
 class Evaluator:
     """Runs the recipe's tasks on the weights in memory."""
 
+    own_tasks: tuple[str, ...] = TASKS
+    """Tasks that are methods of this class, by their name after an underscore."""
+
     def __init__(self, config: RunConfig, fusion: NativeFusion, tokens: Tokenizer, runtime: Runtime, out: Path) -> None:
         for task in config.eval.tasks:
-            if task.partition(":")[0] not in (*TASKS, *BENCHMARKS):
-                raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, (*TASKS, *BENCHMARKS))}")
+            known = (*self.own_tasks, *BENCHMARKS)
+            if task.partition(":")[0] not in known:
+                raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
 
@@ -58,7 +62,7 @@ class Evaluator:
         if self.runtime.is_main:
             for task in self.config.eval.tasks:
                 limit = self.config.eval.limits.get(task)
-                if task in TASKS:
+                if task in self.own_tasks:
                     headline |= getattr(self, f"_{task}")(step, None if final else limit)
                 else:
                     headline |= self._benchmark(task, step, limit)
@@ -160,8 +164,8 @@ def run_facts(config: RunConfig, step: int, meter: Any, headline: dict[str, Any]
     }
 
 
-def write_outputs(out: Path, fusion: NativeFusion, tokens: Tokenizer, facts: dict[str, Any]) -> Sequence[str]:
-    """The model directory and the report; returns lines to show."""
+def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: dict[str, Any]) -> Sequence[str]:
+    """The model directory and the report; returns lines to show. tokens: what `save_model` saves as tokenizer."""
     directory = save_model(fusion, tokens, out / "model", facts)
     shown = {key: facts[key] for key in ("name", "steps", "tokens", "seconds", "device", "precision", "seed")}
     write_json(out / "facts.json", shown)

@@ -3,6 +3,7 @@
     earlyfusion generate --model DIR [--image FILE]... --question "what color is the circle?"
     earlyfusion generate --model DIR --prompt "The import statement"
 
+A question is put in the form the model was trained on: as in pretraining, or as a chat message after a chat stage.
 Pictures stand before the prompt, in the order given. The text goes to standard output, everything else to standard
 error, so the answer can be piped.
 """
@@ -10,17 +11,21 @@ error, so the answer can be piped.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
 import torch
 
+from earlyfusion.data.chat import Message, encode_chat, template_of
+from earlyfusion.data.chat_parse import parse_assistant
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
 from earlyfusion.data.source_easy_vqa import question_text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.generate import generate
+from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 
@@ -50,8 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code. Errors with an `exit_code` of 2 are for input that cannot work."""
     options = build_parser().parse_args(argv)
-    prompt_text = question_text(options.question) if options.question else options.prompt
-    if not prompt_text and not options.image:
+    chat = bool(options.question) and template_of(options.model) == "chat"
+    prompt_text = question_text(options.question) if options.question and not chat else options.prompt
+    if not prompt_text and not chat and not options.image:
         raise UserError("nothing to continue: give --prompt TEXT, --question TEXT or --image FILE")
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {options.max_new_tokens}: give at least 1")
@@ -60,21 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         segments.append(Text(prompt_text))
     model = load_model(options.model, device=device_of(options.device))
     tokenizer = Tokenizer.load(options.model)
-    prompt = encode(Sample(segments, "prompt", "0"), tokenizer, model.config.vision, eos=False)
+    if chat:
+        said = Message("user", (*segments, Text(options.question)))
+        prompt = encode_chat([said], tokenizer, model.config.vision)
+    else:
+        prompt = encode(Sample(segments, "prompt", "0"), tokenizer, model.config.vision, eos=False)
     try:
-        (text,) = generate(
-            model,
-            tokenizer,
-            [prompt],
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
+        params = SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
+        engine = engine_for(model, tokenizer, [prompt], options.max_new_tokens)
+        (done,) = engine.generate([Request("0", prompt, params)])
     except ValueError as error:
         raise UserError(str(error)) from None
-    print(text.strip())
+    print(_answer(done.ids, tokenizer) if chat else done.text.strip())
     return EXIT_OK
+
+
+def _answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """What the assistant says; its calls where it says nothing. Thoughts go to standard error."""
+    message = parse_assistant(ids, tokenizer).message
+    if message.thinking:
+        print(f"(thinking) {message.thinking}", file=sys.stderr)
+    calls = [f"{call.tool}({json.dumps(dict(call.arguments), ensure_ascii=False)})" for call in message.calls]
+    return "\n".join([part for part in (message.text.strip(), *calls) if part])
 
 
 def _picture(path: str) -> Image:

@@ -90,6 +90,8 @@ class Meter:
         self.seconds = 0.0
         self.step_s: float | None = None  # exponential moving average
         self._pending = dict.fromkeys(COUNTS, 0.0)
+        self._work: list[tuple[float, float]] = []  # of this rank, steps since the last flush
+        self._vision: list[float] | None = None  # since the last snapshot: largest own, largest done, mean; all ranks
         self._begin_interval()
         self._last = time.perf_counter()
         self._not_counted = 0.0
@@ -120,8 +122,12 @@ class Meter:
         samples: float = 0,
         decoder_flops: float = 0,
         vision_flops: float = 0,
+        vision_work: tuple[float, float] | None = None,
     ) -> None:
-        """One optimizer step of this rank has ended; the arguments are this rank's counts alone."""
+        """One optimizer step of this rank has ended; the arguments are this rank's counts alone.
+
+        vision_work: FLOPs of the pictures it holds, and of those it encoded; given by all ranks or by none.
+        """
         now = time.perf_counter()
         took = now - self._last - self._not_counted
         self._last, self._not_counted = now, 0.0
@@ -130,6 +136,8 @@ class Meter:
         self.step_s = took if self.step_s is None else EMA * self.step_s + (1 - EMA) * took
         for name, value in zip(COUNTS, (tokens, patches, samples, decoder_flops, vision_flops), strict=True):
             self._pending[name] += value
+        if vision_work is not None:
+            self._work.append(vision_work)
 
     def flush(self) -> None:
         """Add this rank's pending counts to the totals of all ranks. Every rank calls it."""
@@ -138,12 +146,20 @@ class Meter:
             self.totals[name] += value
             self._interval[name] += value
             self._pending[name] = 0.0
+        if self._work:
+            work = torch.tensor(self._work, dtype=torch.float64)
+            own, done = self.runtime.max(work).sum(dim=0).tolist()
+            mean = self.runtime.sum(work)[:, 0].sum().item() / self.runtime.world
+            self._vision = [a + b for a, b in zip(self._vision or [0.0] * 3, (own, done, mean))]
+            self._work = []
 
     def snapshot(self) -> dict[str, float]:
         """Rates since the last snapshot and totals of the run; every rank calls it.
 
         Keys: tokens, patches, samples (totals), tokens_per_s, patches_per_s, step_s, data_wait (share of time),
-        mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank), seconds.
+        mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank), seconds;
+        vision_imbalance and vision_imbalance_after: FLOPs of the rank with most vision work in each step over the mean of
+        ranks, pictures where they were read and where they were encoded (absent without vision_work).
         """
         self.flush()
         elapsed = max(self._interval_s, 1e-9)
@@ -164,17 +180,23 @@ class Meter:
             record["mfu_decoder"] = self._interval["decoder_flops"] / done
             record["mfu_vision"] = self._interval["vision_flops"] / done
             record["mfu"] = record["mfu_decoder"] + record["mfu_vision"]
+        if self._vision is not None:
+            own, done, mean = self._vision
+            record["vision_imbalance"] = own / mean if mean else 1.0
+            record["vision_imbalance_after"] = done / mean if mean else 1.0
+            self._vision = None
         self._begin_interval()
         return record
 
     def state_dict(self) -> dict[str, Any]:
         """Totals and training time, equal on all ranks up to time. Every rank calls it (it flushes)."""
         self.flush()
-        return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s}
+        return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s, "vision": self._vision}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = dict(state["totals"])
         self.seconds, self.step_s = state["seconds"], state["step_s"]
+        self._vision, self._work = state.get("vision"), []
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.arguments import RecipeArguments, parse_arguments
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.compose import dump, load_config
@@ -32,6 +33,7 @@ from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped, UserError
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import Meter
+from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.step import LossBook, drop_frozen_gradients, forward_backward, weigh
@@ -45,7 +47,7 @@ class Pretraining:
         self.runtime = runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
-        self.config = config = build.with_tokenizer(config, self.tokenizer)
+        self.config = config = self._fitted(config)
         self.out = Path(config.run.directory)
         self.stages = StageTable(config.stages, config.optim.lr)
         self.total = config.total_steps
@@ -53,7 +55,7 @@ class Pretraining:
         self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
         start = self._find_start(resume)
 
-        self.fusion = build.model(config, self.tokenizer)
+        self.fusion = self._build_model()
         build.check_frozen(config, self.fusion)
         self.model = runtime.prepare_model(self.fusion)
         self.optimizer = build.optimizer(config, self.fusion)
@@ -63,10 +65,11 @@ class Pretraining:
         self.book = LossBook([source.name for source in config.data.sources])
         self.source_weights = torch.tensor([config.train.loss_weights.get(s, 1.0) for s in self.book.sources])
         self.step = 0
-        self.loaders = build.StageLoaders(config, self.tokenizer, runtime)
+        self.exchange = PictureExchange(config.parallel, self.fusion.config, runtime)
+        self.loaders = build.StageLoaders(config, self.tokenizer, runtime, self.out)
         if start is not None:
             self._restore(start)
-        self.evaluator = evaluate.Evaluator(config, self.fusion, self.tokenizer, runtime, self.out)
+        self.evaluator = self._build_evaluator()
         self.loaders.at(self.stages.place(self.step).index)  # missing data is told before anything is written
         runtime.stop.install()
         self.tracker = Tracker(
@@ -75,6 +78,21 @@ class Pretraining:
         )  # fmt: skip
         if runtime.is_main:
             build.write_recipe(self.out, config)
+
+    # What a later stage builds in another way (pipeline/sft.py).
+
+    def _fitted(self, config: RunConfig) -> RunConfig:
+        """The recipe with the vocabulary that the model is to have."""
+        return build.with_tokenizer(config, self.tokenizer)
+
+    def _build_model(self) -> NativeFusion:
+        return build.model(self.config, self.tokenizer)
+
+    def _build_evaluator(self) -> evaluate.Evaluator:
+        return evaluate.Evaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+
+    def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+        return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
 
     def _find_start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from; a fresh run never writes over an older one's checkpoints."""
@@ -107,7 +125,8 @@ class Pretraining:
 
     def _one_step(self, batches: Sequence[Any], place: Any) -> None:
         self.model.train()
-        result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum)
+        routes = self.exchange.routes(batches, self.config.stages[place.index].max_patches)
+        result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum, routes)
         frozen = build.frozen(self.config.stages[place.index].frozen)
         drop_frozen_gradients(self.fusion, frozen)
         limit = self.config.optim.clip_grad_norm
@@ -128,6 +147,7 @@ class Pretraining:
         self.meter.step(
             tokens=sum(b.num_tokens for b in batches), patches=sum(b.num_patches for b in batches),
             samples=sum(b.segments.num for b in batches), decoder_flops=decoder_flops, vision_flops=vision_flops,
+            vision_work=self.exchange.work(batches, routes),
         )  # fmt: skip
         self.step += 1
         if not verdict.ok and self._react(verdict):
@@ -212,7 +232,7 @@ class Pretraining:
             self._save()
         if self.runtime.is_main:
             facts = evaluate.run_facts(self.config, self.step, self.meter, headline, loader.stats()["shares"])
-            for line in evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts):
+            for line in self._write_outputs(facts):
                 self.tracker.say(line)
         self.runtime.barrier()
         return EXIT_OK
@@ -226,13 +246,17 @@ class Pretraining:
 def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
-    config = load_config(parsed.recipes, parsed.overrides)
+    return launch(Pretraining, load_config(parsed.recipes, parsed.overrides), parsed)
+
+
+def launch(stage: type[Pretraining], config: RunConfig, parsed: RecipeArguments) -> int:
+    """Show the plan or run the stage."""
     if parsed.dry_run:
         from earlyfusion.pipeline.plan import show_plan
 
         show_plan(config)
         return EXIT_OK
-    training = Pretraining(config, parsed.resume)
+    training = stage(config, parsed.resume)
     try:
         return training.train()
     finally:

@@ -14,6 +14,7 @@ What it reads (every part optional; other keys and files are ignored):
   other events   listed in the run's diary if they carry `message`
 `eval/*.json`    files of `eval/results.py`:
   name "easy_vqa"  the dict of `EasyVqaResult.to_dict()`     name "bpb"  the dict of `BpbResult.to_dict()`
+  name "answer_loss", "tool_talks_<source>"  of a chat stage (pipeline/sft_eval.py)
   name "attnres"   the dict of `eval.attnres_probe.attnres_weights`
 `samples/*.json` files of `eval/samples.py`: `{"step": int, "samples": [{"image", "prompt", "answer", "reference"}]}`,
                  `image` = data URI or a path relative to the run folder
@@ -32,6 +33,7 @@ from typing import Any
 
 from earlyfusion.eval.results import load_results
 from earlyfusion.pipeline.report_charts import Series
+from earlyfusion.pipeline.report_chat import chat_part
 from earlyfusion.pipeline.report_data import data_part
 from earlyfusion.pipeline.report_parts import (
     evaluation_part,
@@ -130,7 +132,8 @@ def read_run(run_dir: str | Path) -> Run:
 def write_report(run_dir: str | Path) -> Path:
     """Write `<run_dir>/report.html` and return its path. The page loads nothing: pictures and drawings are inline."""
     run = read_run(run_dir)
-    parts = [evaluation_part(run), samples_part(run, _image_source), loss_part(run), text_part(run)]
+    parts = [evaluation_part(run), chat_part(run, _image_source), samples_part(run, _image_source), loss_part(run)]
+    parts += [text_part(run)]
     parts += [data_part(run), inside_part(run), optimisation_part(run), _diary_part(run), _recipe_part(run)]
     title = str(run.facts.get("name", run.directory.resolve().name))
     page = (

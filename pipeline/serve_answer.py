@@ -14,6 +14,8 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from earlyfusion.data.chat import Template
+from earlyfusion.data.chat_parse import parse_assistant
+from earlyfusion.data.chat_stream import ChatStream
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.request import Completion, Event, Request, RequestError
 from earlyfusion.pipeline.serve_engine import EngineStopped, EngineWorker
@@ -57,6 +59,7 @@ class Answer:
         }
         self.first = {request.id: number * body.n for number, request in enumerate(requests)}
         self.done: list[tuple[int, Completion]] = []
+        self.streams: dict[int, ChatStream] = {}
 
     async def respond(self, http: HttpRequest) -> Any:
         events = self._events()
@@ -139,15 +142,39 @@ class Answer:
         ids, values = [t.id for t in event.tokens], [t.logprob1 for t in event.tokens]
         logprobs = self._logprobs(ids, values)
         if self.chat:
-            return {"index": index, "delta": {"content": event.text}, "logprobs": logprobs, "finish_reason": finish}
+            delta = self._chat_delta(index, event) if self.service.template == "chat" else {"content": event.text}
+            return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {"index": index, "text": event.text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _chat_delta(self, index: int, event: Event) -> dict[str, Any]:
+        """The words of one event without markup, by channel; calls come whole, with the last event of a sample."""
+        stream = self.streams.setdefault(index, ChatStream(self.service.tokenizer))
+        pieces = [piece for token in event.tokens for piece in stream.push(token.id)]
+        names = {"content": "content", "thinking": "reasoning_content"}
+        delta: dict[str, Any] = {"content": ""}
+        for channel, text in pieces:
+            if channel in names:
+                delta[names[channel]] = delta.get(names[channel], "") + text
+        if event.completion is not None:
+            delta |= chat_calls(event.completion.ids, self.service.tokenizer)
+        return delta
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         common = {"index": index, "finish_reason": _finish(completion),
                   "logprobs": self._logprobs(completion.ids, completion.logprobs1)}  # fmt: skip
+        if self.chat and self.service.template == "chat":
+            parsed = parse_assistant(completion.ids, self.service.tokenizer).message
+            message = {"role": "assistant", "content": self._stopped(parsed.text), "refusal": None}
+            message |= {"reasoning_content": parsed.thinking} if parsed.thinking is not None else {}
+            return {**common, "message": message | chat_calls(completion.ids, self.service.tokenizer)}
         if self.chat:
             return {**common, "message": {"role": "assistant", "content": completion.text, "refusal": None}}
         return {**common, "text": completion.text}
+
+    def _stopped(self, text: str) -> str:
+        """The text up to the first stop string: the engine cuts its own text, not the ids."""
+        ends = [text.find(stop) for stop in self.body.stops if stop in text]
+        return text[: min(ends)] if ends else text
 
     def _logprobs(self, ids: list[int], values: list[float]) -> dict[str, Any] | None:
         if not self.requests[0].params.logprobs:
@@ -173,6 +200,18 @@ class Answer:
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def chat_calls(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
+    """{"tool_calls": [...]} in the OpenAI form, or {} for a message without calls."""
+    calls = parse_assistant(ids, tokenizer).message.calls
+    if not calls:
+        return {}
+    listed = []
+    for number, call in enumerate(calls):
+        function = {"name": call.tool, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+        listed.append({"index": number, "id": f"call_{number + 1}", "type": "function", "function": function})
+    return {"tool_calls": listed}
 
 
 def _finish(completion: Completion) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from earlyfusion.data.chat import Message
+from earlyfusion.data.chat import Message, call_from
 from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.IGNORECASE)
@@ -65,6 +65,10 @@ Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discrimina
 class Turn(_Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class StreamOptions(_Loose):
@@ -141,7 +145,7 @@ class ChatRequest(Common):
                 segment = _segment(part)
                 media += 0 if isinstance(segment, Text) else len(segment.frames) if isinstance(segment, Video) else 1
                 content.append(segment)
-            messages.append(Message(role, tuple(content)))
+            messages.append(_message(turn, role, tuple(content), len(messages)))
         if media > max_images:
             raise Refused(
                 f"{media} pictures or frames in one request; at most {max_images} are taken", param="messages"
@@ -155,6 +159,17 @@ class CompletionRequest(Common):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=1)
     """0 or 1: the log-probability of every chosen token (alternatives are not served)."""
+
+
+def _message(turn: Turn, role: str, content: tuple[Segment, ...], number: int) -> Message:
+    """A turn as a Message, with thinking and calls of an assistant, and the name of the tool that answers."""
+    if role == "assistant":
+        calls = tuple(call_from(call, number) for call in turn.tool_calls or [])
+        return Message(role, content, thinking=turn.reasoning_content, calls=calls)
+    if role == "tool":
+        index = (turn.tool_call_id or "").rpartition("call_")[2]
+        return Message(role, content, tool=turn.name or "", index=int(index) if index.isdecimal() else 1)
+    return Message(role, content)
 
 
 def _segment(part: Any) -> Segment:

@@ -51,14 +51,15 @@ class StageLoaders:
     The cursors of a stage that was left are kept: a rollback into it goes on behind what was read, not from its start.
     """
 
-    def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime) -> None:
+    def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime, out: Path | None = None) -> None:
+        """out: the run's folder, which gets the log of samples left out; None (a benchmark) writes and deletes nothing."""
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
             runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
         self._stage = -1
         self._loader: Loader | None = None
         self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor
-        self._log = skip_file(Path(config.run.directory), runtime.rank)
+        self._log = None if out is None else skip_file(out, runtime.rank)
         self._fresh = True
 
     def at(self, index: int) -> Loader:
@@ -67,7 +68,7 @@ class StageLoaders:
             return self._loader
         self._left |= self._current()
         self.close()
-        if self._fresh:  # what an earlier run in this folder left out is not this run's
+        if self._fresh and self._log is not None:  # what an earlier run in this folder left out is not this run's
             self._log.unlink(missing_ok=True)
             self._fresh = False
         stage, runtime, data = self.config.stages[index], self.runtime, self.config.data

@@ -73,12 +73,18 @@ def weigh(batch: Any, weight_of_source: Tensor, text_weight: float) -> None:
 
 
 def forward_backward(
-    accelerator: Any, model: nn.Module, batches: Sequence[Any], book: LossBook, reduce: Reduce
+    accelerator: Any,
+    model: nn.Module,
+    batches: Sequence[Any],
+    book: LossBook,
+    reduce: Reduce,
+    routes: Sequence[Any] = (),
 ) -> StepLoss:
     """Accumulate the gradients of one global step into `.grad`; returns its sums.
 
     model: the prepared (possibly DDP-wrapped) NativeFusion. batches: this rank's micro-batches on its device.
-    reduce: sum over ranks. Gradients are averaged by DDP, hence the factor world size.
+    reduce: sum over ranks. Gradients are averaged by DDP, hence the factor world size. routes: of `PictureExchange`, one
+    (or None) a micro-batch; empty: every rank encodes its own pictures.
     """
     local = torch.tensor(
         [
@@ -94,7 +100,7 @@ def forward_backward(
         last = index == len(batches) - 1
         with _sync(accelerator, model, last):
             with accelerator.autocast():
-                out = model(batch)
+                out = model(batch, routes[index]) if routes and routes[index] is not None else model(batch)
             accelerator.backward(out.loss_sum * scale)
         loss_sum += out.loss_sum.detach().double().cpu()
         book.add(batch, out.nll_T)

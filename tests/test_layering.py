@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ["kernels", "vision", "model", "data", "eval", "pipeline", "rl"]
-DATA_MAY_USE_OF_VISION = {"patches", "config"}
+DATA_MAY_USE_OF_VISION = {"patches", "config", "balance"}
 FORBIDDEN_NAMES = set(
     "queue signal token select copy types random code io platform logging profile trace utils util helpers".split()
 )
@@ -39,7 +39,7 @@ def violations(path: Path) -> list[str]:
         if FLOORS.index(target) > FLOORS.index(room):
             wrong.append(f"{path}:{line}: {room} may not import {module} (a higher floor)")
         if room == "data" and target == "vision" and len(parts) > 2 and parts[2] not in DATA_MAY_USE_OF_VISION:
-            wrong.append(f"{path}:{line}: data may use only vision.patches and vision.config, not {module}")
+            wrong.append(f"{path}:{line}: data may use only vision.patches, .config and .balance, not {module}")
         if room == "data" and target == "model":
             wrong.append(f"{path}:{line}: data may not import {module}")
         if room == "eval" and target in ("pipeline", "rl"):

@@ -207,7 +207,7 @@ class Engine:
     def _read(self, parts: Sequence[Part], take: Any) -> list[tuple[list[Sample], Tensor]]:
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
-        hidden_ND = self.runner.prefill(parts)
+        hidden_ND = self.runner.prefill(parts, recording=take is not None)
         if take is not None:
             routing, start = narrow(take().cpu().numpy()), 0
             for part in parts:

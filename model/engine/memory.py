@@ -43,9 +43,51 @@ class PooledPlan:
     last_NW: Tensor
     places_T: Tensor | None
     slot_range: tuple[int, int] | None = None
-    """(first, end) when the slots are consecutive: then states are read and written without a gather."""
+    """(first, end) when the slots of real sequences are consecutive: then states are worked on where they lie."""
     live: int | None = None
     """Single tokens: sequences that are real; the padding rows after them attend to nothing and get zeros."""
+    seen: int = 0
+    """Keys that every query of the call may see, as far as the host knows."""
+    windows: Windows | None = None
+    ends: PooledPlan | None = None
+    """Of chunks: the plan of the tokens at which prompts end, as single tokens."""
+
+    @property
+    def fills_range(self) -> bool:
+        """Whether the call's rows are exactly those of `slot_range`."""
+        return self.slot_range is not None and self.slot_range[1] - self.slot_range[0] == self.slots_N.shape[0]
+
+
+class Windows:
+    """Latents of the running sequences laid out row by row, so that a step need not gather them from their pages.
+
+    Made when first asked for, written along with the pages, good for one batch: the engine makes a new one when the
+    sequences change. Long contexts go without (`most` bytes per layer).
+    """
+
+    def __init__(self, most: int = 32 << 20) -> None:
+        self.most = most
+        self.tensors: dict[int, Tensor] = {}
+
+    def keys(self, memory: MlaPages, plan: PooledPlan, count: int) -> Tensor | None:
+        """[count, L, R] with all latents of the plan's sequences, or None if that is too much."""
+        length, size = plan.pages_NP.shape[1] * memory.page_size, memory.latents_XR.shape[1]
+        if count * length * size * memory.latents_XR.element_size() > self.most:
+            return None
+        found = self.tensors.get(id(memory))
+        if found is None or found.shape[1] != length:
+            pages = memory.latents_XR.view(-1, memory.page_size * size)
+            found = pages.index_select(0, plan.pages_NP[:count].reshape(-1)).view(count, length, size)
+            self.tensors[id(memory)] = found
+        return found
+
+    def append(self, memory: MlaPages, plan: PooledPlan, new_BR: Tensor) -> None:
+        """The new tokens' latents, after they have been written to the pages."""
+        window = self.tensors.get(id(memory))
+        if window is not None and window.shape[1] == plan.pages_NP.shape[1] * memory.page_size:
+            count, length = window.shape[:2]
+            rows = torch.arange(0, count * length, length).add_(plan.last_NW[:count, 0])
+            window.view(count * length, -1).index_copy_(0, rows, new_BR[:count])
 
 
 class KdaSlots:
@@ -58,20 +100,34 @@ class KdaSlots:
     def read(self, plan: PooledPlan) -> tuple[Tensor | None, Tensor | None]:
         if plan.fresh:
             return None, None
-        if plan.slot_range is not None:
+        if plan.fills_range:
             rows = slice(*plan.slot_range)
             return self.state_SHKV[rows], self.taps_SWC[rows].transpose(1, 2)
         return self.state_SHKV.index_select(0, plan.slots_N), self.taps_SWC[plan.slots_N].transpose(1, 2)
 
     def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         taps_NWC = taps_NCW1.transpose(1, 2).to(self.taps_SWC.dtype)
-        if plan.slot_range is not None:
+        if plan.fills_range:
             rows = slice(*plan.slot_range)
             self.state_SHKV[rows] = state_NHKV
             self.taps_SWC[rows] = taps_NWC
         else:
             self.state_SHKV.index_copy_(0, plan.slots_N, state_NHKV)
             self.taps_SWC.index_copy_(0, plan.slots_N, taps_NWC)
+
+    def open(self, plan: PooledPlan) -> tuple[Tensor, Tensor]:
+        """(state, taps [N, W - 1, C]) of the live sequences of a step, to be advanced in place and given to `close`."""
+        if plan.slot_range is not None:
+            rows = slice(*plan.slot_range)
+            return self.state_SHKV[rows], self.taps_SWC[rows]
+        slots = plan.slots_N[: plan.live]
+        return self.state_SHKV.index_select(0, slots), self.taps_SWC.index_select(0, slots)
+
+    def close(self, plan: PooledPlan, state_NHKV: Tensor, taps_NWC: Tensor) -> None:
+        if plan.slot_range is None:
+            slots = plan.slots_N[: plan.live]
+            self.state_SHKV.index_copy_(0, slots, state_NHKV)
+            self.taps_SWC.index_copy_(0, slots, taps_NWC)
 
     def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
         if self._joined is None:
@@ -95,7 +151,10 @@ class MlaPages:
         self.latents_XR, self.page_size = latents_XR, page_size
 
     def append(self, new_TR: Tensor, plan: PooledPlan) -> None:
-        self.latents_XR.index_copy_(0, plan.rows_T, new_TR.to(self.latents_XR.dtype))
+        new_TR = new_TR.to(self.latents_XR.dtype)
+        self.latents_XR.index_copy_(0, plan.rows_T, new_TR)
+        if plan.windows is not None:
+            plan.windows.append(self, plan, new_TR)
 
     def attend(self, query_THR: Tensor, plan: PooledPlan, rank: int, scale: float) -> Tensor:
         """Online softmax over tiles of keys, statistics in fp32; see the head of the file."""
@@ -111,12 +170,16 @@ class MlaPages:
         page = self.page_size
         latents_PY = self.latents_XR.view(-1, page * size)
 
+        window = None if plan.windows is None else plan.windows.keys(self, plan, count)
+
         def keys(start: int, stop: int) -> Tensor:
+            if window is not None:
+                return window[:, start:stop]
             index = plan.pages_NP[:count, start // page : stop // page].reshape(-1)
             return latents_PY.index_select(0, index).view(count, stop - start, size)
 
         length = plan.pages_NP.shape[1] * page
-        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale).view(-1, heads, rank)
+        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen).view(-1, heads, rank)
         if plan.places_T is not None:
             return out.index_select(0, plan.places_T)
         padding = query_THR.shape[0] - count

@@ -16,7 +16,7 @@ Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, V vocabul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from torch import Tensor
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.graphs import DecodeGraphs, can_capture
-from earlyfusion.model.engine.memory import KdaSlots, PooledCache, PooledPlan, Pools
+from earlyfusion.model.engine.lean import LeanDecoder, is_lean
+from earlyfusion.model.engine.memory import KdaSlots, PooledCache, PooledPlan, Pools, Windows
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.sequence import Sample
 from earlyfusion.model.fusion import NativeFusion
@@ -46,6 +47,17 @@ class Part:
         return self.stop == self.sample.target
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The running samples and what follows from who they are. span: see `PooledPlan.slot_range`."""
+
+    who: tuple[Sample, ...]
+    slots_B: Tensor
+    span: tuple[int, int] | None
+    needs: Needs
+    windows: Windows
+
+
 class Runner:
     """Owns the device side. `banned_ids`: int64, what no row may choose unless it has a mask of its own."""
 
@@ -58,12 +70,16 @@ class Runner:
         self.last_S, self.length_S, self.position_S, self.key_S = (zeros(torch.long) for _ in range(4))
         self.temperature_S, self.top_p_S, self.min_p_S = (zeros(torch.float32) for _ in range(3))
         self.table_SP = torch.zeros(slots, table_pages, dtype=torch.long, device=self.device)
-        self._batch: tuple[tuple[Sample, ...], Tensor, tuple[int, int] | None] | None = None
+        self._batch: Batch | None = None
         self._masks: tuple[tuple[Sample, ...], int, Tensor] | None = None
         self.graphs = DecodeGraphs(self) if can_capture(model) else None
+        self.lean = LeanDecoder(model.decoder, pools) if is_lean(model.decoder) else None
 
     def refresh(self) -> None:
         """Read the model's weights again after they have changed in place."""
+        self._batch = None
+        if self.lean is not None:
+            self.lean.refresh()
         for layer, memory in zip(self.model.decoder.layers, self.pools.layers):
             mixer = layer.self_attn
             if isinstance(memory, KdaSlots) and isinstance(mixer, KimiDeltaAttention):
@@ -96,14 +112,16 @@ class Runner:
 
         recording: something in the model listens (routing is captured), which a replayed graph would not run.
         """
-        slots_B, span = self._slots(running)
-        longest = max(sample.length for sample in running) + 1
+        batch = self._make_batch(running)
+        slots_B, lengths = batch.slots_B, [sample.length for sample in running]
         banned = self._banned(running, slots_B.shape[0])
-        needs = _needs(running)
         if self.graphs is not None and banned.dtype != torch.bool and not recording:
-            chosen = self.graphs.step(slots_B, longest, needs)
+            chosen = self.graphs.step(slots_B, max(lengths) + 1, batch.needs)
         else:
-            chosen = self.decode_step(slots_B, tiles(longest)[-1][1], span, needs, banned, len(running))
+            plan = self.decode_plan(slots_B, tiles(max(lengths) + 1)[-1][1], batch.span, len(running))
+            if self.lean is not None:
+                plan = replace(plan, windows=batch.windows, seen=min(lengths) + 1)
+            chosen = self._advance(self._logits(slots_B, plan), slots_B, batch.needs, banned)
         return chosen[:, : len(running)]
 
     def decode_step(
@@ -119,7 +137,9 @@ class Runner:
 
         Keys up to `length` are looked at.
         """
-        logits_BV = self.decode_logits(slots_B, length, span, live)
+        return self._advance(self.decode_logits(slots_B, length, span, live), slots_B, needs, banned)
+
+    def _advance(self, logits_BV: Tensor, slots_B: Tensor, needs: Needs, banned: Tensor) -> Tensor:
         chosen = choose(logits_BV, self._controls(slots_B, needs), banned)
         self.last_S[slots_B] = chosen[0].long()
         self.length_S[slots_B] += 1
@@ -131,11 +151,14 @@ class Runner:
         self, slots_B: Tensor, length: int, span: tuple[int, int] | None = None, live: int | None = None
     ) -> Tensor:
         """Logits [B, V] after each slot's last token; keys up to `length` positions are looked at."""
-        plan = self.decode_plan(slots_B, length, span, live)
+        return self._logits(slots_B, self.decode_plan(slots_B, length, span, live))
+
+    def _logits(self, slots_B: Tensor, plan: PooledPlan) -> Tensor:
         decoder = self.model.decoder
         x_BD = decoder.embed_tokens(self.last_S[slots_B])
-        hidden = decoder(x_BD, _singles(slots_B.shape[0]), PooledCache(self.pools.layers, plan))
-        return self.model.logits(hidden)
+        if self.lean is not None:
+            return self.model.logits(self.lean.step(x_BD, plan))
+        return self.model.logits(decoder(x_BD, _singles(slots_B.shape[0]), PooledCache(self.pools.layers, plan)))
 
     def decode_plan(self, slots_B: Tensor, length: int, span: tuple[int, int] | None, live: int | None) -> PooledPlan:
         """Everything on the device: no value of a tensor is looked at."""
@@ -148,17 +171,17 @@ class Runner:
         rows_B = page_B * size + last_B % size
         return PooledPlan(True, False, slots_B, rows_B, pages_BP, last_B.unsqueeze(1), None, span, live)
 
-    def _slots(self, running: Sequence[Sample]) -> tuple[Tensor, tuple[int, int] | None]:
-        """Slots of the samples, filled up with slot 0; (first, end) if they follow one another."""
+    def _make_batch(self, running: Sequence[Sample]) -> Batch:
+        """Slots of the samples, filled up with slot 0, made anew when the samples are others."""
         who = tuple(running)
-        if self._batch is not None and self._batch[0] == who:
-            return self._batch[1], self._batch[2]
+        if self._batch is not None and self._batch.who == who:
+            return self._batch
         slots = [sample.slot for sample in running]
         filled = slots + [0] * (self.bucket(len(slots)) - len(slots))
-        span = (slots[0], slots[0] + len(slots)) if filled == list(range(slots[0], slots[0] + len(filled))) else None
+        span = (slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
         slots_B = torch.tensor(filled, dtype=torch.long).to(self.device)
-        self._batch = (who, slots_B, span)
-        return slots_B, span
+        self._batch = Batch(who, slots_B, span, _needs(running), Windows())
+        return self._batch
 
     def bucket(self, rows: int) -> int:
         """Rows of the step that carries `rows` sequences."""
@@ -211,14 +234,31 @@ class Runner:
 
     # ---- prefill ------------------------------------------------------------------------------------------------
 
-    def prefill(self, parts: Sequence[Part]) -> Tensor | None:
+    def prefill(self, parts: Sequence[Part], recording: bool = False) -> Tensor | None:
         """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that completes its
-        sample, None if none does."""
+        sample, None if none does. recording: see `decode`."""
         segments, plan = self._prefill_plan(parts)
         x_TD = self._embed(parts, segments.total)
-        hidden_TD = self.model.decoder(x_TD, segments, PooledCache(self.pools.layers, plan))
         ends = [end - 1 for end, part in zip(segments.offsets[1:], parts) if part.completes]
-        return hidden_TD[torch.tensor(ends, device=self.device)] if ends else None
+        if self.lean is None or recording:
+            hidden_TD = self.model.decoder(x_TD, segments, PooledCache(self.pools.layers, plan))
+            return hidden_TD[torch.tensor(ends, device=self.device)] if ends else None
+        plan = replace(plan, ends=self._ends_plan(parts))
+        filled = torch.tensor(ends + [segments.total - 1] * (whole_rows(len(ends)) - len(ends)), dtype=torch.long)
+        hidden_RD = self.lean.read(x_TD, segments, plan, filled)
+        return hidden_RD[: len(ends)] if ends else None
+
+    def _ends_plan(self, parts: Sequence[Part]) -> PooledPlan:
+        """The last tokens of the parts that complete their sample, as a step's plan; filled up with slot 0."""
+        done = [part for part in parts if part.completes]
+        size, filled = self.pools.page_size, whole_rows(len(done)) - len(done)
+        length = tiles(max((part.stop for part in done), default=1))[-1][1]
+        tables = [part.sample.pages[: self.pools.pages_for(part.stop)] for part in done] + [[0]] * filled
+        padded = [table + [0] * (length // size - len(table)) for table in tables]
+        last_N1 = torch.tensor([[part.stop - 1] for part in done] + [[0]] * filled, dtype=torch.long)
+        none = torch.zeros(0, dtype=torch.long)
+        pages_NP = torch.tensor(padded, dtype=torch.long).view(len(tables), length // size)
+        return PooledPlan(True, False, none, none, pages_NP, last_N1.view(len(tables), 1), None)
 
     def choose_first(self, hidden_ND: Tensor, samples: Sequence[Sample], rows: Sequence[int]) -> Tensor:
         """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3, N]."""

@@ -28,6 +28,7 @@ from earlyfusion.data.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.source_easy_vqa import answer_text, question_text
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
+from earlyfusion.data.synth.scene import Scene
 from earlyfusion.rl.tasks.rendering import render_text
 from earlyfusion.rl.tasks.scoring import final_answer
 
@@ -37,6 +38,8 @@ Difficulty: TypeAlias = int | Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "test")
 FORMS: tuple[Form, ...] = ("picture", "twin", "rendered")
 TRIES = 5000
+ANSWER_CUE, THOUGHT_CUE = "\nA:", "\nlook:"
+"""End of a prompt that asks for the answer, and of one that asks to tell what there is first."""
 
 
 class TaskError(DataError):
@@ -79,16 +82,34 @@ class Problem:
         """The description drawn as text, then the question."""
         return Image(render_text(self.description)), Text(question_text(self.question), 0.0)
 
-    def prompt(self, form: Form = "picture") -> tuple[Segment, ...]:
-        """The prompt in one form. Raises TaskError for an unknown form."""
+    def check_form(self, form: str) -> None:
+        """Raises TaskError for an unknown form."""
         if form not in FORMS:
             raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
-        return {"picture": lambda: self.segments, "twin": lambda: self.twin, "rendered": lambda: self.rendered}[form]()
+
+    def prompt(self, form: Form = "picture", thought: bool = False) -> tuple[Segment, ...]:
+        """The prompt in one form; with `thought` it asks to tell what there is before answering. Raises TaskError for
+        an unknown form."""
+        self.check_form(form)
+        made = {"picture": lambda: self.segments, "twin": lambda: self.twin, "rendered": lambda: self.rendered}[form]()
+        if not thought:
+            return made
+        last = made[-1]
+        assert isinstance(last, Text)
+        return *made[:-1], Text(last.text.removesuffix(ANSWER_CUE) + THOUGHT_CUE, last.loss)
 
     @property
-    def solution(self) -> Text:
-        """The target as it stands in a document after the prompt."""
-        return Text(answer_text(self.target))
+    def thought(self) -> str:
+        """What there is, in few words and the same for every form: the objects of a scene from left to right, or the
+        description."""
+        graph = self.meta.get("graph")
+        if isinstance(graph, Scene):
+            return ", ".join(thing.name for thing in sorted(graph.objects, key=lambda thing: thing.box))
+        return self.description.replace("\n", ", ")
+
+    def solution(self, thought: bool = False) -> Text:
+        """The target as it stands in a document after the prompt, after the thought if one is asked for."""
+        return Text(f" {self.thought}; answer: {self.target}" if thought else answer_text(self.target))
 
 
 @runtime_checkable

@@ -50,7 +50,7 @@ def test_a_problem_depends_on_its_arguments_alone(name):
                 assert one.twin == two.twin and one.answer == two.answer
                 assert one.picture.tobytes() == two.picture.tobytes() and one.picture.mode == "RGB"
                 assert task.reward(one, one.target) >= LEAST_TARGET, (one.key, one.target)
-                assert task.reward(one, one.solution.text) == task.reward(one, one.target)
+                assert task.reward(one, one.solution().text) == task.reward(one, one.target)
                 json.dumps(one.answer)
                 again = pickle.loads(pickle.dumps(one))
                 assert again.twin == one.twin and task.reward(again, one.target) == task.reward(one, one.target)

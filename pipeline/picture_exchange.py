@@ -1,0 +1,99 @@
+"""Who encodes which picture in a training step: the ranks' grids, one plan, and a route for every micro-batch.
+
+Training steps only: evaluation calls the model without a route, so that one rank may evaluate while others wait.
+`parallel.exchange_pictures` turns it on; the plan decides, on all ranks alike, whether a step is worth it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from earlyfusion.model.config import FusionConfig
+from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids, supports_all_to_all
+from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.vision.balance import VisionCost, plan_step
+
+SETTINGS = ("off", "auto", "on")
+
+
+class PictureExchange:
+    """Plans the exchange of a step; idle with one rank, or where the recipe turns it off.
+
+    Its collectives run in groups of their own, so that they cannot meet the gradient all-reduces that DDP starts while
+    the backward pass runs. Raises UserError when the ranks were started with different settings.
+    """
+
+    def __init__(self, section: ParallelSection, config: FusionConfig, runtime: Runtime) -> None:
+        self.runtime, self.vision = runtime, config.vision
+        self.cost = VisionCost.from_config(config.vision)
+        self.setting = section.exchange_pictures if runtime.world > 1 else "off"
+        self.above = 1.0 if self.setting == "on" else section.exchange_above
+        self.gathers = 0
+        """Gathers of grids so far: the waits of the host for other ranks that this adds, one a step."""
+        self.exchanged = 0
+        """Steps that exchanged pictures."""
+        if runtime.world == 1:
+            return
+        code = SETTINGS.index(self.setting)
+        highest, lowest = runtime.agree(code), -runtime.agree(-code)  # both on every rank, whatever the first says
+        if highest != lowest:
+            raise UserError(
+                f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on another: "
+                "start all ranks with the same recipe"
+            )
+        if self.setting != "off":
+            self._open(runtime.device)
+
+    def _open(self, device: torch.device) -> None:
+        self.group = dist.new_group()
+        # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
+        over_gloo = dist.is_gloo_available()
+        self.planning = dist.new_group(backend="gloo") if over_gloo else self.group
+        self.planning_device = torch.device("cpu") if over_gloo else device
+        self.direct = supports_all_to_all(self.group, device)
+
+    def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
+        """A route for each of this rank's micro-batches; None: encode the own pictures.
+
+        max_patches: most patches that a rank may get to encode in a micro-batch. Every rank calls it, once a step. Raises
+        UserError, on all ranks, where they disagree.
+        """
+        nothing: list[Route | None] = [None] * len(batches)
+        if self.setting == "off":
+            return nothing
+        merge = self.vision.merge_kernel_size
+        self.gathers += 1
+        try:
+            grids = gather_grids(
+                [batch.grids for batch in batches], self.planning, self.planning_device,
+                self._digest(max_patches), complaint(batches, merge),
+            )  # fmt: skip
+        except RanksDisagree as error:
+            raise UserError(f"exchange of pictures: {error}") from None
+        plan = plan_step(grids, self.cost, merge, max_patches)
+        if not plan.pays(self.above):
+            return nothing
+        self.exchanged += 1
+        rank = self.runtime.rank
+        return [Route(part, rank, self.group, self.direct) if part.moves else None for part in plan.parts]
+
+    def work(self, batches: Sequence[Any], routes: Sequence[Route | None]) -> tuple[float, float]:
+        """Forward FLOPs of the tower in this rank's step: of its own pictures, and of those it encoded."""
+        own = sum(self.cost.of(batch.grids) for batch in batches)
+        done = sum(
+            self.cost.of(batch.grids if route is None else route.held)
+            for batch, route in zip(batches, routes, strict=True)
+        )
+        return own, done
+
+    def _digest(self, max_patches: int | None) -> int:
+        """63 bits of everything that plan and tensors depend on beside the grids."""
+        text = repr((self.setting, self.above, max_patches, self.vision.model_dump(mode="json")))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

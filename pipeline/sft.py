@@ -1,0 +1,80 @@
+"""Supervised fine-tuning on conversations: from a model directory to one that speaks the chat form.
+
+    accelerate launch -m earlyfusion.pipeline.sft sft-zero-vision --init-from runs/nano/model
+    earlyfusion sft sft-vision --init-from runs/nano/model --out runs/sft-vision
+
+The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimizers, guard, checkpoints and exact
+resume. What differs: the model, its shape and its tokenizer come from `run.init_from` (pipeline/sft_start.py); the
+sources are conversations, in which only the assistant's messages carry loss (data/chat.py); evaluation measures the
+loss on held-out answers and whether tool calls work (pipeline/sft_eval.py); and the model directory gets
+`chat_template.jinja`, by which generate, chat, serve and eval know that the model speaks the chat form.
+
+Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python programs,
+vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from earlyfusion.data.chat import ChatTokenizer
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.pipeline import build, evaluate
+from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.pretrain import Pretraining, launch
+from earlyfusion.pipeline.sft_eval import ChatEvaluator
+from earlyfusion.pipeline.sft_start import start_model, with_start
+
+
+class FineTuning(Pretraining):
+    """The run of pretraining, from a model directory and to one that speaks chat."""
+
+    def _fitted(self, config: RunConfig) -> RunConfig:
+        return config  # with_start has set the vocabulary
+
+    def _build_model(self) -> NativeFusion:
+        directory = str(self.config.run.init_from)
+        wanted = build.fusion_config(self.config, self.tokenizer.media_pad_id)
+        model, self.growth = start_model(directory, wanted, self.tokenizer)
+        return model
+
+    def _build_evaluator(self) -> evaluate.Evaluator:
+        return ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+
+    def train(self) -> int:
+        """The steps, with an evaluation before the first one: what the stage started from."""
+        if self.step == 0 and self.config.eval.every:
+            with self.meter.paused():
+                self.evaluator.run(0, self.tracker, final=False)
+        return super().train()
+
+    def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+        frozen = sorted({entry for stage in self.config.stages for entry in stage.frozen})
+        notes = [
+            f"Supervised fine-tuning on conversations, from `{self.config.run.init_from}`; only answers were learned.",
+            "It speaks the chat form of `chat_template.jinja`, with thinking and tool calls.",
+            f"Not trained in this stage: {', '.join(frozen)}." if frozen else "",
+            self.growth.note,
+        ]
+        facts = facts | {"base": self.config.run.init_from, "notes": [note for note in notes if note]}
+        return evaluate.write_outputs(self.out, self.fusion, ChatTokenizer(self.tokenizer), facts)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, build, train; returns the exit code."""
+    parsed = parse_arguments(arguments, RunConfig, verb="sft", about=__doc__ or "", default_recipe="sft-zero-vision")
+    return launch(FineTuning, validate(with_start(compose(parsed.recipes, parsed.overrides))), parsed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m`, `accelerate launch -m` and `earlyfusion sft`."""
+    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

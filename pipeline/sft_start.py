@@ -1,0 +1,125 @@
+"""Where a chat stage starts: the model and tokenizer of a model directory, with rows added for missing special tokens.
+
+The recipe of a chat stage has no `model`, `vision` and `tokenizer` of its own: `with_start` fills them in from the
+directory that `run.init_from` names, so the resolved recipe is complete and a resume can be compared with it.
+
+Growth: a tokenizer from elsewhere may lack some of the special tokens (data/tokenizer.py). They get the next free ids,
+and the rows of the embedding (and of an untied head) that belong to them are the mean of the rows of the tokens that
+were there before. The model card says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.config import FusionConfig
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub_config import load_config
+from earlyfusion.pipeline.errors import UserError
+
+VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of the text model that follow the tokenizer."""
+TABLES = ("decoder.embed_tokens.weight", "decoder.lm_head.weight")
+"""Tensors with one row for every entry of the vocabulary."""
+
+
+def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A composed recipe with `model`, `vision` and `tokenizer` as the directory of `run.init_from` has them.
+
+    Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is none.
+    """
+    directory = (tree.get("run") or {}).get("init_from")
+    if directory is None:
+        raise UserError("run.init_from is not set: name the model directory to start from, --init-from runs/nano/model")
+    found = load_config(directory)
+    tokens = Tokenizer.load(directory)
+    for section, config in (("model", found.text), ("vision", found.vision)):
+        _check_same(section, tree.get(section) or {}, config.model_dump(mode="json"), str(directory))
+    given = (tree.get("tokenizer") or {}).get("path")
+    if given is not None and Tokenizer.load(given).hash != tokens.hash:
+        raise UserError(f"tokenizer.path {given}: not the tokenizer of {directory}; remove tokenizer.path")
+    ids = {"bos_token_id": tokens.bos_id, "eos_token_id": tokens.eos_id, "pad_token_id": tokens.pad_id}
+    size = max(tokens.vocab_size, found.text.vocab_size)
+    return {
+        **tree,
+        "tokenizer": {"path": str(directory), "vocab_size": tokens.vocab_size},
+        "vision": found.vision.model_dump(mode="json"),
+        "model": found.text.model_dump(mode="json") | ids | {"vocab_size": size},
+    }
+
+
+def _check_same(section: str, given: Mapping[str, Any], found: Mapping[str, Any], directory: str) -> None:
+    for key, value in given.items():
+        if key in VOCABULARY:
+            continue
+        if isinstance(value, Mapping) and isinstance(found.get(key), Mapping):
+            _check_same(f"{section}.{key}", value, found[key], directory)
+        elif key not in found or found[key] != value:
+            raise UserError(
+                f"{section}.{key} = {value!r}: the model comes from {directory}, which has {found.get(key)!r}; "
+                f"remove the section [{section.partition('.')[0]}] from the recipe"
+            )
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What became of the vocabulary: rows before and after, and the special tokens that got an initial row."""
+
+    before: int
+    after: int
+    added: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """One sentence for the model card; empty when nothing was added."""
+        if not self.added:
+            return ""
+        return (
+            f"{len(self.added)} special tokens were added to the tokenizer ({', '.join(self.added)}): their rows of the "
+            f"embedding began as the mean of the other rows ({self.before} rows before, {self.after} after)."
+        )
+
+
+def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) -> tuple[NativeFusion, Growth]:
+    """The directory's weights in a model of configuration `wanted`, which may differ in its vocabulary only.
+
+    Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such directory.
+    """
+    loaded = load_model(directory)
+    before, after = loaded.config.text.vocab_size, wanted.text.vocab_size
+    growth = Growth(before, after, tokens.added)
+    if loaded.config == wanted and not tokens.added:
+        return loaded, growth
+    if _without_vocabulary(loaded.config) != _without_vocabulary(wanted) or after < before:
+        raise UserError(f"run.init_from {directory}: its model is not the recipe's; start without [model] and [vision]")
+    fusion = NativeFusion(wanted).to(loaded.decoder.embed_tokens.weight.dtype)
+    state = loaded.state_dict()
+    fresh = [tokens.id_of(name) for name in tokens.added]
+    for name in TABLES:
+        if name in state:
+            state[name] = grown(state[name], after, fresh)
+    fusion.load_state_dict(state)
+    return fusion, growth
+
+
+def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
+    plain = config.model_dump(mode="json", exclude={"media_token_id"})
+    return plain | {"text": {key: value for key, value in plain["text"].items() if key not in VOCABULARY}}
+
+
+def grown(table_VD: Tensor, rows: int, fresh: Sequence[int]) -> Tensor:
+    """[V, D] -> [rows, D]: rows beyond V, and those of the ids in `fresh`, are the mean of all others (in fp32)."""
+    known = torch.ones(table_VD.shape[0], dtype=torch.bool, device=table_VD.device)
+    known[[i for i in fresh if i < table_VD.shape[0]]] = False
+    mean_D = table_VD[known].float().mean(dim=0).to(table_VD.dtype)
+    larger = mean_D.expand(rows, -1).clone()
+    larger[: table_VD.shape[0]][known] = table_VD[known]
+    return larger

@@ -1,0 +1,185 @@
+"""Rollouts of one iteration, whole or partial.
+
+An iteration keeps N prompts with K answers each in the engine. Without partial rollout it ends when all are finished.
+With `rollout.token_cap` an answer that has written that many tokens in this iteration is put aside (k1.5); with
+`rollout.fraction` all are put aside as soon as that share is finished (K3). What is put aside goes on first in the next
+iteration, from its state or by reading its text again; a prompt is trained when its K answers are complete, and every
+token knows the version of the weights that made it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from earlyfusion.data.encode import Encoded
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.paused import PausedRequest
+from earlyfusion.model.engine.request import Handle, Request, SamplingParams
+from earlyfusion.model.moe import moe_layers
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.rl.length import repeat_period
+from earlyfusion.rl.prompts import Ask, PromptBook
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollout import Trajectory
+from earlyfusion.rl.tasks.problem import Problem
+
+LOOK_EVERY = 8
+"""Tokens between two looks for an answer that runs in circles."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt with its K finished answers."""
+
+    ask: Ask
+    problem: Problem
+    trajectories: list[Trajectory]
+
+
+@dataclass
+class Collected:
+    """What an iteration brought: complete groups, and how its time went. working_s: inside the engine; seconds: in all."""
+
+    groups: list[Asked]
+    seconds: float = 0.0
+    working_s: float = 0.0
+    tokens: int = 0
+    carried: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of all answers in work, finished or not: partial rollout favours short ones, so both are logged."""
+
+
+class Collector:
+    """Asks the engine; keeps what is unfinished between iterations."""
+
+    def __init__(self, config: RLConfig, book: PromptBook, engine: Engine, runtime: Runtime) -> None:
+        self.config, self.book, self.engine, self.runtime = config, book, engine, runtime
+        self.carried: list[tuple[Ask, PausedRequest]] = []
+        self._replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
+        self.counts: Counter[str] = Counter()
+
+    def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> Collected:
+        """Keep `count` prompts (of all processes) in work; every process calls it. round_: which of several calls in one
+        update, for the names of the requests."""
+        start = time.perf_counter()
+        asks, first = self._new_asks(update, count)
+        names: dict[str, Ask] = {}
+        handles: dict[str, Handle] = {}
+        before = 0
+        for ask, paused in self.carried:
+            name = paused.request.id
+            names[name] = ask
+            before += len(paused.finished)
+            handles[name] = self.engine.resume(paused, keep_state=self.config.rollout.resume == "keep")
+        self.carried = []
+        waiting = [(f"{update}.{round_}/{first + i}", ask) for i, ask in enumerate(asks)]
+        params = self._params(temperature)
+        unfinished = sum(handle.samples for handle in handles.values()) - before
+        unfinished += params.n * len(waiting)
+        collected = Collected([])
+        self._serve(collected, waiting, names, handles, params, math.ceil(self.config.rollout.fraction * unfinished))
+        for name, ask in names.items():
+            if handles[name].done:
+                problem, prompt = self.book.prompt(ask)
+                answers = [Trajectory(prompt, completion) for completion in handles[name].completions]
+                collected.groups.append(Asked(ask, problem, answers))
+                collected.lengths += [len(answer.ids) for answer in answers]
+        for _, paused in self.carried:
+            collected.lengths += [len(sample.ids) for sample in paused.samples]
+            collected.lengths += [len(completion.ids) for completion in paused.finished]
+        collected.carried = len(self.carried)
+        collected.seconds = time.perf_counter() - start
+        return collected
+
+    def _new_asks(self, update: int, count: int) -> tuple[list[Ask], int]:
+        """(this process's new prompts, number of the first of them): what is carried is topped up to its share."""
+        world, rank = self.runtime.world, self.runtime.rank
+        share = count // world + (rank < count % world)
+        needs = torch.zeros(world, dtype=torch.float64)
+        needs[rank] = max(0, share - len(self.carried))
+        needs = self.runtime.sum(needs)
+        total, first = int(needs.sum()), int(needs[:rank].sum())
+        asks = self.book.draw(total, update) if total else []
+        return asks[first : first + int(needs[rank])], first
+
+    def _params(self, temperature: float) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(
+            rollout.max_new_tokens, temperature, rollout.top_p, rollout.min_p, seed=self.config.run.seed,
+            logprobs=True, n=rollout.group_size,
+        )  # fmt: skip
+
+    def _serve(
+        self, out: Collected, waiting: list[tuple[str, Ask]], names: dict[str, Ask], handles: dict[str, Handle],
+        params: SamplingParams, goal: int,
+    ) -> None:  # fmt: skip
+        """Run the engine until `goal` answers are finished or nothing is left; what is unfinished is put aside."""
+        cap, repeat = self.config.rollout.token_cap, self.config.repeat
+        written: dict[tuple[str, int], list[int]] = {}
+        made: Counter[tuple[str, int]] = Counter()
+        finished = 0
+        while (waiting or self.engine.has_work) and finished < goal:
+            while waiting and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
+                name, ask = waiting.pop(0)
+                names[name] = ask
+                prompt: Encoded = self.book.prompt(ask)[1]
+                handles[name] = self.engine.submit(Request(name, prompt, params, self._replay))
+            begun = time.perf_counter()
+            events = self.engine.step()
+            out.working_s += time.perf_counter() - begun
+            for event in events:
+                key = (event.request_id, event.index)
+                made[key] += len(event.tokens)
+                out.tokens += len(event.tokens)
+                finished += event.completion is not None
+                if repeat is not None and event.completion is None:
+                    ids = written.setdefault(key, [])
+                    ids += [one.id for one in event.tokens]
+                    if len(ids) % LOOK_EVERY == 0 and repeat_period(repeat, ids) is not None:
+                        self.engine.end_sample(*key)
+                        self.counts["ended_in_circles"] += 1
+            if cap is not None:
+                self._put_aside(names, handles, self._over(cap, handles, made))
+        self._put_aside(names, handles, [name for name, handle in handles.items() if not handle.done])
+
+    @staticmethod
+    def _over(cap: int, handles: dict[str, Handle], made: Counter[tuple[str, int]]) -> list[str]:
+        """Requests whose unfinished answers have all written `cap` tokens in this iteration."""
+        over = []
+        for name, handle in handles.items():
+            done = {completion.index for completion in handle.completions}
+            alive = [index for index in range(handle.samples) if index not in done]
+            if alive and all(made[name, index] >= cap for index in alive):
+                over.append(name)
+        return over
+
+    def _put_aside(self, names: dict[str, Ask], handles: dict[str, Handle], over: Sequence[str]) -> None:
+        for name in over:
+            self.carried.append((names.pop(name), self.engine.pause(name)))
+            del handles[name]
+
+    def state_dict(self) -> list[Any]:
+        """The unfinished requests of this process, with their states, for the checkpoint."""
+        packed = []
+        for ask, paused in self.carried:
+            facts, tensors = paused.to_bytes()
+            packed.append([list(ask), _as_tensor(facts), _as_tensor(tensors)])
+        return packed
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        """What `state_dict` gave."""
+        self.carried = [
+            (Ask(*ask), PausedRequest.from_bytes(facts.numpy().tobytes(), tensors.numpy().tobytes()))
+            for ask, facts, tensors in state
+        ]
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

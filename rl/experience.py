@@ -1,0 +1,138 @@
+"""From answers to advantages: scores of the task, shaping by length, and what the group makes of it.
+
+Legend: N answers of all groups, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from earlyfusion.data.sample import Text
+from earlyfusion.rl.advantages import advantages, informative
+from earlyfusion.rl.collect import Asked
+from earlyfusion.rl.judge import Judge
+from earlyfusion.rl.length import (
+    overlong_rewards,
+    repeat_rewards,
+    toggle_rewards,
+    trained_answers,
+    with_length_rewards,
+)
+from earlyfusion.rl.recipe import RewardSection, RLConfig
+from earlyfusion.rl.records import AnswerRecord, GroupRecord
+from earlyfusion.rl.rewards import OnTop, Rewards, Scored, make_reward
+from earlyfusion.rl.tasks.problem import Task
+
+RIGHT = 0.999
+"""Scores from here on count as right answers (length reward, Toggle)."""
+
+
+@dataclass
+class Experience:
+    """Groups with what their answers earned. All tensors float32 or bool [N], in the order of the answers."""
+
+    groups: list[Asked]
+    scored: list[Scored]
+    scores_N: Tensor
+    rewards_N: Tensor
+    advantages_N: Tensor
+    groups_N: Tensor
+    lengths_N: Tensor
+    cut_N: Tensor
+    trained_N: Tensor
+    informative_N: Tensor
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+    """First and last + 1 answer of every group."""
+
+    @property
+    def answers(self) -> int:
+        """N."""
+        return len(self.scored)
+
+
+def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> Rewards:
+    """The recipe's reward function, contained as it needs. Raises RewardError for one that cannot be set up."""
+    function, isolation = make_reward(section.name, tasks, seed)
+    if section.judge is not None:
+        judge = Judge(section.judge.base_url, section.judge.model, timeout_s=section.timeout_s)
+        function = judge if section.judge.weight == 1 else OnTop(function, judge, section.judge.weight)
+        isolation = "threads"
+    memory = section.memory_mb if isolation == "process" else None
+    return Rewards(
+        function, isolation=isolation, timeout_s=section.timeout_s, workers=section.workers, memory_mb=memory
+    )
+
+
+def score(rewards: Rewards, groups: Sequence[Asked]) -> list[Scored]:
+    """The task's judgement of every answer, in order."""
+    return rewards([(g.problem, t.completion.text) for g in groups for t in g.trajectories])
+
+
+def experience(
+    config: RLConfig, groups: Sequence[Asked], scored: Sequence[Scored], update: int, budgets: dict[int, float]
+) -> Experience:
+    """Rewards after shaping, in this order: Toggle, length reward, penalties for overlong and circling answers; then
+    advantages. budgets: of Toggle, by bin."""
+    answers = [t for g in groups for t in g.trajectories]
+    scores_N = torch.tensor([one.value for one in scored], dtype=torch.float32)
+    lengths_N = torch.tensor([float(len(t.ids)) for t in answers])
+    cut_N = torch.tensor([t.completion.finish_reason == "length" for t in answers], dtype=torch.bool)
+    groups_N = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories], dtype=torch.int64)
+    bins_N = torch.tensor([g.ask.bin for g in groups for _ in g.trajectories], dtype=torch.int64)
+    rewards_N = scores_N
+    if answers:
+        rewards_N = toggle_rewards(config.toggle, rewards_N, lengths_N, bins_N, groups_N, budgets, update)
+        rewards_N = with_length_rewards(config.length, rewards_N, lengths_N, scores_N >= RIGHT, groups_N, update)
+        rewards_N = overlong_rewards(config.overlong, rewards_N, lengths_N, cut_N)
+        if config.repeat is not None:
+            rewards_N = repeat_rewards(config.repeat, rewards_N, [t.ids for t in answers])
+        advantages_N = advantages(config.objective, rewards_N, groups_N)
+        informative_N = informative(rewards_N, groups_N)
+    else:
+        advantages_N, informative_N = rewards_N.clone(), cut_N.clone()
+    bounds, start = [], 0
+    for group in groups:
+        bounds.append((start, start + len(group.trajectories)))
+        start = bounds[-1][1]
+    return Experience(
+        list(groups), list(scored), scores_N, rewards_N, advantages_N, groups_N, lengths_N, cut_N,
+        trained_answers(config.overlong, cut_N), informative_N, bounds,
+    )  # fmt: skip
+
+
+def records(config: RLConfig, seen: Experience, update: int, limit: int) -> list[GroupRecord]:
+    """The first `limit` groups, as they are logged and shown."""
+    made = []
+    for group, (start, end) in list(zip(seen.groups, seen.bounds))[:limit]:
+        entry = config.tasks[group.ask.entry]
+        said = [
+            segment.text for segment in group.problem.prompt(entry.form, entry.thought) if isinstance(segment, Text)
+        ]
+        answers = [
+            AnswerRecord(
+                text=trajectory.completion.text, tokens=len(trajectory.ids), score=float(seen.scores_N[n]),
+                reward=float(seen.rewards_N[n]), advantage=float(seen.advantages_N[n]),
+                logprob=sum(trajectory.completion.logprobs), finish=trajectory.completion.finish_reason,
+                status=seen.scored[n].status,
+            )
+            for n, trajectory in zip(range(start, end), group.trajectories)
+        ]  # fmt: skip
+        picture = group.problem.picture if entry.form == "picture" else None
+        made.append(
+            GroupRecord(
+                update,
+                entry.name,
+                entry.form,
+                group.problem.key,
+                entry.difficulty,
+                "".join(said),
+                group.problem.target,
+                answers,
+                picture,
+            )  # fmt: skip
+        )
+    return made

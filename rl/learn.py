@@ -1,0 +1,281 @@
+"""One update of the policy: packed rows, log-probabilities, the objective, gradients of all processes.
+
+Equal answers to one prompt are computed once (their log-probabilities are the same numbers) and their losses added up;
+a picture is encoded once for all answers of its group that stand in a row. Both change nothing in the result: on short
+answers they save most of the work.
+
+Legend: T tokens of a packed row, U tokens of its distinct answers, M tokens of all its answers, N answers of a
+minibatch, F image features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.engine.request import TokenPrompt
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import Row
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.rl.corrections import fresh, importance_weights
+from earlyfusion.rl.experience import Experience
+from earlyfusion.rl.objectives import policy_loss, ptx_loss
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollout import Trajectory, pack, used_experts
+from earlyfusion.rl.sequences import Totals
+
+
+@dataclass
+class Piece:
+    """A distinct answer to a prompt: what is computed once. answers: those that are it, by their number in N."""
+
+    group: int
+    trajectory: Trajectory
+    answers: list[int]
+
+
+@dataclass
+class Sums:
+    """Sums over the trained tokens of an update, of this process until `reduced`; see objectives.PolicyLoss."""
+
+    values: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
+    largest: float = 0.0
+
+    NAMES = ("loss", "tokens", "outside", "k3", "log_ratio", "entropy", "ptx", "touched")
+
+    def add(self, **parts: Any) -> None:
+        """Add to the named sums."""
+        for name, value in parts.items():
+            self.values[self.NAMES.index(name)] += float(value)
+
+    def reduced(self, runtime: Runtime) -> dict[str, float]:
+        """Sums over processes by name, with `largest` the largest |log ratio|."""
+        total = runtime.sum(self.values).tolist()
+        return dict(zip(self.NAMES, total)) | {"largest": float(runtime.max(self.largest))}
+
+
+def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
+    """The distinct answers of these groups that have tokens; routing, versions and weights that wrote them included in
+    what makes two equal."""
+    pieces = []
+    for g in groups:
+        start, end = seen.bounds[g]
+        found: dict[Any, Piece] = {}
+        for n, trajectory in zip(range(start, end), seen.groups[g].trajectories):
+            if not trajectory.ids:
+                continue
+            routing = trajectory.completion.routing
+            key = (tuple(trajectory.ids), None if routing is None else routing.tobytes())
+            found.setdefault(key, Piece(g, trajectory, [])).answers.append(n)
+        pieces += list(found.values())
+    return pieces
+
+
+def rows(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Pieces in order, in rows of at most `limit` tokens (one that is longer makes its own)."""
+    row: list[Piece] = []
+    tokens = 0
+    for piece in pieces:
+        if row and tokens + piece.trajectory.total > limit:
+            yield row
+            row, tokens = [], 0
+        row.append(piece)
+        tokens += piece.trajectory.total
+    if row:
+        yield row
+
+
+class Learner:
+    """Computes gradients of `model` from experience.
+
+    temperature of the policy in the loss is the one that sampled. At temperature 1 without top_p and min_p, pi_old is
+    compared over the whole vocabulary; else over what could be drawn (tokens that are banned have next to no mass).
+    reference: a frozen model for objective.kl_coef, or None.
+    """
+
+    def __init__(
+        self, config: RLConfig, model: NativeFusion, runtime: Runtime, reference: NativeFusion | None = None
+    ) -> None:
+        self.config, self.model, self.runtime, self.reference = config, model, runtime, reference
+        self.replay = config.rollout.replay_routing
+        self._old: dict[int, Tensor] = {}
+        self._ref: dict[int, Tensor] = {}
+
+    # ------------------------------------------------------------------------------------------ forward passes
+
+    def log_probs(
+        self, model: NativeFusion, row: Sequence[Piece], temperature: float, replay: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies) of the answers' tokens, both [U] in nats; the first differentiable."""
+        prompts = {p.group: p.trajectory.prompt for p in row}
+        bare = [_without_patches(p.trajectory) for p in row]
+        packed, places = pack(model, bare)
+        with used_experts(model, places) if replay else nullcontext(), self.runtime.accelerator.autocast():
+            x_TD = self._embed(model, row, packed, prompts)
+            hidden_TD = model.decoder(x_TD, packed.segments, None, counted_T=packed.ids >= 0)
+            labels_T = torch.full_like(packed.ids, -100)
+            labels_T[places.positions_M] = places.ids_M
+            logp_T, entropy_T = resolve("token_log_probs", hidden_TD.device)(
+                hidden_TD, model.decoder.head_weight(), labels_T, temperature=temperature
+            )
+        return logp_T.index_select(0, places.positions_M), entropy_T.index_select(0, places.positions_M)
+
+    @staticmethod
+    def _embed(model: NativeFusion, row: Sequence[Piece], packed: Row, prompts: dict[int, Any]) -> Tensor:
+        """Decoder input [T, D]; every group's pictures are encoded once and their features put into all its answers."""
+        device = packed.ids.device
+        x_TD = model.decoder.embed_tokens(packed.ids)
+        seen = {g: prompt for g, prompt in prompts.items() if prompt.patches is not None and len(prompt.grids)}
+        if not seen:
+            return x_TD
+        patches = torch.cat([prompt.patches for prompt in seen.values()]).to(device)
+        grids = [(t, h, w) for prompt in seen.values() for t, h, w in prompt.grids]
+        features_FD = model.encode_images(patches, grids)
+        starts, start = {}, 0
+        for g, prompt in seen.items():
+            count = len(torch.as_tensor(prompt.media_positions))
+            starts[g] = torch.arange(start, start + count)
+            start += count
+        if start != features_FD.shape[0]:
+            raise ValueError(f"the pictures give {features_FD.shape[0]} features, the prompts hold {start} places")
+        index_F = torch.cat([starts[piece.group] for piece in row if piece.group in starts]).to(device)
+        return x_TD.index_copy(0, packed.media_positions, features_FD.index_select(0, index_F).to(x_TD.dtype))
+
+    @torch.no_grad()
+    def prepare(self, seen: Experience, temperature: float) -> float:
+        """Log-probabilities that must be known before the first update: of the trainer's own old policy, where the
+        objective or the correction asks for it, and of the reference. Returns the largest |trainer - engine|."""
+        self._old, self._ref, largest = {}, {}, 0.0
+        own = self.config.train.old_policy == "trainer" or self.config.correction.mode != "none"
+        wanted: list[tuple[NativeFusion, dict[int, Tensor]]] = [(self.model, self._old)] if own else []
+        if self.config.objective.kl_coef and self.reference is not None:
+            wanted.append((self.reference, self._ref))
+        for model, kept in wanted:
+            for row in rows(distinct(seen, range(len(seen.groups))), self.config.train.row_tokens):
+                logp_U, _ = self.log_probs(model, row, temperature, self.replay and model is self.model)
+                for piece, part in zip(row, logp_U.cpu().split([len(p.trajectory.ids) for p in row])):
+                    kept.update(dict.fromkeys(piece.answers, part))
+                    if model is self.model:
+                        engine = _sampler_logp(piece.trajectory, temperature, self.config)
+                        largest = max(largest, float((part - engine).abs().max()))
+        return largest
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def gradients(self, seen: Experience, groups: Sequence[int], temperature: float, version: int, sums: Sums) -> None:
+        """Add the gradients of the objective over these groups of this process (and the others' shares of the same
+        minibatch: every process calls it). version: of the weights that are trained, for stale tokens."""
+        pieces = distinct(seen, groups)
+        mask = self._masks(seen, pieces, version)
+        tokens = sum(float(mask[n].sum()) for p in pieces for n in p.answers)
+        answers = sum(bool(mask[n].any()) for p in pieces for n in p.answers)
+        counts = self.runtime.sum(torch.tensor([tokens, float(answers)], dtype=torch.float64))
+        total = Totals(counts[0], counts[1])
+        for row in rows(pieces, self.config.train.row_tokens):
+            loss = self._row_loss(seen, row, mask, temperature, total, sums)
+            if loss.requires_grad:
+                loss.backward()
+
+    def _masks(self, seen: Experience, pieces: Sequence[Piece], version: int) -> dict[int, Tensor]:
+        """bool tokens of every answer that are trained: not cut off by overlong filtering, not too stale."""
+        masks = {}
+        flat = [t for g in seen.groups for t in g.trajectories]
+        for piece in pieces:
+            for n in piece.answers:
+                versions = torch.tensor(flat[n].completion.versions)
+                kept = fresh(self.config.stale, versions, version, Segments.from_lengths([len(versions)]))
+                masks[n] = kept & bool(seen.trained_N[n])
+        return masks
+
+    def _row_loss(
+        self, seen: Experience, row: Sequence[Piece], mask: dict[int, Tensor], temperature: float, total: Totals,
+        sums: Sums,
+    ) -> Tensor:  # fmt: skip
+        logp_U, entropy_U = self.log_probs(self.model, row, temperature, self.replay)
+        device = logp_U.device
+        order = [(piece, n) for piece in row for n in piece.answers]
+        starts, start = {}, 0
+        for piece in row:
+            starts[id(piece)] = torch.arange(start, start + len(piece.trajectory.ids))
+            start += len(piece.trajectory.ids)
+        index_M = torch.cat([starts[id(piece)] for piece, _ in order]).to(device)
+        segments = Segments.from_lengths([len(piece.trajectory.ids) for piece, _ in order])
+        numbers = [n for _, n in order]
+        flat = [t for g in seen.groups for t in g.trajectories]
+        engine_M = torch.cat([_sampler_logp(flat[n], temperature, self.config) for n in numbers]).to(device)
+        mask_M = torch.cat([mask[n] for n in numbers]).to(device)
+        logp_M, weight_M = logp_U.index_select(0, index_M), None
+        trainer = self.config.train.old_policy == "trainer" or self.config.correction.mode != "none"
+        old_M = torch.cat([self._old[n] for n in numbers]).to(device) if trainer else engine_M
+        if self.config.correction.mode != "none":
+            correction = importance_weights(self.config.correction, old_M, engine_M, segments, mask_M)
+            weight_M = correction.weight_T
+            sums.add(touched=correction.touched)
+        ref_M = torch.cat([self._ref[n] for n in numbers]).to(device) if self._ref else None
+        out = policy_loss(
+            self.config.objective, logp_M, old_M, seen.advantages_N[numbers], segments, mask_T=mask_M,
+            weight_T=weight_M, ref_logp_T=ref_M, batch=total,
+        )  # fmt: skip
+        entropy = entropy_U.index_select(0, index_M)[mask_M].sum()
+        sums.add(loss=out.loss.detach(), tokens=out.tokens, outside=out.outside, k3=out.k3, log_ratio=out.log_ratio)
+        sums.add(entropy=entropy)
+        sums.largest = max(sums.largest, float(out.log_ratio_max))
+        # Every parameter takes part whatever the row holds, so that all processes exchange the same gradients.
+        return out.loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()
+
+    def ptx_gradients(self, batches: Sequence[Any], coef: float, sums: Sums) -> float:
+        """Add coef times the gradients of the language-model loss on curated rows, divided by their own weights over all
+        processes (ptx_loss); returns that mean loss in nats, without coef."""
+        local = torch.stack([b.loss_weights[b.labels >= 0].double().sum().cpu() for b in batches]).sum()
+        whole = self.runtime.sum(local)
+        loss_sum = 0.0
+        for batch in batches:
+            with self.runtime.accelerator.autocast():
+                hidden_TD = self.model.hidden(batch)
+                logp_T, _ = resolve("token_log_probs", hidden_TD.device)(
+                    hidden_TD, self.model.decoder.head_weight(), batch.labels
+                )
+            weights_T = torch.where(batch.labels >= 0, batch.loss_weights, 0.0)
+            loss = ptx_loss(logp_T, weights_T, coef, total_weight=whole)
+            (loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()).backward()
+            loss_sum += float(loss.detach())
+        mean = float(self.runtime.sum(loss_sum)) / max(coef, 1e-12)
+        sums.add(ptx=loss_sum)
+        return mean
+
+    def exchange(self) -> None:
+        """Sum the gradients over processes (the losses are already divided by the totals of all)."""
+        if self.runtime.world == 1:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.distributed.all_reduce(grad)
+                parameter.grad = grad
+
+
+def _without_patches(trajectory: Trajectory) -> Trajectory:
+    """The same with a prompt whose places for features stay and whose pixels do not."""
+    prompt = trajectory.prompt
+    places = tuple(int(i) for i in torch.as_tensor(prompt.media_positions).tolist())
+    return Trajectory(TokenPrompt(torch.as_tensor(prompt.ids), None, (), places), trajectory.completion)
+
+
+def _sampler_logp(trajectory: Trajectory, temperature: float, config: RLConfig) -> Tensor:
+    """fp32 log-probabilities of the answer's tokens under the policy that sampled, as the trainer can compute them."""
+    whole = temperature == 1.0 and config.rollout.top_p == 1.0 and config.rollout.min_p == 0.0
+    completion = trajectory.completion
+    return torch.tensor(completion.logprobs1 if whole else completion.logprobs, dtype=torch.float32)
+
+
+def minibatches(count: int, parts: int, order: Callable[[int], list[int]]) -> list[list[int]]:
+    """`count` groups in a mixed order, shared out over `parts` as evenly as possible (a part may be empty)."""
+    mixed = order(count)
+    return [mixed[part::parts] for part in range(parts)]

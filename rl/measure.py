@@ -1,0 +1,311 @@
+"""What a model knows of held-out problems: greedy answers, probabilities, samples; the same problems for every model.
+
+    measured = measure(model, tokenizer, entries, problems=200, seed=7)
+    summary(measured)["counting/1/twin"]["accuracy"]
+
+Problem i of (task, difficulty, seed) is the same scene in every form, so forms and models pair by `Measured.key`.
+
+    accuracy    share of greedy answers that are solved (`SOLVED_FROM`)
+    p_target    probability of exactly the target's tokens and the end after them, over the whole vocabulary
+    pass@k      1 - C(n - c, k) / C(n, k) for c solved of n samples: unbiased (Chen et al. 2021, arXiv 2107.03374)
+    ece         sum over bins of n_b / n |accuracy - confidence|, bins of equal mass (Nguyen and O'Connor 2015)
+
+Where an answer follows a thought, p_target and confidence are those of the answer given the model's own greedy thought.
+
+Legend: M scored tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from earlyfusion.data.encode import Encoded, encode
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import Sample
+from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.model.engine.engine import _house as house_of
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import evaluating
+from earlyfusion.rl.measure_forward import Reading, Written, forced, write
+from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.records import Measured
+from earlyfusion.rl.tasks.problem import Problem, Task
+from earlyfusion.rl.tasks.registry import make_task
+
+SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
+"""Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
+SOLVED_ELSE = 0.999
+TRIES_EACH = 20
+"""Draws for each problem wanted; a task whose held-out side is small gives fewer problems, never one twice."""
+SEED_STEP = 1_000_003
+ANSWER_MARK = "answer:"
+"""What stands between a thought and its answer (Problem.solution)."""
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Question:
+    """One problem in one form, ready to be asked. target: the ids of the target answer and of the end."""
+
+    entry: TaskEntry
+    task: Task
+    problem: Problem
+    prompt: Encoded
+    target: tuple[int, ...]
+    budget: int
+
+    @property
+    def id(self) -> str:
+        """Key of the request, and so of the noise its samples are drawn with."""
+        return f"{self.entry.label}|{self.problem.key}"
+
+
+@dataclass
+class Asked:
+    """Questions with their greedy answers, samples, and the hidden states that choose greedy and target tokens; from
+    these probabilities at any temperature follow without another pass through the model."""
+
+    model: NativeFusion
+    questions: list[Question]
+    greedy: list[Written] = field(default_factory=list)
+    samples: list[list[Written]] = field(default_factory=list)
+    marks: list[int | None] = field(default_factory=list)
+    """Tokens of the greedy answer up to its answer mark; 0 without a thought; None where the mark never came."""
+    target_MD: list[Tensor | None] = field(default_factory=list)
+
+    def measured(self, temperature: float = 1.0) -> list[Measured]:
+        """The records; probabilities and entropies of softmax(logits / temperature)."""
+        greedy = token_log_probs(
+            self.model,
+            [done.states for done in self.greedy if done.states is not None],
+            [done.ids for done in self.greedy],
+            temperature,
+        )
+        known = [i for i, states in enumerate(self.target_MD) if states is not None]
+        wanted = token_log_probs(
+            self.model,
+            [states for states in self.target_MD if states is not None],
+            [self.questions[i].target for i in known],
+            temperature,
+        )
+        target = dict(zip(known, wanted))
+        return [self._record(i, greedy[i], target.get(i)) for i in range(len(self.questions))]
+
+    def _record(self, i: int, greedy: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor] | None) -> Measured:
+        question, problem = self.questions[i], self.questions[i].problem
+        score = question.task.reward(problem, self.greedy[i].text)
+        sampled = tuple(question.task.reward(problem, done.text) for done in self.samples[i])
+        return Measured(
+            task=problem.task,
+            form=question.entry.form,
+            key=problem.key,
+            category=str(problem.meta["category"]),
+            prompt=problem.description if question.entry.form == "twin" else problem.question,
+            target=problem.target,
+            answer=self.greedy[i].text.strip(),
+            score=score,
+            solved=solved(problem.task, score),
+            p_target=float(target[0].sum().exp()) if target is not None else 0.0,
+            confidence=float(greedy[0][self.marks[i] or 0 :].sum().exp()),
+            entropy=float(greedy[1].mean()) if len(greedy[1]) else 0.0,
+            sampled=sampled,
+            picture=problem.picture if question.entry.form == "picture" else None,
+            label=question.entry.label,
+        )
+
+
+def solved(task: str, score: float) -> bool:
+    """Whether a score counts as solved."""
+    return score >= SOLVED_FROM.get(task, SOLVED_ELSE)
+
+
+def measure(
+    model: NativeFusion,
+    tokenizer: Any,
+    entries: Sequence[TaskEntry],
+    *,
+    problems: int,
+    seed: int,
+    samples: int = 0,
+    max_new_tokens: int = 8,
+    temperature: float = 1.0,
+    slots: int = 128,
+) -> list[Measured]:
+    """Answers to `problems` held-out problems of every entry, in the order of the entries.
+
+    samples: sampled answers for each problem at `temperature`, with the same noise for every model; the probabilities
+    are at `temperature` too. max_new_tokens: raised for an entry whose targets (or thoughts) would not fit. slots:
+    answers written at a time. Raises DataError for counts below 1, TaskError as the tasks do.
+    """
+    asked = ask(
+        model, tokenizer, entries, problems=problems, seed=seed, samples=samples, max_new_tokens=max_new_tokens,
+        temperature=temperature, slots=slots,
+    )  # fmt: skip
+    return asked.measured(temperature)
+
+
+def ask(
+    model: NativeFusion,
+    tokenizer: Any,
+    entries: Sequence[TaskEntry],
+    *,
+    problems: int,
+    seed: int,
+    samples: int = 0,
+    max_new_tokens: int = 8,
+    temperature: float = 1.0,
+    slots: int = 128,
+) -> Asked:
+    """As `measure`, but keeps what is needed for other temperatures."""
+    if problems < 1 or samples < 0 or max_new_tokens < 1 or slots < 1 or not temperature > 0:
+        raise DataError(
+            f"problems={problems}, samples={samples}, max_new_tokens={max_new_tokens}, slots={slots}, temperature="
+            f"{temperature}: expected at least 1, 0, 1, 1 and a temperature above 0"
+        )
+    questions = [q for entry in entries for q in questions_of(entry, tokenizer, model, problems, seed, max_new_tokens)]
+    if not questions:
+        raise DataError("no task entries to measure; give at least one")
+    asked = Asked(model, questions)
+    _answers(asked, tokenizer, samples, temperature, max(slots, samples))
+    return asked
+
+
+def held_out(entry: TaskEntry, problems: int, seed: int) -> tuple[Task, list[Problem]]:
+    """The task and up to `problems` different held-out problems; no two with the same words and question."""
+    task = make_task(entry.name, **entry.options)
+    found: dict[tuple[str, str], Problem] = {}
+    for number in range(problems * TRIES_EACH):
+        problem = task.sample(seed * SEED_STEP + number, "test", entry.difficulty)
+        found.setdefault((problem.description, problem.question), problem)
+        if len(found) == problems:
+            break
+    return task, list(found.values())
+
+
+def questions_of(
+    entry: TaskEntry, tokenizer: Any, model: NativeFusion, problems: int, seed: int, max_new_tokens: int
+) -> list[Question]:
+    """The questions of one entry."""
+    task, drawn = held_out(entry, problems, seed)
+    ends = [(*tokenizer.encode(problem.solution().text), tokenizer.eos_id) for problem in drawn]
+    longest = max(len(ids) for ids in ends)
+    if entry.thought:  # a thought may be told in more words than the shortest way
+        longest = math.ceil(1.5 * max(len(tokenizer.encode(problem.solution(True).text)) + 1 for problem in drawn))
+    made = []
+    for problem, target in zip(drawn, ends):
+        sample = Sample(list(problem.prompt(entry.form, entry.thought)), entry.label, problem.key)
+        prompt = encode(sample, tokenizer, model.config.vision, eos=False)
+        made.append(Question(entry, task, problem, prompt, target, max(max_new_tokens, longest)))
+    return made
+
+
+def _answers(asked: Asked, tokenizer: Any, samples: int, temperature: float, slots: int) -> None:
+    """Fill greedy answers, samples and states, `slots` answers at a time."""
+    model, house, many = asked.model, house_of(asked.model, tokenizer), max(1, slots // max(1, samples))
+    with evaluating(model):
+        for start in range(0, len(asked.questions), many):
+            part = asked.questions[start : start + many]
+            reading = Reading.of(model, house, [question.prompt for question in part])
+            budgets = [question.budget for question in part]
+            greedy = write(reading, budgets)
+            drawn: list[Written] = []
+            if samples:
+                drawn = write(reading, budgets, ids=[q.id for q in part], samples=samples, temperature=temperature)
+            marks = [_mark(question, done, tokenizer) for question, done in zip(part, greedy)]
+            asked.greedy += greedy
+            asked.samples += [drawn[i * samples : (i + 1) * samples] for i in range(len(part))]
+            asked.marks += marks
+            asked.target_MD += _target_states(reading, part, greedy, marks)
+
+
+def _mark(question: Question, done: Written, tokenizer: Any) -> int | None:
+    if not question.entry.thought:
+        return 0
+    if ANSWER_MARK not in done.text:
+        return None
+    return next(k for k in range(1, len(done.ids) + 1) if ANSWER_MARK in tokenizer.decode(done.ids[:k]))
+
+
+def _target_states(
+    reading: Reading, part: Sequence[Question], greedy: Sequence[Written], marks: Sequence[int | None]
+) -> list[Tensor | None]:
+    """States that choose the target's tokens; those of the greedy answer where that is the target."""
+    out: list[Tensor | None] = [None] * len(part)
+    other = []
+    for i, (question, done, mark) in enumerate(zip(part, greedy, marks)):
+        if mark is not None and tuple(done.ids[mark:]) == question.target and done.states is not None:
+            out[i] = done.states[mark:]
+        elif mark is not None:
+            other.append(i)
+    if other:
+        tokens = [(*greedy[i].ids[: marks[i]], *part[i].target) for i in other]
+        for i, states in zip(other, forced(reading.fork(other), tokens)):
+            out[i] = states[marks[i] or 0 :]
+    return out
+
+
+def token_log_probs(
+    model: NativeFusion, states: Sequence[Tensor], tokens: Sequence[Sequence[int]], temperature: float
+) -> list[tuple[Tensor, Tensor]]:
+    """(log-probabilities, entropies), fp32 on the CPU, of each list of tokens from its states; nats."""
+    sizes = [len(ids) for ids in tokens]
+    if not sum(sizes):
+        return [(torch.zeros(0), torch.zeros(0)) for _ in sizes]
+    hidden_MD = torch.cat(list(states))
+    labels_M = torch.tensor([i for ids in tokens for i in ids], dtype=torch.long, device=hidden_MD.device)
+    with evaluating(model):
+        logps_M, entropies_M = resolve("token_log_probs", hidden_MD.device)(
+            hidden_MD, model.decoder.head_weight(), labels_M, temperature=temperature
+        )
+    return list(zip(logps_M.float().cpu().split(sizes), entropies_M.float().cpu().split(sizes)))
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of k samples drawn without replacement from these is correct."""
+    if not 0 <= correct <= samples or not 1 <= k <= samples:
+        raise DataError(f"pass@{k} of {correct} correct among {samples}: expected 1 <= k <= samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = BINS) -> float:
+    """Expected calibration error with bins of equal mass."""
+    sure, hit = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    if sure.shape != hit.shape or sure.ndim != 1 or not len(sure):
+        raise DataError(
+            f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not none"
+        )
+    order = np.argsort(sure, kind="stable")
+    parts = np.array_split(order, min(bins, len(order)))
+    return float(sum(abs(hit[part].sum() - sure[part].sum()) for part in parts) / len(sure))
+
+
+def summary(measured: Iterable[Measured], bins: int = BINS) -> dict[str, dict[str, float]]:
+    """Label -> n, accuracy, score, p_target, confidence, ece, entropy, and with samples pass@1, pass@2, pass@4, ..."""
+    by_label: dict[str, list[Measured]] = {}
+    for one in measured:
+        by_label.setdefault(one.label or f"{one.task}/{one.form}", []).append(one)
+    return {label: _summary(part, bins) for label, part in by_label.items()}
+
+
+def _summary(part: Sequence[Measured], bins: int) -> dict[str, float]:
+    names = {"accuracy": "solved", "score": "score", "p_target": "p_target", "confidence": "confidence"}
+    out: dict[str, float] = {"n": len(part)}
+    out |= {name: float(np.mean([float(getattr(one, key)) for one in part])) for name, key in names.items()}
+    out["ece"] = ece([one.confidence for one in part], [one.solved for one in part], bins)
+    out["entropy"] = float(np.mean([one.entropy for one in part]))
+    drawn = min(len(one.sampled) for one in part)
+    for k in (2**i for i in range(drawn.bit_length())):
+        out[f"pass@{k}"] = float(np.mean([sampled_pass(one, k) for one in part]))
+    return out
+
+
+def sampled_pass(one: Measured, k: int) -> float:
+    """pass@k of one problem's samples."""
+    return pass_at_k(len(one.sampled), sum(solved(one.task, score) for score in one.sampled), k)

@@ -1,0 +1,323 @@
+"""The parts of a reinforcement learning run and what the loop asks of them, in one place: `Kit`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from earlyfusion.data.loader import Loader
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.moe import moe_layers
+from earlyfusion.pipeline import build
+from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
+from earlyfusion.pipeline.compose import dump, render
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.guard import Guard, Verdict
+from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.step import drop_frozen_gradients
+from earlyfusion.pipeline.track import Tracker
+from earlyfusion.rl import measure
+from earlyfusion.rl.collect import Collector
+from earlyfusion.rl.experience import Experience, build_rewards
+from earlyfusion.rl.learn import Learner, Sums
+from earlyfusion.rl.live import LiveView
+from earlyfusion.rl.prompts import PromptBook
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.report import write_rl_report
+from earlyfusion.rl.rewards import Rewards
+from earlyfusion.rl.rollout_log import RolloutLog
+
+PAGE = 16
+EMBEDDED = Path(__file__).parent / "embedded"
+"""Small pretrained model directories that travel with the package."""
+
+
+def start_directory(config: RLConfig) -> Path:
+    """The model directory a run starts from: run.init_from, or "embedded:NAME" of those that travel with the package.
+
+    Raises UserError when none is given or the name is unknown.
+    """
+    given = config.run.init_from
+    if given is None:
+        raise UserError(
+            "reinforcement learning needs a model to start from: --init-from DIR, or --init-from embedded:skills"
+        )
+    if not given.startswith("embedded:"):
+        return Path(given)
+    path = EMBEDDED / given.removeprefix("embedded:")
+    if not (path / "config.json").is_file():
+        names = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file()) if EMBEDDED.is_dir() else []
+        raise UserError(f"run.init_from {given!r}: embedded models are {', '.join(names) or 'none'}")
+    return path
+
+
+def build_kit(config: RLConfig, resume: bool) -> Kit:
+    """Everything, ready to train. Raises UserError for what a user can get wrong, before anything is written."""
+    runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
+    seed_everything(config.run.seed)
+    folder = start_directory(config)
+    tokenizer = Tokenizer.load(folder)
+    out = Path(config.run.directory)
+    facts = RunFacts(dump(config), tokenizer.hash, tokenizer.vocab_size)
+    checkpoints = Checkpointer(out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
+    newest = checkpoints.latest()
+    if resume and newest is None:
+        raise UserError(f"nothing to resume in {checkpoints.folder}; start without --resume")
+    if not resume and newest is not None:
+        raise UserError(
+            f"{out} already holds checkpoint {newest.name}: add --resume to go on, or name another folder with --out"
+        )
+    start = checkpoints.load(newest) if resume and newest is not None else None
+    model = load_model(folder, runtime.device, torch.float32)
+    reference = None
+    if config.objective.kl_coef:
+        reference = load_model(folder, runtime.device, torch.float32).requires_grad_(False)
+    return Kit(config, runtime, tokenizer, model, reference, out, folder, checkpoints, start)
+
+
+class Kit:
+    """Built once; see the methods. All processes hold one each."""
+
+    def __init__(
+        self, config: RLConfig, runtime: Runtime, tokenizer: Tokenizer, model: NativeFusion,
+        reference: NativeFusion | None, out: Path, folder: Path, checkpoints: Checkpointer, start: Loaded | None,
+    ) -> None:  # fmt: skip
+        self.config, self.runtime, self.tokenizer, self.model = config, runtime, tokenizer, model
+        self.out, self.folder, self.checkpoints, self.start = out, folder, checkpoints, start
+        _check_frozen(config, model)
+        self.frozen = build.frozen(config.train.frozen)
+        self.optimizer = build.optimizer(config, model)  # type: ignore[arg-type]  # reads config.optim only
+        self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
+        self.book = PromptBook(config, tokenizer, model.config.vision)
+        self.engine = self._engine()
+        self.collector = Collector(config, self.book, self.engine, runtime)
+        self.rewards: Rewards = build_rewards(config.reward, self.book.tasks, config.run.seed)
+        self.learner = Learner(config, model, runtime, reference)
+        self.generator = torch.Generator().manual_seed(config.run.seed + 7919 * runtime.rank)
+        self.loader: Loader | None = self._loader()
+        self.rollouts: RolloutLog | None = None
+        self._live: LiveView | None = None
+        self._tracker: Tracker | None = None
+
+    def _engine(self) -> Engine:
+        rollout, model = self.config.rollout, self.model
+        if rollout.dtype == "bfloat16":
+            model = load_model(self.folder, self.runtime.device, torch.bfloat16)
+        longest = rollout.max_prompt_tokens or 1024
+        pages = -(-(longest + rollout.max_new_tokens) // PAGE) + 1
+        share = -(-rollout.prompts // self.runtime.world)
+        slots = min(rollout.slots, share * rollout.group_size)
+        return Engine(
+            model, self.tokenizer, max_slots=slots, page_size=PAGE, max_pages=slots * pages,
+            prefill_chunk=rollout.prefill_chunk, max_waiting=4 * share + 1024,
+            image_cache=4 * share,
+        )  # fmt: skip
+
+    def _loader(self) -> Loader | None:
+        """The curated documents of the PTX loss: one row a process and update."""
+        ptx, data = self.config.ptx, self.config.data
+        if data is None or not (ptx.coef or ptx.only):
+            return None
+        world = self.runtime.world
+        return Loader(
+            data, self.tokenizer, self.model.config.vision, length=ptx.length, tokens=ptx.tokens,
+            max_patches=ptx.max_patches, lanes=world, rank=self.runtime.rank, world_size=world,
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------------------------- what a step needs
+
+    def refresh_engine(self, version: int) -> None:
+        """The engine's weights become the trained ones; tokens from here on carry `version`."""
+        self.model.eval()
+        self.engine.load_weights(self.model.state_dict(), version, self.config.rollout.resume)
+
+    def curated(self) -> Sequence[Any]:
+        """The next rows of curated data, on the device."""
+        assert self.loader is not None
+        return [batch.to(self.runtime.device) for batch in self.loader.next_step()]
+
+    def set_lr(self, update: int) -> float:
+        """The learning rate of an update: linear rise, then evenly down to final_lr_ratio of it."""
+        train, peak = self.config.train, self.config.optim.lr
+        if update < train.warmup_updates:
+            lr = peak * (update + 1) / train.warmup_updates
+        else:
+            span = max(1, train.updates - train.warmup_updates)
+            lr = peak * (1 - (1 - train.final_lr_ratio) * (update - train.warmup_updates) / span)
+        build.set_lr(self.optimizer, lr)
+        return lr
+
+    def step(self, sums: Sums) -> tuple[float, Verdict]:
+        """Guard, clip, update: (gradient norm, verdict). Gradients are gone afterwards."""
+        drop_frozen_gradients(self.model, self.frozen)
+        limit = self.config.optim.clip_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
+        loss = float(self.runtime.sum(sums.values[0] + sums.values[6]))
+        verdict = self.guard.check(loss, norm, can_roll_back=False)
+        if verdict.ok:
+            with build.held(self.model, self.frozen):
+                self.optimizer.step()
+                if self.config.train.balance_experts:
+                    build.balance_experts(self.model, self.runtime)
+                else:
+                    for layer in moe_layers(self.model):
+                        layer.reset_counts()
+        else:
+            build.forget_step(self.model, self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, verdict
+
+    def note(self, seen: Experience) -> None:
+        """Tell the curriculum how the prompts went, on all processes."""
+        bins = self.book.solved_P.numel()
+        table = torch.zeros(2, bins, dtype=torch.float64)
+        for group, (start, end) in zip(seen.groups, seen.bounds):
+            table[0, group.ask.bin] += float(seen.scores_N[start:end].double().sum())
+            table[1, group.ask.bin] += end - start
+        table = self.runtime.sum(table)
+        self.book.note(table[0], table[1])
+
+    # ---------------------------------------------------------------------------------------------------- what is seen
+
+    def open_log(self, update: int) -> None:
+        """Begin (or go on with) metrics.jsonl and rollouts.jsonl; write recipe.toml."""
+        config = self.config
+        quiet = Console(quiet=True)
+        self._tracker = Tracker(
+            self.out, self.runtime, total_steps=config.total_updates, start_step=update,
+            tensorboard=config.track.tensorboard, trackers=config.track.trackers, recipe=dump(config),
+            name=config.run.name, console=quiet,
+        )  # fmt: skip
+        if self.runtime.is_main:
+            build.write_recipe(self.out, config)  # type: ignore[arg-type]
+            console = Console(stderr=True, highlight=False)
+            self._live = LiveView(console, total=config.total_updates, title=config.run.name)
+            self.rollouts = RolloutLog(self.out, start_update=update)
+
+    def show(self, update: int, record: Mapping[str, Any], write: bool) -> None:
+        """Numbers of an update: on the live view, and in metrics.jsonl when it is time."""
+        if self._tracker is not None and write:
+            self._tracker.log(update, record)
+        if self._live is not None and (write or self._live.console.is_terminal):
+            self._live.update(update, dict(record))
+
+    def say(self, update: int, message: str) -> None:
+        """An event in words."""
+        if self._tracker is not None:
+            self._tracker.event(update, "note", message=message)
+        if self._live is not None:
+            self._live.say(f"update {update}: {message}")
+
+    def measure(self, update: int) -> dict[str, Any]:
+        """Answers to held-out problems, by rank 0; written to eval/update-NNNNNN.jsonl."""
+        config = self.config
+        found: dict[str, Any] = {}
+        if config.eval.problems and self.runtime.is_main:
+            self.model.eval()
+            measured = measure.measure(
+                self.model, self.tokenizer, config.measured, problems=config.eval.problems, seed=config.eval.seed,
+                samples=config.eval.samples, max_new_tokens=config.rollout.max_new_tokens, slots=config.rollout.slots,
+            )  # fmt: skip
+            found = measure.summary(measured)
+            measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
+            told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
+            if self._tracker is not None:
+                self._tracker.event(update, "eval", **{label: dict(row) for label, row in found.items()})
+            if self._live is not None:
+                self._live.say(f"update {update}: greedy accuracy on held-out problems: {told}")
+        self.runtime.barrier()
+        return found
+
+    # ---------------------------------------------------------------------------------------------- state, and the end
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trainer state that is equal on all processes."""
+        return {"book": self.book.state_dict(), "guard": self.guard.state_dict()}
+
+    def save(self, update: int, trainer: dict[str, Any]) -> Path:
+        """Write a checkpoint; every process calls it."""
+        rank = self.runtime.rank
+        own = {
+            "carried": self.collector.state_dict(), "generator": self.generator.get_state(),
+            "ptx": None if self.loader is None else self.loader.state_dict(),
+            "rewards": dict(self.rewards.counts),
+        }  # fmt: skip
+        return self.checkpoints.save(
+            update, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
+            lanes={rank: own},
+        )  # fmt: skip
+
+    def load_state_dict(self, loaded: Loaded) -> None:
+        """Go on from a checkpoint. Raises UserError when the number of processes differs."""
+        if loaded.world != self.runtime.world:
+            raise UserError(
+                f"cannot resume {loaded.path} with {self.runtime.world} processes: it was saved by {loaded.world}, and "
+                "unfinished rollouts belong to their process; start as many"
+            )
+        self.model.load_state_dict(loaded.model)
+        self.optimizer.load_state_dict(loaded.optimizer)
+        self.guard.load_state_dict(loaded.trainer["guard"])
+        self.book.load_state_dict(loaded.trainer["book"])
+        own = loaded.lanes[self.runtime.rank]
+        self.collector.load_state_dict(own["carried"])
+        self.generator.set_state(own["generator"])
+        self.rewards.counts.update(own["rewards"])
+        if self.loader is not None:
+            self.loader.load_state_dict(own["ptx"])
+        loaded.restore_rng(self.runtime.rank, self.config.run.seed)
+
+    def write_outputs(self, update: int, seconds: float) -> None:
+        """The model directory and the report."""
+        config = self.config
+        facts = {
+            "name": config.run.name, "recipe": config.run.name, "steps": update, "seconds": round(seconds, 1),
+            "device": str(self.runtime.device), "seed": config.run.seed, "precision": config.train.mixed_precision,
+            "sources": {}, "evals": {},
+        }  # fmt: skip
+        directory = save_model(self.model, self.tokenizer, self.out / "model", facts)
+        template = self.folder / "chat_template.jinja"
+        if template.is_file():
+            shutil.copy(template, directory / template.name)
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+        report = write_rl_report(self.out)
+        if self._live is not None:
+            self._live.say(f"model directory: {directory}")
+            self._live.say(f"report: {report}")
+
+    def close(self) -> None:
+        for thing in (self.loader, self.rewards, self._live, self._tracker):
+            if thing is not None:
+                thing.close()
+        self.runtime.close()
+
+
+def _check_frozen(config: RLConfig, model: NativeFusion) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for entry in config.train.frozen:
+        if not any(map(build.frozen([entry]), names)):
+            raise UserError(
+                f"train.frozen: {entry!r} matches no parameter; use {', '.join(build.FROZEN_ROOMS)} or a pattern like "
+                f"{names[0]!r}"
+            )
+
+
+def plan(config: RLConfig) -> str:
+    """The resolved recipe and what an iteration holds, for --dry-run."""
+    rollout, train = config.rollout, config.train
+    labels = ", ".join(f"{entry.label} x {entry.weight:g}" for entry in config.tasks)
+    return (
+        render(config)
+        + f"\n# an iteration: {rollout.prompts} prompts x {rollout.group_size} answers of at most "
+        + f"{rollout.max_new_tokens} tokens, {train.epochs * train.minibatches} update(s)\n# prompts: {labels}\n"
+        + f"# {config.total_updates} iterations = {config.total_updates * rollout.prompts:,} prompts"
+    )

@@ -1,0 +1,159 @@
+"""Which prompts an iteration asks, and what is remembered of how often each was solved.
+
+A bin is what the curriculum weighs: a task entry (new problems for every prompt), or, with rollout.pool, one problem that
+is asked again and again. Everything drawn is a function of the seed, the generator's state and the counters, which the
+checkpoint keeps. All processes draw the same prompts and each takes every world-th.
+
+Legend: P bins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earlyfusion.data.encode import Encoded, encode
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.order import digest64
+from earlyfusion.data.sample import Sample
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.rl.recipe import RLConfig, TaskEntry
+from earlyfusion.rl.sampling import draw, prompt_weights
+from earlyfusion.rl.tasks.problem import Problem, Task
+from earlyfusion.rl.tasks.registry import make_task
+from earlyfusion.vision.config import VisionConfig
+
+KEPT = 4096
+"""Encoded prompts that are remembered (a pool asks the same again)."""
+TRIES = 50
+"""Prompts that are drawn in place of one that is too long."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt to be asked: bin, entry of the recipe, number of its problem. JSON: list(ask)."""
+
+    bin: int
+    entry: int
+    number: int
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter((self.bin, self.entry, self.number))
+
+
+def encode_prompt(problem: Problem, entry: TaskEntry, tokenizer: Tokenizer, vision: VisionConfig) -> Encoded:
+    """The prompt of a problem as an open document, exactly as in training data of kind "problems"."""
+    segments = problem.prompt(entry.form, entry.thought)
+    return encode(Sample(list(segments), entry.name, problem.key), tokenizer, vision, eos=False)
+
+
+class PromptBook:
+    """See the file's head.
+
+    config: tasks, rollout.pool, curriculum and seed are read. Raises TaskError for a task that cannot be made.
+    """
+
+    def __init__(self, config: RLConfig, tokenizer: Tokenizer, vision: VisionConfig) -> None:
+        self.config, self.tokenizer, self.vision = config, tokenizer, vision
+        self.entries = config.tasks
+        self.tasks: list[Task] = [make_task(entry.name, **entry.options) for entry in self.entries]
+        self.pool = config.rollout.pool
+        bins = len(self.entries) * max(1, self.pool)
+        self.solved_P, self.tried_P = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
+        self.made_E = [0] * len(self.entries)
+        self.generator = torch.Generator().manual_seed(config.run.seed)
+        self.left_out: Counter[str] = Counter()
+        self.prompt = lru_cache(KEPT)(self._prompt)
+
+    def weights(self, update: int) -> Tensor:
+        """Probability of every bin at this update, float64 [P]."""
+        shares = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float64)
+        shares_P = shares.repeat_interleave(max(1, self.pool))
+        weights_P = prompt_weights(self.config.curriculum, self.solved_P, self.tried_P, update) * shares_P
+        total = weights_P.sum()
+        # The curriculum may allow only bins whose entries have weight 0: then the recipe's own weights decide.
+        return weights_P / total if float(total) > 0 else shares_P / shares_P.sum()
+
+    def draw(self, count: int, update: int) -> list[Ask]:
+        """`count` prompts for this update; those that are too long or broken are left out, counted and replaced."""
+        if self.pool:
+            bins = draw(self.weights(update), count, self.generator)
+        else:
+            bins = spread_evenly(self.weights(update), count, self.generator)
+        return [self._ask(bin) for bin in bins]
+
+    def _ask(self, bin: int) -> Ask:
+        for _ in range(TRIES):
+            entry = bin // max(1, self.pool)
+            if self.pool:
+                number = bin % self.pool
+            else:
+                number, self.made_E[entry] = self.made_E[entry], self.made_E[entry] + 1
+            ask = Ask(bin, entry, number)
+            try:
+                tokens = len(self.prompt(ask)[1].ids)
+                limit = self.config.rollout.max_prompt_tokens
+                if limit is None or tokens <= limit:
+                    return ask
+                self.left_out["too_long"] += 1
+            except BadSample as error:
+                self.left_out[error.reason] += 1
+            if self.pool:  # this problem will never fit: another one of the same entry
+                choices = int(torch.randint(self.pool, (1,), generator=self.generator))
+                bin = entry * self.pool + choices
+        raise DataError(
+            f"{self.entries[ask.entry].label}: {TRIES} prompts in a row were left out ({dict(self.left_out)}); "
+            "raise rollout.max_prompt_tokens or make the task easier"
+        )
+
+    def _prompt(self, ask: Ask) -> tuple[Problem, Encoded]:
+        entry, task = self.entries[ask.entry], self.tasks[ask.entry]
+        # Equal numbers of two entries of one task are one problem in two forms, so that forms can be compared.
+        seed = digest64("rl", self.config.run.seed, entry.name, ask.number) >> 16
+        problem = task.sample(seed, "train", entry.difficulty)
+        return problem, encode_prompt(problem, entry, self.tokenizer, self.vision)
+
+    def note(self, solved_P: Tensor, tried_P: Tensor) -> None:
+        """Add what all processes saw at this update: sums of scores and numbers of answers by bin."""
+        self.solved_P += solved_P.cpu()
+        self.tried_P += tried_P.cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint; equal on all processes."""
+        return {
+            "solved": self.solved_P, "tried": self.tried_P, "made": list(self.made_E),
+            "generator": self.generator.get_state(), "left_out": dict(self.left_out),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave, of the same recipe."""
+        self.solved_P, self.tried_P = state["solved"].clone(), state["tried"].clone()
+        self.made_E, self.left_out = list(state["made"]), Counter(state["left_out"])
+        self.generator.set_state(state["generator"])
+
+
+def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]:
+    """`count` bins in proportion to their weights: each gets the whole part of its due, chance decides on the rest.
+
+    An iteration then shows every task as often as it should, with no luck of the draw between them; the order is mixed.
+    """
+    due_P = weights_P.double() / weights_P.sum() * count
+    whole_P = (due_P + 1e-9).floor()
+    rest_P = (due_P - whole_P).clamp(min=0)
+    left = count - int(whole_P.sum())
+    bins = torch.arange(weights_P.numel()).repeat_interleave(whole_P.long()).tolist()
+    if left > 0:
+        bins += draw(rest_P if float(rest_P.sum()) > 0 else weights_P.double(), left, generator)
+    order = torch.randperm(len(bins), generator=generator).tolist()
+    return [bins[i] for i in order]
+
+
+def mine(asks: Sequence[Ask], rank: int, world: int) -> list[Ask]:
+    """The prompts of one process."""
+    return list(asks[rank::world])

@@ -1,0 +1,248 @@
+"""The schema of a reinforcement learning run: what `earlyfusion rl RECIPE` may hold.
+
+A recipe is TOML with the sections `run tasks rollout reward objective correction stale length overlong toggle repeat
+temperature curriculum ptx data optim train guard eval checkpoint track`. `tasks` is a list: one entry for each task,
+level of difficulty and form of the prompt.
+
+    [[tasks]]
+    name = "counting"
+    difficulty = 1
+    weight = 2.0
+    form = "picture"
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from earlyfusion.data.config import DataConfig
+from earlyfusion.pipeline.config import CheckpointSection, GuardSection, OptimSection, RunSection, Section, TrackSection
+from earlyfusion.rl.config import (
+    CorrectionConfig,
+    CurriculumConfig,
+    LengthRewardConfig,
+    ObjectiveConfig,
+    OverlongConfig,
+    PtxConfig,
+    RepeatConfig,
+    StaleConfig,
+    TemperatureConfig,
+    ToggleConfig,
+    check_together,
+)
+from earlyfusion.rl.tasks.registry import TASKS
+
+
+class TaskEntry(Section):
+    """One kind of prompt."""
+
+    name: str
+    """Task of rl/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value, jigsaw, maze,
+    odd_one_out, geometry, arithmetic or text_math."""
+    difficulty: NonNegativeInt = 0
+    """Level of the task."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the prompts, relative to the other entries."""
+    form: Literal["picture", "twin", "rendered"] = "picture"
+    """picture: what is seen; twin: told in words; rendered: those words drawn as a picture."""
+    thought: bool = False
+    """Ask to tell what there is before answering."""
+    options: dict[str, Any] = {}
+    """Options of the task, such as { path = "gsm8k" } of text_math."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        from earlyfusion.pipeline.errors import did_you_mean
+
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
+        return name
+
+    @property
+    def label(self) -> str:
+        """ "counting/1/picture", with "/thought" where one is asked for."""
+        return f"{self.name}/{self.difficulty}/{self.form}" + ("/thought" if self.thought else "")
+
+
+class RolloutSection(Section):
+    prompts: PositiveInt = 32
+    """Prompts of one iteration, over all processes together (N)."""
+    group_size: int = Field(8, ge=1)
+    """Answers to each prompt (K)."""
+    max_new_tokens: PositiveInt = 8
+    """Most tokens of an answer."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus of the sampling distribution."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Smallest probability, relative to the likeliest token's."""
+    slots: PositiveInt = 128
+    """Answers that are written at a time, by one process."""
+    prefill_chunk: PositiveInt = 2048
+    """Prompt tokens read in one step of the engine."""
+    pool: NonNegativeInt = 0
+    """Problems that are drawn again and again, for each task entry; 0 makes a new problem for every prompt."""
+    token_cap: PositiveInt | None = None
+    """Partial rollout (k1.5): tokens of one answer in one iteration; what is longer goes on in the next; "null": off."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit."""
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Partial rollout (K3): an iteration ends when this share (lambda) of all its answers is finished; groups that are
+    complete are trained, the others go on first in the next one."""
+    resume: Literal["keep", "reprefill"] = "keep"
+    """How an unfinished answer goes on under newer weights: from its state, or by reading its text again."""
+    replay_routing: bool = True
+    """Train with the experts that the engine chose (routing replay, R3), where the model has any."""
+    dtype: Literal["same", "bfloat16"] = "same"
+    """Weights of the engine: the trained ones themselves, or a bfloat16 copy made before every iteration."""
+    resample: NonNegativeInt = 0
+    """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new ones."""
+
+
+class JudgeSection(Section):
+    base_url: str
+    """OpenAI-compatible endpoint, such as http://localhost:8000/v1."""
+    model: str | None = None
+    """Model name; "null" takes the first that the endpoint lists."""
+    weight: float = Field(1.0, gt=0, le=1)
+    """1: the judge alone decides. Below 1: its share of the reward of answers that earn something without it."""
+
+
+class RewardSection(Section):
+    name: str = "task"
+    """task (each task's own), random (control arm), or package.module:function of (problem, response)."""
+    judge: JudgeSection | None = None
+    """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one call of a reward function of yours."""
+    workers: PositiveInt = 2
+    """Calls at a time."""
+    memory_mb: PositiveInt | None = 512
+    """Memory of one worker process beyond its imports; "null" for no limit."""
+
+
+class TrainSection(Section):
+    updates: PositiveInt = 100
+    """Iterations: rollouts, then training on them."""
+    epochs: PositiveInt = 1
+    """Passes over the answers of one iteration."""
+    minibatches: PositiveInt = 1
+    """Updates in one pass; prompts are shared out evenly."""
+    row_tokens: PositiveInt = 8192
+    """Most tokens of one packed row (a longer document makes a row of its own)."""
+    old_policy: Literal["engine", "trainer"] = "engine"
+    """Whose log-probabilities are pi_old: the engine's (K2.5), or the trainer's own before the first update (then
+    `correction` weighs the gap to the engine)."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Autocast dtype of training; the engine always computes in the weights' dtype."""
+    threads: PositiveInt | None = None
+    """torch CPU threads; "null" keeps torch's choice."""
+    frozen: list[str] = []
+    """What is not trained: vision, text, projector, or fnmatch patterns of parameter names."""
+    balance_experts: bool = False
+    """Go on moving the router biases by the load."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates of linear rise of the learning rate."""
+    final_lr_ratio: float = Field(1.0, ge=0, le=1)
+    """Learning rate of the last update as a share of the first, falling linearly."""
+
+
+class PtxSection(PtxConfig):
+    tokens: PositiveInt = 2048
+    """Tokens of curated data beside each update."""
+    length: PositiveInt = 512
+    """Longest document of it."""
+    max_patches: PositiveInt = 8192
+    """Most image patches of it."""
+    only: bool = False
+    """No reinforcement learning at all: the control arm that trains on curated data alone (coef counts as 1)."""
+
+
+class EvalSection(Section):
+    every: NonNegativeInt = 0
+    """Updates between measurements on held-out problems; 0 measures at the start and at the end."""
+    problems: NonNegativeInt = 128
+    """Held-out problems for each entry; 0 measures nothing."""
+    tasks: list[TaskEntry] = []
+    """What is measured; empty: the task entries of training."""
+    seed: NonNegativeInt = 12345
+    """Which held-out problems."""
+    samples: NonNegativeInt = 0
+    """Sampled answers for each problem (pass@k), beside the greedy one."""
+
+
+class LogSection(Section):
+    rollouts_every: PositiveInt = 10
+    """Updates between records of rollouts (rollouts.jsonl, with their pictures)."""
+    groups: PositiveInt = 8
+    """Groups in one record."""
+
+
+class RLConfig(Section):
+    """A whole run. Build it with `compose.load_config(..., schema=RLConfig)`."""
+
+    run: RunSection = RunSection(name="rl")
+    tasks: list[TaskEntry] = Field(min_length=1)
+    """The prompts."""
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    stale: StaleConfig = StaleConfig()
+    length: LengthRewardConfig = LengthRewardConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    toggle: ToggleConfig = ToggleConfig()
+    repeat: RepeatConfig | None = None
+    """Penalty for answers that run in circles; they are also ended early. Not given: off."""
+    temperature: TemperatureConfig = TemperatureConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    ptx: PtxSection = PtxSection()
+    data: DataConfig | None = None
+    """Curated documents of the PTX loss."""
+    optim: OptimSection = OptimSection(lr=5e-4, weight_decay=0.0)
+    train: TrainSection = TrainSection()
+    guard: GuardSection = GuardSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    track: TrackSection = TrackSection()
+    log: LogSection = LogSection()
+
+    @model_validator(mode="after")
+    def _check(self) -> RLConfig:
+        check_together(self.objective, self.correction)
+        labels = [entry.label for entry in self.tasks]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"tasks: two entries are the same: {max(labels, key=labels.count)}; add up their weights")
+        if not any(entry.weight for entry in self.tasks):
+            raise ValueError("tasks: every weight is 0; give at least one a positive weight")
+        if (self.ptx.coef or self.ptx.only) and self.data is None:
+            raise ValueError("ptx.coef is above 0 but there is no [[data.sources]] to take documents from")
+        if self.ptx.length > self.ptx.tokens:
+            raise ValueError(f"ptx.length {self.ptx.length} is more than ptx.tokens {self.ptx.tokens}")
+        if self.rollout.group_size == 1 and self.objective.baseline != "none" and not self.ptx.only:
+            raise ValueError("rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none")
+        if self.train.minibatches > self.rollout.prompts:
+            raise ValueError(
+                f"train.minibatches {self.train.minibatches} is more than rollout.prompts {self.rollout.prompts}"
+            )
+        return self
+
+    @property
+    def measured(self) -> list[TaskEntry]:
+        """What is measured."""
+        return list(self.eval.tasks or self.tasks)
+
+    @property
+    def total_updates(self) -> int:
+        """Iterations that this run takes: train.updates, or run.steps when that is less."""
+        return self.train.updates if self.run.steps is None else min(self.train.updates, self.run.steps)

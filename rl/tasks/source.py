@@ -1,0 +1,81 @@
+"""Problems of the verifiable tasks as training documents: data for pretraining, for SFT and for the PTX loss.
+
+    [[data.sources]]
+    name = "skills"
+    kind = "problems"
+    options = { tasks = { counting = 2, relation = 1 }, difficulty = { counting = 1 }, forms = { picture = 3, twin = 1 } }
+
+A document is what reinforcement learning will show as the prompt, then the answer. Problem `number` = epoch * count +
+index is drawn from the training side of every task; held-out documents come from the test side. With `thought` an answer
+first tells what there is (`problem.thought`) and then the answer itself, the same words whatever the form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import cast
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.options import ProblemsOptions
+from earlyfusion.data.sample import Sample, Segment, Text
+from earlyfusion.data.sources import Source
+from earlyfusion.rl.tasks.problem import Form, Problem, Split
+from earlyfusion.rl.tasks.registry import make_task
+
+_VERSION = 1
+"""Part of the fingerprint: raise it when the tasks draw something else than before."""
+
+
+class Problems(Source):
+    """See the file's head. Raises TaskError for an unknown task, difficulty or form."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        self.options = cast(ProblemsOptions, config.typed)
+        self.tasks = {name: make_task(name) for name in self.options.tasks}
+        self._first = self._problem(0, "train")[0]  # a wrong difficulty or form is told before training starts
+
+    def __len__(self) -> int:
+        return self.options.count
+
+    def heldout_len(self) -> int:
+        return self.options.heldout_count
+
+    def contents(self) -> Iterator[object]:
+        yield _VERSION
+        yield len(self)
+
+    def _problem(self, number: int, split: Split) -> tuple[Problem, Form, bool]:
+        """(problem, form, whether its answer tells what there is first)."""
+        options = self.options
+        rng = Random(f"{self.seed if split == 'train' else 'heldout'}/problems/{number}")
+        (name,) = rng.choices(list(options.tasks), list(options.tasks.values()))
+        (form,) = rng.choices(list(options.forms), list(options.forms.values()))
+        level = options.difficulty.get(name, 0) if isinstance(options.difficulty, dict) else options.difficulty
+        problem = self.tasks[name].sample(rng.getrandbits(48), split, level)
+        problem.check_form(form)
+        return problem, cast(Form, form), rng.random() < options.thought
+
+    def _sample(self, number: int, key: str, split: Split) -> Sample:
+        problem, form, thought = self._problem(number, split)
+        segments: list[Segment] = []
+        for segment in problem.prompt(form, thought):
+            weight = self.options.question_loss
+            segments.append(Text(segment.text, weight) if isinstance(segment, Text) else segment)
+        return Sample([*segments, problem.solution(thought)], self.name, key)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        number = epoch * len(self) + index
+        return self._sample(number, str(number), "train")
+
+    def heldout(self, index: int) -> Sample:
+        return self._sample(index, f"heldout/{index}", "test")
+
+    def texts(self, index: int) -> list[str]:
+        problem, _, thought = self._problem(index, "train")
+        return [
+            problem.description,
+            *(s.text for s in problem.twin if isinstance(s, Text)),
+            problem.solution(thought).text,
+        ]

@@ -1,0 +1,298 @@
+"""Joint vision-text reinforcement learning: start reading here.
+
+    accelerate launch -m earlyfusion.rl.train vision-rl --init-from runs/sft/model
+    torchrun --nproc-per-node 2 -m earlyfusion.rl.train vision-rl --init-from DIR
+    earlyfusion rl vision-rl --init-from DIR
+
+One iteration: prompts drawn by the curriculum -> K answers each from the engine (whole, or partial with what is left
+going on in the next iteration) -> rewards of the task -> shaping by length -> advantages in the group -> updates of the
+objective with the trainable encoder in the graph, an optional PTX loss beside it -> MuonClip (or AdamW) with QK-Clip.
+Everything a resume needs lies in the checkpoint: weights, optimizer, tallies and generator of the prompts, unfinished
+answers with their states, the curated data's cursor. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75;
+`--resume` goes on bit for bit.
+
+The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/ and
+report.html.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earlyfusion.pipeline import build
+from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.checkpoint import Loaded
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
+from earlyfusion.pipeline.meter import peak_memory_bytes
+from earlyfusion.rl import parts
+from earlyfusion.rl.collect import Collected
+from earlyfusion.rl.experience import Experience, experience, records, score
+from earlyfusion.rl.learn import Sums, minibatches
+from earlyfusion.rl.length import budget_phase, estimate_budgets
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.sampling import temperature
+
+
+class Reinforcement:
+    """The parts of a run, built in the order they need one another; `train` is the loop."""
+
+    def __init__(self, config: RLConfig, resume: bool) -> None:
+        self.config, self.update = config, 0
+        self.kit = kit = parts.build_kit(config, resume)
+        self.out, self.runtime, self.model = kit.out, kit.runtime, kit.model
+        self.budgets: dict[int, float] = {}
+        self.seconds = 0.0
+        if kit.start is not None:
+            self._restore(kit.start)
+        kit.open_log(self.update)
+        self.runtime.stop.install()
+
+    # ------------------------------------------------------------------------------------------------------ the loop
+
+    def train(self) -> int:
+        """All iterations that are left, then the last measurement, the model directory and the report."""
+        config, total = self.config, self.config.total_updates
+        if self.update == 0:
+            self.kit.measure(0)
+            self._budgets()
+        while self.update < total:
+            begun = time.perf_counter()
+            record = self._iterate()
+            self.update += 1
+            self.seconds += time.perf_counter() - begun
+            self._log(record, time.perf_counter() - begun)
+            if self.runtime.should_stop():
+                return self._leave_early()
+            last = self.update == total
+            if config.eval.every and self.update % config.eval.every == 0 and not last:
+                self.kit.measure(self.update)
+            if config.checkpoint.every and self.update % config.checkpoint.every == 0 and not last:
+                self._save()
+        return self._finish()
+
+    def _iterate(self) -> dict[str, Any]:
+        """One iteration; returns its numbers."""
+        kit, config, update = self.kit, self.config, self.update
+        heat = temperature(config.temperature, update)
+        record: dict[str, Any] = {"temperature": heat}
+        if config.objective.reset_optimizer:
+            kit.optimizer.state.clear()
+        start = time.perf_counter()
+        if config.ptx.only:
+            seen = experience(config, [], [], update, {})
+            record |= self._learn(seen, heat)
+            return record | {"time/train_s": time.perf_counter() - start}
+        kit.refresh_engine(update)
+        collected, seen, score_s = self._experience(heat, update)
+        record |= self._seen(collected, seen, score_s)
+        start = time.perf_counter()
+        record |= self._learn(seen, heat)
+        return record | {"time/train_s": time.perf_counter() - start}
+
+    def _experience(self, heat: float, update: int) -> tuple[Collected, Experience, float]:
+        """Rollouts and what they earned; with rollout.resample, groups that teach nothing are replaced by new prompts."""
+        kit, config = self.kit, self.config
+        collected = kit.collector.collect(update, heat, config.rollout.prompts)
+        begun = time.perf_counter()
+        scored = score(kit.rewards, collected.groups)
+        score_s = time.perf_counter() - begun
+        seen = experience(config, collected.groups, scored, update, self.budgets)
+        kit.note(seen)
+        for round_ in range(1, config.rollout.resample + 1):
+            kept = [i for i, (start, _) in enumerate(seen.bounds) if bool(seen.informative_N[start])]
+            missing = int(self.runtime.sum(len(seen.groups) - len(kept)))
+            if not missing:
+                break
+            more = kit.collector.collect(update, heat, missing, round_)
+            begun = time.perf_counter()
+            fresh = score(kit.rewards, more.groups)
+            score_s += time.perf_counter() - begun
+            kit.note(experience(config, more.groups, fresh, update, self.budgets))
+            groups = [seen.groups[i] for i in kept] + more.groups
+            scored = [s for i in kept for s in seen.scored[slice(*seen.bounds[i])]] + fresh
+            seen = experience(config, groups, scored, update, self.budgets)
+            for name in ("seconds", "working_s", "tokens"):
+                setattr(collected, name, getattr(collected, name) + getattr(more, name))
+            collected.lengths += more.lengths
+        return collected, seen, score_s
+
+    def _learn(self, seen: Experience, heat: float) -> dict[str, Any]:
+        """The updates of this iteration."""
+        kit, train, ptx = self.kit, self.config.train, self.config.ptx
+        self.model.train()
+        coef = 1.0 if ptx.only else ptx.coef
+        lr = kit.set_lr(self.update)
+        record: dict[str, Any] = {"lr": lr}
+        gap = kit.learner.prepare(seen, heat) if seen.answers else 0.0
+        first: dict[str, float] | None = None
+        total, norms, ptx_losses, refused = Sums(), [], [], 0
+        for _ in range(train.epochs):
+            for part in minibatches(len(seen.groups), train.minibatches, self._order):
+                sums = Sums()
+                if not ptx.only:
+                    kit.learner.gradients(seen, part, heat, self.update, sums)
+                if coef:
+                    ptx_losses.append(kit.learner.ptx_gradients(kit.curated(), coef, sums))
+                kit.learner.exchange()
+                norm, verdict = kit.step(sums)
+                refused += verdict.action != "go"
+                if verdict.action == "stop":
+                    raise TrainingStopped(f"stopped by the guard at update {self.update}: {verdict.reason}")
+                if not verdict.ok:
+                    kit.say(self.update, f"{verdict.action}: {verdict.reason}")
+                norms.append(norm)
+                values = sums.reduced(self.runtime)
+                first = values if first is None else first
+                total.values += sums.values
+                total.largest = max(total.largest, sums.largest)
+        self.model.eval()
+        values = total.reduced(self.runtime)
+        tokens = max(1.0, values["tokens"])
+        record |= {"grad_norm": sum(norms) / len(norms), "loss": values["loss"] / len(norms), "refused": refused}
+        if seen.answers and first is not None:
+            record |= {"entropy": values["entropy"] / tokens, "clip_share": values["outside"] / tokens}
+            record |= {"k3": values["k3"] / tokens, "touched": values["touched"] / tokens}
+            # Before the first update trainer and sampler hold the same weights: what differs is the engine's arithmetic
+            # (and, in partial rollouts, older weights).
+            record |= {"mismatch_kl": first["k3"] / max(1.0, first["tokens"])}
+            record |= {"mismatch_max": max(gap, first["largest"])}
+        if ptx_losses:
+            record["ptx_loss"] = sum(ptx_losses) / len(ptx_losses)
+        return record | build.optimizer_metrics(kit.optimizer)
+
+    def _order(self, count: int) -> list[int]:
+        """The mixed order of the groups; of this process alone."""
+        return torch.randperm(count, generator=self.kit.generator).tolist()
+
+    def _seen(self, collected: Collected, seen: Experience, score_s: float) -> dict[str, Any]:
+        """Numbers of the rollouts, over all processes."""
+        labels = [entry.label for entry in self.config.tasks]
+        by_task = torch.zeros(len(labels), 3, dtype=torch.float64)
+        for group, (start, end) in zip(seen.groups, seen.bounds):
+            row = by_task[group.ask.entry]
+            row += torch.tensor(
+                [float(seen.scores_N[start:end].sum()), float(seen.rewards_N[start:end].sum()), float(end - start)]
+            )
+        versions = [v for g in seen.groups for t in g.trajectories for v in t.completion.versions]
+        lag = float(sum(self.update - v for v in versions))
+        lengths = [float(x) for x in seen.lengths_N.tolist()]
+        usual = [
+            sum(lengths), float(seen.cut_N.sum()), float(seen.informative_N.sum()), float(seen.answers), lag,
+            float(len(versions)), float(collected.tokens), float(sum(collected.lengths)), float(len(collected.lengths)),
+            float(collected.carried), collected.working_s, collected.seconds,
+        ]  # fmt: skip
+        flat = self.runtime.sum(torch.cat([by_task.flatten(), torch.tensor(usual, dtype=torch.float64)]))
+        longest = float(self.runtime.max(max(lengths, default=0.0)))
+        sums = flat[: by_task.numel()].view(-1, 3).tolist()
+        total, cut, told, answers, lag, aged, tokens, work, works, carried, working, seconds = flat[
+            by_task.numel() :
+        ].tolist()
+        record: dict[str, Any] = {}
+        for label, (scores, rewards, count) in zip(labels, sums):
+            if count:
+                record |= {f"score/{label}": scores / count, f"reward/{label}": rewards / count}
+        every = max(1.0, answers)
+        record |= {"reward": sum(s[1] for s in sums) / every, "score": sum(s[0] for s in sums) / every}
+        record |= {"length": total / every, "length_max": longest, "cut": cut / every, "informative": told / every}
+        record |= {"length_in_work": work / max(1.0, works), "staleness": lag / max(1.0, aged), "answers": answers}
+        record |= {"carried": carried, "tokens": tokens}
+        record |= {"time/rollout_s": collected.seconds, "time/score_s": score_s}
+        record |= {
+            "engine_idle": 1 - working / max(seconds, 1e-9),
+            "tokens_per_s": tokens / max(collected.seconds, 1e-9),
+        }
+        bad = {name: count for name, count in self.kit.rewards.counts.items() if name != "ok" and count}
+        record |= {f"rewards/{name}": float(count) for name, count in bad.items()}
+        record |= {f"prompts/{name}": float(count) for name, count in self.kit.book.left_out.items()}
+        self._kept = seen
+        return record
+
+    def _log(self, record: dict[str, Any], seconds: float) -> None:
+        kit, config = self.kit, self.config
+        known = sum(record.get(f"time/{name}_s", 0.0) for name in ("rollout", "score", "train"))
+        record |= {"time/other_s": max(0.0, seconds - known), "step_s": seconds}
+        record |= {"samples_per_s": record.get("answers", 0.0) / seconds, "updates_per_min": 60 / seconds}
+        record["memory_gib"] = peak_memory_bytes(self.runtime.device) / 2**30
+        last = self.update == config.total_updates
+        kit.show(self.update, record, write=self.update % config.track.log_every == 0 or last)
+        due = self.update == 1 or self.update % config.log.rollouts_every == 0 or last
+        if due and not config.ptx.only and kit.rollouts is not None:
+            kit.rollouts.write(records(config, self._kept, self.update, config.log.groups))
+
+    def _budgets(self) -> None:
+        """Toggle's budgets, once, from answers of the policy it starts from."""
+        toggle = self.config.toggle
+        if not toggle.every or not budget_phase(toggle, 0):
+            return
+        kit, config = self.kit, self.config
+        kit.refresh_engine(0)
+        bins = len(config.tasks) * max(1, config.rollout.pool)
+        collected = kit.collector.collect(0, temperature(config.temperature, 0), max(bins, config.rollout.prompts), 99)
+        seen = experience(config, collected.groups, score(kit.rewards, collected.groups), 0, {})
+        bins_N = torch.tensor([g.ask.bin for g in seen.groups for _ in g.trajectories])
+        own = estimate_budgets(toggle, seen.lengths_N, seen.scores_N >= 0.999, bins_N) if seen.answers else {}
+        table = torch.zeros(bins, 2, dtype=torch.float64)
+        for bin, budget in own.items():
+            table[bin] = torch.tensor([budget, 1.0])
+        table = self.runtime.sum(table)
+        self.budgets = {i: float(b / n) for i, (b, n) in enumerate(table.tolist()) if n}
+
+    # ------------------------------------------------------------------------------------------- state, and the end
+
+    def _save(self) -> Path:
+        trainer = self.kit.state_dict() | {"budgets": self.budgets, "seconds": self.seconds}
+        return self.kit.save(self.update, trainer)
+
+    def _restore(self, loaded: Loaded) -> None:
+        self.update = loaded.step
+        self.budgets = {int(k): float(v) for k, v in loaded.trainer["budgets"].items()}
+        self.seconds = float(loaded.trainer["seconds"])
+        self.kit.load_state_dict(loaded)
+
+    def _leave_early(self) -> int:
+        path = self._save()
+        reason = self.runtime.stop.received or "a signal on another rank"
+        self.kit.say(self.update, f"{reason}: saved {path.name}; --resume goes on from here")
+        return EXIT_REQUEUE
+
+    def _finish(self) -> int:
+        self.kit.measure(self.update)
+        self._save()
+        if self.runtime.is_main:
+            self.kit.write_outputs(self.update, self.seconds)
+        self.runtime.barrier()
+        return EXIT_OK
+
+    def close(self) -> None:
+        self.kit.close()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, build, train; returns the exit code."""
+    parsed = parse_arguments(arguments, RLConfig, verb="rl", about=__doc__ or "", default_recipe="vision-rl")
+    config: RLConfig = validate(compose(parsed.recipes, parsed.overrides), RLConfig)
+    if parsed.dry_run:
+        print(parts.plan(config))
+        return EXIT_OK
+    training = Reinforcement(config, parsed.resume)
+    try:
+        return training.train()
+    finally:
+        training.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m`, `accelerate launch -m` and `earlyfusion rl`."""
+    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

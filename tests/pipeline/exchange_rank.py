@@ -1,0 +1,79 @@
+"""One of W gloo processes for test_picture_exchange.py: `python exchange_rank.py RANK WORLD PORT FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import exchange_cases as cases
+import torch
+import torch.distributed as dist
+
+from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids, supports_all_to_all
+from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.picture_exchange import PictureExchange
+from earlyfusion.pipeline.runtime import Runtime
+
+
+def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int, dtype: torch.dtype) -> dict:
+    """One step plain, planned, and with every picture sent anywhere (direct, and by pairs of sends and receives)."""
+    fusion = cases.model(seed, dtype)
+    prepared = runtime.prepare_model(fusion)
+    parts = cases.batches(step, runtime.rank, seed)
+    routes = exchange.routes(parts, 4096)
+    out = {"routes": [route is not None for route in routes], "work": exchange.work(parts, routes)}
+    ways = {"plain": (), "planned": routes}
+    for direct in (True, False):
+        ways[f"scattered, direct {direct}"] = [
+            Route(plan, runtime.rank, exchange.group, direct) for plan in cases.scattered(step, seed)
+        ]
+    for name, way in ways.items():
+        result, gradients = cases.gradients(runtime, prepared, fusion, parts, way)
+        out[name] = (result, gradients)
+    return out
+
+
+def refusals(runtime: Runtime, group) -> dict[str, str]:
+    """What every rank is told when one of them brings something else."""
+    rank, cpu, said = runtime.rank, torch.device("cpu"), {}
+
+    def note(name: str, call) -> None:
+        try:
+            call()
+            said[name] = ""
+        except (RanksDisagree, UserError) as error:
+            said[name] = str(error)
+
+    note("micro-batches", lambda: gather_grids([[(1, 2, 2)]] * (1 + rank), group, cpu))
+    note("digest", lambda: gather_grids([[]], group, cpu, digest=7 + rank))
+    fusion = cases.config()
+    note("setting", lambda: PictureExchange(ParallelSection(exchange_pictures=("on", "off")[rank]), fusion, runtime))
+    uneven = PictureExchange(ParallelSection(exchange_above=1.1 + rank), fusion, runtime)
+    note("threshold", lambda: uneven.routes([cases.batch([[]], 0)], 4096))
+    part = cases.batch([[(1, 4, 4)], [(1, 2, 2)]], 0)
+    if rank == 1:
+        part.patches = part.patches[:-1]
+    exchange = PictureExchange(ParallelSection(), fusion, runtime)
+    note("patches", lambda: exchange.routes([part], 4096))
+    return said
+
+
+def main(rank: int, world: int, port: str, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    runtime = Runtime(threads=1)
+    exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), runtime)
+    out: dict = {"supported": supports_all_to_all(exchange.group, torch.device("cpu"))}
+    for name in cases.names(world):
+        out[name] = take(runtime, exchange, cases.step_of(world, name), len(name), torch.float64)
+    if world == 2:
+        step = cases.step_of(2, "one huge and many small")
+        out["fp32"] = {seed: take(runtime, exchange, step, seed, torch.float32) for seed in (0, 1)}
+        out["refusals"] = refusals(runtime, dist.new_group())
+    torch.save(out, f"{folder}/rank{rank}.pt")
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

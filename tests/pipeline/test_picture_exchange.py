@@ -1,0 +1,187 @@
+"""Pictures encoded on other ranks than their own: the same loss and the same gradients as the plain step.
+
+Real gloo processes, DDP, two micro-batches a step under no_sync, the loop's own forward and backward. The oracle is the
+plain step of the same processes, and for it one process that takes every micro-batch itself.
+"""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import exchange_cases as cases
+import pytest
+import torch
+from tiny_run import environment, forget_processes
+
+from earlyfusion.model.exchange import Route
+from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.picture_exchange import PictureExchange
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.vision.balance import VisionCost, plan_step
+
+# Gradients relative to the norm of all of them. fp64: measured up to 6e-15, sums over pictures in another order. fp32:
+# measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and more.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+WORLDS = (2, 3)
+ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
+WAYS = ("planned", "scattered, direct True", "scattered, direct False")
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict[int, list[dict]]:
+    """world -> what each rank wrote."""
+    script, found = Path(__file__).parent / "exchange_rank.py", {}
+    for world in WORLDS:
+        folder, port = tmp_path_factory.mktemp(f"world{world}"), free_port()
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(rank), str(world), port, str(folder)],
+                env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        for process in ranks:
+            try:
+                _, errors = process.communicate(timeout=240)
+            except subprocess.TimeoutExpired:
+                for other in ranks:
+                    other.kill()
+                raise AssertionError("the ranks hang") from None
+            assert process.returncode == 0, errors[-3000:]
+        found[world] = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+    return found
+
+
+def assert_same_step(ours, theirs, dtype: torch.dtype) -> None:
+    (loss, gradients), (other_loss, others) = ours, theirs
+    assert loss == pytest.approx(other_loss, rel=TOLERANCE[dtype])
+    assert gradients.keys() == others.keys()
+    norm = torch.cat([gradient.flatten() for gradient in others.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (gradient - others[name]).norm() <= TOLERANCE[dtype] * norm, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("world", "name"), ALL)
+def test_an_exchanged_step_is_the_plain_step(seen, world, name, way):
+    for rank in seen[world]:
+        assert_same_step(rank[name][way], rank[name]["plain"], torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_so_it_is_in_fp32(seen, way, seed):
+    for rank in seen[2]:
+        assert_same_step(rank["fp32"][seed][way], rank["fp32"][seed]["plain"], torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), ALL)
+def test_the_plain_step_is_that_of_one_process_with_every_micro_batch(seen, world, name):
+    forget_processes()
+    step, fusion = cases.step_of(world, name), cases.model(len(name), torch.float64)
+    parts = [part for rank in range(world) for part in cases.batches(step, rank, len(name))]
+    alone = cases.gradients(Runtime(threads=1), fusion, fusion, parts, ())
+    for rank in seen[world]:
+        assert_same_step(rank[name]["plain"], alone, torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "name"), ALL)
+def test_the_ranks_do_the_work_that_the_plan_gives_them(seen, world, name):
+    cost = VisionCost.from_config(cases.config().vision)
+    grids = cases.grids_of(cases.step_of(world, name))
+    plan = plan_step(grids, cost, max_patches=4096)
+    pays = plan.pays(1.0)
+    for number, rank in enumerate(seen[world]):
+        assert rank[name]["routes"] == [pays and part.moves for part in plan.parts]
+        own, done = rank[name]["work"]
+        assert own == pytest.approx(sum(cost.of(part) for part in grids[number]))
+        assert done == pytest.approx(sum(part.work[number] for part in plan.parts) if pays else own)
+    total = [sum(rank[name]["work"][column] for rank in seen[world]) for column in (0, 1)]
+    assert total[0] == pytest.approx(total[1]), "every picture is encoded once"
+
+
+@pytest.mark.slow
+def test_the_cases_hold_what_they_are_for(seen):
+    """Pictures moved to a rank without any, none moved in text-only steps, and vision gradients that matter."""
+    moved = {place: any(seen[place[0]][0][place[1]]["routes"]) for place in ALL}
+    assert [name for (world, name), moves in moved.items() if not moves] == ["text only", "one picture in all"]
+    assert seen[2][0]["exchange in one micro-batch only"]["routes"] == [True, False]
+    assert seen[2][0]["supported"] and seen[3][0]["supported"], "gloo of this torch has all_to_all_single"
+    for (world, name), moves in moved.items():
+        gradients = seen[world][0][name]["plain"][1]
+        vision = [g.norm() for n, g in gradients.items() if n.startswith(("vision_tower", "mm_projector"))]
+        share = torch.stack(vision).norm() / torch.stack([g.norm() for g in gradients.values()]).norm()
+        assert share > 0.05 or not moves, name
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree_are_all_told_so(seen):
+    expected = {
+        "micro-batches": "rank 1 has other micro-batches in this step than rank 0",
+        "digest": "rank 1 has other settings than rank 0",
+        "setting": "start all ranks with the same recipe",
+        "threshold": "rank 1 has other settings than rank 0",
+        "patches": "rank 1, micro-batch 0: 19 patches, but its grids hold 20",
+    }
+    for rank in seen[2]:
+        for name, message in expected.items():
+            assert message in rank["refusals"][name], (name, rank["refusals"][name])
+
+
+def test_one_process_never_exchanges():
+    forget_processes()
+    exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), Runtime(threads=1))
+    parts = cases.batches(cases.CASES[2]["clips beside pictures"], 0, 0)
+    assert exchange.routes(parts, 64) == [None, None] and exchange.gathers == 0
+    own, done = exchange.work(parts, [None, None])
+    assert own == done > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_features_come_home_in_packed_order(seed, monkeypatch):
+    """Three ranks played one after another in one process: what each is sent is read off the others' outboxes."""
+    plan = cases.scattered(cases.random_step(3, seed), seed)[0]
+    outbox: list[tuple[torch.Tensor, ...]] = []
+
+    def post(x, leaving, arriving, group, direct):
+        assert x.shape[0] == sum(leaving)
+        outbox.append(x.split(list(leaving)))
+        return x.new_zeros(sum(arriving), *x.shape[1:])
+
+    def delivered(rank):
+        return torch.cat([outbox[sender][rank] for sender in range(3)])
+
+    monkeypatch.setattr("earlyfusion.model.exchange.all_to_all", post)
+    routes = [Route(plan, rank) for rank in range(3)]
+    counts = [[t * h * w for t, h, w in row] for row in plan.grids]
+    label = {(r, i): 100 * r + i for r, row in enumerate(plan.grids) for i in range(len(row))}
+    for rank, route in enumerate(routes):
+        own = [torch.full((n, 1), label[rank, i]) for i, n in enumerate(counts[rank])]
+        route.send_patches(torch.cat([torch.zeros(0, 1, dtype=torch.long), *own]))
+    arrived = [delivered(rank) for rank in range(3)]
+    for rank, route in enumerate(routes):
+        expected = [label[place] for place in plan.held(rank) for _ in range(counts[place[0]][place[1]])]
+        assert arrived[rank].flatten().tolist() == expected
+        assert list(route.held) == [plan.grids[r][i] for r, i in plan.held(rank)]
+
+    outbox.clear()
+    tokens = [[h * w // 4 for _, h, w in row] for row in plan.grids]
+    for rank, route in enumerate(routes):
+        made = [torch.full((tokens[r][i], 1), float(label[r, i])) for r, i in plan.held(rank)]
+        route.bring_home(torch.cat([torch.zeros(0, 1), *made]))
+    inbox = [delivered(rank) for rank in range(3)]
+    monkeypatch.setattr("earlyfusion.model.exchange.all_to_all", lambda x, *rest: inbox[int(x[0, 0])])
+    for rank, route in enumerate(routes):
+        home = route.bring_home(torch.full((1, 1), float(rank)))
+        assert home.flatten().tolist() == [label[rank, i] for i, n in enumerate(tokens[rank]) for _ in range(n)]

@@ -1,0 +1,108 @@
+"""Rollouts on disk: one object a line, every picture once, and a resumed log equal to one that was never interrupted."""
+
+import json
+import math
+
+import pytest
+from PIL import Image
+
+from earlyfusion.rl.records import AnswerRecord, GroupRecord
+from earlyfusion.rl.rollout_log import RolloutLog, read_rollouts
+from earlyfusion.rl.tasks.registry import make_task
+
+
+def group(update: int, seed: int = 0, **changes) -> GroupRecord:
+    problem = make_task("counting").sample(seed, "train", 0)
+    answers = [AnswerRecord(t, 2, s, s, s - 0.5, -0.7, "stop") for t, s in ((problem.target, 1.0), ("no\n", 0.0))]
+    given = {
+        "update": update, "task": "counting", "form": "picture", "key": problem.key, "difficulty": 0,
+        "prompt": problem.question, "target": problem.target, "answers": answers, "picture": problem.picture,
+    }  # fmt: skip
+    return GroupRecord(**(given | changes))
+
+
+def folder(out) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def test_a_record_tells_the_whole_group_and_its_picture(tmp_path):
+    made = group(10, 3)
+    RolloutLog(tmp_path, start_update=0).write([made])
+    (record,) = read_rollouts(tmp_path / "rollouts.jsonl")
+    assert record["update"] == 10 and record["key"] == "counting/train/0/3" and record["mean_score"] == 0.5
+    assert record["answers"][1] == {
+        "text": "no\n", "tokens": 2, "score": 0.0, "reward": 0.0, "advantage": -0.5, "logprob": -0.7,
+        "finish": "stop", "status": "ok",
+    }  # fmt: skip
+    with Image.open(tmp_path / record["image"]) as picture:
+        assert picture.mode == made.picture.mode and picture.tobytes() == made.picture.tobytes()
+
+
+def test_equal_pictures_are_one_file_and_words_have_none(tmp_path):
+    log = RolloutLog(tmp_path, start_update=0)
+    log.write([group(1, 0), group(1, 1), group(1, 2, picture=None)])
+    log.write([group(2, 0)])
+    images = [record["image"] for record in read_rollouts(tmp_path)]
+    assert images[0] == images[3] != images[1] and images[2] is None
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2
+
+
+def test_equal_bytes_of_another_shape_are_another_picture(tmp_path):
+    wide, tall = Image.new("RGB", (8, 4), "red"), Image.new("RGB", (4, 8), "red")
+    assert wide.tobytes() == tall.tobytes()
+    RolloutLog(tmp_path, start_update=0).write([group(1, picture=wide), group(1, picture=tall)])
+    first, second = (record["image"] for record in read_rollouts(tmp_path))
+    with Image.open(tmp_path / first) as a, Image.open(tmp_path / second) as b:
+        assert (a.size, b.size) == ((8, 4), (4, 8))
+
+
+@pytest.mark.parametrize("killed_after", [3, 5])
+def test_a_resumed_folder_equals_one_that_was_never_interrupted(tmp_path, killed_after):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    log = RolloutLog(whole, start_update=0)
+    for update in range(1, 7):
+        log.write([group(update, update), group(update, 0, form="twin", picture=None)])
+    log = RolloutLog(broken, start_update=0)
+    for update in range(1, killed_after + 1):
+        log.write([group(update, update), group(update, 0, form="twin", picture=None)])
+    with open(broken / "rollouts.jsonl", "a") as file:
+        file.write('{"update": 6, "task": "cou')
+    (broken / "rollouts" / ("0" * 24 + ".png.tmp")).write_bytes(b"half")
+    log = RolloutLog(broken, start_update=2)  # the checkpoint was older than the log
+    assert [record["update"] for record in read_rollouts(broken)] == [1, 1, 2, 2]
+    for update in range(3, 7):
+        log.write([group(update, update), group(update, 0, form="twin", picture=None)])
+    assert folder(broken) == folder(whole)
+
+
+def test_a_fresh_run_begins_anew_and_leaves_other_files_alone(tmp_path):
+    RolloutLog(tmp_path, start_update=0).write([group(1)])
+    (tmp_path / "rollouts" / "mine.png").write_bytes(b"not ours")
+    RolloutLog(tmp_path, start_update=0)
+    assert read_rollouts(tmp_path) == [] and list(folder(tmp_path)) == ["rollouts/mine.png"]
+
+
+def test_every_write_is_readable_at_once_and_a_torn_line_is_left_out(tmp_path):
+    log = RolloutLog(tmp_path, start_update=0)
+    for update in (1, 2):
+        log.write([group(update)])
+        assert len(read_rollouts(tmp_path)) == update
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [record["update"] for record in read_rollouts(path)] == [1]
+    assert read_rollouts(tmp_path / "nowhere.jsonl") == []
+
+
+def test_odd_text_stays_one_line_of_strict_json(tmp_path):
+    text = 'line\nnext\u2028after\x85"quoted"\x00 \ud83d half'
+    answer = AnswerRecord(text, 9, math.nan, math.inf, 0.0, -math.inf, "length", "timeout")
+    RolloutLog(tmp_path, start_update=0).write([group(1, answers=[answer], difficulty={"most": 9, "sizes": (8, 16)})])
+    RolloutLog(tmp_path, start_update=1).write([group(2)])  # and is kept through a resume
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    record = json.loads(lines[0], parse_constant=refuse)
+    assert len(lines) == 2 and record["answers"][0]["text"] == text and record["answers"][0]["score"] is None
+    assert record["difficulty"] == {"most": 9, "sizes": [8, 16]}
