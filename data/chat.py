@@ -227,13 +227,14 @@ def join(pieces: Sequence[Encoded], *, source: str, key: str) -> Encoded:
     )
 
 
-def messages_from(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
+def messages_from(turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[Message]:
     """[{"role": ..., "content": str}, ...] as Messages; raises DataError for other shapes.
 
     As in the OpenAI form, an assistant's turn may hold "reasoning_content" and "tool_calls" ({"function": {"name",
-    "arguments"}}, arguments an object or its JSON) with content null, and a tool's turn a "name" and an "index".
+    "arguments"}}, arguments an object or its JSON) with content null, and a tool's turn a "name" and an "index". `tools`: declarations, for
+    a system message before all others.
     """
-    messages = []
+    messages = [tools_message(tools)] if tools else []
     for number, turn in enumerate(turns):
         content, calls = turn.get("content"), turn.get("tool_calls") or []
         if content is None and calls:
@@ -255,7 +256,7 @@ def messages_from(turns: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def tools_message(tools: Sequence[Any]) -> Message:
     """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise BadSample("tools: expected a list of objects, declarations in the OpenAI form", "bad_json")
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     return Message("system", (Text("\n".join(["# Tools", *lines])),))

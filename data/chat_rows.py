@@ -62,9 +62,12 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
             raise BadSample(f"{where}: {error}", "bad_json") from None
     if not any(message.role == "assistant" and message.weight > 0 for message in messages):
         raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
-    if row.get("tools"):
-        messages.insert(0, tools_message(row["tools"]))
-    return messages
+    if not row.get("tools"):
+        return messages
+    try:
+        return [tools_message(row["tools"]), *messages]
+    except DataError as error:
+        raise BadSample(f"{where}: {error}", "bad_json") from None
 
 
 def _turn(turn: Any, here: str) -> tuple[str, list[Part], Mapping[str, Any]]:

@@ -10,6 +10,7 @@ reader sees the words alone. `data/chat_parse.py` reads the whole message when i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from earlyfusion.data.tokenizer import Tokenizer
@@ -59,6 +60,11 @@ class ChatStream:
             return []
         self._pending = []
         return [(self.channel, text)] if text else []
+
+    def content(self, ids: Sequence[int]) -> str:
+        """Everything that is said in `ids`, without what is thought and called for."""
+        pieces = [piece for token in ids for piece in self.push(int(token))] + self.finish()
+        return "".join(text for channel, text in pieces if channel == "content")
 
     def finish(self) -> list[tuple[Channel, str]]:
         """What was held back, when no more ids come."""

@@ -33,9 +33,13 @@ SPECIAL_TOKENS = (BOS, EOS, PAD, OPEN, CLOSE, SEP, END_OF_MSG, MEDIA_BEGIN, MEDI
 
 # The message form of Kimi K3. `content` is a string, or a list of {"type": "text" | "image" | "video", ...} parts; one
 # <|media_pad|> stands for each picture until the processor repeats it as often as the picture has tokens. An assistant's
-# message with `reasoning_content` or `tool_calls` is written in channels: think, response, tools (data/chat.py).
+# message with `reasoning_content` or `tool_calls` is written in channels: think, response, tools (data/chat.py). `tools`,
+# declarations, are a system message before all others.
 CHAT_TEMPLATE = (
     "{{- bos_token -}}"
+    "{%- if tools -%}{{- '<|open|>message role=\"system\"<|sep|># Tools' -}}"
+    "{%- for tool in tools -%}{{- '\n' + tool|tojson -}}{%- endfor -%}"
+    "{{- '<|close|>message<|sep|><|end_of_msg|>' -}}{%- endif -%}"
     "{%- for message in messages -%}"
     "{{- '<|open|>message role=\"' + message['role'] + '\"' -}}"
     "{%- if message['role'] == 'tool' and message['name'] -%}"

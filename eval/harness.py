@@ -329,13 +329,14 @@ def evaluate_in_memory(
     batch_size: int = 16,
     batch_tokens: int = 4096,
     seed: int = 0,
+    chat: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
     tasks: "name", "name:form" or Task objects. data: task name -> path. The model's mode is restored; nothing is
-    written without `out` (a folder for this step).
+    written without `out` (a folder for this step). chat: as in OwnModel.
     """
-    wrapped = OwnModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens)
+    wrapped = OwnModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
     results = {}
     for given in tasks:
         task = build_by_name(given, TaskOptions(seed=seed), data or {}) if isinstance(given, str) else given

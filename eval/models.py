@@ -21,34 +21,33 @@ def open_model(
     dtype: str = "auto",
     batch_size: int = 16,
     batch_tokens: int = 4096,
-    chat: bool = False,
+    chat: bool | None = None,
     endpoint_model: str | None = None,
     exact: bool = False,
 ) -> Model:
     """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an answer does
-    not depend on what else is asked, bit for bit. Raises EvalError when there is no such model."""
+    not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a model directory as it was
+    trained, others without. Raises EvalError when there is no such model."""
     wanted = None if dtype == "auto" else DTYPES.get(dtype)
     if dtype != "auto" and wanted is None:
         raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
     if given.startswith(("http://", "https://")):
         from earlyfusion.eval.models_http import EndpointModel
 
-        return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=chat)
+        return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
     options: dict[str, Any] = {"device": usable_device(device), "dtype": wanted}
     options |= {"batch_size": batch_size, "batch_tokens": batch_tokens}
     if given.startswith("hf:"):
         from earlyfusion.eval.models_hf import load_hf
 
-        return _set(load_hf(given[3:], chat=chat, **options), exact)
-    if chat:
-        raise EvalError("--chat is for hf:... and endpoints; a model directory is asked with plain prompts")
+        return _set(load_hf(given[3:], chat=bool(chat), **options), exact)
     kind = _kind(Path(given))
     if kind != MODEL_TYPE:
         hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
         raise EvalError(f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}")
     from earlyfusion.eval.models_own import load_own
 
-    return _set(load_own(given, **options), exact)
+    return _set(load_own(given, chat=chat, **options), exact)
 
 
 def _set(model: Any, exact: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.data.chat import Message, encode_chat, template_of
+from earlyfusion.data.chat_stream import ChatStream
 from earlyfusion.data.encode import encode
-from earlyfusion.data.sample import Sample, Segment
+from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import (
     END_OF_MSG,
     MEDIA_BEGIN,
@@ -22,6 +25,7 @@ from earlyfusion.data.tokenizer import (
     Tokenizer,
 )
 from earlyfusion.eval.models_batch import Piece, TokenModel
+from earlyfusion.eval.protocol import Prompt
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import DecoderCache
 from earlyfusion.model.fusion import NativeFusion
@@ -34,6 +38,9 @@ POSITIONS = 1024
 ROWS = 16
 """On a CPU every row of tokens is filled up to a multiple of this. Matrix products of one to three rows, and exponentials
 in the tail of a vector, round differently: without it an answer's last bits would depend on what it is batched with."""
+
+_QUESTION = re.compile(r"\nQ: (.*)\nA:", re.DOTALL)
+"""A question as pretraining puts it (data/source_easy_vqa.py)."""
 
 
 class OwnSession:
@@ -118,7 +125,11 @@ class OwnSession:
 
 
 class OwnModel(TokenModel):
-    """A NativeFusion with its tokenizer. Documents begin with [BOS]; there is no longest prompt (no positions)."""
+    """A NativeFusion with its tokenizer. Documents begin with [BOS]; there is no longest prompt (no positions).
+
+    chat: prompts to continue are put as the user's message, and of the answer only what is said counts, not what is
+    thought (data/chat.py); what is scored stays as it is.
+    """
 
     capabilities = frozenset({"text", "image", "video", "score", "generate"})
 
@@ -131,8 +142,10 @@ class OwnModel(TokenModel):
         directory: Path | None = None,
         batch_size: int = 16,
         batch_tokens: int = 4096,
+        chat: bool = False,
     ) -> None:
         super().__init__(batch_size, batch_tokens)
+        self.chat = chat
         self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
         special = tokenizer.special_ids
         text = model.config.text
@@ -151,8 +164,20 @@ class OwnModel(TokenModel):
         encoded = encode(Sample(segments, "prompt", "0"), self.tokenizer, self.model.config.vision, eos=False)
         return Piece(tuple(encoded.ids.tolist()), encoded)
 
+    def encode_prompt(self, prompt: Prompt, shared: int = 0) -> Piece:
+        """See TokenModel; with `chat` an open document in which the assistant is to speak."""
+        if not self.chat:
+            return super().encode_prompt(prompt, shared)
+        encoded = encode_chat([Message("user", said(prompt))], self.tokenizer, self.model.config.vision)
+        return Piece(tuple(encoded.ids.tolist()), encoded if encoded.grids else None)
+
+    def _prefix(self, prompt: Prompt, shared: int, context: Piece) -> tuple[int, ...]:
+        return () if self.chat else super()._prefix(prompt, shared, context)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See TokenModel."""
+        if self.chat:
+            return ChatStream(self.tokenizer).content(ids)
         return self.tokenizer.decode(ids, skip_special=True)
 
     def fresh(self, sequences: int) -> OwnSession:
@@ -182,9 +207,18 @@ class OwnModel(TokenModel):
             "path": str(self.directory) if self.directory else None,
             "weights_sha256": files_hash(self.directory) if self.directory else tensors_hash(self.model),
             "tokenizer": self.tokenizer.hash,
+            **({"chat": True} if self.chat else {}),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+
+def said(prompt: Prompt) -> tuple[Segment, ...]:
+    """A prompt as the parts of a message: a question loses the form it has in pretraining ("Q: ... A:")."""
+    parts: list[Segment] = [Text(prompt)] if isinstance(prompt, str) else list(prompt)
+    if parts and isinstance(parts[-1], Text) and (asked := _QUESTION.fullmatch(parts[-1].text)):
+        parts[-1] = Text(asked[1])
+    return tuple(parts)
 
 
 def files_hash(directory: Path) -> str:
@@ -206,8 +240,16 @@ def tensors_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def load_own(directory: str | Path, *, device: str = "cpu", dtype: torch.dtype | None = None, **batch: int) -> OwnModel:
-    """Read a model directory. Raises ModelDirectoryError or DataError when it is not one."""
+def load_own(
+    directory: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    chat: bool | None = None,
+    **batch: int,
+) -> OwnModel:
+    """Read a model directory; chat None: as it was trained. Raises ModelDirectoryError or DataError when it is none."""
     folder = Path(directory)
     model = load_model(folder, device=device, dtype=dtype)
-    return OwnModel(model, Tokenizer.load(folder), name=folder.resolve().name, directory=folder, **batch)
+    chat = template_of(folder) == "chat" if chat is None else chat
+    return OwnModel(model, Tokenizer.load(folder), name=folder.resolve().name, directory=folder, chat=chat, **batch)

@@ -58,7 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16")
     add("--exact", action="store_true", help="one sequence in a call: the same bits whatever else is asked; slower")
-    add("--chat", action="store_true", help="put generation prompts as the user's message (hf:, http)")
+    add(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="put generation prompts as the user's message (default: as a model directory was trained, else no)",
+    )
     add("--endpoint-model", metavar="NAME", help="model name to ask an endpoint for (default its first)")
     add("--harness", choices=("own", "lm-eval"), default="own", help="lm-eval: run lm-evaluation-harness' tasks")
     add("--rescore", metavar="FILE", type=Path, help="extract again from published MMLU-Pro outputs; needs no model")

@@ -42,7 +42,13 @@ def tiles(length: int) -> tuple[tuple[int, int], ...]:
 
 
 def attend_in_tiles(
-    query_NXR: Tensor, last_NX1: Tensor, length: int, keys: Callable[[int, int], Tensor], rank: int, scale: float, seen: int = 0
+    query_NXR: Tensor,
+    last_NX1: Tensor,
+    length: int,
+    keys: Callable[[int, int], Tensor],
+    rank: int,
+    scale: float,
+    seen: int = 0,
 ) -> Tensor:
     """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in fp32.
 
@@ -93,6 +99,11 @@ class KdaStore(Protocol):
 
     def write(self, plan: Any, state_NHKV: Tensor, taps_NCW1: Tensor) -> None: ...
 
+    def decode(self, plan: Any, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
+        """One token of every sequence by a kernel that works on the memory in place, from the layer's projections (before
+        the convolution, whose weight is given): heads' outputs [N, H, V]. None: use `read` and `write`."""
+        ...
+
     def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
         """The layer's `joined_weights()`, perhaps remembered."""
         ...
@@ -132,6 +143,9 @@ class KdaMemory:
 
     def write(self, plan: Plan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         self.state_NHKV, self.taps_NCW1 = state_NHKV, taps_NCW1
+
+    def decode(self, plan: Plan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
+        return None
 
     def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
         return layer.joined_weights()

@@ -98,6 +98,10 @@ class KimiDeltaAttention(nn.Module):
         heads = (x_TD.shape[0], self.num_heads, self.head_dim)
         joint, weight = self.joined_weights() if memory is None else memory.joined(self)
         qkv, f, gate, beta = self._project(x_TD, joint)
+        if memory is not None and plan is not None and plan.single:
+            decoded = memory.decode(plan, qkv, f, beta, weight, self)
+            if decoded is not None:
+                return self.o_proj(self.o_norm(decoded, gate.view(heads)).flatten(1))
         state, taps = (None, None) if memory is None else memory.read(plan)
         step = plan is not None and plan.single and state is not None and taps is not None
         if step and taps is not None:

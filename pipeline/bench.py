@@ -16,6 +16,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "kernels": ("earlyfusion.pipeline.bench_kernels", "every kernel, beside fla and torch"),
     "data": ("earlyfusion.pipeline.bench_data", "reading, decoding and packing, beside webdataset"),
     "engine": ("earlyfusion.pipeline.bench_engine", "generation, beside transformers"),
+    "balance": ("earlyfusion.pipeline.bench_balance", "vision work of the ranks, at home and exchanged"),
 }
 
 

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.memory import KdaSlots
 from earlyfusion.model.engine.sampler import Needs
+from earlyfusion.model.engine.stores import KdaSlots
 from earlyfusion.pipeline.bench_engine_peer import our_model
 
 PAGE = 64

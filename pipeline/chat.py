@@ -18,7 +18,7 @@ from typing import TextIO
 
 from earlyfusion.data.chat import Message, Template, encode_chat, template_of
 from earlyfusion.data.chat_parse import parse_assistant
-from earlyfusion.data.chat_stream import ChatStream
+from earlyfusion.data.chat_stream import Channel, ChatStream
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.source_folder import PICTURES
@@ -26,7 +26,7 @@ from earlyfusion.data.tokenizer import Tokenizer, write_atomically
 from earlyfusion.eval.sandbox import Sandbox
 from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
+from earlyfusion.model.engine.request import Event, Request, RequestError, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.bench import BenchFormatter
@@ -79,6 +79,13 @@ class Printer:
             self.channel = channel
         self.out.write(text)
         self.out.flush()
+
+
+def _pieces(event: Event, stream: ChatStream | None) -> list[tuple[Channel, str]]:
+    """The text of one event by channel; without a stream (the qa form) all of it is content."""
+    if stream is None:
+        return [("content", event.text)]
+    return [piece for token in event.tokens for piece in stream.push(token.id)]
 
 
 class Conversation:
@@ -157,11 +164,8 @@ class Conversation:
                 for event in self.engine.step():
                     answer += event.text
                     ids += [token.id for token in event.tokens]
-                    if stream is None:
-                        printer.write("content", event.text)
-                    for token in event.tokens if stream is not None else ():
-                        for channel, text in stream.push(token.id):
-                            printer.write(channel, text)
+                    for channel, text in _pieces(event, stream):
+                        printer.write(channel, text)
         except KeyboardInterrupt:
             self.engine.cancel(request.id)
             while self.engine.has_work:

@@ -18,6 +18,11 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserEr
 # verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("earlyfusion.pipeline.pretrain", "train from scratch, vision and text from step one"),
+    "sft": ("earlyfusion.pipeline.sft", "fine-tune on chats: tools, thinking, zero-vision SFT"),
+    "rl": ("earlyfusion.rl.train", "joint vision-text reinforcement learning with verifiable rewards"),
+    "measure": ("earlyfusion.rl.measure_cmd", "held-out accuracy, p(correct), pass@k and calibration on the RL tasks"),
+    "rollouts": ("earlyfusion.rl.gallery_cmd", "the report of a reinforcement learning run, with its rollouts"),
+    "study": ("earlyfusion.rl.study.study_cmd", "studies with control arms: transfer from vision RL to text"),
     "generate": (
         "earlyfusion.pipeline.generate_cmd",
         "answer a prompt, with or without an image, from a model directory",
@@ -36,7 +41,14 @@ VERBS: dict[str, tuple[str, str]] = {
 
 def available() -> dict[str, tuple[str, str]]:
     """The verbs whose modules exist here."""
-    return {verb: entry for verb, entry in VERBS.items() if importlib.util.find_spec(entry[0]) is not None}
+    return {verb: entry for verb, entry in VERBS.items() if _exists(entry[0])}
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that is not there
+        return False
 
 
 def usage() -> str:

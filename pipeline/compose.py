@@ -25,6 +25,8 @@ from earlyfusion.pipeline.errors import UserError, did_you_mean
 from earlyfusion.pipeline.toml_text import to_toml
 
 RECIPES = Path(__file__).parent / "recipes"
+RL_RECIPES = Path(__file__).parent.parent / "rl" / "recipes"
+"""Shipped recipes: of the training stages, and of reinforcement learning (rl/recipe.py)."""
 LISTS_BY_NAME = ("stages", "data.sources")
 """Dotted paths of lists whose items merge by their `name`."""
 
@@ -48,9 +50,9 @@ class Change:
         return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the package."""
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+def recipe_names(folder: Path = RECIPES) -> list[str]:
+    """Names of the recipes that ship with the package, in one folder of them."""
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
@@ -58,9 +60,11 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
     given = str(name_or_path)
     path = Path(given)
     if not (given.endswith(".toml") or path.parent != Path(".")):
-        path = RECIPES / f"{given}.toml"
-        if not path.is_file():
-            raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, recipe_names())}")
+        found = [folder / f"{given}.toml" for folder in (RECIPES, RL_RECIPES) if (folder / f"{given}.toml").is_file()]
+        if not found:
+            known = [*recipe_names(), *recipe_names(RL_RECIPES)]
+            raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, known)}")
+        path = found[0]
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -44,6 +44,8 @@ class Evaluator:
 
     own_tasks: tuple[str, ...] = TASKS
     """Tasks that are methods of this class, by their name after an underscore."""
+    chat = False
+    """Whether the other tasks put their prompts as the user's message."""
 
     def __init__(self, config: RunConfig, fusion: NativeFusion, tokens: Tokenizer, runtime: Runtime, out: Path) -> None:
         for task in config.eval.tasks:
@@ -88,7 +90,9 @@ class Evaluator:
         return {"bits_per_byte": result.bits_per_byte, "gzip_bits_per_byte": result.gzip_bits_per_byte}
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
-        results = evaluate_in_memory(self.fusion, self.tokens, [task], limit, data=self.config.eval.data)
+        results = evaluate_in_memory(
+            self.fusion, self.tokens, [task], limit, data=self.config.eval.data, chat=self.chat
+        )
         for name, metrics in results.items():
             save_result(self.out, name, step, metrics)
         shown = ("score", "blind_score")

@@ -18,12 +18,13 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.arguments import parse_arguments
-from earlyfusion.pipeline.compose import load_config, recipe_hash, render
+from earlyfusion.pipeline.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
 from earlyfusion.pipeline.schedule import StageTable
+from earlyfusion.pipeline.sft_start import with_start
 from earlyfusion.pipeline.stage_data import describe_mix
 
 VISION_ROOMS = ("vision", "projector")
@@ -165,7 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parsed = parse_arguments(arguments, RunConfig, verb="plan", about="Print what a recipe will build and do.")
-    show_plan(load_config(parsed.recipes, parsed.overrides))
+    tree = compose(parsed.recipes, parsed.overrides)
+    # a later stage has no model of its own: it takes that of the directory it starts from
+    show_plan(validate(tree if "model" in tree else with_start(tree)))
     return EXIT_OK
 
 

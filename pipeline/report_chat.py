@@ -37,7 +37,9 @@ def chat_part(run: Run, image_source: ImageSource) -> str:
 def _loss_section(losses: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     if not losses:
         return ""
-    series = {name: _points(losses, lambda record, name=name: record["sources"].get(name, {}).get("loss")) for name in names}  # fmt: skip
+    series = {
+        name: _points([{"step": r["step"], **r["sources"].get(name, {})} for r in losses], "loss") for name in names
+    }
     drawing = line_chart(series, ylabel="nats a token", points=True, description="loss on held-out answers over steps")
     first, last = losses[0], losses[-1]
     rows = "".join(
@@ -58,9 +60,8 @@ def _number(record: Mapping[str, Any], name: str) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "–"
 
 
-def _points(records: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Any]) -> Series:
-    pairs = [(record["step"], read(record)) for record in records]
-    pairs = [(step, value) for step, value in pairs if isinstance(value, int | float)]
+def _points(records: Sequence[Mapping[str, Any]], key: str) -> Series:
+    pairs = [(record["step"], record[key]) for record in records if isinstance(record.get(key), int | float)]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
@@ -68,7 +69,7 @@ def _talk_section(run: Run, name: str, records: Sequence[Mapping[str, Any]], ima
     last = records[-1]
     drawing = ""
     if len(records) > 1:
-        series = {label: _points(records, lambda r, key=key: r.get(key)) for key, label in MEASURES.items()}
+        series = {label: _points(records, key) for key, label in MEASURES.items()}
         drawing = line_chart(series, ylabel="share", points=True, description=f"tool calls of {name} over steps")
     head = "".join(f"<th>{label}</th>" for label in MEASURES.values())
     kinds = {**last.get("by_kind", {}), "all": last}

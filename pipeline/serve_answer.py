@@ -215,4 +215,4 @@ def chat_calls(ids: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _finish(completion: Completion) -> str:
-    return "stop" if completion.finish_reason == "cancelled" else completion.finish_reason
+    return "stop" if completion.finish_reason in ("cancelled", "error") else completion.finish_reason

@@ -135,7 +135,8 @@ class ChatRequest(Common):
 
     def conversation(self, *, max_images: int) -> list[Message]:
         """The turns as messages with media decoded from their data URLs (base64 only; pictures stay encoded)."""
-        messages, media = [], 0
+        messages: list[Message] = []
+        media = 0
         for turn in self.messages:
             role = "system" if turn.role == "developer" else turn.role
             content: list[Segment] = []

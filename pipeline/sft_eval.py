@@ -35,6 +35,7 @@ class ChatEvaluator(Evaluator):
     """Adds the tasks of this file to those of pretraining."""
 
     own_tasks = (*Evaluator.own_tasks, "answer_loss", "tool_talks")
+    chat = True
 
     def _answer_loss(self, step: int, limit: int | None) -> dict[str, float]:
         results = {}
@@ -78,7 +79,7 @@ class ChatEvaluator(Evaluator):
                 yield document
 
     def _tool_talks(self, step: int, limit: int | None) -> dict[str, float]:
-        headline = {}
+        headline: dict[str, float] = {}
         limit = limit or self.config.eval.limits.get("tool_talks", PLAYED)
         for config in self.config.data.sources:
             source = self._source(config.name)

@@ -26,6 +26,7 @@ from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.records import AnswerRecord, GroupRecord
 from earlyfusion.rl.rewards import OnTop, Rewards, Scored, make_reward
 from earlyfusion.rl.tasks.problem import Task
+from earlyfusion.rl.tasks.rendering import render_text
 
 RIGHT = 0.999
 """Scores from here on count as right answers (length reward, Toggle)."""
@@ -105,34 +106,39 @@ def experience(
 
 
 def records(config: RLConfig, seen: Experience, update: int, limit: int) -> list[GroupRecord]:
-    """The first `limit` groups, as they are logged and shown."""
-    made = []
-    for group, (start, end) in list(zip(seen.groups, seen.bounds))[:limit]:
-        entry = config.tasks[group.ask.entry]
-        said = [
-            segment.text for segment in group.problem.prompt(entry.form, entry.thought) if isinstance(segment, Text)
-        ]
-        answers = [
-            AnswerRecord(
-                text=trajectory.completion.text, tokens=len(trajectory.ids), score=float(seen.scores_N[n]),
-                reward=float(seen.rewards_N[n]), advantage=float(seen.advantages_N[n]),
-                logprob=sum(trajectory.completion.logprobs), finish=trajectory.completion.finish_reason,
-                status=seen.scored[n].status,
-            )
-            for n, trajectory in zip(range(start, end), group.trajectories)
-        ]  # fmt: skip
-        picture = group.problem.picture if entry.form == "picture" else None
-        made.append(
-            GroupRecord(
-                update,
-                entry.name,
-                entry.form,
-                group.problem.key,
-                entry.difficulty,
-                "".join(said),
-                group.problem.target,
-                answers,
-                picture,
-            )  # fmt: skip
+    """`limit` groups, as they are logged and shown: of every entry in turn, the worst, the best, the next worst, ..."""
+    chosen: list[int] = []
+    lines = [_extremes(seen, entry) for entry in range(len(config.tasks))]
+    while any(lines) and len(chosen) < limit:
+        chosen += [line.pop(0) for line in lines if line]
+    return [_record(config, seen, update, g) for g in chosen[:limit]]
+
+
+def _extremes(seen: Experience, entry: int) -> list[int]:
+    """Groups of an entry: lowest mean score, highest, second lowest, ..."""
+    own = [g for g, group in enumerate(seen.groups) if group.ask.entry == entry]
+    own.sort(key=lambda g: float(seen.scores_N[slice(*seen.bounds[g])].mean()))
+    return [own[i // 2] if i % 2 == 0 else own[-1 - i // 2] for i in range(len(own))]
+
+
+def _record(config: RLConfig, seen: Experience, update: int, g: int) -> GroupRecord:
+    group, (start, end) = seen.groups[g], seen.bounds[g]
+    entry, problem = config.tasks[group.ask.entry], group.problem
+    said = [segment.text for segment in problem.prompt(entry.form, entry.thought) if isinstance(segment, Text)]
+    answers = [
+        AnswerRecord(
+            text=trajectory.completion.text,
+            tokens=len(trajectory.ids),
+            score=float(seen.scores_N[n]),
+            reward=float(seen.rewards_N[n]),
+            advantage=float(seen.advantages_N[n]),
+            logprob=sum(trajectory.completion.logprobs),
+            finish=trajectory.completion.finish_reason,
+            status=seen.scored[n].status,
         )
-    return made
+        for n, trajectory in zip(range(start, end), group.trajectories)
+    ]
+    shown = {"picture": problem.picture, "rendered": render_text(problem.description)}.get(entry.form)
+    return GroupRecord(
+        update, entry.name, entry.form, problem.key, entry.difficulty, "".join(said), problem.target, answers, shown
+    )

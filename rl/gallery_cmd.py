@@ -1,6 +1,6 @@
 """earlyfusion rollouts OUT: make the report of a reinforcement learning run again, from its folder alone.
 
-    earlyfusion rollouts runs/rl --each 4
+    earlyfusion rollouts runs/rl --each 6
 
 Works while the run goes on, after it, and on a copied folder; no model is loaded.
 """
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     made.add_argument("out", type=Path, metavar="OUT", help="the --out folder of the run")
-    made.add_argument("--each", type=_positive, default=2, help="pictures of one sort (best, worst, ...) and kind")
+    made.add_argument("--each", type=_positive, default=3, help="pictures of one sort (best, worst, ...) and kind")
     return made
 
 

@@ -95,15 +95,19 @@ def rows(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
 class Learner:
     """Computes gradients of `model` from experience.
 
-    temperature of the policy in the loss is the one that sampled. At temperature 1 without top_p and min_p, pi_old is
-    compared over the whole vocabulary; else over what could be drawn (tokens that are banned have next to no mass).
-    reference: a frozen model for objective.kl_coef, or None.
+    The policy in the loss is the one that sampled: at its temperature, over the tokens that may be drawn (`silent`
+    ids never are). With top_p or min_p the sampler's distribution has holes that a gradient must not see: then pi_old is
+    the trainer's own, from a pass before the first update. reference: a frozen model for objective.kl_coef, or None.
     """
 
     def __init__(
-        self, config: RLConfig, model: NativeFusion, runtime: Runtime, reference: NativeFusion | None = None
-    ) -> None:
+        self, config: RLConfig, model: NativeFusion, runtime: Runtime, reference: NativeFusion | None = None,
+        silent: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.config, self.model, self.runtime, self.reference = config, model, runtime, reference
+        self.silent_S = torch.tensor(sorted(silent), dtype=torch.int64, device=runtime.device)
+        whole = config.rollout.top_p == 1.0 and config.rollout.min_p == 0.0
+        self.own_old = config.train.old_policy == "trainer" or config.correction.mode != "none" or not whole
         self.replay = config.rollout.replay_routing
         self._old: dict[int, Tensor] = {}
         self._ref: dict[int, Tensor] = {}
@@ -125,7 +129,23 @@ class Learner:
             logp_T, entropy_T = resolve("token_log_probs", hidden_TD.device)(
                 hidden_TD, model.decoder.head_weight(), labels_T, temperature=temperature
             )
-        return logp_T.index_select(0, places.positions_M), entropy_T.index_select(0, places.positions_M)
+        hidden_UD = hidden_TD.index_select(0, places.positions_M)
+        logp_U = logp_T.index_select(0, places.positions_M)
+        logp_U = self._without_silent(model, hidden_UD, places.ids_M, logp_U, temperature)
+        return logp_U, entropy_T.index_select(0, places.positions_M)
+
+    def _without_silent(
+        self, model: NativeFusion, hidden_UD: Tensor, ids_U: Tensor, logp_U: Tensor, temperature: float
+    ) -> Tensor:
+        """log pi(id) - log(1 - pi(silent ids)): over what the sampler may draw. The softmax's normaliser comes from the
+        chosen token's own logit, so only a few columns of the vocabulary are needed."""
+        if not self.silent_S.numel():
+            return logp_U
+        head_VD = model.decoder.head_weight()
+        own_U = (hidden_UD.float() * head_VD.index_select(0, ids_U).float()).sum(1) / temperature
+        silent_US = hidden_UD.float() @ head_VD.index_select(0, self.silent_S).float().T / temperature
+        mass_U = (silent_US - (own_U - logp_U).unsqueeze(1)).exp().sum(1)
+        return logp_U - torch.log1p(-mass_U.clamp(max=1 - 1e-6))
 
     @staticmethod
     def _embed(model: NativeFusion, row: Sequence[Piece], packed: Row, prompts: dict[int, Any]) -> Tensor:
@@ -153,8 +173,7 @@ class Learner:
         """Log-probabilities that must be known before the first update: of the trainer's own old policy, where the
         objective or the correction asks for it, and of the reference. Returns the largest |trainer - engine|."""
         self._old, self._ref, largest = {}, {}, 0.0
-        own = self.config.train.old_policy == "trainer" or self.config.correction.mode != "none"
-        wanted: list[tuple[NativeFusion, dict[int, Tensor]]] = [(self.model, self._old)] if own else []
+        wanted: list[tuple[NativeFusion, dict[int, Tensor]]] = [(self.model, self._old)] if self.own_old else []
         if self.config.objective.kl_coef and self.reference is not None:
             wanted.append((self.reference, self._ref))
         for model, kept in wanted:
@@ -163,7 +182,7 @@ class Learner:
                 for piece, part in zip(row, logp_U.cpu().split([len(p.trajectory.ids) for p in row])):
                     kept.update(dict.fromkeys(piece.answers, part))
                     if model is self.model:
-                        engine = _sampler_logp(piece.trajectory, temperature, self.config)
+                        engine = _sampler_logp(piece.trajectory)
                         largest = max(largest, float((part - engine).abs().max()))
         return largest
 
@@ -209,11 +228,10 @@ class Learner:
         segments = Segments.from_lengths([len(piece.trajectory.ids) for piece, _ in order])
         numbers = [n for _, n in order]
         flat = [t for g in seen.groups for t in g.trajectories]
-        engine_M = torch.cat([_sampler_logp(flat[n], temperature, self.config) for n in numbers]).to(device)
+        engine_M = torch.cat([_sampler_logp(flat[n]) for n in numbers]).to(device)
         mask_M = torch.cat([mask[n] for n in numbers]).to(device)
         logp_M, weight_M = logp_U.index_select(0, index_M), None
-        trainer = self.config.train.old_policy == "trainer" or self.config.correction.mode != "none"
-        old_M = torch.cat([self._old[n] for n in numbers]).to(device) if trainer else engine_M
+        old_M = torch.cat([self._old[n] for n in numbers]).to(device) if self.own_old else engine_M
         if self.config.correction.mode != "none":
             correction = importance_weights(self.config.correction, old_M, engine_M, segments, mask_M)
             weight_M = correction.weight_T
@@ -268,11 +286,9 @@ def _without_patches(trajectory: Trajectory) -> Trajectory:
     return Trajectory(TokenPrompt(torch.as_tensor(prompt.ids), None, (), places), trajectory.completion)
 
 
-def _sampler_logp(trajectory: Trajectory, temperature: float, config: RLConfig) -> Tensor:
-    """fp32 log-probabilities of the answer's tokens under the policy that sampled, as the trainer can compute them."""
-    whole = temperature == 1.0 and config.rollout.top_p == 1.0 and config.rollout.min_p == 0.0
-    completion = trajectory.completion
-    return torch.tensor(completion.logprobs1 if whole else completion.logprobs, dtype=torch.float32)
+def _sampler_logp(trajectory: Trajectory) -> Tensor:
+    """fp32 log-probabilities of the answer's tokens under the distribution they were drawn from."""
+    return torch.tensor(trajectory.completion.logprobs, dtype=torch.float32)
 
 
 def minibatches(count: int, parts: int, order: Callable[[int], list[int]]) -> list[list[int]]:

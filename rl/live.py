@@ -26,6 +26,7 @@ BARS = "▁▂▃▄▅▆▇█"
 PHASES = ("rollout", "score", "train", "other")
 REFRESH_S = 0.25  # redraws are this far apart: a fast run spends its time on training
 REMEMBERED = 2048  # values of one curve; beyond, neighbours are averaged in pairs
+SMOOTHING = 0.9  # of the seconds of an update, for the time left
 PLAIN_ENTRIES = 6  # kinds of prompts told one by one in a plain line
 _COLOURS = {"rollout": "cyan", "score": "magenta", "train": "green", "other": "bright_black"}
 
@@ -84,6 +85,7 @@ class LiveView:
         self._live: Live | None = None
         self._drawn = float("-inf")
         self._began: tuple[float, int] | None = None
+        self._each, self._weight = 0.0, 0.0
 
     def update(self, update: int, record: Mapping[str, Any]) -> None:
         """Show the numbers of finished update `update` (counted from 1)."""
@@ -97,6 +99,10 @@ class LiveView:
                     self._all.add(value)
                 elif key.startswith("reward/"):
                     self._rewards.setdefault(key.removeprefix("reward/"), Curve()).add(value)
+        rate = self._record.get("updates_per_min", 0.0)
+        if rate > 0 and "updates_per_min" in record:
+            self._each = SMOOTHING * self._each + (1 - SMOOTHING) * 60 / rate
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         if self.console.quiet:
             return
         if not self.console.is_terminal:
@@ -125,10 +131,9 @@ class LiveView:
             self._live = None
 
     def seconds_left(self) -> float | None:
-        """From the record's updates_per_min, else from the clock; None while nothing is known."""
-        rate = self._record.get("updates_per_min")
-        if rate is not None and rate > 0:
-            each = 60 / rate
+        """From the records' updates_per_min (a moving average), else from the clock; None while nothing is known."""
+        if self._weight:
+            each = self._each / self._weight
         elif self._began is not None and self.number > self._began[1]:
             each = (time.monotonic() - self._began[0]) / (self.number - self._began[1])
         else:
@@ -143,7 +148,8 @@ class LiveView:
         return {phase: value / whole for phase, value in known.items()} if whole > 0 else {}
 
     def facts(self) -> list[list[str]]:
-        """The numbers besides the rewards: the answers, the training, the machine."""
+        """The numbers besides the rewards: the answers, the training, the machine; then what went wrong and was contained
+        (rewards that failed, prompts left out), where anything did."""
         has = self._format
         length = has("length", "length {:.1f}")
         extra = [has("length_max", "max {:.0f}"), has("cut", "cut {:.1%}")]
@@ -164,7 +170,10 @@ class LiveView:
         machine = [has("tokens_per_s", "{:,.0f} tok/s"), has("samples_per_s", "{:,.1f} answers/s")]
         machine += [has("updates_per_min", "{:.1f} updates/min"), has("memory_gib", "{:.2f} GiB")]
         machine += [has("engine_idle", "engine idle {:.0%}")]
-        return [[text for text in row if text] for row in (answers, training, machine)]
+        trouble = [
+            has(key, f"{key} {{:,.0f}}") for key in sorted(self._record) if key.startswith(("rewards/", "prompts/"))
+        ]
+        return [[text for text in row if text] for row in (answers, training, machine, trouble)]
 
     def _format(self, key: str, form: str) -> str:
         value = self._record.get(key)

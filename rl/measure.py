@@ -33,6 +33,8 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.engine.engine import _house as house_of
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
+from earlyfusion.rl.measure_files import load_measured as load_measured
+from earlyfusion.rl.measure_files import write_measured as write_measured
 from earlyfusion.rl.measure_forward import Reading, Written, forced, write
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.records import Measured
@@ -42,8 +44,9 @@ from earlyfusion.rl.tasks.registry import make_task
 SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
 SOLVED_ELSE = 0.999
-TRIES_EACH = 20
-"""Draws for each problem wanted; a task whose held-out side is small gives fewer problems, never one twice."""
+IN_VAIN = 100
+"""Draws in a row that bring no new problem, after which a task's held-out side counts as used up: fewer problems, none
+twice."""
 SEED_STEP = 1_000_003
 ANSWER_MARK = "answer:"
 """What stands between a thought and its answer (Problem.solution)."""
@@ -97,6 +100,20 @@ class Asked:
         )
         target = dict(zip(known, wanted))
         return [self._record(i, greedy[i], target.get(i)) for i in range(len(self.questions))]
+
+    def entropy(self, temperature: float = 1.0) -> float:
+        """Mean over the problems of the mean entropy along the greedy answer, nats."""
+        states = [done.states for done in self.greedy if done.states is not None]
+        scored = token_log_probs(self.model, states, [done.ids for done in self.greedy], temperature)
+        return sum(float(entropies.mean()) for _, entropies in scored) / len(scored)
+
+    def only(self, label: str) -> Asked:
+        """The part of one entry. Raises DataError for a label that was not asked."""
+        chosen = [i for i, question in enumerate(self.questions) if question.entry.label == label]
+        if not chosen:
+            raise DataError(f"{label!r} was not measured; known: {sorted({q.entry.label for q in self.questions})}")
+        parts = (self.questions, self.greedy, self.samples, self.marks, self.target_MD)
+        return Asked(self.model, *([part[i] for i in chosen] for part in parts))  # type: ignore[arg-type]
 
     def _record(self, i: int, greedy: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor] | None) -> Measured:
         question, problem = self.questions[i], self.questions[i].problem
@@ -181,11 +198,13 @@ def held_out(entry: TaskEntry, problems: int, seed: int) -> tuple[Task, list[Pro
     """The task and up to `problems` different held-out problems; no two with the same words and question."""
     task = make_task(entry.name, **entry.options)
     found: dict[tuple[str, str], Problem] = {}
-    for number in range(problems * TRIES_EACH):
+    number = vain = 0
+    while len(found) < problems and vain < IN_VAIN:
         problem = task.sample(seed * SEED_STEP + number, "test", entry.difficulty)
+        known = len(found)
         found.setdefault((problem.description, problem.question), problem)
-        if len(found) == problems:
-            break
+        vain = vain + 1 if len(found) == known else 0
+        number += 1
     return task, list(found.values())
 
 

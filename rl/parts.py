@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from earlyfusion.pipeline.compose import dump, render
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.pipeline.step import drop_frozen_gradients
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.rl import measure
@@ -100,7 +102,7 @@ class Kit:
         self.engine = self._engine()
         self.collector = Collector(config, self.book, self.engine, runtime)
         self.rewards: Rewards = build_rewards(config.reward, self.book.tasks, config.run.seed)
-        self.learner = Learner(config, model, runtime, reference)
+        self.learner = Learner(config, model, runtime, reference, sorted(self.engine.house.silent))
         self.generator = torch.Generator().manual_seed(config.run.seed + 7919 * runtime.rank)
         self.loader: Loader | None = self._loader()
         self.rollouts: RolloutLog | None = None
@@ -283,6 +285,9 @@ class Kit:
             "sources": {}, "evals": {},
         }  # fmt: skip
         directory = save_model(self.model, self.tokenizer, self.out / "model", facts)
+        facts_shown = {key: facts[key] for key in ("name", "steps", "seconds", "device", "precision", "seed")}
+        facts_shown["parameters"] = sum(p.numel() for p in self.model.parameters())
+        write_text(self.out / "facts.json", json.dumps(facts_shown, indent=1))
         template = self.folder / "chat_template.jinja"
         if template.is_file():
             shutil.copy(template, directory / template.name)

@@ -21,11 +21,18 @@ from earlyfusion.pipeline.report_charts import Series, line_chart
 from earlyfusion.pipeline.track import duration
 from earlyfusion.rl.live import PHASES
 from earlyfusion.rl.report_gallery import STYLE, data_uri, gallery_part
-from earlyfusion.rl.report_measured import ALL, Record, changes, measured_part, read_measured, redraw
+from earlyfusion.rl.report_measured import (
+    ALL,
+    TOGETHER,
+    Record,
+    changes,
+    charts_by_task,
+    measured_part,
+    read_measured,
+    redraw,
+)
 from earlyfusion.rl.rollout_log import read_rollouts
 
-TOGETHER = 8
-"""Kinds of prompts drawn in one chart; more are drawn task by task."""
 _SPLIT_COLOURS = {"rollout": "#3aa6c2", "score": "#8b5cc7", "train": "#2a9d6e", "other": "#8a93a5"}
 CHARTS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("Length of an answer, tokens", "tokens", ("length", "length_max"), False),
@@ -39,6 +46,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("Gradient norm before clipping", "norm", ("grad_norm",), True),
     ("Learning rate", "lr", ("lr",), False),
     ("Sampling temperature", "temperature", ("temperature",), False),
+    ("Answers carried over to the next update", "answers", ("carried",), False),
     ("Loss on curated data (PTX)", "nats a token", ("ptx_loss",), False),
 )
 SPEED: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
@@ -49,7 +57,7 @@ SPEED: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
 )
 
 
-def write_rl_report(out: str | Path, *, each: int = 2) -> Path:
+def write_rl_report(out: str | Path, *, each: int = 3) -> Path:
     """Write OUT/report.html and return its path. each: pictures of one sort and kind of prompt in the gallery.
 
     Raises FileNotFoundError when OUT is no folder.
@@ -57,13 +65,9 @@ def write_rl_report(out: str | Path, *, each: int = 2) -> Path:
     run = read_run(out)
     measured, rollouts = read_measured(run.directory), read_rollouts(run.directory)
     options = task_options(run.recipe)
-    gallery = gallery_part(
-        rollouts,
-        measured,
-        logged=lambda record: _image_source(run, record.get("image")),
-        redrawn=lambda record: None if (picture := redraw(record, options)) is None else data_uri(picture),
-        each=each,
-    )
+    redrawn = lambda record: None if (picture := redraw(record, options)) is None else data_uri(picture)
+    logged = lambda record: _image_source(run, record.get("image")) or redrawn(record)
+    gallery = gallery_part(rollouts, measured, logged=logged, redrawn=redrawn, each=each)
     parts = [rewards_part(run), measured_part(measured), answers_part(run), time_part(run), gallery]
     parts += [_diary_part(run), _recipe_part(run)]
     title = html.escape(str(run.facts.get("name", run.directory.resolve().name)))
@@ -115,7 +119,7 @@ def cards_part(run: Run, measured: Mapping[int, Sequence[Record]]) -> str:
         cards.append((f"{max(updates):,.0f}", "updates"))
     seconds = phase_seconds(run)
     if seconds:
-        cards.append((duration(sum(seconds.values())), "rollouts, scoring and training"))
+        cards.append((_told(sum(seconds.values())), "rollouts, scoring and training"))
     idle = run.series("engine_idle")[1]
     if idle:
         cards.append((f"{100 * sum(idle) / len(idle):.1f} %", "engine idle, mean"))
@@ -124,9 +128,21 @@ def cards_part(run: Run, measured: Mapping[int, Sequence[Record]]) -> str:
 
 
 def phase_seconds(run: Run) -> dict[str, float]:
-    """Phase -> seconds over all logged updates; phases that were not measured are left out."""
-    totals = {phase: run.series(f"time/{phase}_s")[1] for phase in PHASES}
-    return {phase: sum(values) for phase, values in totals.items() if values}
+    """Phase -> seconds of the whole run: the mean of the logged updates times the number of updates. Phases that were
+    not measured are left out."""
+    updates = max((record["step"] for record in run.events("train")), default=0)
+    logged = {phase: run.series(f"time/{phase}_s")[1] for phase in PHASES}
+    return {phase: updates * sum(values) / len(values) for phase, values in logged.items() if values}
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+
+
+def _marks(run: Run) -> list[float]:
+    """Updates that the guard spoke of or refused."""
+    refused = [step for step, count in zip(*run.series("refused")) if count]
+    return sorted({*(record["step"] for record in run.events("guard")), *refused})
 
 
 def _section(title: str, note: str, body: str) -> str:
@@ -139,15 +155,15 @@ def _figure(title: str, drawing: str) -> str:
 
 def rewards_part(run: Run) -> str:
     """Reward and score of each kind of prompt over updates."""
-    marks = [record["step"] for record in run.events("guard")]
+    marks = _marks(run)
     figures = []
     for key, title in (("reward", "Reward"), ("score", "Score of the task alone")):
         series = {name.removeprefix(f"{key}/"): run.series(name) for name in run.keys(f"{key}/")}
         if run.series(key)[0] and len(series) != 1:
-            series = {ALL: run.series(key), **series}
+            series[ALL] = run.series(key)  # last, so that a kind of prompt keeps its colour in both charts
         if not series or (key == "score" and _same(run, series)):
             continue
-        for heading, curves in _charts(series, title):
+        for heading, curves in charts_by_task(series, title):
             size = (8.8, 3.1) if len(series) <= TOGETHER else (4.8, 2.3)
             drawing = line_chart(
                 curves, ylabel=key, smoothing=True, marks=marks, size=size, description=f"{title} over updates"
@@ -166,19 +182,9 @@ def _same(run: Run, scores: Mapping[str, Series]) -> bool:
     return all(curve == run.series("reward" if label == ALL else f"reward/{label}") for label, curve in scores.items())
 
 
-def _charts(series: Mapping[str, Series], title: str) -> list[tuple[str, dict[str, Series]]]:
-    """(heading, curves) of one chart for all, or of one for each task when there are too many curves to tell apart."""
-    if len(series) <= TOGETHER:
-        return [(title, dict(series))]
-    charts: dict[str, dict[str, Series]] = {}
-    for label, curve in series.items():
-        charts.setdefault(label.split("/")[0], {})[label] = curve
-    return [(f"{title}: {name}", curves) for name, curves in charts.items()]
-
-
 def _number_charts(run: Run, charts: Sequence[tuple[str, str, tuple[str, ...], bool]]) -> list[str]:
     figures = []
-    marks = [record["step"] for record in run.events("guard")]
+    marks = _marks(run)
     for title, ylabel, keys, log in charts:
         series = {key: run.series(key) for key in keys if run.series(key)[0]}
         values = [value for _, ys in series.values() for value in ys]
@@ -211,7 +217,17 @@ def answers_part(run: Run) -> str:
     figures = _number_charts(run, CHARTS)
     body = f'<div class="row">{"".join(figures)}</div>' if figures else ""
     note = "Entropy that falls to 0, or a mismatch that grows, are the usual first signs of trouble."
-    return _section("Inside the training", note, body + _constants(run, CHARTS))
+    return _section("Inside the training", note, body + _constants(run, CHARTS) + _trouble(run))
+
+
+def _trouble(run: Run) -> str:
+    """What went wrong and was contained: counts of the whole run."""
+    told = []
+    for prefix, title in (("rewards/", "reward calls that failed"), ("prompts/", "prompts left out")):
+        counts = {key.removeprefix(prefix): run.last(key) or 0.0 for key in run.keys(prefix)}
+        if counts:
+            told.append(title + ": " + ", ".join(f"{name} {count:,.0f}" for name, count in counts.items()))
+    return f'<p class="note">Contained and counted: {html.escape("; ".join(told))}.</p>' if told else ""
 
 
 def time_part(run: Run) -> str:
@@ -225,9 +241,7 @@ def time_part(run: Run) -> str:
             f"{phase if value > 0.08 * whole else ''}</div>"
             for phase, value in seconds.items()
         )
-        told = " · ".join(
-            f"{phase} {100 * value / whole:.1f} % ({duration(value)})" for phase, value in seconds.items()
-        )
+        told = " · ".join(f"{phase} {100 * value / whole:.1f} % ({_told(value)})" for phase, value in seconds.items())
         body = f'<div class="split">{strips}</div><p class="note">{told}</p>'
     series = {phase: run.series(f"time/{phase}_s") for phase in seconds}
     figures = []
@@ -238,4 +252,5 @@ def time_part(run: Run) -> str:
         figures.append(_figure("Seconds of an update", drawing))
     figures += _number_charts(run, SPEED)
     body += f'<div class="row">{"".join(figures)}</div>' if figures else ""
-    return _section("Time and memory", "Sums over the logged updates.", body + _constants(run, SPEED))
+    note = "The whole run, from the logged updates; engine idle: share of the rollout's time in which it had nothing to do."
+    return _section("Time and memory", note, body + _constants(run, SPEED))

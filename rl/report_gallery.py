@@ -26,11 +26,12 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | 
 STYLE = """
 .cards2{display:grid;grid-template-columns:repeat(auto-fill,minmax(290px,1fr));gap:14px;align-items:start}
 .cards2 .picture img{height:170px;image-rendering:pixelated}
-.cards2 table{width:100%}.cards2 td,.cards2 th{padding:2px 8px 2px 0}
-.cards2 td:first-child{width:100%;overflow-wrap:anywhere}
+.cards2 table{width:100%;margin-top:4px}.cards2 td,.cards2 th{padding:2px 0 2px 10px;white-space:nowrap;text-align:right}
+.cards2 td:first-child,.cards2 th:first-child{width:100%;padding-left:0;text-align:left;white-space:normal}
+.cards2 td:not(:first-child){overflow-wrap:normal}.card b{font-size:20px;white-space:nowrap}
 .said,.asked{white-space:pre-wrap;max-height:9em;overflow:auto;overflow-wrap:anywhere}
-.asked{color:var(--muted);margin-bottom:4px}.tag{float:right;color:var(--muted);font-size:12px}
-.wide{overflow-x:auto}.muted-cell{color:var(--muted)}
+.asked{color:var(--muted);margin-bottom:4px}.tag{display:block;text-align:right;color:var(--muted);font-size:12px}
+.wide{overflow-x:auto}.wide td,.wide th{white-space:nowrap;padding-right:12px}.muted-cell{color:var(--muted)}
 .split{display:flex;height:22px;border-radius:6px;overflow:hidden;margin:10px 0 6px}
 .split div{color:#fff;font-size:12px;line-height:22px;text-align:center;overflow:hidden;white-space:nowrap}
 details.kind{background:var(--paper);border:1px solid var(--line);border-radius:10px;padding:14px 22px;margin-top:12px}
@@ -57,7 +58,7 @@ def gallery_part(
     *,
     logged: Picture,
     redrawn: Picture,
-    each: int = 2,
+    each: int = 3,
 ) -> str:
     """The gallery, one folding part for each kind of prompt. logged, redrawn: pictures of rollouts and of measured
     problems. each: cards of one sort."""
@@ -83,7 +84,7 @@ def gallery_part(
 
 
 def _summary(groups: Sequence[Record], pairs: Sequence[Pair]) -> str:
-    told = [f"{len(groups):,} groups logged"] if groups else []
+    told = [f"{len(groups):,} group{'s' if len(groups) > 1 else ''} logged"] if groups else []
     if pairs:
         won = sum(bool(after.get("solved")) and not before.get("solved") for before, after in pairs)
         lost = sum(bool(before.get("solved")) and not after.get("solved") for before, after in pairs)
@@ -119,11 +120,12 @@ def _answers(group: Record) -> list[dict[str, Any]]:
 def sorts(groups: Sequence[Record], each: int) -> dict[str, list[Record]]:
     """best, worst and divided groups, no group in two of them; newer ones first among equals."""
     late = sorted(later_half(groups), key=lambda group: -group["update"])
+    share = min(each, -(-len(late) // 3))
     chosen: dict[str, list[Record]] = {}
     taken: set[int] = set()
     for name, key in (("worst", mean_score), ("best", lambda g: -mean_score(g)), ("divided", lambda g: -spread(g))):
         left = [group for group in late if id(group) not in taken and (name != "divided" or spread(group) > 0)]
-        chosen[name] = sorted(left, key=key)[: min(each, -(-len(late) // 2)) if name != "divided" else each]
+        chosen[name] = sorted(left, key=key)[:share]
         taken |= {id(group) for group in chosen[name]}
     return chosen
 
@@ -181,7 +183,7 @@ def _answer_row(line: tuple[Any, ...], count: int) -> str:
         f"<td>{value:{form}}</td>" if is_number(value) else "<td>–</td>"
         for value, form in ((score, ".2f"), (reward, ".2f"), (advantage, "+.2f"))
     )
-    return f'<tr><td class="{tone}"><div class="said">{show(text) or "(nothing)"}</div>{aside}</td><td>{count}</td>{numbers}</tr>'
+    return f'<tr><td class="{tone}"><div class="said">{show(text) or "(nothing)"}{aside}</div></td><td>{count}</td>{numbers}</tr>'
 
 
 def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:

@@ -33,6 +33,8 @@ Record = dict[str, Any]
 Pair = tuple[Record, Record]
 _NAME = re.compile(r"update-(\d+)\.jsonl")
 ALL = "all"
+TOGETHER = 8
+"""Kinds of prompts drawn in one chart; more are drawn task by task."""
 
 
 def read_measured(out: Path) -> dict[int, list[Record]]:
@@ -64,6 +66,8 @@ def split_key(key: str) -> tuple[str, str, str, str]:
 
 def label_of(record: Mapping[str, Any]) -> str:
     """The entry that a measurement or a logged group belongs to, as TaskEntry.label writes it."""
+    if isinstance(record.get("label"), str) and record["label"]:
+        return str(record["label"])
     try:
         level = split_key(str(record.get("key", "")))[2]
     except ValueError:
@@ -180,7 +184,7 @@ def measured_part(measured: Mapping[int, Sequence[Record]]) -> str:
         f"Greedy answers to the same held-out problems after update {first:,} and after update {last:,}; scores in points "
         "of 100. The interval is that of the paired difference (95 %, Student t; forms of one problem count as one); p is "
         "of the sign-flip test, after Holm over the kinds of problems. “Gain” and “loss” stand only where the interval "
-        "excludes 0. It speaks of other problems of these kinds, not of other training seeds."
+        "excludes 0. → right, → wrong: problems solved only after, only before. It all speaks of other problems of these kinds, not of other training seeds."
     )
     body = _table(rows) + (_curves(measured) if len(measured) > 2 else "")
     return f'<section><h2>Before and after, on held-out problems</h2><p class="note">{note}</p>{body}</section>'
@@ -188,7 +192,7 @@ def measured_part(measured: Mapping[int, Sequence[Record]]) -> str:
 
 def _table(rows: Sequence[Change]) -> str:
     with_samples = any(math.isfinite(value) for row in rows for value in row.sampled)
-    names = ["problems", "n", "before", "after", "change", "95 %", "p", "", "wrong→right", "right→wrong", "p(target)"]
+    names = ["problems", "n", "before", "after", "change", "95 %", "p", "", "→ right", "→ wrong", "p(target)"]
     names += ["entropy"] + (["best sample"] if with_samples else [])
     head = "".join(f"<th>{name}</th>" for name in names)
     claims = holm([row.p for row in rows if row.label != ALL])
@@ -204,7 +208,8 @@ def _row(row: Change, ps: Mapping[str, float], with_samples: bool) -> str:
     elif delta.se == 0:
         interval = "[none changed]" if delta.value == 0 else "[all changed alike]"
     else:
-        interval = f"[{100 * delta.low:+.1f}, {100 * delta.high:+.1f}]"
+        low, high = max(-1.0, delta.low), min(1.0, delta.high)  # scores lie in [0, 1], and so do their differences
+        interval = f"[{100 * low:+.1f}, {100 * high:+.1f}]"
     cells = [html.escape(row.label), f"{delta.n:,}", _points(row.before), _points(row.after)]
     cells += [f"{100 * delta.value:+.1f}", interval, p_text(ps.get(row.label, row.p))]
     cells += [f'<span class="{style}">{row.verdict}</span>', str(row.won), str(row.lost)]
@@ -221,17 +226,28 @@ def _arrow(values: tuple[float, float], digits: int, scale: float = 100.0) -> st
     return " → ".join(texts)
 
 
+def charts_by_task(series: Mapping[str, Series], title: str) -> list[tuple[str, dict[str, Series]]]:
+    """(heading, curves) of one chart for all, or of one for each task when there are too many curves to tell apart."""
+    if len(series) <= TOGETHER:
+        return [(title, dict(series))]
+    charts: dict[str, dict[str, Series]] = {}
+    for label, curve in series.items():
+        charts.setdefault(label.split("/")[0], {})[label] = curve
+    return [(f"{title}: {name}", curves) for name, curves in charts.items()]
+
+
 def _curves(measured: Mapping[int, Sequence[Record]]) -> str:
-    series: dict[str, Series] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for update, records in measured.items():
         for label, members in by_label(records).items():
-            xs, ys = series.setdefault(label, ([], []))
-            xs.append(update)  # type: ignore[attr-defined]
-            ys.append(_mean(record["score"] for record in members))  # type: ignore[attr-defined]
-    drawing = line_chart(
-        series, ylabel="score", points=True, description="held-out score over updates", size=(8.6, 3.2)
-    )
-    return f"<h3>Greedy score over updates</h3>{drawing}"
+            points.setdefault(label, []).append((update, _mean(record["score"] for record in members)))
+    series: dict[str, Series] = {label: ([x for x, _ in p], [y for _, y in p]) for label, p in points.items()}
+    figures = []
+    for heading, curves in charts_by_task(series, "Greedy score over updates"):
+        size = (8.6, 3.2) if len(series) <= TOGETHER else (4.8, 2.3)
+        drawing = line_chart(curves, ylabel="score", points=True, size=size, description="held-out score over updates")
+        figures.append(f"<div><h3>{html.escape(heading)}</h3>{drawing}</div>")
+    return figures[0] if len(figures) == 1 else f'<div class="row">{"".join(figures)}</div>'
 
 
 @lru_cache(maxsize=64)

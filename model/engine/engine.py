@@ -7,29 +7,21 @@ model/engine/request.py for how to use it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from earlyfusion.model.cache import FIRST_TILE
+from earlyfusion.model.engine import swap
 from earlyfusion.model.engine.images import ImageMemory
+from earlyfusion.model.engine.ledger import Ledger
 from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.paused import PausedRequest, PausedSample, narrow, pause_sample
+from earlyfusion.model.engine.paused import PausedRequest, narrow
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import (
-    Completion,
-    EngineFull,
-    Event,
-    FinishReason,
-    Handle,
-    Request,
-    RequestError,
-    Token,
-)
+from earlyfusion.model.engine.request import Completion, EngineFull, Event, Handle, Request, RequestError
 from earlyfusion.model.engine.runner import Part, Runner
 from earlyfusion.model.engine.scheduler import Scheduler
 from earlyfusion.model.engine.sequence import Decodes, House, Sample, Ticket, make_ticket
@@ -38,7 +30,6 @@ from earlyfusion.model.moe import moe_layers, recording_routing
 
 END_OF_MSG = "<|end_of_msg|>"
 MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
-Policy = Literal["keep", "reprefill"]
 
 
 class Engine:
@@ -78,7 +69,7 @@ class Engine:
             raise ValueError(f"page_size={page_size}: must be a power of two, at most {FIRST_TILE}")
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         text = model.config.text
-        self.model, self.tokenizer, self.version, self.max_waiting = model, tokenizer, version, max_waiting
+        self.model, self.tokenizer, self.max_waiting = model, tokenizer, max_waiting
         self.house = _house(model, tokenizer)
         like = model.decoder.norm.weight
         self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
@@ -86,9 +77,12 @@ class Engine:
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
         self.runner = Runner(model, self.pools, sorted(self.house.silent), pages)
         self.images = ImageMemory(model, image_cache)
-        self._tickets: dict[str, Ticket] = {}
-        self._events: list[Event] = []
-        self._counts: Counter[str] = Counter()
+        self.ledger = Ledger(self.scheduler, self.prefix, self.runner, version)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that choose now."""
+        return self.ledger.version
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -98,16 +92,16 @@ class Engine:
             raise EngineFull(self.max_waiting)
         ticket = self._new_ticket(request)
         self.scheduler.check(ticket)
-        self._tickets[request.id] = ticket
+        self.ledger.tickets[request.id] = ticket
         if request.params.max_new_tokens == 0:
             for sample in ticket.samples:
-                self._finish(sample, "length", ())
+                self.ledger.finish(sample, "length")
         else:
             self.scheduler.waiting.append(ticket)
         return ticket.handle
 
     def _new_ticket(self, request: Request) -> Ticket:
-        if request.id in self._tickets:
+        if request.id in self.ledger.tickets:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
         if request.capture_routing and not moe_layers(self.model):
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
@@ -115,18 +109,18 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its unfinished samples complete as "cancelled" (in the next step's events). False: unknown."""
-        ticket = self._tickets.get(request_id)
+        ticket = self.ledger.tickets.get(request_id)
         if ticket is None:
             return False
-        self._leave_scheduler(ticket)
+        self.ledger.leave_scheduler(ticket)
         for sample in ticket.alive:
-            self._finish(sample, "cancelled", ())
+            self.ledger.finish(sample, "cancelled")
         return True
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or report something."""
-        return bool(self._tickets or self._events)
+        return bool(self.ledger.tickets or self.ledger.events)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve these requests and return their completions: in the given order, samples of a request in theirs.
@@ -155,19 +149,19 @@ class Engine:
             capture = any(s.ticket.request.capture_routing for s in self.scheduler.running + self.scheduler.reading)
             take = stack.enter_context(recording_routing(self.model)) if capture else None
             chosen: list[tuple[list[Sample], Tensor]] = []
-            if self.scheduler.running:
-                chosen.append(self._decode(take))
+            self._make_dense()
+            running = self.ledger.restrict(list(self.scheduler.running))
+            if running:
+                chosen.append(self._decode(running, take))
             parts = self.scheduler.next_parts()
             if parts:
                 chosen += self._read(parts, take)
             if chosen:
-                self._counts["host_syncs"] += 1
+                self.ledger.counts["host_syncs"] += 1
                 rows = torch.cat([tensor for _, tensor in chosen], dim=1).T.tolist()
-                self._counts["steps"] += 1
-                for sample, row in zip((sample for samples, _ in chosen for sample in samples), rows):
-                    self._accept(sample, row)
-        events, self._events = self._events, []
-        return events
+                self.ledger.counts["steps"] += 1
+                self.ledger.accept([sample for samples, _ in chosen for sample in samples], rows)
+        return self.ledger.take_events()
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -175,7 +169,8 @@ class Engine:
         if was_training:
             self.model.eval()
         try:
-            with torch.no_grad():
+            # inference_mode is the quicker one; the modules cache tensors that a later training step may meet
+            with torch.inference_mode() if self.runner.lean is not None else torch.no_grad():
                 yield
         finally:
             if was_training:
@@ -190,8 +185,13 @@ class Engine:
                 if sample in self.scheduler.running:  # its state was put back
                     self.runner.seat(sample)
 
-    def _decode(self, take: Any) -> tuple[list[Sample], Tensor]:
-        running = list(self.scheduler.running)
+    def _make_dense(self) -> None:
+        """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in place."""
+        if self.runner.lean is not None:
+            for sample in self.scheduler.close_gaps():
+                self.runner.seat(sample)
+
+    def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor]:
         for sample in running:
             if self.scheduler.make_room(sample, sample.length + 1):
                 self.runner.page_table(sample)
@@ -201,7 +201,7 @@ class Engine:
                 sample.routing.append(row[None])
         for sample in running:
             sample.length += 1
-        self._counts["decoded_tokens"] += len(running)
+        self.ledger.counts["decoded_tokens"] += len(running)
         return running, chosen
 
     def _read(self, parts: Sequence[Part], take: Any) -> list[tuple[list[Sample], Tensor]]:
@@ -220,11 +220,11 @@ class Engine:
             sample, prompt = part.sample, len(part.sample.ticket.ids)
             completes = part.completes
             sample.length = part.stop
-            self._counts["read_tokens"] += part.stop - part.start
+            self.ledger.counts["read_tokens"] += part.stop - part.start
             if self.prefix.worth_keeping(part.stop, prompt):
                 self.prefix.insert(sample.ticket.key_ids, part.stop, sample.slot, sample.pages)
             if completes:
-                group = self._read_to_the_end(sample)
+                group = self.ledger.restrict(self._read_to_the_end(sample))
                 starting += group
                 rows += [ends] * len(group)
                 ends += 1
@@ -245,50 +245,6 @@ class Engine:
                 starting.append(sample)
         return starting
 
-    def _accept(self, sample: Sample, row: list[float]) -> None:
-        """One more token of a sample."""
-        params = sample.ticket.request.params
-        known = params.logprobs
-        nan = float("nan")
-        token = Token(int(row[0]), row[1] if known else nan, row[2] if known else nan, self.version)
-        sample.add(token)
-        stop = token.id in sample.ticket.stops
-        text = "" if stop else sample.stream.push(token.id)
-        if stop or sample.stream.stopped:
-            self._finish(sample, "stop", (token,), text)
-        elif len(sample.ids) >= params.max_new_tokens:
-            self._finish(sample, "length", (token,), text)
-        else:
-            self._events.append(Event(sample.ticket.request.id, sample.index, (token,), text))
-
-    def _finish(self, sample: Sample, reason: FinishReason, tokens: tuple[Token, ...], text: str = "") -> None:
-        ticket = sample.ticket
-        text += sample.stream.close()
-        if sample.stream.stopped and reason == "length":
-            reason = "stop"
-        if sample in self.scheduler.running:
-            if reason != "cancelled":
-                self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
-            self.scheduler.release(sample)
-            self.runner.leave()
-        sample.finished = True
-        completion = sample.completion(reason)
-        ticket.handle.completions.append(completion)
-        ticket.handle.completions.sort(key=lambda each: each.index)
-        self._counts[f"finished_{reason}"] += 1
-        self._events.append(Event(ticket.request.id, sample.index, tokens, text, completion))
-        if not ticket.alive:
-            del self._tickets[ticket.request.id]
-
-    def _leave_scheduler(self, ticket: Ticket) -> None:
-        """Take a ticket's samples out of line, slots and pages."""
-        if ticket in self.scheduler.waiting:
-            self.scheduler.waiting.remove(ticket)
-        for sample in ticket.alive:
-            if sample in self.scheduler.reading or sample in self.scheduler.running:
-                self.scheduler.release(sample)
-        self.runner.leave()
-
     # ---- pause, resume, new weights -----------------------------------------------------------------------------
 
     def pause(self, request_id: str) -> PausedRequest:
@@ -296,20 +252,7 @@ class Engine:
 
         Raises RequestError for an id that is not unfinished here.
         """
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
-            raise RequestError(f"request {request_id!r} is not unfinished here")
-        samples: list[PausedSample] = []
-        for sample in ticket.alive:
-            begun = sample in self.scheduler.running
-            state = self.pools.export(sample.slot, sample.pages, sample.length) if begun else (sample.saved or {})
-            samples.append(pause_sample(sample, state))
-        self._leave_scheduler(ticket)
-        del self._tickets[request_id]
-        self._counts["paused"] += 1
-        return PausedRequest(
-            ticket.request, samples, list(ticket.handle.completions), self.version, ticket.cached_tokens
-        )
+        return swap.pause(self.ledger, self.pools, request_id)
 
     def resume(self, paused: PausedRequest, keep_state: bool = True) -> Handle:
         """Go on with a paused request, here or elsewhere.
@@ -321,74 +264,17 @@ class Engine:
         """
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
-        ticket = self._new_ticket(paused.request)
-        ticket.handle.completions = list(paused.finished)
-        done = {completion.index for completion in paused.finished}
-        ticket.cached_tokens = paused.cached_tokens
-        by_index = {sample.index: sample for sample in paused.samples}
-        if done | set(by_index) != set(range(len(ticket.samples))):
-            raise RequestError(f"paused request {paused.request.id!r} lacks some of its {len(ticket.samples)} samples")
-        for sample in ticket.samples:
-            sample.finished = sample.index in done
-            if not sample.finished:
-                self._recall(sample, by_index[sample.index], keep_state)
-        self.scheduler.check(ticket)
-        self._tickets[paused.request.id] = ticket
-        self.scheduler.waiting.append(ticket)
-        return ticket.handle
+        return swap.resume(self.ledger, self.pools, paused, keep_state, self._new_ticket)
 
-    def _recall(self, sample: Sample, paused: PausedSample, keep_state: bool) -> None:
-        for name in ("ids", "logprobs", "logprobs1", "versions", "resumes"):
-            setattr(sample, name, list(getattr(paused, name)))
-        for token in sample.ids:
-            sample.stream.push(token)
-        keep = keep_state and bool(paused.state)
-        if keep:
-            try:
-                self.pools.check(paused.state, paused.length)
-            except ValueError as error:
-                raise RequestError(str(error)) from None
-            sample.saved, sample.length = paused.state, paused.length
-            sample.routing = [] if paused.routing is None else [paused.routing]
-        self._note(sample, "keep" if keep else "reprefill")
-
-    def _note(self, sample: Sample, policy: Policy) -> None:
-        sample.resumes.append(f"{policy}@{self.version}")
-        self._counts[f"resumed_{policy}"] += 1
-
-    @torch.no_grad()
-    def load_weights(self, state_dict: Mapping[str, Tensor], version: int, paused: Policy = "keep") -> None:
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int, paused: swap.Policy = "keep") -> None:
         """Copy new weights into the model between two steps; tokens from here on carry `version`.
 
         paused: what becomes of unfinished requests, as in `resume`: "keep" goes on from states of the old weights,
         "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises ValueError, with
         nothing changed, for names or shapes that are not the model's.
         """
-        if paused not in ("keep", "reprefill"):
-            raise ValueError(f"paused={paused!r}: give 'keep' or 'reprefill'")
-        own = self.model.state_dict()
-        wrong = sorted(set(own) ^ set(state_dict)) + [
-            name for name in own if name in state_dict and own[name].shape != state_dict[name].shape
-        ]
-        if wrong:
-            raise ValueError(f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}")
-        for name, tensor in own.items():
-            tensor.copy_(state_dict[name])
-        self.version = version
-        self.runner.refresh()
-        self.prefix.clear()
+        swap.load_weights(self.ledger, self.model, state_dict, version, paused)
         self.images.clear()
-        tickets = list(self._tickets.values())
-        for ticket in reversed(tickets):
-            begun = [s for s in ticket.alive if s.length or s in self.scheduler.reading or s in self.scheduler.running]
-            for sample in begun:
-                self._note(sample, paused)
-            if paused == "reprefill" and begun:
-                self._leave_scheduler(ticket)
-                for sample in ticket.alive:
-                    sample.saved, sample.length, sample.routing = None, 0, []
-                ticket.cached_tokens = 0
-                self.scheduler.waiting.appendleft(ticket)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""
@@ -411,9 +297,9 @@ class Engine:
             "images_encoded": self.images.encoded,
             "image_hits": self.images.hits,
             **{
-                name: self._counts[name]
+                name: self.ledger.counts[name]
                 for name in ("steps", "host_syncs", "read_tokens", "decoded_tokens", "paused", "resumed_keep",
-                             "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled")
+                             "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled", "finished_error")
             },
         }  # fmt: skip
 

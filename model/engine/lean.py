@@ -21,7 +21,8 @@ from earlyfusion.kernels.dispatch import pick
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.decoder import Decoder, DecoderLayer
 from earlyfusion.model.engine.lean_parts import LeanKda, LeanMla, LeanMlp, LeanMoe, norm_weight, unit
-from earlyfusion.model.engine.memory import KdaSlots, MlaPages, PooledPlan, Pools
+from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.stores import KdaSlots, MlaPages, PooledPlan
 from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.mla import MultiHeadLatentAttention
 
@@ -97,6 +98,8 @@ class LeanDecoder:
             for index, (mixer, feed) in enumerate(zip(mix, self.feeds)):
                 if rows is not None and index == len(mix) - 1:
                     x = mixer(x, x[rows], rows)
+                    if not len(rows):
+                        return x
                 else:
                     x = mixer(x, x, None)
                 x = feed(x, x)
@@ -121,6 +124,8 @@ class LeanDecoder:
                     v_TnD, r_Tn = v_TnD[rows], r_Tn[rows]
                     into = v_TnD[:, done]
                     mix[-1](h_TD, into, rows)
+                    if not len(rows):
+                        return h_TD[:0]
                 else:
                     mix[sublayer // 2](h_TD, into, None)
                 if index + 1 < query_SD.shape[0]:

@@ -27,7 +27,7 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.kernels.kda.step import conv_step_, kda_step_
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.memory import KdaSlots, MlaPages, PooledPlan
+from earlyfusion.model.engine.stores import KdaSlots, MlaPages, PooledPlan
 from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.mla import MultiHeadLatentAttention
 from earlyfusion.model.mlp import SwiGLU
@@ -119,9 +119,7 @@ class LeanKda:
         heads = (x_TD.shape[0], layer.num_heads, layer.head_dim)
         qkv, f_low, gate, b_TH = self._project(x_TD)
         state, taps = self.memory.read(plan)
-        qkv, taps = resolve("short_conv", "cpu")(
-            qkv, self.conv_CW, segments, initial_taps_NCW1=taps, output_taps=True
-        )
+        qkv, taps = resolve("short_conv", "cpu")(qkv, self.conv_CW, segments, initial_taps_NCW1=taps, output_taps=True)
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
         o_THV, state = resolve("kda", "cpu")(
             q, k, v, torch.mm(f_low, self.f_up).view(heads), b_TH, layer.A_log, layer.dt_bias.view(heads[1:]), segments,
@@ -129,6 +127,8 @@ class LeanKda:
         )  # fmt: skip
         self.memory.write(plan, state, taps)
         if rows is not None:
+            if not len(rows):
+                return x_TD[:0]
             o_THV, gate = o_THV[rows], gate[rows]
         return self._finish(o_THV, gate, 1.0, into)
 
@@ -141,7 +141,12 @@ class LeanMla:
         self.refresh()
 
     def refresh(self) -> None:
-        layer, heads, nope, rank = self.layer, self.layer.num_heads, self.layer.qk_nope_head_dim, self.layer.kv_lora_rank
+        layer, heads, nope, rank = (
+            self.layer,
+            self.layer.num_heads,
+            self.layer.qk_nope_head_dim,
+            self.layer.kv_lora_rank,
+        )
         norm_D = norm_weight(self.norm)
         up = layer.kv_b_proj.weight.detach().view(heads, nope + layer.v_head_dim, rank)
         self.k_up, self.v_up = up.split([nope, layer.v_head_dim], dim=1)
@@ -215,6 +220,8 @@ class LeanMla:
             return self.step(x_TD, plan, into)
         x = unit(x_TD, self.norm.eps)
         self.memory.append(self._latents(torch.mm(x, self.store)), plan)
+        if not len(rows):
+            return x_TD[:0]
         assert plan.ends is not None
         query, _, *gate = torch.mm(x[rows], self.joint).split(self.widths, dim=-1)
         mixed = self.memory.attend(self._query(query), plan.ends, self.layer.kv_lora_rank, 1.0)

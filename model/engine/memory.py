@@ -4,13 +4,10 @@ A *slot* holds what the KDA layers know of one sequence (state and convolution t
 whatever its length. A *page* holds the latents of `page_size` consecutive tokens in every MLA layer. Pages are counted
 by reference, so that sequences with a common beginning share them; a sequence that must write into a page it shares
 takes a copy first. Slot 0 and page 0 are never given out: padding rows of a batch read and write them.
+What layers see of it stands in stores.py.
 
-The keys of absorbed attention are walked in tiles whose borders depend on the position alone, with an online softmax:
-a row's result does not depend on how long its neighbours in the batch are (keys that a row may not see add exactly
-zero), and the working space stays bounded however long the context is.
-
-Shapes: S slots, P pages, N sequences, H heads, K key dim, V value dim, C channels, W width of the convolution or
-queries per sequence, R rank plus shared key part, L latents read, T new tokens.
+Shapes: S slots, P pages, H heads, K key dim, V value dim, C channels, W width of the convolution, R rank plus shared key
+part.
 """
 
 from __future__ import annotations
@@ -18,186 +15,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.dispatch import pick
 from earlyfusion.kernels.precision import accumulate_dtype
-from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import attend_in_tiles
 from earlyfusion.model.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class PooledPlan:
-    """Where one call's tokens stand. slots_N: the sequences' slots. rows_T: latent row (page * page_size + offset) of
-    every new token. pages_NP: pages of every sequence in order, as many as `tiles` wants positions. last_NW: last
-    position query w may see. places_T: place of every new token in the padded [N * W] queries (None for single tokens)."""
-
-    single: bool
-    fresh: bool
-    slots_N: Tensor
-    rows_T: Tensor
-    pages_NP: Tensor
-    last_NW: Tensor
-    places_T: Tensor | None
-    slot_range: tuple[int, int] | None = None
-    """(first, end) when the slots of real sequences are consecutive: then states are worked on where they lie."""
-    live: int | None = None
-    """Single tokens: sequences that are real; the padding rows after them attend to nothing and get zeros."""
-    seen: int = 0
-    """Keys that every query of the call may see, as far as the host knows."""
-    windows: Windows | None = None
-    ends: PooledPlan | None = None
-    """Of chunks: the plan of the tokens at which prompts end, as single tokens."""
-
-    @property
-    def fills_range(self) -> bool:
-        """Whether the call's rows are exactly those of `slot_range`."""
-        return self.slot_range is not None and self.slot_range[1] - self.slot_range[0] == self.slots_N.shape[0]
-
-
-class Windows:
-    """Latents of the running sequences laid out row by row, so that a step need not gather them from their pages.
-
-    Made when first asked for, written along with the pages, good for one batch: the engine makes a new one when the
-    sequences change. Long contexts go without (`most` bytes per layer).
-    """
-
-    def __init__(self, most: int = 32 << 20) -> None:
-        self.most = most
-        self.tensors: dict[int, Tensor] = {}
-
-    def keys(self, memory: MlaPages, plan: PooledPlan, count: int) -> Tensor | None:
-        """[count, L, R] with all latents of the plan's sequences, or None if that is too much."""
-        length, size = plan.pages_NP.shape[1] * memory.page_size, memory.latents_XR.shape[1]
-        if count * length * size * memory.latents_XR.element_size() > self.most:
-            return None
-        found = self.tensors.get(id(memory))
-        if found is None or found.shape[1] != length:
-            pages = memory.latents_XR.view(-1, memory.page_size * size)
-            found = pages.index_select(0, plan.pages_NP[:count].reshape(-1)).view(count, length, size)
-            self.tensors[id(memory)] = found
-        return found
-
-    def append(self, memory: MlaPages, plan: PooledPlan, new_BR: Tensor) -> None:
-        """The new tokens' latents, after they have been written to the pages."""
-        window = self.tensors.get(id(memory))
-        if window is not None and window.shape[1] == plan.pages_NP.shape[1] * memory.page_size:
-            count, length = window.shape[:2]
-            rows = torch.arange(0, count * length, length).add_(plan.last_NW[:count, 0])
-            window.view(count * length, -1).index_copy_(0, rows, new_BR[:count])
-
-
-class KdaSlots:
-    """Memory of one KDA layer over all slots: state [S, H, K, V] fp32, taps [S, W - 1, C]."""
-
-    def __init__(self, state_SHKV: Tensor, taps_SWC: Tensor) -> None:
-        self.state_SHKV, self.taps_SWC = state_SHKV, taps_SWC
-        self._joined: tuple[Tensor, Tensor] | None = None
-
-    def read(self, plan: PooledPlan) -> tuple[Tensor | None, Tensor | None]:
-        if plan.fresh:
-            return None, None
-        if plan.fills_range:
-            rows = slice(*plan.slot_range)
-            return self.state_SHKV[rows], self.taps_SWC[rows].transpose(1, 2)
-        return self.state_SHKV.index_select(0, plan.slots_N), self.taps_SWC[plan.slots_N].transpose(1, 2)
-
-    def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
-        taps_NWC = taps_NCW1.transpose(1, 2).to(self.taps_SWC.dtype)
-        if plan.fills_range:
-            rows = slice(*plan.slot_range)
-            self.state_SHKV[rows] = state_NHKV
-            self.taps_SWC[rows] = taps_NWC
-        else:
-            self.state_SHKV.index_copy_(0, plan.slots_N, state_NHKV)
-            self.taps_SWC.index_copy_(0, plan.slots_N, taps_NWC)
-
-    def open(self, plan: PooledPlan) -> tuple[Tensor, Tensor]:
-        """(state, taps [N, W - 1, C]) of the live sequences of a step, to be advanced in place and given to `close`."""
-        if plan.slot_range is not None:
-            rows = slice(*plan.slot_range)
-            return self.state_SHKV[rows], self.taps_SWC[rows]
-        slots = plan.slots_N[: plan.live]
-        return self.state_SHKV.index_select(0, slots), self.taps_SWC.index_select(0, slots)
-
-    def close(self, plan: PooledPlan, state_NHKV: Tensor, taps_NWC: Tensor) -> None:
-        if plan.slot_range is None:
-            slots = plan.slots_N[: plan.live]
-            self.state_SHKV.index_copy_(0, slots, state_NHKV)
-            self.taps_SWC.index_copy_(0, slots, taps_NWC)
-
-    def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
-        if self._joined is None:
-            self._joined = layer.joined_weights()
-        return self._joined
-
-    def refresh(self, layer: Any) -> None:
-        """Read the layer's weights again, into the same storage (a captured graph may point at it)."""
-        if self._joined is not None:
-            for old, new in zip(self._joined, layer.joined_weights()):
-                old.copy_(new)
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.state_SHKV, self.taps_SWC
-
-
-class MlaPages:
-    """Memory of one MLA layer over all pages: latents [P * page_size, R]."""
-
-    def __init__(self, latents_XR: Tensor, page_size: int) -> None:
-        self.latents_XR, self.page_size = latents_XR, page_size
-
-    def append(self, new_TR: Tensor, plan: PooledPlan) -> None:
-        new_TR = new_TR.to(self.latents_XR.dtype)
-        self.latents_XR.index_copy_(0, plan.rows_T, new_TR)
-        if plan.windows is not None:
-            plan.windows.append(self, plan, new_TR)
-
-    def attend(self, query_THR: Tensor, plan: PooledPlan, rank: int, scale: float) -> Tensor:
-        """Online softmax over tiles of keys, statistics in fp32; see the head of the file."""
-        heads, size = query_THR.shape[1:]
-        width = plan.last_NW.shape[1]
-        count = plan.last_NW.shape[0] if plan.live is None else plan.live
-        if plan.places_T is None:
-            query = query_THR[:count]
-        else:
-            query = query_THR.new_zeros(count * width, heads, size).index_copy_(0, plan.places_T, query_THR)
-        query_NXR = query.view(count, width * heads, size)
-        last_NX1 = plan.last_NW[:count].repeat_interleave(heads, dim=1).unsqueeze(-1)
-        page = self.page_size
-        latents_PY = self.latents_XR.view(-1, page * size)
-
-        window = None if plan.windows is None else plan.windows.keys(self, plan, count)
-
-        def keys(start: int, stop: int) -> Tensor:
-            if window is not None:
-                return window[:, start:stop]
-            index = plan.pages_NP[:count, start // page : stop // page].reshape(-1)
-            return latents_PY.index_select(0, index).view(count, stop - start, size)
-
-        length = plan.pages_NP.shape[1] * page
-        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen).view(-1, heads, rank)
-        if plan.places_T is not None:
-            return out.index_select(0, plan.places_T)
-        padding = query_THR.shape[0] - count
-        return out if not padding else torch.cat([out, out.new_zeros(padding, heads, rank)])
-
-
-@dataclass
-class PooledCache:
-    """The pools as `Decoder.forward` wants a cache: a fixed plan, lengths kept by the engine."""
-
-    layers: Sequence[KdaSlots | MlaPages]
-    plan: PooledPlan
-
-    def begin(self, segments: Segments, device: torch.device) -> PooledPlan:
-        return self.plan
-
-    def commit(self, segments: Segments) -> None:
-        return None
+from earlyfusion.model.engine.ring_slots import RingSlots
+from earlyfusion.model.engine.stores import KdaSlots, MlaPages
 
 
 @dataclass
@@ -227,6 +53,9 @@ class Pools:
         layers: list[KdaSlots | MlaPages] = []
         for kind in config.plan():
             if kind == "kda":
+                if pick("kda_step", like.device) == "triton" and like.dtype != torch.float64:
+                    layers.append(RingSlots.new(slots + 1, linear.num_heads, linear.head_dim, width, like))
+                    continue
                 shape = (slots + 1, linear.num_heads, linear.head_dim, linear.head_dim)
                 state = like.new_zeros(shape, dtype=accumulate_dtype(like.dtype))
                 layers.append(KdaSlots(state, like.new_zeros(slots + 1, width - 1, channels)))
@@ -306,41 +135,35 @@ class Pools:
         found = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
-                found[f"kda.{index}.state"] = layer.state_SHKV[slot].cpu().clone()
-                found[f"kda.{index}.taps"] = layer.taps_SWC[slot].cpu().clone()
+                state_HKV, taps_WC = layer.taken(slot, length)
+                found[f"kda.{index}.state"] = state_HKV.cpu().clone(memory_format=torch.contiguous_format)
+                found[f"kda.{index}.taps"] = taps_WC.cpu().clone()
             else:
                 rows = self.rows(pages, length).to(layer.latents_XR.device)
                 found[f"mla.{index}.latents"] = layer.latents_XR.index_select(0, rows).cpu()
         return found
 
-    def _places(self, slot: int, length: int) -> Iterator[tuple[str, MlaPages | None, Tensor]]:
-        """(name, page memory or None, where it goes or a tensor of that shape) of every tensor that `export` makes."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, KdaSlots):
-                yield f"kda.{index}.state", None, layer.state_SHKV[slot]
-                yield f"kda.{index}.taps", None, layer.taps_SWC[slot]
-            else:
-                yield (
-                    f"mla.{index}.latents",
-                    layer,
-                    layer.latents_XR.new_empty(1).expand(length, layer.latents_XR.shape[1]),
-                )
-
     def check(self, saved: dict[str, Tensor], length: int) -> None:
         """Raises ValueError if `saved` is not the state of a sequence of `length` tokens of this model."""
-        for name, _, place in self._places(0, length):
-            if name not in saved or saved[name].shape != place.shape:
-                got = tuple(saved[name].shape) if name in saved else "nothing"
-                raise ValueError(
-                    f"saved state {name}: got {got}, this model needs {tuple(place.shape)}; it comes from another model. "
-                    "Resume with keep_state=False to read the text again"
-                )
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KdaSlots):
+                state_HKV, taps_WC = layer.taken(0, 0)
+                wanted = {f"kda.{index}.state": state_HKV.shape, f"kda.{index}.taps": taps_WC.shape}
+            else:
+                wanted = {f"mla.{index}.latents": torch.Size((length, layer.latents_XR.shape[1]))}
+            for name, shape in wanted.items():
+                if name not in saved or saved[name].shape != shape:
+                    got = tuple(saved[name].shape) if name in saved else "nothing"
+                    raise ValueError(
+                        f"saved state {name}: got {got}, this model needs {tuple(shape)}; it comes from another model. "
+                        "Resume with keep_state=False to read the text again"
+                    )
 
     def restore(self, saved: dict[str, Tensor], slot: int, pages: Sequence[int], length: int) -> None:
         """The reverse of `export`, into a slot and pages that the caller holds; `saved` has been checked."""
-        for name, layer, place in self._places(slot, length):
-            if layer is None:
-                place.copy_(saved[name])
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KdaSlots):
+                layer.put(slot, length, saved[f"kda.{index}.state"], saved[f"kda.{index}.taps"])
             else:
                 rows = self.rows(pages, length).to(layer.latents_XR.device)
-                layer.latents_XR.index_copy_(0, rows, saved[name].to(layer.latents_XR))
+                layer.latents_XR.index_copy_(0, rows, saved[f"mla.{index}.latents"].to(layer.latents_XR))

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
-FinishReason = Literal["stop", "length", "cancelled"]
-"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`. An admitted request never runs out
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`; error: the request's grammar failed or
+allowed no token (`Completion.error` says how). An admitted request never runs out
 of memory: its pages are promised when it is admitted."""
 
 
@@ -85,7 +86,8 @@ class Grammar(Protocol):
     """Restricts the next token. It must be a function of the tokens alone, so that a request can move or resume."""
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
-        """bool [V] (True: may be chosen) after the generated tokens `ids`; at least one entry must be True."""
+        """bool [V] (True: may be chosen) after the generated tokens `ids`. Where nothing is allowed, or this
+        raises, the sample ends with finish reason "error"; other requests go on."""
         ...
 
 
@@ -152,8 +154,7 @@ class Request:
     noise: str = ""
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One generated token. logprob: under the distribution it was drawn from (temperature, top-p, min-p, bans; 0 when
     greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both NaN unless the request
     asked for them. version: of the weights that computed its logits."""
@@ -187,9 +188,10 @@ class Completion:
     resumes: tuple[str, ...] = ()
     """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the version of the
     weights that went on."""
+    error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """What a step did for one sample: its new tokens, the text that became certain (bytes of an unfinished character
     and possible beginnings of a stop string are held back), and its completion when this was the end."""

@@ -25,9 +25,10 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.graphs import DecodeGraphs, can_capture
 from earlyfusion.model.engine.lean import LeanDecoder, is_lean
-from earlyfusion.model.engine.memory import KdaSlots, PooledCache, PooledPlan, Pools, Windows
+from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.sequence import Sample
+from earlyfusion.model.engine.stores import KdaSlots, PooledCache, PooledPlan, Windows
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.kda import KimiDeltaAttention
 
@@ -212,25 +213,37 @@ class Runner:
         who = tuple(samples)
         if not grammars and self._masks is not None and self._masks[:2] == (who, total):
             return self._masks[2]
-        vocabulary = self.model.decoder.head_weight().shape[0]
-        common_V = torch.zeros(vocabulary, dtype=torch.bool)
-        common_V[self.banned.cpu()] = True
+        common_V = self._common()
         rows = []
         for sample in samples:
-            banned_V = common_V if sample.ticket.banned_V is None else sample.ticket.banned_V
-            grammar = sample.ticket.request.params.grammar
-            if grammar is not None:
-                banned_V = banned_V | ~torch.as_tensor(grammar.allowed(sample.ids), dtype=torch.bool)
-                if bool(banned_V.all()):
-                    raise ValueError(
-                        f"request {sample.ticket.request.id!r}: its grammar allows no token after {sample.ids[-8:]} (or only "
-                        "banned ones); Grammar.allowed must leave at least one"
-                    )
-            rows.append(banned_V)
+            own_V = sample.ticket.banned_V if sample.banned_V is None else sample.banned_V
+            rows.append(common_V if own_V is None else own_V)
         rows += [common_V] * (total - len(rows))
         mask_BV = torch.stack(rows).to(self.device)
         self._masks = (who, total, mask_BV)
         return mask_BV
+
+    def _common(self) -> Tensor:
+        common_V = torch.zeros(self.model.decoder.head_weight().shape[0], dtype=torch.bool)
+        common_V[self.banned.cpu()] = True
+        return common_V
+
+    def restrict(self, sample: Sample) -> str:
+        """Ask the sample's grammar, if it has one, what may come next; what is wrong with the answer, or ""."""
+        grammar = sample.ticket.request.params.grammar
+        if grammar is None:
+            return ""
+        banned_V = self._common() if sample.ticket.banned_V is None else sample.ticket.banned_V
+        try:
+            allowed_V = torch.as_tensor(grammar.allowed(sample.ids), dtype=torch.bool).cpu()
+        except Exception as error:  # whatever a caller's code raises ends that caller's request alone
+            return f"the grammar raised {type(error).__name__}: {error}"
+        if allowed_V.shape != banned_V.shape:
+            return f"the grammar returned a mask of shape {tuple(allowed_V.shape)}, expected {tuple(banned_V.shape)}"
+        sample.banned_V = banned_V | ~allowed_V
+        if bool(sample.banned_V.all()):
+            return f"the grammar allows no token after {sample.ids[-8:]}, or only banned ones"
+        return ""
 
     # ---- prefill ------------------------------------------------------------------------------------------------
 

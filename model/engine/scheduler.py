@@ -153,6 +153,20 @@ class Scheduler:
         self.running.append(sample)
         self.running.sort(key=lambda each: each.slot)
 
+    def close_gaps(self) -> list[Sample]:
+        """Move running samples from the last slots into free ones before them; the samples that were moved."""
+        moved = []
+        free = self.pools.free_slots
+        while self.running and free and free[-1] < self.running[-1].slot:
+            sample = self.running.pop()
+            target = free.pop()
+            self.pools.copy_slot(sample.slot, [target])
+            self.pools.free_slot(sample.slot)
+            sample.slot = target
+            self.run(sample)
+            moved.append(sample)
+        return moved
+
     def next_parts(self) -> list[Part]:
         """What to read in this step: at most `chunk` tokens (at least one part), all from the start or none."""
         parts: list[Part] = []

@@ -143,6 +143,8 @@ class Sample:
     saved: dict[str, Tensor] | None = None
     routing: list[np.ndarray] = field(default_factory=list)
     finished: bool = False
+    banned_V: Tensor | None = None
+    """What its grammar (and its request) forbids as the next token."""
 
     @property
     def context(self) -> int:
@@ -172,7 +174,7 @@ class Sample:
         self.logprobs1.append(token.logprob1)
         self.versions.append(token.version)
 
-    def completion(self, reason: FinishReason) -> Completion:
+    def completion(self, reason: FinishReason, error: str = "") -> Completion:
         request = self.ticket.request
         return Completion(
             request_id=request.id,
@@ -187,6 +189,7 @@ class Sample:
             cached_tokens=self.ticket.cached_tokens,
             routing=np.concatenate(self.routing) if request.capture_routing and self.routing else None,
             resumes=tuple(self.resumes),
+            error=error,
         )
 
 

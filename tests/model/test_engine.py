@@ -1,6 +1,7 @@
 """The engine as a service: what it refuses, what it bans, how it streams, and that it gives everything back."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -66,9 +67,17 @@ class Alternating:
         return mask
 
 
-class Nothing:
+class Until:
+    """Everything, until `count` tokens are there; then nothing, or an exception, or a mask of a wrong size."""
+
+    def __init__(self, count, then):
+        self.count, self.then = count, then
+
     def allowed(self, ids):
-        return torch.zeros(TOKENIZER.vocab_size, dtype=torch.bool)
+        if len(ids) == self.count and self.then == "raises":
+            raise KeyError("rule")
+        size = 7 if len(ids) == self.count and self.then == "size" else TOKENIZER.vocab_size
+        return torch.full((size,), len(ids) < self.count, dtype=torch.bool)
 
 
 def test_a_grammar_is_kept_and_does_not_touch_its_neighbours(net):
@@ -78,8 +87,30 @@ def test_a_grammar_is_kept_and_does_not_touch_its_neighbours(net):
     for sample in range(2):
         assert [token % 2 for token in done["r0", sample].ids] == [0, 1] * 10
     assert done["r1", 0].ids == free["r1", 0].ids
-    with pytest.raises(ValueError, match="grammar allows no token"):
-        serve(net, [Request("r", tokens(5), drawn(3, grammar=Nothing()))])
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        ("nothing", "allows no token after"),
+        ("raises", "raised KeyError: 'rule'"),
+        ("size", r"mask of shape \(7,\), exp"),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 4])
+def test_a_grammar_that_fails_ends_its_own_request_alone(net, then, message, count):
+    """At the first token and later; its neighbours get what they get without it, and everything is given back."""
+    free = serve(net, requests([5, 7, 9], drawn(12)))
+    broken = Request("r1", tokens(7), drawn(12, grammar=Until(count, then), n=2))
+    given = requests([5, 7, 9], drawn(12))
+    done = serve(net, [given[0], broken, given[2]])
+    for sample in range(2):
+        ended = done["r1", sample]
+        assert ended.finish_reason == "error" and re.search(message, ended.error) and len(ended.ids) == count
+    assert done["r1", 0].ids == free["r1", 0].ids[:count]
+    for name in ("r0", "r2"):
+        assert done[name, 0].ids == free[name, 0].ids and done[name, 0].logprobs == free[name, 0].logprobs
+        assert done[name, 0].error == ""
 
 
 def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
@@ -276,7 +307,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
         for event in engine.step():
             if event.completion is not None:
                 ends[event.completion.finish_reason] = ends.get(event.completion.finish_reason, 0) + 1
-        alive &= set(engine._tickets)
+        alive &= set(engine.ledger.tickets)
         roll = rng.random()
         if alive and roll < 0.25:
             engine.cancel(rng.choice(sorted(alive)))

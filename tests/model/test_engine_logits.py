@@ -9,8 +9,8 @@ from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, re
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.memory import KdaSlots
 from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt, prompts_from_padded
+from earlyfusion.model.engine.stores import KdaSlots
 
 TOLERANCE = 1e-4  # fp32, absolute: recurrent against chunked KDA, absorbed against expanded attention
 SHAPES = {
@@ -30,7 +30,12 @@ class Watched(Engine):
         plain_decode, plain_first = self.runner.decode, self.runner.choose_first
         logits_of = self.model.logits
         last: list[torch.Tensor] = []
-        object.__setattr__(self.model, "logits", lambda hidden: last.append(logits_of(hidden)) or last[-1])
+
+        def logits(hidden):
+            last.append(logits_of(hidden))
+            return last[-1].clone()  # the sampler may overwrite what it gets
+
+        object.__setattr__(self.model, "logits", logits)
 
         def note(samples):
             for sample, row in zip(samples, last.pop()):

@@ -6,7 +6,8 @@ from engine_cases import CONFIG, model, tokens
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
-from earlyfusion.model.engine.memory import MlaPages, PooledPlan, Pools
+from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.stores import MlaPages, PooledPlan
 
 
 def pools(slots: int = 3, pages: int = 6, page_size: int = 4) -> Pools:

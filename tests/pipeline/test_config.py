@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tiny_run import whole_recipes
 
 from earlyfusion.pipeline.arguments import describe, help_text, parse_arguments
 from earlyfusion.pipeline.compose import (
@@ -15,7 +16,6 @@ from earlyfusion.pipeline.compose import (
     merge,
     parse_literal,
     recipe_hash,
-    recipe_names,
     refused_on_resume,
     render,
 )
@@ -241,7 +241,7 @@ def test_a_missing_recipe_names_the_nearest_and_a_broken_file_its_line(tmp_path)
     assert "model is missing" in fails([{"run": {"name": "x"}}])
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", whole_recipes())
 def test_every_shipped_recipe_is_valid_and_its_render_reads_back_equal(name, tmp_path):
     config = load_config([name])
     path = tmp_path / "resolved.toml"

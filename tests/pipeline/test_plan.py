@@ -5,9 +5,10 @@ import tomllib
 
 import pytest
 from rich.console import Console
+from tiny_run import whole_recipes
 
 from earlyfusion.model.flops import count_parameters
-from earlyfusion.pipeline.compose import load_config, recipe_names
+from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow
 from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, scaled, show_plan
@@ -19,7 +20,7 @@ def shown(name: str, *overrides: tuple[str, str]) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", whole_recipes())
 def test_every_recipe_has_a_plan_without_storage(name):
     text = shown(name)
     count = count_parameters(meta_model(load_config([name])))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_run import whole_recipes
 
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
@@ -20,7 +21,7 @@ TOWER_V2, TOWER_3D = 401_214_464, 416_866_032  # published: Kimi K3 section 2.4,
 TEXT_48B, ACTIVE_48B = 49.12e9, 3.48e9  # Kimi-Linear-48B-A3B, from its published config.json
 
 
-@pytest.fixture(scope="module", params=recipe_names())
+@pytest.fixture(scope="module", params=whole_recipes())
 def config(request) -> RunConfig:
     return load_config([request.param])
 

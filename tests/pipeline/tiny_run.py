@@ -22,11 +22,17 @@ from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sources import build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.pipeline import evaluate, pretrain
+from earlyfusion.pipeline.compose import compose, recipe_names
 from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = "earlyfusion.pipeline.pretrain"
+
+
+def whole_recipes() -> list[str]:
+    """Shipped recipes that build a model; those of later stages take theirs from a model directory (test_sft.py)."""
+    return [name for name in recipe_names() if "model" in compose([name])]
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> Path:

@@ -36,6 +36,7 @@ def metrics(out: Path, updates: int, entries: Sequence[tuple[str, int, str]]) ->
         record |= {"tokens_per_s": 5000.0 + 100 * rng.random(), "samples_per_s": 900.0, "updates_per_min": 40.0}
         record |= {"time/rollout_s": 0.8, "time/score_s": 0.05, "time/train_s": 0.6, "time/other_s": 0.05}
         record |= {"engine_idle": 0.04 + 0.02 * rng.random(), "memory_gib": 1.2, "ptx_loss": 2.0 - 0.3 * done}
+        record |= {"rewards/timeout": float(update // 50), "prompts/too_long": 3.0, "refused": int(update == 9)}
         for index, (task, level, form) in enumerate(entries):
             value = 0.3 + 0.5 * done * (1 - index / 5) + 0.1 * rng.random()
             record |= {f"reward/{task}/{level}/{form}": value, f"score/{task}/{level}/{form}": value + 0.01}

@@ -115,6 +115,21 @@ def test_the_time_left_comes_from_the_clock_when_no_rate_is_given(monkeypatch):
     assert view.seconds_left() == pytest.approx(56.0)
 
 
+def test_one_slow_update_does_not_throw_the_time_left_off():
+    view = LiveView(plain(), total=100, title="t")
+    for update in range(1, 51):
+        view.update(update, {"updates_per_min": 60.0})
+    view.update(51, {"updates_per_min": 6.0})  # a measurement took 10 s
+    assert 49 < view.seconds_left() < 2 * 49
+
+
+def test_what_was_contained_is_told():
+    view = LiveView(plain(), total=9, title="t")
+    view.update(1, {"rewards/timeout": 3.0, "prompts/too_long": 2.0})
+    assert view.line() == "update 1/9 | prompts/too_long 2 | rewards/timeout 3"
+    assert "rewards/timeout 3" in screen(view)
+
+
 def test_a_quiet_console_of_another_process_shows_nothing():
     console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
     view = LiveView(console, total=3, title="t")

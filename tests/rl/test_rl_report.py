@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from synthetic_run import ENTRIES, group, measure, metrics, rollouts, shown, synthetic_run
 
 from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.report import read_run
 from earlyfusion.rl import gallery_cmd
-from earlyfusion.rl.report import task_options, write_rl_report
+from earlyfusion.rl.report import phase_seconds, task_options, write_rl_report
 from earlyfusion.rl.report_gallery import data_uri, flips, gallery_part, later_half, sorts
 from earlyfusion.rl.report_measured import change, changes, label_of, read_measured, redraw
 from earlyfusion.rl.rollout_log import RolloutLog, read_rollouts
@@ -55,6 +56,7 @@ def test_the_page_holds_every_part(page):
         assert title in page
     assert page.count("Changed: wrong → right") == 4 and "Best" in page and "Most divided" in page
     assert "rollout 53.3 % (2m40s)" in page  # 0.8 of 1.5 seconds, 200 times
+    assert "reward calls that failed: timeout 4; prompts left out: too_long 3" in page
     assert "Constant throughout" in page and "learning rate 0.0005" in page
 
 
@@ -63,7 +65,7 @@ def test_the_page_loads_nothing_and_escapes_everything(page):
     assert len(loaded) > 10 and all(source.startswith("data:image/png;base64,") for source in loaded)
     assert "@import" not in page and "<script" not in page and "url(http" not in page
     assert "&lt;b&gt;" in page and "&lt;i&gt;no&lt;/i&gt;" in page and "skills &lt;1&gt;" in page
-    assert "<b>0" not in page and "<i>" not in page and "<skills>" not in page
+    assert not re.search("<b>[012]</b>", page) and "<i>" not in page and "<skills>" not in page
 
 
 def test_every_tag_is_closed(page):
@@ -213,7 +215,7 @@ def test_the_label_is_the_entry_of_the_recipe():
         problem = make_task("maze").sample(3, "test", 1)
         prompt = "".join(segment.text for segment in problem.prompt("twin", thought))
         made = {"task": "maze", "form": "twin", "key": problem.key, "prompt": prompt}
-        assert label_of(made) == entry.label
+        assert label_of(made) == entry.label == label_of({"task": "x", "key": "odd", "label": entry.label})
 
 
 def test_best_worst_and_divided_come_from_the_later_half():
@@ -268,9 +270,17 @@ def test_pictures_outside_the_folder_are_not_read(tmp_path):
     out.mkdir()
     rollouts(out, (1,), ENTRIES[:1])
     Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
-    lines = [json.dumps(r | {"image": "../secret.png"}) for r in read_rollouts(out)]
+    lines = [json.dumps(r | {"image": "../secret.png", "key": "gone"}) for r in read_rollouts(out)]
     (out / "rollouts.jsonl").write_text("\n".join(lines))
     assert "<img" not in write_rl_report(out).read_text()
+
+
+def test_a_picture_that_is_missing_is_drawn_again(tmp_path):
+    rollouts(tmp_path, (1,), ENTRIES[:1])
+    for path in (tmp_path / "rollouts").iterdir():
+        path.unlink()
+    uris = set(re.findall(r'src="(data:image/png[^"]*)"', write_rl_report(tmp_path).read_text()))
+    assert uris == {data_uri(make_task("counting").sample(10 + i, "train", 0).picture) for i in range(3)}
 
 
 def test_odd_answers_do_not_break_the_page(tmp_path):
@@ -279,17 +289,29 @@ def test_odd_answers_do_not_break_the_page(tmp_path):
     RolloutLog(tmp_path, start_update=0).write([made])
     bare = asdict(made.answers[0]) | {"score": None, "reward": None, "advantage": None, "status": "timeout"}
     with open(tmp_path / "rollouts.jsonl", "a") as file:
-        file.write(json.dumps({"update": 2, "key": 7, "answers": [bare, 3]}) + "\n" + json.dumps({"update": 3}) + "\n")
+        file.write(json.dumps({"update": 3, "key": 7, "answers": [bare, 3]}) + "\n" + json.dumps({"update": 3}) + "\n")
     page = write_rl_report(tmp_path).read_text(encoding="utf-8")
     assert "<script" not in page and "␀␇" in page and "(nothing)" in page and "timeout" in page
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_the_time_split_is_that_of_the_whole_run_however_often_it_was_logged(tmp_path, every):
+    metrics(tmp_path, 40, ENTRIES[:1])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(r) for r in lines if r["step"] % every == 0))
+    seconds = phase_seconds(read_run(tmp_path))
+    assert seconds == pytest.approx({"rollout": 32.0, "score": 2.0, "train": 24.0, "other": 2.0})
 
 
 def test_many_kinds_of_prompts_get_a_chart_for_each_task(tmp_path):
     entries = [(name, level, "picture") for name in ("counting", "ocr", "maze") for level in (0, 1, 2)]
     metrics(tmp_path, 30, entries)
+    for update in (0, 15, 30):
+        measure(tmp_path, update, 0.5, entries, 2)
     page = write_rl_report(tmp_path).read_text()
     for name in ("all", "counting", "ocr", "maze"):
         assert f"<h3>Reward: {name}</h3>" in page
+        assert name == "all" or f"<h3>Greedy score over updates: {name}</h3>" in page
 
 
 def test_the_verb_makes_the_report_and_refuses_other_folders(run, tmp_path, capsys):
@@ -304,8 +326,8 @@ def test_the_verb_makes_the_report_and_refuses_other_folders(run, tmp_path, caps
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_report_of_a_folder_is_always_the_same(run):
-    assert write_rl_report(run).read_bytes() == write_rl_report(run).read_bytes()
+def test_the_report_of_a_folder_is_always_the_same(run, page):
+    assert write_rl_report(run).read_text() == page
 
 
 def test_pictures_are_kept_as_they_are():

@@ -1,0 +1,88 @@
+"""What has become of the requests: tickets on their way, events of the current step, counters; and how a sample ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from earlyfusion.model.engine.prefix import PrefixCache
+from earlyfusion.model.engine.request import Event, FinishReason, Token
+from earlyfusion.model.engine.runner import Runner
+from earlyfusion.model.engine.scheduler import Scheduler
+from earlyfusion.model.engine.sequence import Sample, Ticket
+
+NAN = float("nan")
+
+
+class Ledger:
+    """`tickets` by request id; `events` are handed out by `take_events`. version: of the weights that choose now."""
+
+    def __init__(self, scheduler: Scheduler, prefix: PrefixCache, runner: Runner, version: int) -> None:
+        self.scheduler, self.prefix, self.runner, self.version = scheduler, prefix, runner, version
+        self.tickets: dict[str, Ticket] = {}
+        self.events: list[Event] = []
+        self.counts: Counter[str] = Counter()
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def accept(self, samples: Sequence[Sample], rows: Sequence[Sequence[float]]) -> None:
+        """One more token of every sample: (id, log-probability as drawn, at temperature 1) each."""
+        for sample, (number, drawn, plain) in zip(samples, rows):
+            ticket = sample.ticket
+            params = ticket.request.params
+            token = Token(int(number), drawn, plain, self.version) if params.logprobs else (
+                Token(int(number), NAN, NAN, self.version)
+            )  # fmt: skip
+            sample.add(token)
+            stop = token.id in ticket.stops
+            text = "" if stop else sample.stream.push(token.id)
+            if stop or sample.stream.stopped:
+                self.finish(sample, "stop", (token,), text)
+            elif len(sample.ids) >= params.max_new_tokens:
+                self.finish(sample, "length", (token,), text)
+            else:
+                self.events.append(Event(ticket.request.id, sample.index, (token,), text))
+
+    def finish(
+        self, sample: Sample, reason: FinishReason, tokens: tuple[Token, ...] = (), text: str = "", error: str = ""
+    ) -> None:
+        """The sample's completion, with slot and pages given back if it was running."""
+        ticket = sample.ticket
+        text += sample.stream.close()
+        if sample.stream.stopped and reason == "length":
+            reason = "stop"
+        if sample in self.scheduler.running:
+            if reason in ("stop", "length"):
+                self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
+            self.scheduler.release(sample)
+            self.runner.leave()
+        sample.finished = True
+        completion = sample.completion(reason, error)
+        ticket.handle.completions.append(completion)
+        ticket.handle.completions.sort(key=lambda each: each.index)
+        self.counts[f"finished_{reason}"] += 1
+        self.events.append(Event(ticket.request.id, sample.index, tokens, text, completion))
+        if not ticket.alive:
+            del self.tickets[ticket.request.id]
+
+    def restrict(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Ask the grammars what may come next; samples whose grammar leaves nothing end as "error", the others are returned."""
+        kept = []
+        for sample in samples:
+            error = self.runner.restrict(sample)
+            if error:
+                self.finish(sample, "error", error=error)
+            else:
+                kept.append(sample)
+        return kept
+
+    def leave_scheduler(self, ticket: Ticket) -> None:
+        """Take a ticket's samples out of line, slots and pages."""
+        if ticket in self.scheduler.waiting:
+            self.scheduler.waiting.remove(ticket)
+        for sample in ticket.alive:
+            if sample in self.scheduler.reading or sample in self.scheduler.running:
+                self.scheduler.release(sample)
+        self.runner.leave()

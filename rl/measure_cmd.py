@@ -1,0 +1,149 @@
+"""`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks.
+
+    earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
+    earlyfusion measure --model TREATED --recipe rl-skills --against runs/before/measured.jsonl --out runs/after
+    earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
+
+With --out the answers are kept (measured.jsonl) with the table (summary.json). --against pairs every problem with an
+earlier measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm over the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from earlyfusion.eval.results import write_json
+from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.rl.recipe import TaskEntry
+
+SHOWN = ("n", "accuracy", "p_target", "ece", "entropy")
+HEADS = {"accuracy": "acc", "p_target": "p", "temperature": "T", "entropy": "nats"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Options of the verb."""
+    parser = argparse.ArgumentParser(
+        prog="earlyfusion measure",
+        description="Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="DIR", required=True, help="model directory")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--tasks", metavar="TASK", nargs="+", help="such as counting/1/twin: task/difficulty/form[/thought]"
+    )
+    what.add_argument("--recipe", metavar="RECIPE", help="measure what this reinforcement learning recipe measures")
+    parser.add_argument("--problems", type=int, default=200, metavar="N", help="held-out problems of each task")
+    parser.add_argument("--seed", type=int, default=12345, help="which problems")
+    parser.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers to each problem (pass@k)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of samples and probabilities")
+    parser.add_argument("--max-new-tokens", type=int, default=8, metavar="N", help="longest answer, in tokens")
+    parser.add_argument("--slots", type=int, default=128, metavar="N", help="answers written at a time")
+    parser.add_argument(
+        "--match-entropy", type=float, metavar="NATS", help="also at the temperature of this mean entropy"
+    )
+    parser.add_argument("--against", metavar="FILE", help="measured.jsonl of other weights, paired by problem")
+    parser.add_argument("--out", metavar="DIR", help="folder for measured.jsonl and summary.json")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the verb; returns the exit code."""
+    options = build_parser().parse_args(argv)
+    entries = _entries(options)
+    from earlyfusion.rl.measure_files import load_measured, write_measured
+
+    against = load_measured(options.against) if options.against else None
+    from earlyfusion.data.tokenizer import Tokenizer
+    from earlyfusion.model.hub import load_model
+    from earlyfusion.pipeline.generate_cmd import device_of
+    from earlyfusion.rl.measure import ask, summary
+    from earlyfusion.rl.measure_entropy import match_entropy
+
+    model = load_model(options.model, device=device_of(options.device))
+    asked = ask(
+        model, Tokenizer.load(options.model), entries, problems=options.problems, seed=options.seed,
+        samples=options.samples, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+        slots=options.slots,
+    )  # fmt: skip
+    measured = asked.measured(options.temperature)
+    result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
+    console = Console()
+    console.print(_table(f"{options.model}", result["tasks"]))
+    if options.match_entropy is not None:
+        result["matched"] = {}
+        for label in result["tasks"]:
+            found = match_entropy(asked.only(label), options.match_entropy)
+            about = {"temperature": found.temperature, "reached": found.reached}
+            result["matched"][label] = {**summary(found.measured)[label], **about}
+        console.print(_table(f"at entropy {options.match_entropy:g}", result["matched"], ("temperature",)))
+    if against is not None:
+        from earlyfusion.rl.measure_pairs import paired
+
+        result["against"] = {"file": str(options.against), "rows": paired(against, measured)}
+        console.print(_paired_table(result["against"]["rows"]))
+    if options.out:
+        write_measured(Path(options.out) / "measured.jsonl", measured)
+        write_json(Path(options.out) / "summary.json", result)
+        console.print(f"written: {options.out}/measured.jsonl, {options.out}/summary.json")
+    return EXIT_OK
+
+
+def _entries(options: argparse.Namespace) -> list[TaskEntry]:
+    if options.tasks:
+        from earlyfusion.rl.measure_files import entry_of
+
+        entries = [entry_of(label) for label in options.tasks]
+    else:
+        from earlyfusion.pipeline.compose import compose, validate
+        from earlyfusion.rl.recipe import RLConfig
+
+        entries = validate(compose([options.recipe]), RLConfig).measured
+    labels = [entry.label for entry in entries]
+    if len(set(labels)) < len(labels):
+        raise UserError(f"--tasks: {max(labels, key=labels.count)} is given twice; name every one once")
+    return entries
+
+
+def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] = ()) -> Table:
+    first = next(iter(rows.values()))
+    passes = (
+        [] if extra else [name for name in first if name.startswith("pass@")]
+    )  # samples were drawn at --temperature
+    columns = [*SHOWN, *passes, *extra]
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("task", no_wrap=True)
+    for name in columns:
+        table.add_column(HEADS.get(name, name), justify="right", no_wrap=True)
+    for label, row in rows.items():
+        table.add_row(label, *(f"{row[name]:.3f}" if name != "n" else str(row[name]) for name in columns))
+    return table
+
+
+def _paired_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        title="against the earlier weights; * interval excludes 0 after Holm", box=SIMPLE_HEAD, pad_edge=False
+    )
+    for name in ("task", "metric", "before", "after", "delta", "95 %", "p Holm"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right", no_wrap=True)
+    for row in rows:
+        span = f"[{row['low']:+.3f}, {row['high']:+.3f}]" if row["se"] == row["se"] else "-"
+        cells = [f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['value']:+.3f}", span, f"{row['p_holm']:.3f}"]
+        table.add_row(row["label"], row["metric"], *cells[:-1], cells[-1] + ("*" if row["clear"] else ""))
+    return table
+
+
+if __name__ == "__main__":
+    import sys
+
+    from earlyfusion.pipeline.cli import guarded
+
+    sys.exit(guarded(lambda: main(None)))

@@ -1,0 +1,87 @@
+"""The stage of a transfer study that asks all models of one pretraining seed the same held-out problems.
+
+    python -m earlyfusion.rl.study.transfer_measure OUT SEED
+
+What is there already is kept, so a stopped stage goes on with the next model. For every run the start is measured again
+at the temperature that gives it the run's entropy, label by label (rl/measure_entropy.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.results import write_json
+from earlyfusion.model.hub import load_model
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.rl.measure import Asked, ask, load_measured, write_measured
+from earlyfusion.rl.measure_entropy import match_entropy
+from earlyfusion.rl.measure_files import entry_of
+from earlyfusion.rl.measure_pairs import by_problem
+from earlyfusion.rl.study.transfer_plan import (
+    StudyConfig,
+    matched_file,
+    measured_file,
+    read_study,
+    run_folder,
+    start_of,
+)
+
+
+def asked_of(folder: Path, labels: Sequence[str], config: StudyConfig, *, samples: int) -> Asked:
+    """A model directory asked all labels."""
+    measure = config.measure
+    return ask(
+        load_model(folder, device=device_of("auto")), Tokenizer.load(folder), [entry_of(label) for label in labels],
+        problems=measure.problems, seed=measure.seed, samples=samples, max_new_tokens=measure.max_new_tokens,
+    )  # fmt: skip
+
+
+def matched(start: Asked, file: Path) -> dict[str, Any]:
+    """Label -> the start at the entropy of a measured run: temperature, entropy, reached, p_target by problem."""
+    found: dict[str, Any] = {}
+    for label, records in by_problem(load_measured(file)).items():
+        wanted = sum(one.entropy for one in records.values()) / len(records)
+        result = match_entropy(start.only(label), wanted)
+        found[label] = {
+            "temperature": result.temperature, "entropy": result.entropy, "wanted": wanted, "reached": result.reached,
+            "p_target": {one.key: one.p_target for one in result.measured},
+        }  # fmt: skip
+    return found
+
+
+def measure_seed(out: Path, seed: int) -> None:
+    """Measure the start and every finished run of a pretraining seed that is not measured yet."""
+    config = read_study(str(out / "study.toml"))
+    samples = config.measure.samples
+    start: Asked | None = None
+    runs = [(arm, r) for arm in config.arms for r in range(config.rl_seeds)]
+    here = [(arm, r) for arm, r in runs if (run_folder(out, seed, arm.name, r) / "model" / "config.json").is_file()]
+    files = [matched_file(out, seed, arm.name, r) for arm, r in here]
+    if not measured_file(out, seed).is_file() or not all(file.is_file() for file in files):
+        start = asked_of(start_of(config, out, seed), config.labels(), config, samples=samples)
+        write_measured(measured_file(out, seed), start.measured())
+    for arm, r in here:
+        file = measured_file(out, seed, arm.name, r)
+        if not file.is_file():
+            folder = run_folder(out, seed, arm.name, r) / "model"
+            write_measured(file, asked_of(folder, config.labels(arm), config, samples=samples).measured())
+            print(f"measured {folder}", flush=True)
+        target = matched_file(out, seed, arm.name, r)
+        if start is not None and not target.is_file():
+            write_json(target, matched(start, file))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `python -m`."""
+    out, seed = sys.argv[1:] if argv is None else argv
+    measure_seed(Path(out), int(seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: main(None)))

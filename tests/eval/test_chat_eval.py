@@ -1,0 +1,69 @@
+"""A model directory of a chat stage is asked as it was taught: the prompt is the user's message, thoughts do not count."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from earlyfusion.data.chat import ChatTokenizer, Message, encode_chat
+from earlyfusion.data.sample import Image, Text
+from earlyfusion.data.source_easy_vqa import question_text
+from earlyfusion.eval.models import open_model
+from earlyfusion.eval.models_own import said
+from earlyfusion.eval.protocol import GenerateRequest
+from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.generate import engine_for
+from earlyfusion.model.hub import save_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tiny_config(tokenizer), 0)
+    return save_model(model, ChatTokenizer(tokenizer), tmp_path_factory.mktemp("chat") / "model")
+
+
+PICTURE = Image(np.random.default_rng(0).integers(0, 255, (40, 56, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["Name a color.", [PICTURE, Text(question_text("what color?"))], [Text("one "), PICTURE, Text("two")]],
+)
+def test_an_answer_is_what_the_engine_gives_for_the_users_message(directory, prompt):
+    """Against the engine on the chat document; a random model writes no markup, so all it writes is said."""
+    model = open_model(str(directory), device="cpu")
+    assert model.chat and model.identity()["chat"] is True
+    parts = {str: lambda: (Text("Name a color."),), list: lambda: said(prompt)}[type(prompt)]()
+    document = encode_chat([Message("user", parts)], model.tokenizer, model.model.config.vision)
+    engine = engine_for(model.model, model.tokenizer, [document], 9)
+    banned = tuple(model.tokenizer.special_ids.values())
+    (done,) = engine.generate([Request("0", document, SamplingParams(9, 0.0, ignore_eos=False))])
+    assert banned
+    (answer,) = model.generate([GenerateRequest(prompt, 9)])
+    assert answer.text == model.decode(done.ids)
+
+
+def test_a_question_loses_the_form_of_pretraining_and_nothing_else_does():
+    assert said([PICTURE, Text(question_text("what color?"))]) == (PICTURE, Text("what color?"))
+    assert said("\nQ: a\nA:") == (Text("a"),)
+    assert said("plain\nQ: a\nA:") == (Text("plain\nQ: a\nA:"),)
+
+
+def test_only_what_is_said_counts(directory):
+    model = open_model(str(directory), device="cpu")
+    message = Message("assistant", (Text("red"),), thinking="blue?\nno")
+    tokens = model.tokenizer
+    whole = encode_chat([message], tokens, model.model.config.vision, add_generation_prompt=False).ids.tolist()
+    written = whole[3 + len(tokens.encode('message role="assistant"')) :]
+    assert model.decode(written) == "red"
+
+
+def test_the_form_can_be_chosen(directory):
+    plain = open_model(str(directory), device="cpu", chat=False)
+    assert not plain.chat and "chat" not in plain.identity()
+    assert plain.encode_prompt("Name").ids == tuple(plain.encode("Name", True))

@@ -1,0 +1,51 @@
+"""With the Triton backend the engine decodes by the kernels that work on its slots and pages in place (interpreted here)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+REPO = Path(__file__).resolve().parents[2]
+CASES = ("softplus gate", "bounded gate, plain stream")
+ROUNDING = 2e-5  # fp32, sums in another order through two layers
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One process for all cases: interpreting is chosen when a kernel is defined, before its first import."""
+    path = tmp_path_factory.mktemp("triton") / "engine.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.model.engine_triton_worker", str(path)]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(path, weights_only=False)
+
+
+def equal(got, expected) -> None:
+    for key, (ids, logprobs) in got.items():
+        assert ids == expected[key][0], key
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected[key][1]), atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_decode_kernels_give_the_tokens_of_the_torch_form(results, case):
+    """Groups, chunked prompts, fewer slots than samples."""
+    found = results[case]
+    assert {"kda.decode:decode", "attention.triton_decode:mla_decode"} <= found["called"]
+    assert found["triton"].keys() == found["torch"].keys() and len(found["torch"]) == 5
+    equal(found["triton"], found["torch"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_moves_between_the_kernels_and_the_torch_form(results, case):
+    """The state leaves the ring and the transposed slots in the common form, and enters them from it."""
+    for first in ("triton", "torch"):
+        assert len(results[case]["moved"][first]) == 4
+        equal(results[case]["moved"][first], results[case]["torch"])

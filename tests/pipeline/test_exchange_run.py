@@ -1,0 +1,73 @@
+"""A whole run of two processes that exchange pictures: the run without, evaluated in between, resumed bit for bit."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import tiny_run
+from tiny_run import environment, finish, losses, numbers, same, start, weights
+
+from earlyfusion.pipeline.track import read_metrics
+
+STEPS = 4
+# Rounding only, as between one process and two (tests/pipeline/test_distributed.py), where it is measured.
+FIRST_RTOL = 1e-6
+LOSS_RTOL = 3e-4
+
+
+@pytest.fixture(scope="module")
+def recipe(folder, tokenizer) -> Path:
+    """Two micro-batches a rank and step; rank 0 evaluates after every second step while rank 1 waits."""
+    one_stage = [{"name": "all", "steps": STEPS, "length": 96, "tokens": 160, "lanes": 4, "warmup_steps": 2}]
+    changes = {"stages": one_stage, "optim__lr": 3e-3, "checkpoint__every": 2, "checkpoint__keep": 9}
+    changes |= {"eval__every": 2, "eval__tasks": ["counting"], "eval__limits": {"counting": 2}, "eval__samples": 1}
+    return tiny_run.write_recipe(folder / "exchange.toml", tiny_run.tiny_recipe(tokenizer, **changes))
+
+
+def train(recipe: Path, out: Path, *words: str) -> None:
+    """Two processes that end, and end well."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        start(recipe, out, *words, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(2)
+    ]
+    for code, errors in map(finish, ranks):
+        assert code == 0, errors[-3000:]
+
+
+@pytest.fixture(scope="module")
+def runs(recipe, folder) -> dict[str, Path]:
+    for setting in ("on", "off"):
+        train(recipe, folder / setting, "--parallel.exchange_pictures", setting)
+    return {setting: folder / setting for setting in ("on", "off")}
+
+
+@pytest.mark.slow
+def test_the_run_is_the_run_without_and_its_vision_work_is_more_even(runs):
+    for number, (ours, theirs) in enumerate(zip(losses(runs["on"]), losses(runs["off"]), strict=True)):
+        assert ours == pytest.approx(theirs, rel=LOSS_RTOL if number else FIRST_RTOL)
+    on, off = (read_metrics(runs[setting] / "metrics.jsonl", "train") for setting in ("on", "off"))
+    for mine, other in zip(on, off, strict=True):
+        assert mine["vision_imbalance"] == pytest.approx(other["vision_imbalance"], rel=1e-12)
+        assert other["vision_imbalance_after"] == other["vision_imbalance"]
+        assert 1 <= mine["vision_imbalance_after"] <= mine["vision_imbalance"]
+        assert mine["patches"] == other["patches"] and mine["tokens"] == other["tokens"]
+    assert any(mine["vision_imbalance_after"] < mine["vision_imbalance"] - 0.02 for mine in on), on
+
+
+@pytest.mark.slow
+def test_one_rank_evaluates_while_the_other_waits(runs):
+    for out in runs.values():
+        assert [record["step"] for record in read_metrics(out / "metrics.jsonl", "eval")] == [2, STEPS]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_exchanges_as_if_it_had_not_stopped(recipe, runs, tmp_path):
+    out = tmp_path / "resumed"
+    train(recipe, out, "--parallel.exchange_pictures", "on", "--steps", "2")
+    train(recipe, out, "--parallel.exchange_pictures", "on", "--resume")
+    assert numbers(out) == numbers(runs["on"])
+    assert same(weights(out), weights(runs["on"]))
+    assert any("vision_imbalance_after" in record for record in numbers(out))

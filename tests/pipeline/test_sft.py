@@ -1,0 +1,228 @@
+"""The chat stage: from a model directory to one that speaks chat, by the loop of pretraining, resumed bit for bit."""
+
+import json
+import signal
+import sys
+
+import pytest
+import torch
+from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
+from test_distributed import ACCELERATE, TORCHRUN, free_port
+from tiny_run import finish, numbers, same, start, weights, write_recipe
+
+from earlyfusion.data.chat import encode_chat, messages_from, template_of
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.hub import load_model
+from earlyfusion.pipeline import chat, generate_cmd, pretrain
+from earlyfusion.pipeline.compose import compose, read_recipe, validate
+from earlyfusion.pipeline.errors import EXIT_USER
+from earlyfusion.pipeline.sft_start import with_start
+from earlyfusion.pipeline.track import read_metrics
+
+STEPS = 10
+# Two processes add two micro-batches in another order: fp32 rounding, grown about tenfold a step by Muon and routing
+# near ties (as in test_distributed.py, over four steps).
+LOSS_RTOL, WEIGHT_RTOL = 3e-4, 5e-2
+
+
+@pytest.fixture(scope="module")
+def model_dir(folder, tokenizer):
+    return write_start(folder / "start", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def chats(folder):
+    return write_chats(folder / "chats")
+
+
+@pytest.fixture(scope="module")
+def chat_file(folder, model_dir, chats):
+    return write_recipe(folder / "chat.toml", chat_recipe(model_dir, chats))
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder, chat_file):
+    """The run that nobody stopped, with its evaluation and its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        words = ("--eval.tasks", '["answer_loss"]', "--eval.every", "5")
+        assert tune(chat_file, folder / "unbroken", *words, monkeypatch=patch, report=True) == 0
+    return folder / "unbroken"
+
+
+def test_the_run_learns_the_answers_and_leaves_what_a_stage_leaves(unbroken):
+    records = read_metrics(unbroken / "metrics.jsonl", "train")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert {"loss/image", "loss/text", "loss/source/chats"} <= {key for record in records for key in record}
+    evals = [json.loads(path.read_text()) for path in sorted((unbroken / "eval").glob("answer_loss_*.json"))]
+    assert [each["step"] for each in evals] == [0, 5, STEPS], "also before the first step"
+    losses = [each["sources"]["chats"]["loss"] for each in evals]
+    assert losses[-1] < losses[0] - 0.5
+    report = (unbroken / "report.html").read_text()
+    assert "Held-out answers" in report
+    card = (unbroken / "model" / "README.md").read_text()
+    assert "only answers were learned" in card and "made from" in card
+
+
+def test_the_model_directory_speaks_chat_and_transformers_reads_its_template(unbroken, model_dir):
+    transformers = pytest.importorskip("transformers")
+    directory = unbroken / "model"
+    assert template_of(model_dir) == "qa" and template_of(directory) == "chat"
+    turns = [
+        {"role": "user", "content": "say red 3"},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [
+            {"type": "function", "function": {"name": "python", "arguments": {"code": "1", "n": [1, 2]}}}]},
+        {"role": "tool", "name": "python", "content": "1"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "python", "parameters": {"x": "\u00e4 < b"}}}]
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    tokens, vision = Tokenizer.load(directory), load_model(directory).config.vision
+    for declared in (None, tools):
+        rendered = theirs.apply_chat_template(turns, tools=declared, tokenize=False, add_generation_prompt=True)
+        messages = messages_from(turns, tools=declared or ())
+        assert rendered == tokens.decode(encode_chat(messages, tokens, vision).ids.tolist())
+
+
+def test_chat_and_generate_put_a_question_as_the_stage_taught_it(unbroken, capsys, monkeypatch):
+    asked = []
+    real = generate_cmd.encode_chat
+    monkeypatch.setattr(generate_cmd, "encode_chat", lambda *a, **k: asked.append(a[0]) or real(*a, **k))
+    words = ["--model", str(unbroken / "model"), "--question", "say red 3", "--max-new-tokens", "8", "--device", "cpu"]
+    assert generate_cmd.main(words) == 0
+    assert [message.text for message in asked[0]] == ["say red 3"]
+    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("say red 3\n"))
+    assert chat.main(["--model", str(unbroken / "model"), "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "<|" not in shown, "markup is never text"
+
+
+@pytest.mark.parametrize(("place", "call"), [("forward_backward", 5), ("set_lr", 8)])
+def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
+    chat_file, unbroken, tmp_path, monkeypatch, place, call
+):
+    home = pretrain if hasattr(pretrain, place) else pretrain.build
+    calls, real = 0, getattr(home, place)
+
+    def dies(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise InterruptedError
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(home, place, dies)
+        tune(chat_file, tmp_path, monkeypatch=monkeypatch)
+    assert len(numbers(tmp_path)) < STEPS
+    assert tune(chat_file, tmp_path, "--resume", monkeypatch=monkeypatch) == 0
+    assert numbers(tmp_path) == numbers(unbroken)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unbroken, tmp_path):
+    """SIGKILL after step 4, between two checkpoints, with a prefetch that had run ahead; then --resume."""
+    import time
+
+    words = ("--data.prefetch", "thread")
+    process = start(chat_file, tmp_path, *words, module=MODULE)
+    deadline = time.monotonic() + 120
+    path = tmp_path / "metrics.jsonl"
+    while not path.exists() or len(read_metrics(path, "train")) < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL and len(numbers(tmp_path)) < STEPS
+    code, errors = finish(start(chat_file, tmp_path, *words, "--resume", launcher=ACCELERATE, module=MODULE))
+    assert code == 0, errors[-3000:]
+    assert numbers(tmp_path) == numbers(unbroken)
+    assert same(weights(tmp_path), weights(unbroken))
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(chat_file, tmp_path, monkeypatch):
+    words = ("--steps", "4")
+    launcher = (*TORCHRUN, "--master-port", str(free_port()))
+    code, errors = finish(start(chat_file, tmp_path / "two", *words, launcher=launcher, module=MODULE))
+    assert code == 0, errors[-4000:]
+    assert tune(chat_file, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
+    for mine, other in zip(numbers(tmp_path / "two"), numbers(tmp_path / "one"), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=LOSS_RTOL), mine["step"]
+    mine, other = weights(tmp_path / "two"), weights(tmp_path / "one")
+    for name in mine:
+        if not name.endswith("e_score_correction_bias"):
+            apart = (mine[name] - other[name]).float().norm() / other[name].float().norm().clamp_min(1e-6)
+            assert apart < WEIGHT_RTOL, name
+
+
+@pytest.mark.parametrize("name", ["adamw", "muonclip"])
+def test_what_is_frozen_keeps_its_bits_and_the_rest_moves(chat_file, model_dir, tmp_path, monkeypatch, name):
+    """Weight decay and Muon's orthogonal step would move a weight whose gradient is zero; frozen, nothing does."""
+    from safetensors.torch import load_file
+
+    before = load_file(model_dir / "model.safetensors")
+    words = ("--optim.name", name, "--optim.weight_decay", "0.1", "--steps", "3")
+    assert tune(chat_file, tmp_path / "frozen", *words, "--stages.sft.frozen", '["vision", "projector"]',
+                monkeypatch=monkeypatch) == 0  # fmt: skip
+    assert tune(chat_file, tmp_path / "free", *words, monkeypatch=monkeypatch) == 0
+    frozen, free = weights(tmp_path / "frozen"), weights(tmp_path / "free")
+    seeing = [name for name in before if name.startswith(("vision_tower", "mm_projector"))]
+    moved = [name for name in before if not torch.equal(frozen[name], before[name])]
+    assert seeing and not set(seeing) & set(moved)
+    assert len(moved) > 20
+    assert sum(not torch.equal(free[name], before[name]) for name in seeing) > len(seeing) // 2
+
+
+def test_the_schedule_and_the_optimizer_are_those_of_the_recipe(chat_file, tmp_path, monkeypatch):
+    words = ("--stages.sft.schedule", "wsd", "--stages.sft.decay_steps", "4", "--stages.sft.final_lr_ratio", "0")
+    assert tune(chat_file, tmp_path, *words, "--optim.name", "adamw", monkeypatch=monkeypatch) == 0
+    rates = [record["lr"] for record in numbers(tmp_path)]
+    assert rates[2:6] == [5e-3] * 4 and rates[0] < rates[1] <= 5e-3 and rates[6] > rates[7] > rates[8] > rates[9]
+
+
+def test_the_dry_run_shows_the_model_of_the_directory(chat_file, model_dir, tmp_path, monkeypatch, capsys):
+    assert tune(chat_file, tmp_path / "none", "--dry-run", monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().out
+    assert "hidden_size = 32" in shown and "chat_files" in shown and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--init", "/nowhere/model"), "/nowhere/model: not a model directory"),
+        (("--run.init_from", "null"), "--init-from runs/nano/model"),
+        (("--model.hidden_size", "64"), "model.hidden_size = 64: the model comes from"),
+        (("--vision.preset", "tiny"), "remove the section [vision]"),
+        (("--eval.tasks", '["answer_los"]'), "did you mean 'answer_loss'?"),
+        (("--data.sources.chats.path", "/nowhere.jsonl"), "/nowhere.jsonl"),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line(chat_file, tmp_path, monkeypatch, capsys, words, said):
+    assert tune(chat_file, tmp_path / "out", *words, monkeypatch=monkeypatch) == EXIT_USER
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and said in errors[0], errors
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_resolved_recipe_starts_the_same_run_again(unbroken, chat_file, tmp_path, monkeypatch):
+    """recipe.toml of the output folder names model and vision too; they are those of the directory."""
+    assert tune(unbroken / "recipe.toml", tmp_path, "--steps", "2", "--eval.every", "0", monkeypatch=monkeypatch) == 0
+    assert numbers(tmp_path) == numbers(unbroken)[:2]
+
+
+def test_the_shipped_arms_have_the_same_budget_and_only_one_sees_pictures(model_dir):
+    arms = {}
+    for name in ("sft-zero-vision", "sft-vision"):
+        tree = compose([name], [("run.init_from", str(model_dir))])
+        arms[name] = validate(with_start(tree))
+        assert read_recipe(name)["run"]["name"] == name
+    zero, vision = arms["sft-zero-vision"], arms["sft-vision"]
+    for one, other in zip(zero.stages, vision.stages, strict=True):
+        assert (one.steps, one.tokens, one.lanes, one.length) == (other.steps, other.tokens, other.lanes, other.length)
+    weight = {arm: {s.kind: s.weight for s in arms[arm].data.sources} for arm in arms}
+    assert weight["sft-zero-vision"]["chat_scenes"] == 0.0 and weight["sft-vision"]["chat_scenes"] > 0
+    assert zero.stages[0].frozen == ["vision", "projector"] and vision.stages[0].frozen == []
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

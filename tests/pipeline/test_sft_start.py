@@ -1,0 +1,165 @@
+"""Where a chat stage starts: rows for missing special tokens, and what is measured before and after."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from chat_cases import chat_recipe, tune, write_chats, write_start
+from tiny_run import forget_processes, weights, write_recipe
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.encode import encode
+from earlyfusion.data.pack import assemble
+from earlyfusion.data.sources import build_source
+from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from earlyfusion.model.hub import load_model
+from earlyfusion.pipeline import sft
+from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.sft_start import grown, start_model, with_start
+
+GRADIENT_RTOL = 2e-4  # fp32 sums of a few thousand terms in another order
+
+
+@pytest.fixture(scope="module")
+def model_dir(folder, tokenizer):
+    return write_start(folder / "start", tokenizer)
+
+
+@pytest.fixture(scope="module")
+def chats(folder):
+    return write_chats(folder / "chats")
+
+
+def without_chat_tokens(model_dir, target):
+    """The directory as it would come from elsewhere: its tokenizer knows no chat tokens, its rows end with the others."""
+    from safetensors.torch import load_file, save_file
+
+    gone = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+    target.mkdir()
+    for file in model_dir.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    plain = json.loads((model_dir / "tokenizer.json").read_text())
+    ids = {entry["content"]: entry["id"] for entry in plain["added_tokens"]}
+    kept = [i for i in range(320) if i not in {ids[name] for name in gone}]
+    new = {old: number for number, old in enumerate(kept)}
+    plain["added_tokens"] = [e | {"id": new[e["id"]]} for e in plain["added_tokens"] if e["content"] not in gone]
+    plain["model"]["vocab"] = {t: new[i] for t, i in plain["model"]["vocab"].items() if t not in gone}
+    (target / "tokenizer.json").write_text(json.dumps(plain))
+    config = json.loads((model_dir / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part["vocab_size"] = len(kept)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            part[key] = new[part[key]]
+    config["media_placeholder_token_id"] = new[config["media_placeholder_token_id"]]
+    (target / "config.json").write_text(json.dumps(config))
+    state = load_file(model_dir / "model.safetensors")
+    name = next(name for name in state if "embed_tokens" in name)
+    state[name] = state[name][kept].contiguous()
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return target, name, gone
+
+
+def test_missing_chat_tokens_get_rows_that_are_the_mean_of_the_others(model_dir, chats, tmp_path, monkeypatch):
+    small, name, gone = without_chat_tokens(model_dir, tmp_path / "small")
+    before = weights_of(small)[name].clone()
+    recipe = write_recipe(tmp_path / "r.toml", chat_recipe(small, chats))
+    config = validate(with_start(compose([str(recipe)])))
+    tokens = Tokenizer.load(small)
+    assert tokens.added == gone and config.model.vocab_size == 320 == before.shape[0] + 4
+    model, growth = start_model(small, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
+    table = model.decoder.embed_tokens.weight
+    assert torch.equal(table[:316], before)
+    assert torch.allclose(table[316:], before.mean(0).expand(4, -1), rtol=0, atol=1e-7)
+    assert model.decoder.head_weight() is table, "tied"
+    assert growth.after == 320 and "mean of the other rows" in growth.note
+    assert tune(recipe, tmp_path / "out", "--steps", "2", monkeypatch=monkeypatch) == 0
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "4 special tokens were added" in card and "<|end_of_msg|>" in card
+    again = load_model(tmp_path / "out" / "model")
+    assert again.config.text.vocab_size == 320 and Tokenizer.load(tmp_path / "out" / "model").added == ()
+    assert not torch.equal(weights(tmp_path / "out")[name][316:], table[316:]), "and they are learned"
+
+
+def weights_of(directory):
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_grow_by_the_mean_of_the_known_ones(seed):
+    table = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed))
+    larger = grown(table, 9, fresh=[2, 8])
+    known = [0, 1, 3, 4, 5, 6]
+    mean = sum(table[i] for i in known) / len(known)
+    assert torch.equal(larger[known], table[known])
+    for row in (2, 7, 8):  # named, beyond the table, both
+        assert torch.allclose(larger[row], mean, rtol=0, atol=1e-6)
+
+
+def test_a_tokenizer_of_the_same_size_changes_nothing(model_dir, chats, tmp_path):
+    config = validate(with_start(chat_recipe(model_dir, chats)))
+    tokens = Tokenizer.load(model_dir)
+    model, growth = start_model(model_dir, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
+    ours, theirs = model.state_dict(), load_model(model_dir).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and growth.note == ""
+    assert set(SPECIAL_TOKENS) <= set(tokens.special_ids)
+
+
+# ---- what is learned
+
+
+@pytest.mark.parametrize("kind", ["zero_vision", "chat_scenes", "chat_files"])
+@pytest.mark.parametrize("first", [0, 5])
+def test_packed_conversations_have_the_gradients_of_conversations_one_by_one(model_dir, chats, kind, first):
+    """Loss and every gradient of one row of three conversations equal the sums over three rows of one."""
+    path = {"path": str(chats)} if kind == "chat_files" else {}
+    source = build_source(SourceConfig(name="s", kind=kind, **path), val_fraction=0.0)
+    model, tokens = load_model(model_dir).train(), Tokenizer.load(model_dir)
+    vision = model.config.vision
+    documents = [encode(source.get(first + i, 0), tokens, vision) for i in range(3)]
+    words = dict(pad_id=tokens.pad_id, sources=["s"], patch_size=vision.patch_size)
+
+    def gradients(batches):
+        model.zero_grad()
+        loss = sum(model(batch).loss_sum for batch in batches)
+        loss.backward()
+        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    total = sum(map(len, documents))
+    packed, ours = gradients([assemble(documents, tokens=total + 9, **words)])
+    single, theirs = gradients([assemble([d], tokens=len(d), **words) for d in documents])
+    assert packed == pytest.approx(single, rel=1e-5)
+    scale = max(float(gradient.norm()) for gradient in theirs.values())
+    for name in theirs:
+        assert float((ours[name] - theirs[name]).norm()) <= GRADIENT_RTOL * max(scale * 1e-2, float(theirs[name].norm())), name  # fmt: skip
+
+
+def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, tmp_path):
+    """Against a softmax of all logits, document by document."""
+    forget_processes()
+    recipe = chat_recipe(model_dir, chats, run__out=str(tmp_path / "run"), data__val_fraction=0.3)
+    run = sft.FineTuning(validate(with_start(recipe)), resume=False)
+    try:
+        found = run.evaluator.answer_loss("chats", 7)
+        source = run.evaluator._source("chats")
+        losses, model = [], run.fusion.eval()
+        for index in range(7):
+            document = encode(source.heldout(index), run.tokenizer, model.config.vision)
+            batch = assemble([document], tokens=len(document), pad_id=0, sources=["chats"],
+                             patch_size=model.config.vision.patch_size)  # fmt: skip
+            with torch.no_grad():
+                log_probs = model.logits(model.hidden(batch)).double().log_softmax(-1)
+            for position in range(len(document) - 1):
+                if document.loss_weights[position + 1] > 0:
+                    losses.append(-float(log_probs[position, document.ids[position + 1]]))
+        assert found["conversations"] == 7 and found["tokens"] == len(losses)
+        assert math.isclose(found["loss"], sum(losses) / len(losses), rel_tol=1e-5)
+    finally:
+        run.close()
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__]))

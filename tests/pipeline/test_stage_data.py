@@ -1,0 +1,42 @@
+"""A run's log of samples left out belongs to the run: training starts it afresh, a benchmark never touches it."""
+
+import pytest
+from tiny_run import forget_processes
+
+from earlyfusion.data.ledger import skip_file
+from earlyfusion.pipeline import build
+from earlyfusion.pipeline.bench_recipe import measure_recipe
+from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.runtime import Runtime
+
+LINE = '{"reason": "kept"}\n'
+
+
+@pytest.fixture
+def real_run(recipe, tmp_path, monkeypatch):
+    """runs/<name> of an earlier run of the tiny recipe, with its log."""
+    monkeypatch.chdir(tmp_path)
+    forget_processes()
+    config = load_config([str(recipe)])
+    log = skip_file(config.run.directory)
+    log.parent.mkdir(parents=True)
+    log.write_text(LINE)
+    return config, log
+
+
+def test_a_benchmark_of_a_recipe_leaves_the_folder_of_its_run_alone(recipe, real_run):
+    _, log = real_run
+    measure_recipe(str(recipe), 1, 1)
+    assert log.read_text() == LINE and [path.name for path in log.parent.iterdir()] == [log.name]
+
+
+def test_a_loader_without_a_folder_logs_nothing_and_a_new_run_starts_its_log_afresh(real_run):
+    config, log = real_run
+    runtime = Runtime(config.train.mixed_precision, 1)
+    tokens = build.tokenizer(config, runtime)
+    config = build.with_tokenizer(config, tokens)
+    for out, kept in ((None, True), (log.parent, False)):
+        loaders = build.StageLoaders(config, tokens, runtime, out)
+        assert loaders.at(0).log == (None if out is None else log)
+        loaders.close()
+        assert log.exists() == kept

@@ -1,0 +1,115 @@
+"""Gradients of the learner against the plain way: every answer by itself, no sharing, one loss over all."""
+
+import pytest
+import torch
+from rl_cases import model_directory, training
+
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.rl.experience import experience
+from earlyfusion.rl.learn import Sums, distinct, minibatches, rows
+from earlyfusion.rl.objectives import policy_loss
+from earlyfusion.rl.rewards import Scored
+from earlyfusion.rl.rollout import flat, pack, used_experts
+
+GRAD_RTOL = 2e-4
+"""fp32 sums in another order, through twelve small layers; a wrong weight of a token is off by a tenth at least."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("start"))
+
+
+def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
+    """(run, experience) of a few groups, some answers made equal by a low temperature."""
+    made = training(folder, tmp_path / "run", objective=objective, rollout={"prompts": 5, "group_size": 6, **rollout})
+    made.kit.refresh_engine(0)
+    groups = made.kit.collector.collect(0, temperature, 5).groups
+    answers = [t for g in groups for t in g.trajectories]
+    scored = [Scored((sum(t.ids) % 11) / 10) for t in answers]
+    return made, experience(made.config, groups, scored, 0, {})
+
+
+def gradients(net):
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def plain(made, seen, temperature):
+    """The same by definition: all answers packed one by one, a log-softmax over the logits at the temperature."""
+    net, every = made.model, flat([g.trajectories for g in seen.groups])
+    kept = [n for n, t in enumerate(every) if t.ids]
+    logp = []
+    for n in kept:
+        row, places = pack(net, [every[n]])
+        with used_experts(net, places):
+            logits = net.logits(net.hidden(row).index_select(0, places.positions_M)).float() / temperature
+        logits[:, sorted(made.kit.engine.house.silent)] = float("-inf")
+        logp.append(logits.log_softmax(-1).gather(1, places.ids_M[:, None]).squeeze(1))
+    old = torch.tensor([p for n in kept for p in every[n].completion.logprobs])
+    segments = Segments(tuple(len(every[n].ids) for n in kept))
+    out = policy_loss(made.config.objective, torch.cat(logp), old, seen.advantages_N[kept], segments)
+    out.loss.backward()
+    return float(out.loss.detach())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["k2.5", "k1.5", "grpo", "gspo", "cispo"])
+def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itself(folder, tmp_path, name, temperature):
+    made, seen = asked(folder, tmp_path, {"name": name}, temperature)
+    try:
+        pieces = distinct(seen, range(len(seen.groups)))
+        assert sum(len(p.answers) for p in pieces) == sum(bool(t.ids) for g in seen.groups for t in g.trajectories)
+        net = made.model.train()
+        want_loss = plain(made, seen, temperature)
+        want = gradients(net)
+        for row_tokens in (40, 100_000):  # every piece in a row of its own, and all in one
+            object.__setattr__(made.config.train, "row_tokens", row_tokens)
+            net.zero_grad(set_to_none=True)
+            sums = Sums()
+            made.kit.learner.gradients(seen, range(len(seen.groups)), temperature, 0, sums)
+            assert sums.reduced(made.runtime)["loss"] == pytest.approx(want_loss, abs=1e-6)
+            got = gradients(net)
+            for key, grad in want.items():
+                error = (got[key] - grad).norm() / grad.norm().clamp(min=1e-7)
+                assert error < GRAD_RTOL or (got[key] - grad).abs().max() < 1e-8, (row_tokens, key, float(error))
+    finally:
+        made.close()
+
+
+def test_equal_answers_are_computed_once(folder, tmp_path):
+    made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
+    try:
+        pieces = distinct(seen, range(len(seen.groups)))
+        assert len(pieces) < sum(len(g.trajectories) for g in seen.groups) / 2
+    finally:
+        made.close()
+
+
+def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_batchs(folder, tmp_path):
+    """Two minibatches are two updates with totals of their own; together they hold every group once."""
+    parts = minibatches(7, 3, lambda n: list(range(n))[::-1])
+    assert sorted(i for part in parts for i in part) == list(range(7)) and [len(p) for p in parts] == [3, 2, 2]
+
+
+def test_rows_keep_order_and_limit(folder, tmp_path):
+    made, seen = asked(folder, tmp_path, {"name": "k2.5"})
+    try:
+        pieces = distinct(seen, range(len(seen.groups)))
+        made_rows = list(rows(pieces, 120))
+        assert [p for row in made_rows for p in row] == pieces
+        assert all(len(row) == 1 or sum(p.trajectory.total for p in row) <= 120 for row in made_rows)
+    finally:
+        made.close()
+
+
+def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
+    """Mismatch between engine and trainer with equal weights, text and pictures, at a temperature that is not 1."""
+    for temperature in (1.0, 0.6):
+        made, seen = asked(folder, tmp_path / str(temperature), {"name": "k2.5"}, temperature)
+        try:
+            sums = Sums()
+            made.model.train()
+            made.kit.learner.gradients(seen, range(len(seen.groups)), temperature, 0, sums)
+            assert sums.largest < 1e-4
+        finally:
+            made.close()

@@ -1,0 +1,271 @@
+"""Measuring on held-out problems: probabilities against a naive forward, answers against the engine, estimators against
+enumeration, files and the verb."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+
+from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import Sample
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.generate import evaluating, pack_prompts
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.rl import measure as m
+from earlyfusion.rl.measure_cmd import main
+from earlyfusion.rl.measure_entropy import match_entropy, temperature_for_entropy
+from earlyfusion.rl.measure_files import entry_of, load_measured, problem_of, write_measured
+from earlyfusion.rl.measure_forward import Reading, Written
+from earlyfusion.rl.measure_pairs import paired
+from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
+
+TOKENIZER = tiny_tokenizer()
+CLOSE = 2e-5  # nats, fp32: another batch and another kernel of the same sums
+ENTRIES = [entry_of(label) for label in ("counting/1/picture", "counting/1/twin", "relation/0/twin")]
+
+
+def model(seed: int = 0):
+    return tiny_model(tiny_config(TOKENIZER), seed)
+
+
+def logits_after(net, prompt, ids):
+    """Logits [len(ids), V] that choose each of `ids` after the prompt, by one forward of this document alone."""
+    whole = replace(prompt, ids=torch.cat([prompt.ids, torch.tensor(ids)]))
+    with evaluating(net):
+        hidden = net.hidden(pack_prompts(net, [whole]))
+        return net.logits(hidden[len(prompt) - 1 : -1]).double()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_probabilities_and_entropies_are_those_of_a_naive_forward(seed, temperature):
+    net = model(seed)
+    asked = m.ask(net, TOKENIZER, ENTRIES, problems=3, seed=seed, max_new_tokens=5)
+    for question, done, one in zip(asked.questions, asked.greedy, asked.measured(temperature)):
+        logs = (logits_after(net, question.prompt, list(question.target)) / temperature).log_softmax(-1)
+        p = logs.gather(1, torch.tensor(question.target)[:, None]).sum().exp()
+        assert one.p_target == pytest.approx(float(p), rel=1e-3)
+        logs = (logits_after(net, question.prompt, done.ids) / temperature).log_softmax(-1)
+        assert one.entropy == pytest.approx(float(-(logs.exp() * logs).sum(-1).mean()), abs=CLOSE)
+        p = logs.gather(1, torch.tensor(done.ids)[:, None]).sum().exp()
+        assert one.confidence == pytest.approx(float(p), rel=1e-3)
+        assert question.target[-1] == TOKENIZER.eos_id
+        assert TOKENIZER.decode(question.target[:-1]) == f" {question.problem.target}"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_answers_and_samples_are_those_of_the_engine(seed):
+    """Same tokens as an engine gives to requests of the same ids, whatever the size of the chunks."""
+    net = model(seed)
+    asked = m.ask(net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9)
+    engine = Engine(net, TOKENIZER, max_slots=8)
+    greedy = engine.generate([Request(q.id, q.prompt, SamplingParams(q.budget, 0.0)) for q in asked.questions])
+    drawn = engine.generate([Request(q.id, q.prompt, SamplingParams(q.budget, 0.9, n=3)) for q in asked.questions])
+    assert [done.ids for done in asked.greedy] == [done.ids for done in greedy]
+    assert [done.text for done in asked.greedy] == [done.text for done in greedy]
+    assert [one.ids for group in asked.samples for one in group] == [done.ids for done in drawn]
+    assert len({tuple(one.ids) for group in asked.samples for one in group}) > 10
+    small = m.ask(net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9, slots=5)
+    for one, other in zip(asked.measured(), small.measured()):
+        assert one.answer == other.answer and one.sampled == other.sampled
+        assert one.p_target == pytest.approx(other.p_target, rel=1e-3)
+
+
+def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
+    first = m.measure(model(0), TOKENIZER, ENTRIES, problems=6, seed=3)
+    second = m.measure(model(1), TOKENIZER, ENTRIES, problems=6, seed=3)
+    assert [(one.label, one.key, one.target) for one in first] == [(one.label, one.key, one.target) for one in second]
+    assert [one.p_target for one in first] != [one.p_target for one in second]
+    pictures, twins = ([one for one in first if one.label == f"counting/1/{form}"] for form in ("picture", "twin"))
+    assert [one.key for one in pictures] == [one.key for one in twins] and len(pictures) == 6
+    assert all("/test/" in one.key for one in first)
+    assert all(one.picture is not None for one in pictures) and all(one.picture is None for one in twins)
+    other = m.measure(model(0), TOKENIZER, ENTRIES, problems=6, seed=4)
+    assert not {one.key for one in first} & {one.key for one in other}
+
+
+def test_no_problem_is_asked_twice():
+    """arithmetic at level 0 has few held-out sums: fewer problems, each once."""
+    _, drawn = m.held_out(TaskEntry(name="arithmetic"), 200, 0)
+    assert 3 <= len(drawn) < 30
+    assert len({problem.question + problem.description for problem in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("name", sorted(PROCEDURAL))
+def test_the_target_of_every_task_counts_as_solved(name):
+    task = make_task(name)
+    for level in range(len(task.levels)):
+        for seed in range(5):
+            problem = task.sample(seed, "test", level)
+            assert m.solved(name, task.reward(problem, problem.target)), problem.key
+    assert not m.solved(name, 0.49)
+
+
+@pytest.mark.parametrize("thinks", ["red square, blue circle", "one"])
+def test_an_answer_after_a_thought_is_scored_given_that_thought(thinks):
+    net = model()
+    entry = entry_of("counting/1/twin/thought")
+    question = m.questions_of(entry, TOKENIZER, net, 1, 0, 4)[0]
+    assert question.budget > 20
+    said = f" {thinks}; answer: 9"
+    ids = [*TOKENIZER.encode(said), TOKENIZER.eos_id]
+    mark = m._mark(question, Written(ids, None, said), TOKENIZER)
+    assert TOKENIZER.decode(ids[:mark]).endswith("answer:")
+    with evaluating(net):
+        reading = Reading.of(net, m.house_of(net, TOKENIZER), [question.prompt])
+        fake = Written(ids, torch.zeros(len(ids), net.config.text.hidden_size), said)
+        (states,) = m._target_states(reading, [question], [fake], [mark])
+    ((logps, _),) = m.token_log_probs(net, [states], [question.target], 1.0)
+    logs = logits_after(net, question.prompt, [*ids[:mark], *question.target]).log_softmax(-1)[mark:]
+    expected = logs.gather(1, torch.tensor(question.target)[:, None]).squeeze(1)
+    assert torch.allclose(logps.double(), expected, atol=CLOSE)
+    assert m._mark(question, Written(ids, None, " nothing said"), TOKENIZER) is None
+
+
+@pytest.mark.parametrize("samples,correct,k", [(8, 3, 1), (8, 3, 4), (6, 0, 3), (6, 6, 2), (7, 5, 3)])
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_one(samples, correct, k):
+    subsets = list(itertools.combinations(range(samples), k))
+    share = np.mean([any(i < correct for i in subset) for subset in subsets])
+    assert m.pass_at_k(samples, correct, k) == pytest.approx(share)
+
+
+def test_ece_of_known_cases():
+    assert m.ece([0.9] * 10, [True] * 9 + [False], bins=1) == pytest.approx(0.0)
+    assert m.ece([0.9] * 10, [True] * 4 + [False] * 6, bins=1) == pytest.approx(0.5)
+    sure, right = [0.2] * 5 + [0.8] * 5, [True] * 5 + [False] * 5  # one bin hides what two show
+    assert m.ece(sure, right, bins=1) == pytest.approx(0.0)
+    assert m.ece(sure, right, bins=2) == pytest.approx(0.8)
+    rng = np.random.default_rng(0)
+    p = rng.random(20_000)
+    assert m.ece(p, rng.random(20_000) < p) < 0.02  # calibrated by construction
+    with pytest.raises(DataError):
+        m.ece([], [])
+
+
+def test_summary_counts_by_label():
+    measured = m.measure(model(), TOKENIZER, ENTRIES, problems=5, seed=0, samples=4)
+    told = m.summary(measured)
+    assert list(told) == [entry.label for entry in ENTRIES]
+    for label, row in told.items():
+        part = [one for one in measured if one.label == label]
+        assert row["n"] == 5
+        assert row["accuracy"] == np.mean([one.solved for one in part])
+        assert row["pass@1"] == pytest.approx(np.mean([m.solved(one.task, s) for one in part for s in one.sampled]))
+        assert row["pass@1"] <= row["pass@2"] <= row["pass@4"] and "pass@8" not in row
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
+def test_entropy_matching_finds_the_temperature_back(temperature):
+    net = model()
+    asked = m.ask(net, TOKENIZER, ENTRIES[1:2], problems=6, seed=0)
+    wanted = asked.entropy(temperature)
+    found = match_entropy(asked, wanted)
+    assert found.reached and found.temperature == pytest.approx(temperature, rel=2e-2)
+    assert found.entropy == pytest.approx(wanted, abs=2e-4)
+    assert found.p_target == pytest.approx(np.mean([one.p_target for one in asked.measured(temperature)]), rel=2e-2)
+    assert [one.answer for one in found.measured] == [one.answer for one in asked.measured()]
+    again = temperature_for_entropy(net, TOKENIZER, ENTRIES[1:2], target_entropy=wanted, problems=6, seed=0)
+    assert again.temperature == found.temperature
+
+
+def test_an_entropy_out_of_reach_is_said_to_be():
+    asked = m.ask(model(), TOKENIZER, ENTRIES[:1], problems=2, seed=0)
+    assert not match_entropy(asked, 100.0).reached
+    with pytest.raises(DataError, match="nats"):
+        match_entropy(asked, math.nan)
+    assert [q.entry.label for q in asked.only("counting/1/picture").questions] == ["counting/1/picture"] * 2
+    with pytest.raises(DataError, match="known"):
+        asked.only("maze/0/picture")
+
+
+def test_files_keep_everything_but_the_picture_which_is_drawn_again(tmp_path):
+    measured = m.measure(model(), TOKENIZER, ENTRIES, problems=3, seed=0, samples=2)
+    back = load_measured(write_measured(tmp_path / "a" / "measured.jsonl", measured))
+    assert back == [replace(one, picture=None) for one in measured]
+    for one in measured[:3]:
+        assert problem_of(one.key).picture.tobytes() == one.picture.tobytes()
+    with pytest.raises(DataError, match="no such file"):
+        load_measured(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('{"task": 1}\n')
+    with pytest.raises(DataError, match="line 1"):
+        load_measured(tmp_path / "c.jsonl")
+    with pytest.raises(DataError, match="expected task/split"):
+        problem_of("counting")
+
+
+@pytest.mark.parametrize("label", ["counting", "counting/2/twin", "maze/1/picture/thought", "relation/thought"])
+def test_labels_are_read_back(label):
+    entry = entry_of(label)
+    assert entry_of(entry.label) == entry
+
+
+@pytest.mark.parametrize("label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", ""])
+def test_wrong_labels_are_refused(label):
+    with pytest.raises(DataError):
+        entry_of(label)
+
+
+def test_paired_rows_see_a_planted_difference_and_nothing_else():
+    before = m.measure(model(), TOKENIZER, ENTRIES, problems=40, seed=0)
+    after = [
+        replace(one, solved=i % 40 < 30, score=float(i % 40 < 30)) if "picture" in one.label else one
+        for i, one in enumerate(before)
+    ]
+    rows = {(row["label"], row["metric"]): row for row in paired(before, after)}
+    assert rows["counting/1/picture", "accuracy"]["clear"]
+    assert rows["counting/1/picture", "accuracy"]["after"] == pytest.approx(0.75)
+    assert not rows["counting/1/twin", "accuracy"]["clear"] and rows["counting/1/twin", "accuracy"]["p_holm"] == 1.0
+    with pytest.raises(DataError, match="share no problem"):
+        paired(before, [replace(one, key=one.key + "x") for one in after])
+
+
+def test_the_model_is_left_in_its_mode_without_gradients():
+    net = model().train()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    m.measure(net, TOKENIZER, ENTRIES, problems=2, seed=0, samples=2)
+    assert net.training
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("wrong", [{"problems": 0}, {"samples": -1}, {"temperature": 0.0}, {"slots": 0}])
+def test_counts_out_of_range_are_refused(wrong):
+    with pytest.raises(DataError, match="expected"):
+        m.measure(model(), TOKENIZER, ENTRIES, **{"problems": 2, "seed": 0, **wrong})
+
+
+def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
+    from earlyfusion.model.hub import save_model
+
+    save_model(model(), TOKENIZER, tmp_path / "model")
+    common = ["--model", str(tmp_path / "model"), "--problems", "5", "--device", "cpu"]
+    out = tmp_path / "out"
+    tasks = ["--tasks", "counting/1/twin", "relation"]
+    assert main([*common, *tasks, "--samples", "2", "--match-entropy", "1.5", "--out", str(out)]) == 0
+    told = json.loads((out / "summary.json").read_text())
+    assert set(told["tasks"]) == set(told["matched"]) == {"counting/1/twin", "relation/0/picture"}
+    assert told["matched"]["counting/1/twin"]["entropy"] == pytest.approx(1.5, abs=1e-3)
+    measured = load_measured(out / "measured.jsonl")
+    assert told["tasks"] == json.loads(json.dumps(m.summary(measured)))
+    assert main([*common, *tasks, "--against", str(out / "measured.jsonl"), "--out", str(out / "b")]) == 0
+    rows = json.loads((out / "b" / "summary.json").read_text())["against"]["rows"]
+    assert len(rows) == 6 and all(row["value"] == 0 and not row["clear"] for row in rows)
+    capsys.readouterr()
+    assert guarded(lambda: main([*common, "--tasks", "countin"])) == 2
+    assert "did you mean 'counting'" in capsys.readouterr().err
+    assert guarded(lambda: main([*common, "--tasks", "counting", "counting/0"])) == 2
+    assert "twice" in capsys.readouterr().err
+
+
+def test_prompts_are_those_of_training():
+    question = m.questions_of(ENTRIES[0], TOKENIZER, model(), 1, 0, 4)[0]
+    sample = Sample(list(question.problem.prompt("picture")), "s", "0")
+    prompt = encode(sample, TOKENIZER, model().config.vision, eos=False)
+    assert torch.equal(prompt.ids, question.prompt.ids) and torch.equal(prompt.patches, question.prompt.patches)

@@ -1,0 +1,269 @@
+"""The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rl_cases import config, model_directory, recipe, run, training
+from safetensors.torch import load_file
+
+from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.toml_text import to_toml
+from earlyfusion.pipeline.track import read_metrics
+from earlyfusion.rl import rewards as rewards_module
+from earlyfusion.rl import train
+
+CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Rewards of the tests are called in this process; the report is left out (slow)."""
+    made = rewards_module.make_reward
+    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
+
+
+def numbers(out: Path) -> list[dict]:
+    """Every number of metrics.jsonl that is no clock."""
+    return [
+        {key: value for key, value in record.items() if not any(word in key for word in CLOCK)}
+        for record in read_metrics(out / "metrics.jsonl", "train")
+    ]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(str(out / "model" / "model.safetensors"))
+
+
+def assert_same(left: Path, right: Path) -> None:
+    assert numbers(left) == numbers(right) != []
+    ours, theirs = weights(left), weights(right)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+
+
+PARTIAL = {
+    "rollout": {"fraction": 0.6, "token_cap": 3, "max_new_tokens": 9},
+    "stale": {"max_lag": 3},
+    "temperature": {"start": 1.2, "end": 0.8, "updates": 4},
+    "curriculum": {"prioritised": True},
+    "optim": {"name": "adamw", "lr": 2e-3, "weight_decay": 0.0},
+}
+PTX = {
+    "ptx": {"coef": 0.3, "tokens": 192, "length": 96},
+    "data": {
+        "prefetch": "none",
+        "sources": [{"name": "p", "kind": "problems", "options": {"tasks": {"counting": 1}, "forms": {"twin": 1}}}],
+    },
+    "rollout": {"pool": 6, "resample": 1},
+    "train": {"epochs": 2, "minibatches": 2, "old_policy": "trainer"},
+    "correction": {"mode": "tis"},
+    "objective": {"name": "dapo", "kl_coef": 0.01},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, PARTIAL, PTX], ids=["plain", "partial", "ptx"])
+def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tmp_path, changes):
+    assert run(folder, tmp_path / "whole", **changes) == 0
+    assert run(folder, tmp_path / "cut", **{**changes, "run": {"steps": 2}}) == 0
+    assert run(folder, tmp_path / "cut", resume=True, **changes) == 0
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    if changes is PARTIAL:
+        assert any(record["carried"] for record in numbers(tmp_path / "cut"))
+        assert any(record["staleness"] > 0 for record in numbers(tmp_path / "cut"))
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_path):
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        assert run(folder, tmp_path / name, run={"seed": seed}, train={"updates": 2}) == 0
+    assert_same(tmp_path / "a", tmp_path / "b")
+    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["k2.5", "grpo"])
+def test_rewards_rise(folder, tmp_path, name):
+    """The share of vowels in random text: a policy of the wrong sign would fall."""
+    changes = {
+        "objective": {"name": name}, "train": {"updates": 16}, "rollout": {"prompts": 4, "group_size": 8},
+        "optim": {"lr": 1e-2}, "tasks": [{"name": "colour_shape"}],
+    }  # fmt: skip
+    assert run(folder, tmp_path / "run", **changes) == 0
+    means = [record["score"] for record in numbers(tmp_path / "run")]
+    assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.08, means
+
+
+def test_pictures_train_the_encoder_and_frozen_parts_stay(folder, tmp_path):
+    start = load_file(str(folder / "model.safetensors"))
+    for frozen, moved in ((["vision", "projector"], False), ([], True)):
+        out = tmp_path / str(moved)
+        assert run(folder, out, train={"updates": 2, "frozen": frozen}) == 0
+        changed = {name for name, value in weights(out).items() if not torch.equal(value.float(), start[name].float())}
+        assert any("vision" in name for name in changed) is moved
+        assert any("decoder" in name or "layers" in name for name in changed if "vision" not in name)
+
+
+def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
+    made = training(folder, tmp_path / "run", train={"updates": 5})
+    real, count = made._iterate, []
+
+    def iterate():
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real()
+
+    made._iterate = iterate
+    try:
+        assert made.train() == 75
+    finally:
+        made.close()
+    assert run(folder, tmp_path / "run", resume=True, train={"updates": 5}) == 0
+    assert run(folder, tmp_path / "whole", train={"updates": 5}) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_ptx_alone_asks_nothing_and_learns_the_documents(folder, tmp_path):
+    changes = {**PTX, "ptx": {"only": True, "tokens": 256, "length": 96}, "train": {"updates": 12}, "objective": {}}
+    changes["correction"], changes["rollout"] = {}, {}
+    assert run(folder, tmp_path / "run", **changes) == 0
+    losses = [record["ptx_loss"] for record in numbers(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.3 and all("reward" not in record for record in numbers(tmp_path / "run"))
+
+
+def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
+    made = training(folder, tmp_path / "run", rollout={"pool": 3}, curriculum={"prioritised": True, "floor": 0.01})
+    try:
+        book = made.kit.book
+        solved, tried = torch.zeros(9, dtype=torch.float64), torch.full((9,), 20.0, dtype=torch.float64)
+        solved[[0, 3, 6]] = 20.0  # the first problem of every entry is solved
+        book.note(solved, tried)
+        weights_P = book.weights(0)
+        assert weights_P[0] < weights_P[1] / 5 and weights_P.sum() == pytest.approx(1)
+        first, again = book.prompt(book.draw(4, 0)[0]), book.prompt(book.draw(9, 0)[0])
+        assert first[0].task in {"colour_shape", "counting", "odd_one_out"} and again is not None
+    finally:
+        made.close()
+
+
+def test_entries_are_asked_in_proportion_to_their_weights(folder, tmp_path):
+    made = training(folder, tmp_path / "run")
+    try:
+        asks = made.kit.book.draw(100, 0)
+        counts = [sum(ask.entry == entry for ask in asks) for entry in range(3)]
+        assert counts == [40, 40, 20]
+        assert len({(ask.entry, ask.number) for ask in asks}) == 100  # none twice
+    finally:
+        made.close()
+
+
+LIMIT = 45
+"""Tokens of a prompt: pictures of 40 to 64 pixels make prompts on both sides of it."""
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tmp_path):
+    made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=[{"name": "counting"}])
+    try:
+        asks = made.kit.book.draw(40, 0)
+        assert all(len(made.kit.book.prompt(ask)[1].ids) <= LIMIT for ask in asks)
+        assert made.kit.book.left_out["too_long"] > 0, [len(made.kit.book.prompt(ask)[1].ids) for ask in asks]
+    finally:
+        made.close()
+    made = training(folder, tmp_path / "none", rollout={"max_prompt_tokens": 5})
+    try:
+        with pytest.raises(Exception, match="raise rollout.max_prompt_tokens"):
+            made.kit.book.draw(4, 0)
+    finally:
+        made.close()
+
+
+def raising(problem, response):
+    raise RuntimeError("no reward today")
+
+
+def test_a_reward_that_raises_costs_its_answers_and_a_count_not_the_run(folder, tmp_path):
+    assert run(folder, tmp_path / "run", reward={"name": f"{__name__}:raising"}, train={"updates": 1}) == 0
+    (record,) = numbers(tmp_path / "run")
+    assert record["score"] == 0 and record["rewards/error"] == 16
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"reward": {"name": "tusk"}}, "did you mean.*task"),
+        ({"reward": {"name": "nowhere:at_all"}}, "cannot be imported"),
+        ({"tasks": [{"name": "countin"}]}, "did you mean.*counting"),
+        ({"tasks": [{"name": "counting"}, {"name": "counting"}]}, "add up their weights"),
+        ({"ptx": {"coef": 0.5}}, "data.sources"),
+        ({"rollout": {"group_size": 1}}, "no advantage"),
+        ({"train": {"frozen": ["visoin"]}}, "matches no parameter"),
+        ({"objective": {"name": "gspo"}, "correction": {"mode": "tis"}}, "correction.level"),
+        ({"run": {"init_from": "/nowhere/at/all"}}, "no such directory"),
+        ({"run": {"init_from": "embedded:nothing"}}, "embedded"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_before_anything_is_written(folder, tmp_path, changes, message):
+    with pytest.raises(Exception, match=message) as caught:
+        run(folder, tmp_path / "run", **changes)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_is_never_written_over(folder, tmp_path):
+    assert run(folder, tmp_path / "run", train={"updates": 1}) == 0
+    with pytest.raises(UserError, match="already holds checkpoint"):
+        run(folder, tmp_path / "run", train={"updates": 1})
+    with pytest.raises(UserError, match=r"recipe changed.*group_size"):
+        run(folder, tmp_path / "run", resume=True, train={"updates": 1}, rollout={"group_size": 6})
+
+
+def test_rollouts_are_logged_with_their_pictures(folder, tmp_path):
+    assert run(folder, tmp_path / "run", train={"updates": 1}, log={"groups": 4}) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert len(line["answers"]) == 4 and (line["image"] is None) == (line["form"] != "picture")
+        if line["image"]:
+            assert (tmp_path / "run" / line["image"]).is_file()
+        assert sum(a["advantage"] for a in line["answers"]) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_one(folder, tmp_path):
+    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(recipe(reward={"name": "task"}, rollout={"prompts": 5}, train={"updates": 3})))
+    for world, name in ((1, "one"), (2, "two")):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
+            str(29571 + world), "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder),
+            "--out", str(tmp_path / name),
+        ]  # fmt: skip
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative"):
+            assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (mine["step"], key)
+    left, right = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in left:
+        difference = (left[name] - right[name]).float().norm() / right[name].float().norm().clamp(min=1e-6)
+        assert difference < 1e-3, (name, float(difference))
+
+
+def test_dry_run_prints_the_plan(folder, tmp_path, capsys):
+    file = tmp_path / "recipe.toml"
+    file.write_text(to_toml(recipe()))
+    assert train.main([str(file), "--dry-run"]) == 0
+    assert "an iteration: 4 prompts x 4 answers" in capsys.readouterr().out
+    assert config(folder, tmp_path).total_updates == 4

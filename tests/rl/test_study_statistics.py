@@ -1,0 +1,183 @@
+"""The statistics of the transfer study: against closed forms, and against planted truths."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from earlyfusion.eval.statistics_paired import mean_estimate
+from earlyfusion.rl.study.transfer_statistics import (
+    adjusted,
+    bootstrap_means,
+    compare_arms,
+    crossed_mean,
+    seed_deltas,
+    word,
+)
+
+DRAWS = 1000
+
+
+def world(rng, *, starts=5, runs=3, items=100, gain=0.0, by_start=0.02, by_run=0.02, flips=0.1):
+    """(base, treated): binary answers; an arm's true change varies by start and by run."""
+    hard = rng.random(items)
+    base, treated = [], []
+    for _ in range(starts):
+        own = hard + rng.normal(0, 0.1, items)
+        before = (own < 0.5).astype(float)
+        shift = gain + rng.normal(0, by_start)
+        after = []
+        for _ in range(runs):
+            share = shift + rng.normal(0, by_run)
+            noisy = np.where(
+                rng.random(items) < flips, 1 - before, before
+            )  # as many flips up as down, if half is right
+            up = rng.random(items) < abs(share)
+            after.append(np.where(up, float(share > 0), noisy) if abs(share) > 0 else noisy)
+        base.append(before[None])
+        treated.append(np.array(after))
+    return base, treated
+
+
+def continuous(rng, *, starts, runs, items, gain, by_start, by_run, by_item, noise):
+    """Deltas with known variance components; the base is 0."""
+    item = rng.normal(0, by_item, items)
+    treated = []
+    for _ in range(starts):
+        start = gain + rng.normal(0, by_start)
+        treated.append(
+            np.array([start + rng.normal(0, by_run) + item + rng.normal(0, noise, items) for _ in range(runs)])
+        )
+    return [np.zeros((1, items)) for _ in range(starts)], treated
+
+
+def test_where_only_starts_vary_it_is_the_t_interval_over_starts():
+    rng = np.random.default_rng(0)
+    values = rng.normal(0.1, 0.05, 6)
+    ours = compare_arms([np.zeros((1, 4))] * 6, [np.full((1, 4), v) for v in values], draws=DRAWS).estimate
+    exact = mean_estimate(values)
+    assert (ours.value, ours.se, ours.df) == pytest.approx((exact.value, exact.se, 5))
+    assert (ours.low, ours.high, ours.p) == pytest.approx((exact.low, exact.high, exact.p))
+
+
+def test_where_only_problems_vary_it_is_the_t_interval_over_problems():
+    rng = np.random.default_rng(0)
+    values = rng.normal(0.1, 0.3, 40)
+    ours = crossed_mean(np.tile(values, (5, 1)))
+    exact = mean_estimate(values)
+    assert (ours.value, ours.se, ours.df) == pytest.approx((exact.value, exact.se, 39))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_variance_is_that_of_new_starts_and_new_problems(seed):
+    """Mean of the estimated variances against the variance of the estimates, over 3,000 worlds."""
+    rng = np.random.default_rng(seed)
+    values, variances = [], []
+    for _ in range(3000):
+        table = rng.normal(0, 0.2, (5, 1)) + rng.normal(0, 0.5, (1, 12)) + rng.normal(0, 0.6, (5, 12))
+        found = crossed_mean(table)
+        values.append(found.value)
+        variances.append(found.se**2)
+    assert np.mean(variances) == pytest.approx(np.var(values), rel=0.08)  # the floor lifts it a little
+
+
+def test_the_bootstrap_has_the_variance_of_all_resamples():
+    """Two starts, two runs, two problems: every resample enumerated."""
+    rng = np.random.default_rng(1)
+    treated = [rng.random((2, 2)) for _ in range(2)]
+    means = []
+    for starts in itertools.product(range(2), repeat=2):
+        for items in itertools.product(range(2), repeat=2):
+            for runs in itertools.product(itertools.product(range(2), repeat=2), repeat=2):
+                # runs[p]: the resample of start p's runs, used wherever p was drawn
+                means.append(np.mean([treated[p][np.ix_(runs[p], items)].mean() for p in starts]))
+    ours = bootstrap_means([np.zeros((1, 2))] * 2, treated, 60_000, 0)
+    assert ours.std() == pytest.approx(np.std(means), rel=0.02)
+    assert ours.mean() == pytest.approx(np.mean(means), abs=0.005)
+
+
+@pytest.mark.parametrize("by_item", [0.0, 0.3])
+def test_intervals_cover_the_truth(by_item):
+    """200 worlds with 5 starts, 3 runs, 60 problems: the 95 % interval holds the truth in 92 % to 99.5 %."""
+    rng = np.random.default_rng(2)
+    truth, hits, alarms = 0.05, 0, 0
+    for _ in range(200):
+        about = dict(starts=5, runs=3, items=60, by_start=0.03, by_run=0.03, by_item=by_item, noise=0.3)
+        found = compare_arms(*continuous(rng, gain=truth, **about), draws=400).estimate
+        hits += found.low <= truth <= found.high
+        alarms += compare_arms(*continuous(rng, gain=0.0, **about), draws=400).clear
+    print(f"item spread {by_item}: covered {hits / 2:.1f} %, false alarms {alarms / 2:.1f} %")
+    assert 184 <= hits <= 199 and alarms <= 16
+
+
+def test_a_bootstrap_over_problems_alone_would_raise_false_alarms():
+    """Why starts are resampled: starts differ by 5 points, and pooled problems see a difference far too often."""
+    rng = np.random.default_rng(3)
+    naive = careful = 0
+    for _ in range(100):
+        base, treated = continuous(
+            rng, starts=5, runs=3, items=200, gain=0.0, by_start=0.05, by_run=0.0, by_item=0.0, noise=0.3
+        )
+        pooled = np.concatenate([t.ravel() for t in treated])
+        naive += mean_estimate(pooled).excludes_zero
+        careful += compare_arms(base, treated, draws=400).clear
+    assert naive > 40 and careful <= 9
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_planted_gain_is_found_and_a_null_is_not_called_one(seed):
+    rng = np.random.default_rng(seed)
+    found = compare_arms(*world(rng, gain=0.25), draws=DRAWS)
+    null = compare_arms(*world(rng, gain=0.0, by_start=0.0, by_run=0.0), draws=DRAWS)
+    p = adjusted({("a", "x"): found, ("b", "x"): null})
+    assert word(found, p["a", "x"]) == "gain" and word(null, p["b", "x"]) == "no difference shown"
+    lost = compare_arms(*world(rng, gain=-0.25), draws=DRAWS)
+    assert word(lost, lost.estimate.p) == "loss"
+
+
+def test_holm_bites():
+    """A difference that passes alone is no gain among thirty others."""
+    treated = [np.full((1, 10), v) for v in (0.02, 0.05, 0.03, 0.06, 0.015)]
+    base = [np.zeros((1, 10))] * 5
+    one = compare_arms(base, treated, draws=DRAWS)
+    assert one.clear and 0.001 < one.estimate.p < 0.05
+    assert word(one, adjusted({("a", "x"): one})["a", "x"]) == "gain"
+    rng = np.random.default_rng(0)
+    family = {("a", "x"): one}
+    for i in range(30):
+        family[f"null{i}", "x"] = compare_arms(base, [np.full((1, 10), v) for v in rng.normal(0, 0.02, 5)], draws=DRAWS)
+    assert word(one, adjusted(family)["a", "x"]) == "no difference shown"
+
+
+def test_one_start_claims_nothing():
+    rng = np.random.default_rng(0)
+    one = compare_arms(*world(rng, starts=1, gain=0.3), draws=DRAWS)
+    assert one.estimate.value > 0.1 and math.isnan(one.estimate.se) and not one.clear
+    assert word(one, one.estimate.p) == "one start: nothing can be said"
+
+
+def test_no_change_at_all_is_no_difference():
+    base = [np.ones((1, 5))] * 3
+    same = compare_arms(base, [np.ones((2, 5))] * 3, draws=DRAWS)
+    assert same.estimate.value == 0 and same.estimate.se == 0 and word(same, same.estimate.p) == "no difference shown"
+
+
+def test_arms_must_share_starts_and_problems():
+    with pytest.raises(ValueError, match="both arms"):
+        compare_arms([np.zeros((1, 3))], [np.zeros((1, 3))] * 2)
+    with pytest.raises(ValueError, match="both arms"):
+        compare_arms([np.zeros((1, 3))] * 2, [np.zeros((1, 3)), np.zeros((1, 4))])
+
+
+def test_runs_may_be_missing_and_seed_deltas_name_every_run():
+    base = [np.array([[0.0, 1.0]]), np.array([[1.0, 1.0]])]
+    treated = [np.array([[1.0, 1.0], [0.0, 0.0]]), np.array([[1.0, 0.0]])]
+    assert seed_deltas(base, treated) == [[0.5, -0.5], [-0.5]]
+    assert compare_arms(base, treated, draws=DRAWS).estimate.value == pytest.approx(-0.25)
+
+
+def test_equal_seeds_give_equal_numbers():
+    made = world(np.random.default_rng(0), gain=0.1)
+    assert compare_arms(*made, draws=DRAWS, seed=5) == compare_arms(*made, draws=DRAWS, seed=5)
+    assert compare_arms(*made, draws=DRAWS, seed=5).boot_low != compare_arms(*made, draws=DRAWS, seed=6).boot_low
