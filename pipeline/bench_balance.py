@@ -5,9 +5,9 @@ largest over mean vision FLOPs of the ranks: pictures where they were read (home
 recipe's `parallel.exchange_above` decides (auto). Once as the loader deals them
 (lanes are steered to equal density), once skewed: every other lane gets sources with pictures alone, the others text.
 
-Part 2, exchange: `--ranks` gloo processes with the recipe's tower and projector and skewed lanes of `--tokens`
+Part 2, exchange: `--ranks` gloo processes on the CPU with the recipe's tower and projector and skewed lanes of `--tokens`
 positions; forward and backward of the pictures, each at home and exchanged, in turn (A B A B ...). A side ends when its
-slowest rank does. Everything is saved as JSON; nothing of a run's folder is read or written.
+slowest rank does; CPU seconds are those of the rank that needed most, and hold on a busy machine too. Everything is saved as JSON; nothing of a run's folder is read or written.
 """
 
 from __future__ import annotations
@@ -130,16 +130,18 @@ def rank_side(request: dict[str, Any]) -> dict[str, Any]:
     own: list[float] = []
     done: list[float] = []
     seconds: dict[str, list[float]] = {"home": [], "exchanged": []}
+    cpu: dict[str, list[float]] = {"home_cpu": [], "exchanged_cpu": []}
     plan_s: list[float] = []
     for _ in range(request["batches"] + 1):  # the first is not counted
         batches = [batch.to(runtime.device) for batch in loader.next_step()]
         for side, times in seconds.items():
             runtime.barrier()
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             routes = exchange.routes(batches, config.stages[0].max_patches) if side == "exchanged" else [None]
             planned = time.perf_counter() - started
             features = fusion.encode_images(batches[0].patches, batches[0].grids, routes[0])
             features.square().sum().backward()
+            cpu[f"{side}_cpu"].append(time.process_time() - busy)
             runtime.barrier()
             times.append(time.perf_counter() - started)
             fusion.zero_grad(set_to_none=True)
@@ -149,7 +151,7 @@ def rank_side(request: dict[str, Any]) -> dict[str, Any]:
         done.append(work[1])
     loader.close()
     record = {"own": own[1:], "done": done[1:], "plan_s": plan_s[1:]}
-    record |= {side: times[1:] for side, times in seconds.items()}
+    record |= {side: times[1:] for side, times in (seconds | cpu).items()}
     runtime.close()
     return record
 
@@ -164,6 +166,7 @@ def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "earlyfusion.pipeline.bench_balance", "--rank-side", request]
     world = {"WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks)}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": str(options.threads)}
+    world["CUDA_VISIBLE_DEVICES"] = ""
     processes = [
         subprocess.Popen(
             command, env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -179,11 +182,17 @@ def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
         records.append(json.loads(output.strip().splitlines()[-1]))
     pairs = [a / b for a, b in zip(records[0]["home"], records[0]["exchanged"], strict=True)]
     mean = sum(sum(record["own"]) for record in records) / options.ranks
+
+    def slowest(name: str) -> list[float]:
+        return [max(values) for values in zip(*(record[name] for record in records), strict=True)]
+
     return {
         "ranks": options.ranks,
         "batches": options.batches,
-        "before": sum(map(max, zip(*(record["own"] for record in records)))) / mean,
-        "after": sum(map(max, zip(*(record["done"] for record in records)))) / mean,
+        "before": sum(slowest("own")) / mean,
+        "after": sum(slowest("done")) / mean,
+        "home_cpu_s": statistics.mean(slowest("home_cpu")),
+        "exchanged_cpu_s": statistics.mean(slowest("exchanged_cpu")),
         "home_s": statistics.median(records[0]["home"]),
         "exchanged_s": statistics.median(records[0]["exchanged"]),
         "plan_s": statistics.median(records[0]["plan_s"]),
@@ -214,7 +223,14 @@ def exchange_table(part: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     before, after = part["before"], part["after"]
     table.add_row("largest over mean FLOPs", f"{before:.3f}", f"{after:.3f}", f"{before / after:.2f}")
-    table.add_row("step, s", f"{part['home_s']:.2f}", f"{part['exchanged_s']:.2f}", f"{part['speedup']:.2f}")
+    cpu, less = part["home_cpu_s"], part["exchanged_cpu_s"]
+    table.add_row("CPU seconds of the slowest rank", f"{cpu:.2f}", f"{less:.2f}", f"{cpu / less:.2f}")
+    table.add_row(
+        "step, s (median; ratio of pairs)",
+        f"{part['home_s']:.2f}",
+        f"{part['exchanged_s']:.2f}",
+        f"{part['speedup']:.2f}",
+    )
     table.add_row("of which gathering and planning, ms", "", f"{1000 * part['plan_s']:.1f}", "")
     return table
 

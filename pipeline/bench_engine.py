@@ -3,21 +3,17 @@
 Part 1: tokens/s of the engine and of transformers' generate (dynamic and static cache) and continuous batching, for
 the recipe's decoder shape without what transformers' model lacks (Attention Residuals, gated MLA), over batch sizes and
 prompt lengths, each side in its own process, in turn. With one CPU thread the clock is the process's busy time, else
-wall time. Answers are greedy and compared. What transformers refuses for
-this model is printed with its reason. Part 2: see bench_engine_context.py. Everything is saved as JSON.
+wall time. Answers are greedy and compared. On a CPU our side keeps freed buffers, as our verbs do
+(pipeline/runtime.keep_freed_memory); transformers runs as it comes, and as `generate-kept` with the same setting, which its
+users would have to know. What transformers refuses for this model is printed with its reason. Part 2: see bench_engine_context.py. Everything is saved as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +22,10 @@ from rich.table import Table
 
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_engine_context import context_table, measure_contexts
-from earlyfusion.pipeline.bench_engine_peer import GROUP, SIDES
+from earlyfusion.pipeline.bench_engine_peer import GROUP, KEPT, SIDES
+from earlyfusion.pipeline.bench_record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
-from earlyfusion.pipeline.statefile import write_text
 
 
 def numbers(text: str) -> list[int]:
@@ -51,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--new", type=int, default=64, help="tokens to generate")
     engine.add_argument("--rounds", type=int, default=1, help="rounds, each side once a round")
     engine.add_argument(
-        "--sides", default="generate,static,continuous", help="of transformers; empty leaves part 1 out"
+        "--sides", default="generate,static,continuous,generate-kept", help="of transformers; empty leaves part 1 out"
     )
     engine.add_argument(
         "--contexts", type=numbers, default=[4096, 32768, 131072, 524288, 1048576], help="part 2: context lengths"
@@ -66,16 +62,12 @@ def parser() -> argparse.ArgumentParser:
 
 def one_side(side: str, request: dict[str, Any]) -> dict[str, Any]:
     """Run a side in its own process; raises UserError when it breaks down."""
-    command = [sys.executable, "-m", "earlyfusion.pipeline.bench_engine_peer", json.dumps({**request, "side": side})]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
+    try:
+        return run_side("earlyfusion.pipeline.bench_engine_peer", {**request, "side": side})
+    except SideFailed as error:
         if side == "engine":
-            raise UserError(f"bench engine: our side failed: {done.stderr.strip().splitlines()[-1:]}")
-        return {
-            "refused": f"process ended with {done.returncode}: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"
-        }
-    return json.loads(lines[-1])
+            raise UserError(f"bench engine: our side failed: {error}") from None
+        return {"refused": str(error)}
 
 
 def compare(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -84,7 +76,7 @@ def compare(options: argparse.Namespace, console: Console) -> list[dict[str, Any
     theirs = [side for side in options.sides.split(",") if side]
     unknown = [side for side in theirs if side not in SIDES]
     if unknown:
-        raise UserError(f"--sides {unknown[0]!r}: known are generate, static, continuous")
+        raise UserError(f"--sides {unknown[0]!r}: known are {', '.join(SIDES)}")
     cases = [(batch, prompt, "equal") for batch in options.batches for prompt in options.prompts]
     cases += [(batch, max(options.prompts), "ragged") for batch in options.batches if batch > 1]
     cases += [(batch, max(options.prompts), "groups") for batch in options.batches if batch % GROUP == 0]
@@ -128,31 +120,36 @@ def _record(
             "clock": found[0]["clock"],
             "equal_tokens": sum(same) / len(same),
         }
-    best = max((s["tokens_per_s"] for name, s in sides.items() if name != "engine"), default=None)
-    ratio = None if best is None else sides["engine"]["tokens_per_s"] / best
+    ratio = _ratio(sides, [name for name in sides if name not in ("engine", KEPT)])
     return {
         "batch": batch,
         "prompt": prompt,
         "lengths": lengths,
         "sides": sides,
         "ratio_to_best": ratio,
+        "ratio_to_kept": _ratio(sides, [name for name in sides if name == KEPT]),
         "refused": dict(refused),
     }
+
+
+def _ratio(sides: dict[str, Any], theirs: list[str]) -> float | None:
+    """Speed of the engine over that of the quickest of these."""
+    best = max((sides[name]["tokens_per_s"] for name in theirs), default=None)
+    return None if best is None else sides["engine"]["tokens_per_s"] / best
 
 
 def comparison_table(records: list[dict[str, Any]], new: int) -> Table:
     """Part 1 as a table."""
     table = Table(title=f"greedy generation, {new} new tokens, tokens/s (prompts read included)", title_justify="left")
     names = list(dict.fromkeys(name for record in records for name in record["sides"]))
-    for heading in ("batch", "prompt", "lengths", *names, "engine / best", "equal answers"):
+    for heading in ("batch", "prompt", "lengths", *names, "engine / best", "engine / kept", "equal answers"):
         table.add_column(heading, justify="right")
     for record in records:
         shown = [f"{record['sides'][n]['tokens_per_s']:,.0f}" if n in record["sides"] else "refused" for n in names]
         equal = min((s["equal_tokens"] for n, s in record["sides"].items() if n != "engine"), default=1.0)
-        ratio = "" if record["ratio_to_best"] is None else f"{record['ratio_to_best']:.1f}"
-        table.add_row(
-            str(record["batch"]), str(record["prompt"]), record["lengths"], *shown, ratio, f"{100 * equal:.0f} %"
-        )
+        ratios = [record["ratio_to_best"], record["ratio_to_kept"]]
+        shown += ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
+        table.add_row(str(record["batch"]), str(record["prompt"]), record["lengths"], *shown, f"{100 * equal:.0f} %")
     return table
 
 
@@ -160,13 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `earlyfusion bench engine`."""
     options = parser().parse_args(argv)
     console = Console(highlight=False)
-    torch.set_num_threads(options.threads)
-    record: dict[str, Any] = {
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": options.threads},
-        "torch": torch.__version__,
-        "options": vars(options),
-    }
+    record = new_record(options)
     if options.sides:
         record["comparison"] = compare(options, console)
         console.print(comparison_table(record["comparison"], options.new))
@@ -179,10 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shape, options.contexts, options.steps, options.seed, options.most_batch
             )
         console.print(context_table(record["contexts"]))
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, json.dumps(record, indent=1) + "\n")
-    console.print(f"saved {out}")
+    save_record(record, options.out, console)
     return EXIT_OK
 
 

@@ -9,14 +9,8 @@ tokens/s, patches/s, MFU, memory and the share of time by room. Everything is sa
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.pipeline.bench import BenchFormatter
+from earlyfusion.pipeline.bench_record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
-from earlyfusion.pipeline.statefile import write_text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,11 +73,10 @@ def _one_side(side: str, shape: dict[str, Any], options: argparse.Namespace) -> 
         "side": side, "shape": shape, "documents": options.documents, "length": options.length,
         "threads": options.threads, "seed": options.seed, "warmup": options.warmup, "steps": options.steps,
     }  # fmt: skip
-    command = [sys.executable, "-m", "earlyfusion.pipeline.bench_peer", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise UserError(f"bench train: the side {side!r} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        return run_side("earlyfusion.pipeline.bench_peer", request)
+    except SideFailed as error:
+        raise UserError(f"bench train: the side {side!r} failed: {error}") from None
 
 
 def comparison_table(result: dict[str, Any]) -> Table:
@@ -108,22 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `earlyfusion bench train`."""
     options = parser().parse_args(argv)
     console = Console(highlight=False)
-    torch.set_num_threads(options.threads)
-    record: dict[str, Any] = {
-        "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": options.threads},
-        "torch": torch.__version__,
-        "options": vars(options),
-        "comparison": compare(options, console),
-    }
+    record = {**new_record(options), "comparison": compare(options, console)}
     console.print(comparison_table(record["comparison"]))
     if options.recipe_steps:
         from earlyfusion.pipeline.bench_recipe import measure_recipe, recipe_table
 
         record["recipe"] = measure_recipe(options.recipe, options.recipe_steps, options.threads)
         console.print(recipe_table(record["recipe"]))
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, json.dumps(record, indent=1) + "\n")
-    console.print(f"saved {out}")
+    save_record(record, options.out, console)
     return EXIT_OK

@@ -4,7 +4,8 @@ An iteration keeps N prompts with K answers each in the engine. Without partial 
 With `rollout.token_cap` an answer that has written that many tokens in this iteration is put aside (k1.5); with
 `rollout.fraction` all are put aside as soon as that share is finished (K3). What is put aside goes on first in the next
 iteration, from its state or by reading its text again; a prompt is trained when its K answers are complete, and every
-token knows the version of the weights that made it.
+token knows the version of the weights that made it. Prompts with tools are answered in several turns
+(rl/tool_rollouts.py), in the same batches as the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from earlyfusion.data.encode import Encoded
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.paused import PausedRequest
 from earlyfusion.model.engine.request import Handle, Request, SamplingParams
@@ -29,6 +29,9 @@ from earlyfusion.rl.prompts import Ask, PromptBook
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollout import Trajectory
 from earlyfusion.rl.tasks.problem import Problem
+from earlyfusion.rl.tool_desk import NAMES, ToolDesk
+from earlyfusion.rl.tool_prompts import tool_files
+from earlyfusion.rl.tool_rollouts import ToolRollouts
 
 LOOK_EVERY = 8
 """Tokens between two looks for an answer that runs in circles."""
@@ -64,6 +67,25 @@ class Collector:
         self.carried: list[tuple[Ask, PausedRequest]] = []
         self._replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
         self.counts: Counter[str] = Counter()
+        self.desk: ToolDesk | None = ToolDesk(config.rollout) if config.has_tools else None
+
+    def close(self) -> None:
+        """Stop what programs still run."""
+        if self.desk is not None:
+            self.desk.close()
+
+    def tool_metrics(self) -> dict[str, float]:
+        """What programs did since the last call, over all processes (every process calls it): "tools/..." by the names
+        of tool_desk.NAMES, those that are not 0; tools/valid as the share of answers with a valid call. {} without tools."""
+        if self.desk is None:
+            return {}
+        counts = torch.tensor([float(self.desk.counts[name]) for name in NAMES], dtype=torch.float64)
+        self.desk.counts.clear()
+        found = dict(zip(NAMES, self.runtime.sum(counts).tolist()))
+        found["valid"] /= max(1.0, found["answers"])
+        return {
+            f"tools/{name}": value for name, value in found.items() if value or name in ("answers", "valid", "calls")
+        }
 
     def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> Collected:
         """Keep `count` prompts (of all processes) in work; every process calls it. round_: which of several calls in one
@@ -84,11 +106,17 @@ class Collector:
         unfinished = sum(handle.samples for handle in handles.values()) - before
         unfinished += params.n * len(waiting)
         collected = Collected([])
-        self._serve(collected, waiting, names, handles, params, math.ceil(self.config.rollout.fraction * unfinished))
+        book, rollout = self.book, self.config.rollout
+        tools = None
+        if self.desk is not None:
+            tools = ToolRollouts(rollout, self.desk, book.tokenizer, book.vision, params, self._replay)
+        self._serve(collected, waiting, names, handles, params, math.ceil(rollout.fraction * unfinished), tools)
         for name, ask in names.items():
             if handles[name].done:
                 problem, prompt = self.book.prompt(ask)
-                answers = [Trajectory(prompt, completion) for completion in handles[name].completions]
+                answers = tools.answers(name) if tools is not None else None
+                if answers is None:
+                    answers = [Trajectory(prompt, completion) for completion in handles[name].completions]
                 collected.groups.append(Asked(ask, problem, answers))
                 collected.lengths += [len(answer.ids) for answer in answers]
         for _, paused in self.carried:
@@ -118,18 +146,29 @@ class Collector:
 
     def _serve(
         self, out: Collected, waiting: list[tuple[str, Ask]], names: dict[str, Ask], handles: dict[str, Handle],
-        params: SamplingParams, goal: int,
+        params: SamplingParams, goal: int, tools: ToolRollouts | None = None,
     ) -> None:  # fmt: skip
         """Run the engine until `goal` answers are finished or nothing is left; what is unfinished is put aside."""
         cap, repeat = self.config.rollout.token_cap, self.config.repeat
         written: dict[tuple[str, int], list[int]] = {}
         made: Counter[tuple[str, int]] = Counter()
         finished = 0
-        while (waiting or self.engine.has_work) and finished < goal:
-            while waiting and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
+        turns: list[Request] = []
+        while (waiting or self.engine.has_work or (tools is not None and tools.waits)) and finished < goal:
+            if tools is not None:
+                more, ended = tools.due(idle=not (waiting or self.engine.has_work))
+                turns += more
+                finished += ended
+            while (turns or waiting) and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
+                if turns:
+                    self.engine.submit(turns.pop(0))
+                    continue
                 name, ask = waiting.pop(0)
                 names[name] = ask
-                prompt: Encoded = self.book.prompt(ask)[1]
+                problem, prompt = self.book.prompt(ask)
+                entry = self.config.tasks[ask.entry]
+                if tools is not None and entry.tools:
+                    tools.open(name, prompt, tool_files(problem, entry.form))
                 handles[name] = self.engine.submit(Request(name, prompt, params, self._replay))
             begun = time.perf_counter()
             events = self.engine.step()
@@ -138,7 +177,8 @@ class Collector:
                 key = (event.request_id, event.index)
                 made[key] += len(event.tokens)
                 out.tokens += len(event.tokens)
-                finished += event.completion is not None
+                if event.completion is not None:
+                    finished += tools is None or tools.take(event.completion)
                 if repeat is not None and event.completion is None:
                     ids = written.setdefault(key, [])
                     ids += [one.id for one in event.tokens]

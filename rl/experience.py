@@ -22,6 +22,7 @@ from earlyfusion.rl.length import (
     trained_answers,
     with_length_rewards,
 )
+from earlyfusion.rl.prompts import prompt_segments
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.records import AnswerRecord, GroupRecord
 from earlyfusion.rl.rewards import OnTop, Rewards, Scored, make_reward
@@ -124,10 +125,10 @@ def _extremes(seen: Experience, entry: int) -> list[int]:
 def _record(config: RLConfig, seen: Experience, update: int, g: int) -> GroupRecord:
     group, (start, end) = seen.groups[g], seen.bounds[g]
     entry, problem = config.tasks[group.ask.entry], group.problem
-    said = [segment.text for segment in problem.prompt(entry.form, entry.thought) if isinstance(segment, Text)]
+    said = [segment.text for segment in prompt_segments(problem, entry) if isinstance(segment, Text)]
     answers = [
         AnswerRecord(
-            text=trajectory.completion.text,
+            text=trajectory.text,
             tokens=len(trajectory.ids),
             score=float(seen.scores_N[n]),
             reward=float(seen.rewards_N[n]),

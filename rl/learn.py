@@ -2,7 +2,8 @@
 
 Equal answers to one prompt are computed once (their log-probabilities are the same numbers) and their losses added up;
 a picture is encoded once for all answers of its group that stand in a row. Both change nothing in the result: on short
-answers they save most of the work.
+answers they save most of the work. What a tool said stands in the row as context: it is no token of an answer, so it
+enters neither the loss nor a ratio, a length or the entropy.
 
 Legend: T tokens of a packed row, U tokens of its distinct answers, M tokens of all its answers, N answers of a
 minibatch, F image features.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
             if not trajectory.ids:
                 continue
             routing = trajectory.completion.routing
-            key = (tuple(trajectory.ids), None if routing is None else routing.tobytes())
+            key = (tuple(trajectory.ids), trajectory.inserted, None if routing is None else routing.tobytes())
             found.setdefault(key, Piece(g, trajectory, [])).answers.append(n)
         pieces += list(found.values())
     return pieces
@@ -283,7 +284,7 @@ def _without_patches(trajectory: Trajectory) -> Trajectory:
     """The same with a prompt whose places for features stay and whose pixels do not."""
     prompt = trajectory.prompt
     places = tuple(int(i) for i in torch.as_tensor(prompt.media_positions).tolist())
-    return Trajectory(TokenPrompt(torch.as_tensor(prompt.ids), None, (), places), trajectory.completion)
+    return replace(trajectory, prompt=TokenPrompt(torch.as_tensor(prompt.ids), None, (), places))
 
 
 def _sampler_logp(trajectory: Trajectory) -> Tensor:

@@ -30,7 +30,7 @@ from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Sample
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.model.engine.engine import _house as house_of
+from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
 from earlyfusion.rl.measure_files import load_measured as load_measured

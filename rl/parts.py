@@ -36,6 +36,7 @@ from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.report import write_rl_report
 from earlyfusion.rl.rewards import Rewards
 from earlyfusion.rl.rollout_log import RolloutLog
+from earlyfusion.rl.tool_measure import measure_tools
 
 PAGE = 16
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -114,7 +115,7 @@ class Kit:
         if rollout.dtype == "bfloat16":
             model = load_model(self.folder, self.runtime.device, torch.bfloat16)
         longest = rollout.max_prompt_tokens or 1024
-        pages = -(-(longest + rollout.max_new_tokens) // PAGE) + 1
+        pages = -(-(longest + self.config.longest_answer) // PAGE) + 1
         share = -(-rollout.prompts // self.runtime.world)
         slots = min(rollout.slots, share * rollout.group_size)
         return Engine(
@@ -224,10 +225,16 @@ class Kit:
         found: dict[str, Any] = {}
         if config.eval.problems and self.runtime.is_main:
             self.model.eval()
-            measured = measure.measure(
-                self.model, self.tokenizer, config.measured, problems=config.eval.problems, seed=config.eval.seed,
-                samples=config.eval.samples, max_new_tokens=config.rollout.max_new_tokens, slots=config.rollout.slots,
-            )  # fmt: skip
+            plain, tools = ([e for e in config.measured if e.tools is wanted] for wanted in (False, True))
+            shared = {
+                "problems": config.eval.problems, "seed": config.eval.seed, "samples": config.eval.samples,
+                "slots": config.rollout.slots,
+            }  # fmt: skip
+            measured, longest = [], config.rollout.max_new_tokens
+            if plain:
+                measured += measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
+            if tools:
+                measured += measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared)
             found = measure.summary(measured)
             measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
@@ -300,7 +307,7 @@ class Kit:
             self._live.say(f"report: {report}")
 
     def close(self) -> None:
-        for thing in (self.loader, self.rewards, self._live, self._tracker):
+        for thing in (self.loader, self.rewards, self.collector, self._live, self._tracker):
             if thing is not None:
                 thing.close()
         self.runtime.close()

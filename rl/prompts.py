@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.data.chat import encode_chat
 from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.order import digest64
-from earlyfusion.data.sample import Sample
+from earlyfusion.data.sample import Sample, Segment
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.sampling import draw, prompt_weights
 from earlyfusion.rl.tasks.problem import Problem, Task
 from earlyfusion.rl.tasks.registry import make_task
+from earlyfusion.rl.tool_prompts import tool_messages
 from earlyfusion.vision.config import VisionConfig
 
 KEPT = 4096
@@ -48,9 +50,18 @@ class Ask:
 
 
 def encode_prompt(problem: Problem, entry: TaskEntry, tokenizer: Tokenizer, vision: VisionConfig) -> Encoded:
-    """The prompt of a problem as an open document, exactly as in training data of kind "problems"."""
-    segments = problem.prompt(entry.form, entry.thought)
-    return encode(Sample(list(segments), entry.name, problem.key), tokenizer, vision, eos=False)
+    """The prompt of a problem as an open document, exactly as in training data of kind "problems"; with tools as in that
+    of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to speak."""
+    if entry.tools:
+        return encode_chat(tool_messages(problem, entry.form), tokenizer, vision, key=problem.key)
+    return encode(Sample(prompt_segments(problem, entry), entry.name, problem.key), tokenizer, vision, eos=False)
+
+
+def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
+    """What a prompt says and shows, without the markup of the chat form."""
+    if entry.tools:
+        return [part for message in tool_messages(problem, entry.form) for part in message.content]
+    return list(problem.prompt(entry.form, entry.thought))
 
 
 class PromptBook:

@@ -57,6 +57,8 @@ class TaskEntry(Section):
     """picture: what is seen; twin: told in words; rendered: those words drawn as a picture."""
     thought: bool = False
     """Ask to tell what there is before answering."""
+    tools: bool = False
+    """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture as a file."""
     options: dict[str, Any] = {}
     """Options of the task, such as { path = "gsm8k" } of text_math."""
 
@@ -71,8 +73,15 @@ class TaskEntry(Section):
 
     @property
     def label(self) -> str:
-        """ "counting/1/picture", with "/thought" where one is asked for."""
-        return f"{self.name}/{self.difficulty}/{self.form}" + ("/thought" if self.thought else "")
+        """ "counting/1/picture", with "/thought" where one is asked for and "/tools" where there are any."""
+        extra = ("/thought" if self.thought else "") + ("/tools" if self.tools else "")
+        return f"{self.name}/{self.difficulty}/{self.form}{extra}"
+
+    @model_validator(mode="after")
+    def _one_way_to_think(self) -> TaskEntry:
+        if self.tools and self.thought:
+            raise ValueError("thought and tools together: in the chat form a model thinks in a channel; drop thought")
+        return self
 
 
 class RolloutSection(Section):
@@ -105,6 +114,16 @@ class RolloutSection(Section):
     """Train with the experts that the engine chose (routing replay, R3), where the model has any."""
     dtype: Literal["same", "bfloat16"] = "same"
     """Weights of the engine: the trained ones themselves, or a bfloat16 copy made before every iteration."""
+    tool_turns: PositiveInt = 2
+    """Messages with tool calls in one answer (each of at most 8 calls); a further one ends it, without an answer."""
+    tool_output_tokens: int = Field(256, ge=64)
+    """Most tokens of one tool turn, markup included; longer outputs are cut. They do not count as max_new_tokens."""
+    tool_timeout_s: PositiveFloat = 5.0
+    """Seconds of CPU time after which a program is stopped; by the clock, which a busy machine slows, twice as many."""
+    tool_memory_mb: PositiveFloat = 256.0
+    """Memory of a program beyond that of an idle interpreter."""
+    tool_workers: PositiveInt = 2
+    """Programs that run at a time, by one process."""
     resample: NonNegativeInt = 0
     """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new ones."""
 
@@ -231,11 +250,27 @@ class RLConfig(Section):
             raise ValueError(f"ptx.length {self.ptx.length} is more than ptx.tokens {self.ptx.tokens}")
         if self.rollout.group_size == 1 and self.objective.baseline != "none" and not self.ptx.only:
             raise ValueError("rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none")
+        if self.has_tools and (self.rollout.token_cap is not None or self.rollout.fraction < 1):
+            raise ValueError(
+                "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction, or tools"
+            )
         if self.train.minibatches > self.rollout.prompts:
             raise ValueError(
                 f"train.minibatches {self.train.minibatches} is more than rollout.prompts {self.rollout.prompts}"
             )
         return self
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether some prompts are answered with tools."""
+        return any(entry.tools for entry in self.tasks)
+
+    @property
+    def longest_answer(self) -> int:
+        """Most tokens behind a prompt, with what tools say."""
+        rollout = self.rollout
+        said = rollout.tool_turns * rollout.tool_output_tokens if self.has_tools else 0
+        return rollout.max_new_tokens + said
 
     @property
     def measured(self) -> list[TaskEntry]:

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.model.engine.engine import Engine, Policy
+from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Completion, Handle, Prompt, Request, SamplingParams
+from earlyfusion.model.engine.swap import Policy
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.moe import replaying_routing
@@ -33,20 +34,59 @@ UNKNOWN = -1
 
 
 @dataclass(frozen=True)
+class Inserted:
+    """Tokens that somebody else put into an answer, such as what a tool said, behind the first `at` generated ones."""
+
+    at: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Trajectory:
-    """One sample of a group, with the prompt it answers."""
+    """One sample of a group, with the prompt it answers.
+
+    The completion holds generated tokens alone, so lengths, log-probabilities, entropies and losses are theirs.
+    inserted: what stands between them, in order; it is read and never trained. shown: the whole answer as people read
+    it, "" where that is the completion's text.
+    """
 
     prompt: Prompt
     completion: Completion
+    inserted: tuple[Inserted, ...] = ()
+    shown: str = ""
 
     @property
     def ids(self) -> list[int]:
+        """The generated tokens."""
         return self.completion.ids
+
+    @property
+    def text(self) -> str:
+        """The whole answer as people read it; what a reward sees is completion.text."""
+        return self.shown or self.completion.text
+
+    @property
+    def tail(self) -> list[int]:
+        """All tokens behind the prompt, in order."""
+        out, start = [], 0
+        for part in self.inserted:
+            out += [*self.ids[start : part.at], *part.ids]
+            start = part.at
+        return [*out, *self.ids[start:]]
+
+    @property
+    def trained(self) -> Tensor:
+        """bool [tail]: which tokens behind the prompt were generated."""
+        mask, start = [], 0
+        for part in self.inserted:
+            mask += [True] * (part.at - start) + [False] * len(part.ids)
+            start = part.at
+        return torch.tensor(mask + [True] * (len(self.ids) - start), dtype=torch.bool)
 
     @property
     def total(self) -> int:
         """Tokens of prompt and answer."""
-        return int(self.prompt.ids.shape[0]) + len(self.completion.ids)
+        return int(self.prompt.ids.shape[0]) + len(self.ids) + sum(len(part.ids) for part in self.inserted)
 
 
 def rollout(
@@ -110,7 +150,7 @@ def _first_alive(handle: Handle) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the generated tokens stand. positions_M: row positions whose logits choose them; ids_M: the tokens.
+    """Where the generated tokens stand (inserted ones have no place). positions_M: row positions whose logits choose them; ids_M: the tokens.
     routing_TLJ: int16 experts of the row's tokens (UNKNOWN where the engine fed none), or None if not captured."""
 
     positions_M: Tensor
@@ -133,12 +173,12 @@ def pack(model: NativeFusion, trajectories: Sequence[Trajectory]) -> tuple[Row, 
     documents, positions, routing, start = [], [], [], 0
     for trajectory in trajectories:
         prompt = trajectory.prompt
-        answer = torch.tensor(trajectory.ids, dtype=torch.long)
+        answer = torch.tensor(trajectory.tail, dtype=torch.long)
         places = torch.as_tensor(prompt.media_positions).long()
         ids = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), answer])
         documents.append(_Whole(ids, prompt.patches, prompt.grids, places))
         first = start + int(prompt.ids.shape[0]) - 1
-        positions.append(torch.arange(first, first + len(answer)))
+        positions.append(first + trajectory.trained.nonzero().flatten())
         routing.append(_document_routing(trajectory))
         start += trajectory.total
     row = pack_prompts(model, documents)

@@ -212,6 +212,7 @@ class Reinforcement:
         bad = {name: count for name, count in self.kit.rewards.counts.items() if name != "ok" and count}
         record |= {f"rewards/{name}": float(count) for name, count in bad.items()}
         record |= {f"prompts/{name}": float(count) for name, count in self.kit.book.left_out.items()}
+        record |= self.kit.collector.tool_metrics()
         self._kept = seen
         return record
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.attention import varlen
-from earlyfusion.kernels.attention.naive import check_attention
+from earlyfusion.kernels.attention.checks import check_attention
 from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments

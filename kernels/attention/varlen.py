@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.attention import cpu_flash
 from earlyfusion.kernels.attention.buckets import Bucket, buckets
-from earlyfusion.kernels.attention.naive import check_attention
+from earlyfusion.kernels.attention.checks import check_attention
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, softmax_with_lse, wide_bmm, without_autocast
 from earlyfusion.kernels.segments import Segments
 

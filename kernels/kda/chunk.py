@@ -32,11 +32,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.kda.checks import check_row
 from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay, log_decay_backward
 from earlyfusion.kernels.kda.grid import Grid, chunk_grid, chunk_states, scan_gradients
 from earlyfusion.kernels.kda.intra import Tree, climb, descend
-from earlyfusion.kernels.kda.naive import L2_EPS, check_heads
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.kda.naive import L2_EPS
+from earlyfusion.kernels.segments import Segments
 
 
 def default_chunk(key_dim: int) -> int:
@@ -263,8 +264,7 @@ def kda(
     Raises:
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
     """
-    check_packed("kda", q_THK, segments)
-    check_heads(q_THK, k_THK, v_TGV, f_TGK, b_TG)
+    check_row(q_THK, k_THK, v_TGV, f_TGK, b_TG, segments)
     chunk = default_chunk(q_THK.shape[2]) if chunk is None else chunk
     if chunk < 2 or chunk & (chunk - 1):
         raise ValueError(f"kda: chunk={chunk}; expected a power of two, at least 2, or None for the default")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.kda.checks import check_sequences
 from earlyfusion.kernels.kda.gate import check_lower_bound
-from earlyfusion.kernels.kda.naive import check_heads
 from earlyfusion.kernels.launch import on_device, power_of_two
 from earlyfusion.kernels.triton_support import check_floats, check_no_nan, check_shape, require_triton
 
@@ -94,12 +94,7 @@ def kda_step(
     require_triton("kda_step")
     from earlyfusion.kernels.kda import triton_decode
 
-    for name, tensor in (("q", q_BHK), ("k", k_BHK), ("v", v_BGV)):
-        if tensor.ndim != 3:
-            raise ValueError(f"kda_step: {name} is {tuple(tensor.shape)}; expected [B, heads, dim]")
-    if q_BHK.shape[0] != v_BGV.shape[0]:
-        raise ValueError(f"kda_step: v brings {v_BGV.shape[0]} sequences, q {q_BHK.shape[0]}; expected the same")
-    check_heads(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
+    check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
     (batch, heads, key_dim), (groups, value_dim) = q_BHK.shape, v_BGV.shape[1:]
     _check_dims("kda_step", key_dim, value_dim)
     check_shape("kda_step", "A_log", A_log_G, (groups,), "[G]")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earlyfusion.kernels.kda.checks import check_row, check_sequences
 from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
 from earlyfusion.kernels.segments import Segments, check_packed
 
@@ -26,20 +27,6 @@ L2_EPS = 1e-6
 def l2_normalize(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last axis, in the dtype of x."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
-def check_heads(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor) -> None:
-    """Raise ValueError if the shapes of one KDA call do not fit together. Leading (token or batch) axis first."""
-    if q.shape != k.shape:
-        raise ValueError(f"kda: q {tuple(q.shape)} and k {tuple(k.shape)} must have the same shape [T, H, K]")
-    if v.shape[1] % q.shape[1]:
-        raise ValueError(
-            f"kda: v has {v.shape[1]} heads, q has {q.shape[1]}; value heads must be a multiple of query heads"
-        )
-    if f.shape != (*v.shape[:2], q.shape[2]):
-        raise ValueError(f"kda: f is {tuple(f.shape)}, expected [T, G, K] = {(*v.shape[:2], q.shape[2])}")
-    if b.shape != v.shape[:2]:
-        raise ValueError(f"kda: b is {tuple(b.shape)}, expected [T, G] = {tuple(v.shape[:2])}")
 
 
 def kda_step(
@@ -58,7 +45,7 @@ def kda_step(
 
     Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new state_BGKV).
     """
-    check_heads(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
+    check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
     dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
     group = v_BGV.shape[1] // q_BHK.shape[1]
     scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
@@ -110,8 +97,7 @@ def kda(
     Raises:
         ValueError: shapes do not fit each other or the segments.
     """
-    check_packed("kda", q_THK, segments)
-    check_heads(q_THK, k_THK, v_TGV, f_TGK, b_TG)
+    check_row(q_THK, k_THK, v_TGV, f_TGK, b_TG, segments)
     groups, key_dim, value_dim = v_TGV.shape[1], q_THK.shape[2], v_TGV.shape[2]
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):

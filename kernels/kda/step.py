@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earlyfusion.kernels.kda.checks import check_sequences
 from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
-from earlyfusion.kernels.kda.naive import check_heads, l2_normalize
+from earlyfusion.kernels.kda.naive import l2_normalize
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def kda_step(
     Returns (o_BGV in the dtype of v, new state_BGKV in float32, or float64 for float64 inputs). ``state_BGKV`` is not
     modified.
     """
-    check_heads(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
+    check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
     dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
     group = v_BGV.shape[1] // q_BHK.shape[1]
     scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.kda.checks import check_row
 from earlyfusion.kernels.kda.gate import check_lower_bound
-from earlyfusion.kernels.kda.naive import check_heads
 from earlyfusion.kernels.kda.triton_plan import (
     CHUNKS,
     Runs,
@@ -33,7 +33,7 @@ from earlyfusion.kernels.kda.triton_plan import (
     tiles,
 )
 from earlyfusion.kernels.launch import on_device
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.segments import Segments
 from earlyfusion.kernels.triton_support import (
     as_triton,
     check_floats,
@@ -237,13 +237,7 @@ class _TritonKDA(torch.autograd.Function):
 
 def _check(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, segments: Segments, initial: Tensor | None) -> None:  # fmt: skip
     """Everything the kernels take for granted; ValueError naming the argument."""
-    for name, tensor, legend in (("q", q, "[T, H, K]"), ("k", k, "[T, H, K]"), ("v", v, "[T, G, V]")):
-        if tensor.ndim != 3:
-            raise ValueError(f"kda: {name} is {tuple(tensor.shape)}; expected {legend}")
-        check_packed(f"kda: {name}", tensor, segments)
-    if q.shape[1] == 0 or v.shape[1] == 0:
-        raise ValueError(f"kda: q is {tuple(q.shape)} and v {tuple(v.shape)}; expected at least one head")
-    check_heads(q, k, v, f, b)
+    check_row(q, k, v, f, b, segments)
     check_shape("kda", "A_log", A_log, v.shape[1:2], "[G]")
     check_shape("kda", "dt_bias", dt_bias, f.shape[1:], "[G, K]")
     check_floats("kda", q, q=q, k=k, v=v, f=f, b=b, A_log=A_log, dt_bias=dt_bias, initial_state=initial)

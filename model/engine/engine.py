@@ -20,16 +20,14 @@ from earlyfusion.model.engine.images import ImageMemory
 from earlyfusion.model.engine.ledger import Ledger
 from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.paused import PausedRequest, narrow
+from earlyfusion.model.engine.prefill import Part
 from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.request import Completion, EngineFull, Event, Handle, Request, RequestError
-from earlyfusion.model.engine.runner import Part, Runner
+from earlyfusion.model.engine.runner import Runner
 from earlyfusion.model.engine.scheduler import Scheduler
-from earlyfusion.model.engine.sequence import Decodes, House, Sample, Ticket, make_ticket
+from earlyfusion.model.engine.sequence import Decodes, Sample, Ticket, house_of, make_ticket
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
-
-END_OF_MSG = "<|end_of_msg|>"
-MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 
 
 class Engine:
@@ -70,7 +68,7 @@ class Engine:
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         text = model.config.text
         self.model, self.tokenizer, self.max_waiting = model, tokenizer, max_waiting
-        self.house = _house(model, tokenizer)
+        self.house = house_of(model, tokenizer)
         like = model.decoder.norm.weight
         self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
@@ -302,15 +300,3 @@ class Engine:
                              "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled", "finished_error")
             },
         }  # fmt: skip
-
-
-def _house(model: NativeFusion, tokenizer: Decodes | None) -> House:
-    text, media = model.config.text, model.config.media_token_id
-    merge = model.config.vision.merge_kernel_size
-    if tokenizer is None:
-        return House(None, text.vocab_size, frozenset({text.eos_token_id}), frozenset({media}), media, merge)
-    special = tokenizer.special_ids
-    ends = {text.eos_token_id, *(special[name] for name in (END_OF_MSG,) if name in special)}
-    silent = {media, text.bos_token_id, text.pad_token_id, *(special[name] for name in MEDIA_TOKENS if name in special)}
-    silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer
-    return House(tokenizer, text.vocab_size, frozenset(ends), frozenset(silent - ends), media, merge)

@@ -20,7 +20,9 @@ from torch import Tensor
 from earlyfusion.kernels.dispatch import pick
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.decoder import Decoder, DecoderLayer
-from earlyfusion.model.engine.lean_parts import LeanKda, LeanMla, LeanMlp, LeanMoe, norm_weight, unit
+from earlyfusion.model.engine.lean_feed import LeanMlp, LeanMoe
+from earlyfusion.model.engine.lean_parts import LeanKda, LeanMla
+from earlyfusion.model.engine.lean_weights import Scratch, norm_weight, unit
 from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.stores import KdaSlots, MlaPages, PooledPlan
 from earlyfusion.model.kda import KimiDeltaAttention
@@ -54,15 +56,18 @@ class LeanDecoder:
         self.decoder = decoder
         self.mixers: list[Mixer] = []
         self.feeds: list[LeanMlp | LeanMoe] = []
+        scratch = Scratch()
         for layer, memory in zip(decoder.layers, pools.layers):
             assert isinstance(layer, DecoderLayer)
             mixer = layer.self_attn
             if isinstance(mixer, KimiDeltaAttention) and isinstance(memory, KdaSlots):
-                self.mixers.append(LeanKda(layer.input_layernorm, mixer, memory))
+                self.mixers.append(LeanKda(layer.input_layernorm, mixer, memory, scratch))
             elif isinstance(mixer, MultiHeadLatentAttention) and isinstance(memory, MlaPages):
-                self.mixers.append(LeanMla(layer.input_layernorm, mixer, memory))
+                self.mixers.append(LeanMla(layer.input_layernorm, mixer, memory, scratch))
             norm = layer.post_attention_layernorm
-            self.feeds.append(LeanMoe(norm, layer.block_sparse_moe) if layer.sparse else LeanMlp(norm, layer.mlp))
+            self.feeds.append(
+                LeanMoe(norm, layer.block_sparse_moe, scratch) if layer.sparse else LeanMlp(norm, layer.mlp, scratch)
+            )
         self.refresh()
 
     def refresh(self) -> None:

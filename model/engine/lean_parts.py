@@ -1,4 +1,4 @@
-"""Sub-layers of the decoder for inference on a CPU in full precision: few operations, joined weights, states in place.
+"""Mixers of the decoder for inference on a CPU in full precision: few operations, joined weights, states in place.
 
 The modules in model/ are written for training. Generation calls each sub-layer once per token with a few dozen rows,
 where the number of operations and of passes over the states decides. So here
@@ -13,12 +13,11 @@ The joined weights are copies: call `refresh` when the model's have changed. Equ
 tests/model/test_engine_lean.py, equality of bits whatever the batch in tests/model/test_engine_invariance.py.
 
 Shapes: B rows, T tokens, N live rows, D hidden, H heads, K = V head dim, C = H K, W width of the convolution, R latent
-width, E experts, J chosen ones, F expert width.
+width.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,42 +26,21 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.kernels.kda.step import conv_step_, kda_step_
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.engine.lean_weights import Scratch, add_product, joined, norm_weight, unit
 from earlyfusion.model.engine.stores import KdaSlots, MlaPages, PooledPlan
 from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.mla import MultiHeadLatentAttention
-from earlyfusion.model.mlp import SwiGLU
-from earlyfusion.model.moe import FEWEST_ROWS, MixtureOfExperts
 from earlyfusion.model.norm import RMSNorm
 
 ABSORB_UP_TO = 1.5
 """Up-projections are multiplied in while the products get no more than this factor larger."""
 
 
-def unit(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(sum(x^2) + size eps) over the last dimension."""
-    return x * torch.linalg.vecdot(x, x).add_(x.shape[-1] * eps).rsqrt_().unsqueeze(-1)
-
-
-def norm_weight(norm: RMSNorm) -> Tensor:
-    """What `unit` leaves of an RMS norm: its weight times sqrt(size)."""
-    return norm.weight.detach() * norm.weight.shape[0] ** 0.5
-
-
-def joined(norm_D: Tensor, *weights: Tensor) -> Tensor:
-    """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm's weight multiplied in."""
-    return torch.cat([weight.detach() for weight in weights]).mul_(norm_D).T
-
-
-def add_product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
-    """x weight, added to `into` in place if there is one."""
-    return torch.mm(x, weight) if into is None else into.addmm_(x, weight)
-
-
 class LeanKda:
     """KimiDeltaAttention and its pre-norm."""
 
-    def __init__(self, norm: RMSNorm, layer: KimiDeltaAttention, memory: KdaSlots) -> None:
-        self.norm, self.layer, self.memory = norm, layer, memory
+    def __init__(self, norm: RMSNorm, layer: KimiDeltaAttention, memory: KdaSlots, scratch: Scratch) -> None:
+        self.norm, self.layer, self.memory, self.scratch = norm, layer, memory, scratch
         self.refresh()
 
     def refresh(self) -> None:
@@ -84,7 +62,7 @@ class LeanKda:
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """qkv before the convolution, low-rank gate input, output gate (low-rank unless it is full), beta logits."""
-        qkv, f_low, gate, b = torch.mm(unit(x, self.norm.eps), self.joint).split(self.widths, dim=-1)
+        qkv, f_low, gate, b = self.scratch.product(unit(x, self.norm.eps), self.joint).split(self.widths, dim=-1)
         return qkv, f_low, gate, b
 
     def _finish(self, o_THV: Tensor, gate: Tensor, scale: float, into: Tensor | None) -> Tensor:
@@ -136,8 +114,8 @@ class LeanKda:
 class LeanMla:
     """MultiHeadLatentAttention over its latents and its pre-norm."""
 
-    def __init__(self, norm: RMSNorm, layer: MultiHeadLatentAttention, memory: MlaPages) -> None:
-        self.norm, self.layer, self.memory = norm, layer, memory
+    def __init__(self, norm: RMSNorm, layer: MultiHeadLatentAttention, memory: MlaPages, scratch: Scratch) -> None:
+        self.norm, self.layer, self.memory, self.scratch = norm, layer, memory, scratch
         self.refresh()
 
     def refresh(self) -> None:
@@ -207,7 +185,7 @@ class LeanMla:
 
     def step(self, x_BD: Tensor, plan: PooledPlan, into: Tensor | None) -> Tensor:
         """One token of each sequence."""
-        query, kv, *gate = torch.mm(unit(x_BD, self.norm.eps), self.joint).split(self.widths, dim=-1)
+        query, kv, *gate = self.scratch.product(unit(x_BD, self.norm.eps), self.joint).split(self.widths, dim=-1)
         self.memory.append(self._latents(kv), plan)
         mixed = self.memory.attend(self._query(query), plan, self.layer.kv_lora_rank, 1.0)
         return self._finish(mixed, gate[0] if gate else None, into)
@@ -226,99 +204,3 @@ class LeanMla:
         query, _, *gate = torch.mm(x[rows], self.joint).split(self.widths, dim=-1)
         mixed = self.memory.attend(self._query(query), plan.ends, self.layer.kv_lora_rank, 1.0)
         return self._finish(mixed, gate[0] if gate else None, into)
-
-
-class LeanMlp:
-    """SwiGLU and its pre-norm."""
-
-    def __init__(self, norm: RMSNorm, layer: SwiGLU) -> None:
-        self.norm, self.layer = norm, layer
-        self.refresh()
-
-    def refresh(self) -> None:
-        layer = self.layer
-        self.gate_up = joined(norm_weight(self.norm), layer.gate_proj.weight, layer.up_proj.weight)
-        self.down = layer.down_proj.weight.detach().T
-
-    def __call__(self, x: Tensor, into: Tensor | None) -> Tensor:
-        gate, up = torch.mm(unit(x, self.norm.eps), self.gate_up).chunk(2, dim=-1)
-        return add_product(F.silu(gate).mul_(up), self.down, into)
-
-
-class LeanMoe:
-    """MixtureOfExperts and its pre-norm: router and shared experts are one product, an expert's rows are computed together.
-
-    A token's result does not depend on the others, bit for bit (from four rows in all): an expert with fewer rows than
-    FEWEST_ROWS takes its neighbours' along and drops what comes of them.
-    """
-
-    def __init__(self, norm: RMSNorm, layer: MixtureOfExperts) -> None:
-        self.norm, self.layer = norm, layer
-        self.refresh()
-
-    def refresh(self) -> None:
-        layer, experts = self.layer, self.layer.experts
-        weights, self.shared_down = [layer.gate.weight.detach()], None
-        if layer.shared_experts is not None:
-            shared = layer.shared_experts
-            weights += [shared.gate_proj.weight.detach(), shared.up_proj.weight.detach()]
-            self.shared_down = shared.down_proj.weight.detach().T
-        self.norm_D = norm_weight(self.norm)
-        self.joint = torch.cat(weights).T
-        self.up = [weight.T for weight in experts.gate_up_proj.detach()]
-        self.down = [weight.T for weight in experts.down_proj.detach()]
-
-    def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids and weights [T, J], as `Router.forward`."""
-        gate = self.layer.gate
-        scores_TE = logits_TE.sigmoid()
-        biased = scores_TE + gate.e_score_correction_bias
-        ids_TJ = torch.topk(biased, gate.top_k, dim=-1, sorted=False)[1]
-        if gate.recorded is not None:
-            gate.recorded.append(ids_TJ)
-        weights_TJ = scores_TE.gather(1, ids_TJ)
-        if gate.renormalize:
-            weights_TJ = weights_TJ.div_(weights_TJ.sum(-1, keepdim=True).add_(1e-20))
-        return ids_TJ, weights_TJ if gate.scaling == 1.0 else weights_TJ.mul_(gate.scaling)
-
-    def __call__(self, x: Tensor, into: Tensor | None) -> Tensor:
-        x = unit(x, self.norm.eps).mul_(self.norm_D)
-        wide = torch.mm(x, self.joint)
-        experts = self.layer.gate.num_experts
-        ids_TJ, weights_TJ = self._route(wide[:, :experts])
-        out = self._experts(x, ids_TJ, weights_TJ)
-        into = out if into is None else into.add_(out)
-        if self.shared_down is not None:
-            gate, up = wide[:, experts:].chunk(2, dim=-1)
-            into.addmm_(F.silu(gate).mul_(up), self.shared_down)
-        return into
-
-    def _experts(self, x: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
-        flat_P = ids_TJ.flatten().numpy()  # numpy: a fifth of torch's time for a few rows
-        order = np.argsort(flat_P, kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(order.shape[0])
-        parts, start, rows = [], 0, order.shape[0]
-        for expert, count in enumerate(np.bincount(flat_P, minlength=len(self.up)).tolist()):
-            if count:
-                low = max(0, min(start, rows - FEWEST_ROWS))
-                parts.append((expert, start, count, low, max(start + count, low + FEWEST_ROWS)))
-                start += count
-        order_P = torch.from_numpy(order)
-        h_PX = grouped(x.index_select(0, order_P // ids_TJ.shape[1]), self.up, parts)
-        gate, up = h_PX.chunk(2, dim=-1)
-        act_PF = F.silu(gate).mul_(up).mul_(weights_TJ.flatten().index_select(0, order_P).to(x.dtype).unsqueeze(1))
-        y_PD = grouped(act_PF, self.down, parts)
-        return y_PD.index_select(0, torch.from_numpy(place)).view(*ids_TJ.shape, -1).sum(1)
-
-
-def grouped(x_PA: Tensor, weights: list[Tensor], parts: list[tuple[int, int, int, int, int]]) -> Tensor:
-    """[P, B]: rows start .. start + count - 1 times the expert's weight, computed over rows low .. high - 1."""
-    out_PB = x_PA.new_empty(x_PA.shape[0], weights[0].shape[1])
-    for expert, start, count, low, high in parts:
-        if high - low == count:
-            torch.mm(x_PA.narrow(0, start, count), weights[expert], out=out_PB.narrow(0, start, count))
-        else:
-            wide = torch.mm(x_PA.narrow(0, low, high - low), weights[expert])
-            out_PB.narrow(0, start, count).copy_(wide.narrow(0, start - low, count))
-    return out_PB

@@ -26,26 +26,12 @@ from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.graphs import DecodeGraphs, can_capture
 from earlyfusion.model.engine.lean import LeanDecoder, is_lean
 from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.prefill import ROWS, Part, embed, ends_plan, prefill_plan, whole_rows
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.sequence import Sample
 from earlyfusion.model.engine.stores import KdaSlots, PooledCache, PooledPlan, Windows
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.kda import KimiDeltaAttention
-
-ROWS = 8
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tokens start .. stop - 1 of a sample, to be read in this step."""
-
-    sample: Sample
-    start: int
-    stop: int
-
-    @property
-    def completes(self) -> bool:
-        return self.stop == self.sample.target
 
 
 @dataclass(frozen=True)
@@ -76,6 +62,7 @@ class Runner:
         self.graphs = DecodeGraphs(self) if can_capture(model) else None
         self.lean = LeanDecoder(model.decoder, pools) if is_lean(model.decoder) else None
 
+    @torch.inference_mode()  # what is kept was made in it
     def refresh(self) -> None:
         """Read the model's weights again after they have changed in place."""
         self._batch = None
@@ -121,7 +108,7 @@ class Runner:
         else:
             plan = self.decode_plan(slots_B, tiles(max(lengths) + 1)[-1][1], batch.span, len(running))
             if self.lean is not None:
-                plan = replace(plan, windows=batch.windows, seen=min(lengths) + 1)
+                plan = replace(plan, windows=batch.windows, seen=min(lengths) + 1, reach=max(lengths) + 1)
             chosen = self._advance(self._logits(slots_B, plan), slots_B, batch.needs, banned)
         return chosen[:, : len(running)]
 
@@ -250,28 +237,16 @@ class Runner:
     def prefill(self, parts: Sequence[Part], recording: bool = False) -> Tensor | None:
         """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that completes its
         sample, None if none does. recording: see `decode`."""
-        segments, plan = self._prefill_plan(parts)
-        x_TD = self._embed(parts, segments.total)
+        segments, plan = prefill_plan(parts, self.pools, self.device)
+        x_TD = embed(parts, segments.total, self.model)
         ends = [end - 1 for end, part in zip(segments.offsets[1:], parts) if part.completes]
         if self.lean is None or recording:
             hidden_TD = self.model.decoder(x_TD, segments, PooledCache(self.pools.layers, plan))
             return hidden_TD[torch.tensor(ends, device=self.device)] if ends else None
-        plan = replace(plan, ends=self._ends_plan(parts))
+        plan = replace(plan, ends=ends_plan(parts, self.pools))
         filled = torch.tensor(ends + [segments.total - 1] * (whole_rows(len(ends)) - len(ends)), dtype=torch.long)
         hidden_RD = self.lean.read(x_TD, segments, plan, filled)
         return hidden_RD[: len(ends)] if ends else None
-
-    def _ends_plan(self, parts: Sequence[Part]) -> PooledPlan:
-        """The last tokens of the parts that complete their sample, as a step's plan; filled up with slot 0."""
-        done = [part for part in parts if part.completes]
-        size, filled = self.pools.page_size, whole_rows(len(done)) - len(done)
-        length = tiles(max((part.stop for part in done), default=1))[-1][1]
-        tables = [part.sample.pages[: self.pools.pages_for(part.stop)] for part in done] + [[0]] * filled
-        padded = [table + [0] * (length // size - len(table)) for table in tables]
-        last_N1 = torch.tensor([[part.stop - 1] for part in done] + [[0]] * filled, dtype=torch.long)
-        none = torch.zeros(0, dtype=torch.long)
-        pages_NP = torch.tensor(padded, dtype=torch.long).view(len(tables), length // size)
-        return PooledPlan(True, False, none, none, pages_NP, last_N1.view(len(tables), 1), None)
 
     def choose_first(self, hidden_ND: Tensor, samples: Sequence[Sample], rows: Sequence[int]) -> Tensor:
         """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3, N]."""
@@ -285,60 +260,6 @@ class Runner:
         self.position_S[slots_B] += 1
         return chosen[:, : len(samples)]
 
-    def _embed(self, parts: Sequence[Part], total: int) -> Tensor:
-        """Embeddings of the parts' tokens with image features in their places, filled up to `total` rows."""
-        ids: list[int] = []
-        places: list[int] = []
-        features: list[Tensor] = []
-        for part in parts:
-            ticket, offset = part.sample.ticket, len(ids) - part.start
-            ids += part.sample.tokens(part.start, part.stop)
-            inside = [i for i, place in enumerate(ticket.media_positions) if part.start <= place < part.stop]
-            if inside and ticket.features is not None:
-                places += [ticket.media_positions[i] + offset for i in inside]
-                features.append(ticket.features[torch.tensor(inside, device=self.device)])
-        ids += [0] * (total - len(ids))
-        x_TD = self.model.decoder.embed_tokens(torch.tensor(ids, dtype=torch.long).to(self.device))
-        if features:
-            x_TD = x_TD.index_copy(0, torch.tensor(places).to(self.device), torch.cat(features).to(x_TD.dtype))
-        return x_TD
-
-    def _prefill_plan(self, parts: Sequence[Part]) -> tuple[Segments, PooledPlan]:
-        """Segments and plan of a prefill; a filler document on slot 0 makes the rows a multiple of ROWS."""
-        size = self.pools.page_size
-        spans = [(part.start, part.stop) for part in parts]
-        slots, tables = [part.sample.slot for part in parts], [part.sample.pages for part in parts]
-        total = sum(stop - start for start, stop in spans)
-        missing = whole_rows(total) - total
-        if missing:
-            first = 0 if spans[0][0] == 0 else 1
-            spans, slots, tables = spans + [(first, first + missing)], slots + [0], tables + [[0]]
-        width = -(-max(stop - start for start, stop in spans) // 32) * 32
-        longest = tiles(max(stop for _, stop in spans))[-1][1]
-        # without a past, attention can run as in training; on a CPU it takes the cached way, whose bits do not depend
-        # on which prompts are read together
-        fresh = self.device.type != "cpu" and all(start == 0 for start, _ in spans)
-        rows, places, reads, last = [], [], [], []
-        for row, ((start, stop), pages) in enumerate(zip(spans, tables)):
-            known = self.pools.rows(pages, len(pages) * size)
-            rows.append(known[torch.arange(start, stop) % known.shape[0]])
-            places.append(row * width + torch.arange(stop - start))
-            last.append((torch.arange(width) + start).clamp(max=stop - 1))
-            if not fresh:
-                filled = torch.tensor(pages[: self.pools.pages_for(stop)], dtype=torch.long)
-                reads.append(torch.nn.functional.pad(filled, (0, longest // size - filled.shape[0])))
-        on_device = lambda tensors: torch.stack(tensors).to(self.device)
-        plan = PooledPlan(
-            single=False,
-            fresh=fresh,
-            slots_N=torch.tensor(slots, dtype=torch.long).to(self.device),
-            rows_T=torch.cat(rows).to(self.device),
-            pages_NP=on_device(reads) if reads else torch.zeros(len(spans), 0, dtype=torch.long, device=self.device),
-            last_NW=on_device(last),
-            places_T=torch.cat(places).to(self.device),
-        )
-        return Segments(tuple(stop - start for start, stop in spans)), plan
-
 
 def _needs(samples: Sequence[Sample]) -> Needs:
     every = [sample.ticket.request.params for sample in samples]
@@ -348,11 +269,6 @@ def _needs(samples: Sequence[Sample]) -> Needs:
         min_p=any(params.min_p > 0 for params in every),
         logprobs=any(params.logprobs for params in every),
     )
-
-
-def whole_rows(rows: int) -> int:
-    """`rows` rounded up to a multiple of ROWS."""
-    return -(-rows // ROWS) * ROWS
 
 
 _SINGLES: dict[int, Segments] = {}

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.prefill import Part
 from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.request import RequestError
-from earlyfusion.model.engine.runner import Part
 from earlyfusion.model.engine.sequence import Sample, Ticket
 
 

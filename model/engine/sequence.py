@@ -17,9 +17,12 @@ from torch import Tensor
 from earlyfusion.model.engine.images import picture_digests
 from earlyfusion.model.engine.request import Completion, FinishReason, Handle, Request, RequestError, Token
 from earlyfusion.model.engine.sampler import sequence_key
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.patches import num_tokens
 
 REPLACEMENT = "\ufffd"
+END_OF_MSG = "<|end_of_msg|>"
+MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 LONGEST_CHARACTER = 4
 """Tokens that may be waited for when a character's bytes are not complete (UTF-8 has at most four)."""
 
@@ -203,6 +206,19 @@ class House:
     silent: frozenset[int]
     media: int
     merge: tuple[int, int]
+
+
+def house_of(model: NativeFusion, tokenizer: Decodes | None) -> House:
+    """What holds for every request to this model."""
+    text, media = model.config.text, model.config.media_token_id
+    merge = model.config.vision.merge_kernel_size
+    if tokenizer is None:
+        return House(None, text.vocab_size, frozenset({text.eos_token_id}), frozenset({media}), media, merge)
+    special = tokenizer.special_ids
+    ends = {text.eos_token_id, *(special[name] for name in (END_OF_MSG,) if name in special)}
+    silent = {media, text.bos_token_id, text.pad_token_id, *(special[name] for name in MEDIA_TOKENS if name in special)}
+    silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer
+    return House(tokenizer, text.vocab_size, frozenset(ends), frozenset(silent - ends), media, merge)
 
 
 def make_ticket(request: Request, house: House) -> Ticket:

@@ -42,6 +42,8 @@ class PooledPlan:
     """Single tokens: sequences that are real; the padding rows after them attend to nothing and get zeros."""
     seen: int = 0
     """Keys that every query of the call may see, as far as the host knows."""
+    reach: int | None = None
+    """One past the last key that any query of the call may see, as far as the host knows."""
     windows: Windows | None = None
     ends: PooledPlan | None = None
     """Of chunks: the plan of the tokens at which prompts end, as single tokens."""
@@ -94,14 +96,14 @@ class KdaSlots:
     def read(self, plan: PooledPlan) -> tuple[Tensor | None, Tensor | None]:
         if plan.fresh:
             return None, None
-        if plan.fills_range:
+        if plan.slot_range is not None and plan.fills_range:
             rows = slice(*plan.slot_range)
             return self.state_SHKV[rows], self.taps_SWC[rows].transpose(1, 2)
         return self.state_SHKV.index_select(0, plan.slots_N), self.taps_SWC[plan.slots_N].transpose(1, 2)
 
     def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         taps_NWC = taps_NCW1.transpose(1, 2).to(self.taps_SWC.dtype)
-        if plan.fills_range:
+        if plan.slot_range is not None and plan.fills_range:
             rows = slice(*plan.slot_range)
             self.state_SHKV[rows] = state_NHKV
             self.taps_SWC[rows] = taps_NWC
@@ -144,8 +146,9 @@ class KdaSlots:
     def refresh(self, layer: Any) -> None:
         """Read the layer's weights again, into the same storage (a captured graph may point at it)."""
         if self._joined is not None:
-            for old, new in zip(self._joined, layer.joined_weights()):
-                old.copy_(new)
+            with torch.inference_mode():  # made in a step of the engine, they may be inference tensors
+                for old, new in zip(self._joined, layer.joined_weights()):
+                    old.copy_(new)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a slot holds, slots first."""
@@ -189,7 +192,8 @@ class MlaPages:
             return latents_PY.index_select(0, index).view(count, stop - start, size)
 
         length = plan.pages_NP.shape[1] * page
-        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen).view(-1, heads, rank)
+        reach = plan.reach if window is not None else None
+        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen, reach).view(-1, heads, rank)
         if plan.places_T is not None:
             return out.index_select(0, plan.places_T)
         padding = query_THR.shape[0] - count

@@ -175,7 +175,8 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> dict[str, Any
     rows: list[dict[str, Any]] = []
     for arm in arms:
         for label in labels:
-            for metric in [*family_metrics(config), "ece"]:
+            known = family_metrics(config) if config.registered(label) else ("accuracy", "p_target")
+            for metric in (*known, "ece"):
                 found = compare(answers, START, arm.name, label, metric, samples, draws)
                 if found is not None:
                     rows.append(_row(config, arm, label, metric, found))

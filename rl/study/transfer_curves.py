@@ -55,9 +55,8 @@ def reward_curves(config: StudyConfig, out: Path, key: str = "score") -> dict[st
             }
             if values:
                 runs.append(values)
-        if (curve := mean_curve(runs))[0]:
-            found[arm.name] = curve
-    return found
+        found[arm.name] = mean_curve(runs)  # empty ones too: every arm keeps its colour in all charts
+    return found if any(steps for steps, _ in found.values()) else {}
 
 
 def accuracy_curves(config: StudyConfig, out: Path, label: str) -> dict[str, Series]:
@@ -73,9 +72,8 @@ def accuracy_curves(config: StudyConfig, out: Path, label: str) -> dict[str, Ser
                     values[int(file.stem.removeprefix("update-"))] = sum(hits) / len(hits)
             if len(values) > 1:
                 runs.append(values)
-        if (curve := mean_curve(runs))[0]:
-            found[arm.name] = curve
-    return found
+        found[arm.name] = mean_curve(runs)  # empty ones too: every arm keeps its colour in all charts
+    return found if any(steps for steps, _ in found.values()) else {}
 
 
 def curves_part(config: StudyConfig, out: Path) -> str:

@@ -31,20 +31,39 @@ from earlyfusion.rl.study.transfer_plan import (
     start_of,
 )
 
+SLOTS = 512
+"""Answers written at a time: these are short."""
 
-def asked_of(folder: Path, labels: Sequence[str], config: StudyConfig, *, samples: int) -> Asked:
-    """A model directory asked all labels."""
+
+def asked_of(folder: Path, labels: Sequence[str], config: StudyConfig) -> tuple[Asked, Asked | None]:
+    """A model directory asked the registered labels, with samples for pass@k, and all others without."""
     measure = config.measure
-    return ask(
-        load_model(folder, device=device_of("auto")), Tokenizer.load(folder), [entry_of(label) for label in labels],
-        problems=measure.problems, seed=measure.seed, samples=samples, max_new_tokens=measure.max_new_tokens,
-    )  # fmt: skip
+    model, tokenizer = load_model(folder, device=device_of("auto")), Tokenizer.load(folder)
+
+    def asked(part: Sequence[str], samples: int) -> Asked:
+        return ask(
+            model, tokenizer, [entry_of(label) for label in part], problems=measure.problems, seed=measure.seed,
+            samples=samples, max_new_tokens=measure.max_new_tokens, slots=SLOTS,
+        )  # fmt: skip
+
+    first = [label for label in labels if config.registered(label)]
+    rest = [label for label in labels if label not in first]
+    return asked(first, measure.samples), asked(rest, 0) if rest else None
+
+
+def written(file: Path, parts: tuple[Asked, Asked | None]) -> None:
+    """Write the answers of both parts to one file."""
+    write_measured(file, [one for part in parts if part is not None for one in part.measured()])
 
 
 def matched(start: Asked, file: Path) -> dict[str, Any]:
-    """Label -> the start at the entropy of a measured run: temperature, entropy, reached, p_target by problem."""
+    """Registered label -> the start at the entropy of a measured run: temperature, entropy, reached, p_target by
+    problem."""
     found: dict[str, Any] = {}
+    known = {question.entry.label for question in start.questions}
     for label, records in by_problem(load_measured(file)).items():
+        if label not in known:
+            continue
         wanted = sum(one.entropy for one in records.values()) / len(records)
         result = match_entropy(start.only(label), wanted)
         found[label] = {
@@ -57,19 +76,19 @@ def matched(start: Asked, file: Path) -> dict[str, Any]:
 def measure_seed(out: Path, seed: int) -> None:
     """Measure the start and every finished run of a pretraining seed that is not measured yet."""
     config = read_study(str(out / "study.toml"))
-    samples = config.measure.samples
-    start: Asked | None = None
     runs = [(arm, r) for arm in config.arms for r in range(config.rl_seeds)]
     here = [(arm, r) for arm, r in runs if (run_folder(out, seed, arm.name, r) / "model" / "config.json").is_file()]
     files = [matched_file(out, seed, arm.name, r) for arm, r in here]
+    start: Asked | None = None
     if not measured_file(out, seed).is_file() or not all(file.is_file() for file in files):
-        start = asked_of(start_of(config, out, seed), config.labels(), config, samples=samples)
-        write_measured(measured_file(out, seed), start.measured())
+        parts = asked_of(start_of(config, out, seed), config.labels(), config)
+        start = parts[0]
+        written(measured_file(out, seed), parts)
     for arm, r in here:
         file = measured_file(out, seed, arm.name, r)
         if not file.is_file():
             folder = run_folder(out, seed, arm.name, r) / "model"
-            write_measured(file, asked_of(folder, config.labels(arm), config, samples=samples).measured())
+            written(file, asked_of(folder, config.labels(arm), config))
             print(f"measured {folder}", flush=True)
         target = matched_file(out, seed, arm.name, r)
         if start is not None and not target.is_file():

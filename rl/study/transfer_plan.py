@@ -49,7 +49,7 @@ class MeasureSection(Section):
     problems: PositiveInt = 200
     """Held-out problems of every label."""
     samples: NonNegativeInt = 8
-    """Sampled answers to each (pass@k)."""
+    """Sampled answers to each problem of the primary label (pass@k)."""
     seed: NonNegativeInt = 777
     """Which problems."""
     max_new_tokens: PositiveInt = 8
@@ -140,6 +140,10 @@ class StudyConfig(Section):
     @property
     def primary_label(self) -> str:
         return f"{self.skill}/{self.primary}"
+
+    def registered(self, label: str) -> bool:
+        """Whether an arm may be judged on this label."""
+        return label in (self.primary_label, self.primary_label + "/thought")
 
     def labels(self, arm: Arm | None = None) -> list[str]:
         """What is measured of an arm; None: of the start, which is measured in every way any arm is."""

@@ -19,14 +19,16 @@ from earlyfusion.rl.study.transfer_plan import StudyConfig
 
 Row = Mapping[str, Any]
 PUBLISHED = (
-    ("MMLU-Pro", 84.7, 86.4, "4-option to 10-option knowledge questions, 12,032 items"),
-    ("GPQA-Diamond", 84.3, 86.4, "198 items: one run's standard error at 85 % is about 2.5 points"),
-    ("LongBench v2", 56.7, 58.9, "long documents, 503 items"),
+    ("MMLU-Pro", 84.7, 86.4, "12,032 items of up to 10 options"),
+    ("GPQA-Diamond", 84.3, 86.4, "198 items: standard error of one run 2.5 points"),
+    ("LongBench v2", 56.7, 58.9, "503 items"),
 )
 """Kimi K2.5 report, Table 2: before and after visual reinforcement learning."""
 SAY = {
     "accuracy": "greedy accuracy", "p_target": "p(correct)", "p_matched": "p(correct) at equal entropy", "ece": "ECE",
 }  # fmt: skip
+FULL = 0.95
+"""Accuracy of the starts above which a gain cannot be told."""
 MORE = """
 .gain{color:var(--good);font-weight:600}.loss{color:var(--bad);font-weight:600}td.n{white-space:nowrap}
 .scroll{overflow-x:auto}small{color:var(--muted)}
@@ -121,7 +123,19 @@ def headline(results: Row) -> str:
     rest = [name for name in treated if name not in {*gains, *unclear, *losses}]
     if rest:
         said.append(f"No difference in words could be shown: {', '.join(rest)}.")
+    said += room(results)
     return " ".join(said) or "Nothing was measured yet."
+
+
+def room(results: Row) -> list[str]:
+    """A warning where the starts leave nothing to gain on the primary metric."""
+    start = results["start"].get(results["primary"])
+    if start is None or start["accuracy"]["mean"] <= FULL:
+        return []
+    solved = percent(start["accuracy"]["mean"])
+    return [
+        f"The starts solve {solved} % of the primary problems already: there is no room to see a gain, take a harder skill."
+    ]
 
 
 def _question(config: StudyConfig, results: Row) -> str:
@@ -260,7 +274,7 @@ def _published(config: StudyConfig, results: Row) -> str:
                 percent(ours["after"]),
                 points(ours["value"]),
                 told,
-                "a model of this size knows the skill only",
+                "procedural problems",
             ]
         )
     note = (

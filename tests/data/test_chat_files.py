@@ -128,6 +128,16 @@ def test_every_way_to_name_a_picture_gives_the_same_document(tmp_path, tokenizer
     assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.patches, theirs.patches)
 
 
+def test_a_video_is_read_where_the_row_places_it(tmp_path, tokenizer):
+    pytest.importorskip("av")
+    frames = [PILImage.new("RGB", (64, 48), (40 * i, 0, 0)) for i in range(6)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500)
+    row = {"messages": [{"role": "user", "content": "see <video>what?"}, RED], "videos": ["a.gif"]}
+    document = encode(first(write(tmp_path, row)), tokenizer, VISION)
+    text = tokenizer.decode(document.ids[: document.spans[0][0]].tolist())
+    assert text.endswith("see 00:00:00.000") and len(document.spans) >= 2
+
+
 def test_other_names_of_roles_gzip_and_tools_are_read(tmp_path, tokenizer):
     rows = [{"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "red"}]}]
     config = write(tmp_path, *rows, name="c.jsonl.gz")

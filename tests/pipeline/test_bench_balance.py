@@ -44,6 +44,7 @@ def test_two_processes_encode_skewed_pictures_at_home_and_exchanged(recipe, tmp_
     words = ("--steps", "0", "--batches", "2", "--tokens", "384")
     part = bench(recipe, tmp_path / "out.json", *words)["exchange"]
     assert part["before"] == 2.0 and 1 <= part["after"] < 1.5
+    assert part["home_cpu_s"] > 0 and part["exchanged_cpu_s"] > 0 and part["plan_s"] > 0
     assert len(part["by_rank"]) == 2 and all(len(record["home"]) == 2 for record in part["by_rank"])
 
 

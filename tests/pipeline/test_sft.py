@@ -11,6 +11,8 @@ from test_distributed import ACCELERATE, TORCHRUN, free_port
 from tiny_run import finish, numbers, same, start, weights, write_recipe
 
 from earlyfusion.data.chat import encode_chat, messages_from, template_of
+from earlyfusion.data.sample import Image
+from earlyfusion.data.sources import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline import chat, generate_cmd, pretrain
@@ -222,6 +224,10 @@ def test_the_shipped_arms_have_the_same_budget_and_only_one_sees_pictures(model_
     weight = {arm: {s.kind: s.weight for s in arms[arm].data.sources} for arm in arms}
     assert weight["sft-zero-vision"]["chat_scenes"] == 0.0 and weight["sft-vision"]["chat_scenes"] > 0
     assert zero.stages[0].frozen == ["vision", "projector"] and vision.stages[0].frozen == []
+    for config in zero.data.sources:
+        source = build_source(config, seed=zero.data.seed)
+        media = [part for i in range(30) for part in source.get(i, 0).segments if isinstance(part, Image)]
+        assert bool(media) == (config.weight == 0), "zero-vision: no picture in anything it is trained on"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""Held-out problems answered with the tool: the counterpart of rl/measure.py for entries with `tools`.
+
+    measured = measure_tools(model, tokenizer, entries, config.rollout, problems=200, seed=7)
+
+The same problems as without tools, so the two pair by key. confidence is that of the last message given the model's own
+calls and what the programs said; p_target is the same number where that message is the target word for word, else 0 (the
+target is not forced into a conversation that would not have led to it). entropy: over all generated tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import evaluating
+from earlyfusion.rl.measure import held_out, solved, token_log_probs
+from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl.recipe import RolloutSection, TaskEntry
+from earlyfusion.rl.records import Measured
+from earlyfusion.rl.rollout import Trajectory, pack
+from earlyfusion.rl.tasks.problem import Problem, Task
+from earlyfusion.rl.tool_desk import ToolDesk
+from earlyfusion.rl.tool_prompts import tool_files
+from earlyfusion.rl.tool_rollouts import ToolRollouts
+
+PAGE = 16
+
+
+@dataclass
+class _Question:
+    entry: TaskEntry
+    task: Task
+    problem: Problem
+    greedy: Trajectory | None = None
+    sampled: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return f"{self.entry.label}|{self.problem.key}"
+
+
+def measure_tools(
+    model: NativeFusion, tokenizer: Tokenizer, entries: Sequence[TaskEntry], rollout: RolloutSection, *, problems: int,
+    seed: int, samples: int = 0, temperature: float = 1.0, slots: int = 128,
+) -> list[Measured]:  # fmt: skip
+    """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order of the
+    entries. rollout: its limits of turns, tokens and programs hold. Raises SandboxError where no sandbox can be
+    started, DataError without entries."""
+    if not entries or problems < 1:
+        raise DataError(
+            f"{len(entries)} entries with tools, {problems} problems: nothing to measure; give at least one"
+        )
+    questions = [_Question(entry, *made) for entry in entries for made in _problems(entry, problems, seed)]
+    desk = ToolDesk(rollout)
+    try:
+        with evaluating(model):
+            greedy = SamplingParams(rollout.max_new_tokens, 0.0, logprobs=True)
+            for question, answers in zip(questions, play(model, tokenizer, questions, rollout, desk, greedy, slots)):
+                question.greedy = answers[0]
+            if samples:
+                drawn = SamplingParams(rollout.max_new_tokens, temperature, logprobs=True, n=samples)
+                every = play(model, tokenizer, questions, rollout, desk, drawn, max(slots, samples))
+                for question, answers in zip(questions, every):
+                    question.sampled = answers
+            return [_record(model, question) for question in questions]
+    finally:
+        desk.close()
+
+
+def _problems(entry: TaskEntry, problems: int, seed: int) -> list[tuple[Task, Problem]]:
+    task, found = held_out(entry, problems, seed)
+    return [(task, problem) for problem in found]
+
+
+def play(
+    model: NativeFusion, tokenizer: Tokenizer, questions: Sequence[_Question], rollout: RolloutSection, desk: ToolDesk,
+    params: SamplingParams, slots: int,
+) -> list[list[Trajectory]]:  # fmt: skip
+    """`params.n` answers to every question, all side by side."""
+    vision = model.config.vision
+    prompts = [encode_prompt(question.problem, question.entry, tokenizer, vision) for question in questions]
+    behind = rollout.max_new_tokens + rollout.tool_turns * rollout.tool_output_tokens
+    longest = max(len(prompt) for prompt in prompts) + behind
+    engine = Engine(
+        model, tokenizer, max_slots=slots, page_size=PAGE, max_pages=slots * (-(-longest // PAGE) + 1),
+        prefill_chunk=rollout.prefill_chunk, max_waiting=(params.n + 1) * len(prompts),
+    )  # fmt: skip
+    tools = ToolRollouts(rollout, desk, tokenizer, vision, params, replay=False)
+    for question, prompt in zip(questions, prompts):
+        tools.open(question.id, prompt, tool_files(question.problem, question.entry.form))
+        engine.submit(Request(question.id, prompt, params))
+    while engine.has_work or tools.waits:
+        for request in tools.due(idle=not engine.has_work)[0]:
+            engine.submit(request)
+        for event in engine.step():
+            if event.completion is not None:
+                tools.take(event.completion)
+    return [tools.answers(question.id) or [] for question in questions]
+
+
+def _record(model: NativeFusion, question: _Question) -> Measured:
+    problem, answer = question.problem, question.greedy
+    assert answer is not None
+    text = answer.completion.text
+    score = question.task.reward(problem, text)
+    logp = entropy = torch.zeros(0)
+    if answer.ids:
+        with torch.no_grad():
+            row, places = pack(model, [answer])
+            states = model.hidden(row).index_select(0, places.positions_M)
+        ((logp, entropy),) = token_log_probs(model, [states], [answer.ids], 1.0)
+    last = answer.inserted[-1].at if answer.inserted else 0
+    confidence = float(logp[last:].sum().exp())
+    return Measured(
+        task=problem.task,
+        form=question.entry.form,
+        key=problem.key,
+        category=str(problem.meta["category"]),
+        prompt=problem.description if question.entry.form == "twin" else problem.question,
+        target=problem.target,
+        answer=text.strip(),
+        score=score,
+        solved=solved(problem.task, score),
+        p_target=confidence if text.strip() == problem.target else 0.0,
+        confidence=confidence,
+        entropy=float(entropy.mean()) if len(entropy) else 0.0,
+        sampled=tuple(question.task.reward(problem, one.completion.text) for one in question.sampled),
+        picture=problem.picture if question.entry.form == "picture" else None,
+        label=question.entry.label,
+    )

@@ -1,0 +1,70 @@
+"""A toy where long answers are wrong: a tiny model that says " yes" or " no no no no", and a reward for "yes"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from engine_cases import TOKENIZER, model
+
+from earlyfusion.model.engine.request import Completion
+from earlyfusion.model.hub import save_model
+from earlyfusion.rl import long2short
+from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.rollout import Trajectory, pack, trained_logprobs
+from earlyfusion.rl.tasks.registry import make_task
+
+SHORT, LONG = " yes", " no no no no"
+TASKS = ("colour_shape/0/twin", "odd_one_out/0/picture")
+REWARD = f"{__name__}:yes_is_right"
+
+
+def yes_is_right(problem, response: str) -> float:
+    return float(response.strip() == "yes")
+
+
+def answer(prompt, text: str) -> Trajectory:
+    """A text as an answer to a prompt, with the end after it."""
+    ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
+    nan = [float("nan")] * len(ids)
+    return Trajectory(prompt, Completion("x", 0, ids, nan, nan, [0] * len(ids), text, "stop", len(prompt.ids), 0))
+
+
+def toy_directory(folder: Path, seed: int = 0, steps: int = 30) -> Path:
+    """The tiny model after a few steps of fine-tuning on both answers to every prompt."""
+    net = model(seed)
+    kinds = [TaskEntry(name="colour_shape", form="twin"), TaskEntry(name="odd_one_out")]
+    prompts = [
+        encode_prompt(make_task(kind.name).sample(1000 + i), kind, TOKENIZER, net.config.vision)
+        for kind in kinds
+        for i in range(3)
+    ]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, weight_decay=0.0)
+    row, places = pack(net, [answer(prompt, text) for prompt in prompts for text in (SHORT, LONG)])
+    net.train()
+    for _ in range(steps):
+        (-trained_logprobs(net, row, places).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return save_model(net.eval(), TOKENIZER, folder / f"toy-{seed}")
+
+
+def words(way: str, folder: Path, out: Path, *more: str, problems: int = 16) -> list[str]:
+    """The command line of a small run."""
+    return [
+        way, "--model", str(folder), "--tasks", *TASKS, "--problems", str(problems), "--samples", "6", "--out", str(out),
+        "--max-new-tokens", "7", "--set", f"reward.name={REWARD}", "--set", "train.threads=1", *more,
+    ]  # fmt: skip
+
+
+def call(*given: str) -> int:
+    """The verb in this process."""
+    AcceleratorState._reset_state(True)
+    return long2short.main(list(given))
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

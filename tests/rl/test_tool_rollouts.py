@@ -1,0 +1,516 @@
+"""Answers with the Python tool: what is run, what is trained, what is counted, and that nothing a program does ends a run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from rl_cases import config
+from test_rl_train import assert_same, numbers
+from tool_cases import (
+    PIXEL,
+    TOKENIZER,
+    VISION,
+    answer,
+    call,
+    directory,
+    last_output,
+    tool_training,
+)
+
+from earlyfusion.data.chat import Message, ToolCall, encode_chat
+from earlyfusion.data.sample import Text
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.engine.request import TokenPrompt
+from earlyfusion.model.generate import Row
+from earlyfusion.pipeline.track import read_metrics
+from earlyfusion.rl import rewards as rewards_module
+from earlyfusion.rl.experience import experience
+from earlyfusion.rl.learn import Sums, distinct
+from earlyfusion.rl.objectives import policy_loss
+from earlyfusion.rl.rewards import Scored
+from earlyfusion.rl.rollout import Inserted, Trajectory, flat, mismatch, pack, trained_logprobs, used_experts
+from earlyfusion.rl.tasks.rendering import render_text
+from earlyfusion.rl.tool_desk import kinds_of, repeatable
+from earlyfusion.rl.tool_prompts import tool_messages
+from earlyfusion.rl.tool_rollouts import cut, fitted, turn_ids
+
+GRAD_RTOL = 2e-4
+"""As in test_learn: fp32 sums in another order."""
+LOGP_ATOL = 1e-4
+"""Engine against training forward, fp32, every generated token (the bar of test_rollout)."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Rewards of the tests are called in this process; the report is left out (slow)."""
+    made = rewards_module.make_reward
+    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
+
+
+def collected(made, update=0):
+    """(groups, counters) of one iteration."""
+    made.kit.refresh_engine(update)
+    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
+    return groups, made.kit.collector.tool_metrics()
+
+
+def look_then_tell(name, prompt):
+    """Reads a pixel, then answers with what the program said."""
+    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+
+
+def wander(name, prompt):
+    """Everything that can happen, as the weights like it: at first calls, later answers too."""
+    calls = [
+        call("1 + 1"), call(PIXEL, "I look."), call("1 / 0"), call("import os"), call("5", tool="ruby"),
+        [*call("5")[:-1], TOKENIZER.eos_id], [TOKENIZER.open_id, TOKENIZER.sep_id, TOKENIZER.end_of_msg_id],
+    ]  # fmt: skip
+    return [*calls, answer("3"), answer("green", "easy")] if 'role="tool"' in prompt else calls
+
+
+# ---------------------------------------------------------------------------------------------- pictures and documents
+
+
+@pytest.mark.parametrize("form", ["picture", "twin", "rendered"])
+def test_programs_read_the_picture_and_the_answer_depends_on_it(folder, tmp_path, form):
+    tasks = [{"name": "counting", "form": form, "tools": True}]
+    made = tool_training(folder, tmp_path / "run", look_then_tell, tasks=tasks)
+    try:
+        groups, counts = collected(made)
+        pixels = set()
+        for group in groups:
+            picture = render_text(group.problem.description) if form == "rendered" else group.problem.picture
+            pixel = str(picture.convert("RGB").getpixel((0, 0)))
+            assert [t.completion.text for t in group.trajectories] == [pixel, pixel]
+            assert all(len(t.inserted) == 1 and f"[python] {pixel}" in t.text for t in group.trajectories)
+            pixels.add(pixel)
+            assert (group.trajectories[0].prompt.patches is not None) == (form != "twin")
+        assert len(pixels) > 1 or form == "rendered"
+        assert counts["tools/calls"] == counts["tools/ok"] == 8 and counts["tools/valid"] == 1
+    finally:
+        made.close()
+
+
+def test_prompt_and_turns_are_the_document_of_training_token_for_token(folder, tmp_path):
+    made = tool_training(folder, tmp_path / "run", look_then_tell)
+    try:
+        for group in collected(made)[0]:
+            for trajectory in group.trajectories:
+                pixel = trajectory.completion.text
+                thinking = "I look." if "I look." in trajectory.text else None
+                talk = [
+                    *tool_messages(group.problem, "picture"),
+                    Message("assistant", (Text(""),), thinking=thinking, calls=(ToolCall("python", {"code": PIXEL}),)),
+                    Message("tool", (Text(pixel),), tool="python"),
+                    Message("assistant", (Text(pixel),), thinking="so"),
+                ]
+                whole = encode_chat(talk, TOKENIZER, made.model.config.vision, add_generation_prompt=False).ids.tolist()
+                assert [*trajectory.prompt.ids.tolist(), *trajectory.tail] == whole[:-1]
+    finally:
+        made.close()
+
+
+def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
+    def say(name, prompt):
+        return look_then_tell(name, prompt) if "<|open|>" in prompt else []
+
+    seen = []
+    for tools in (True, False):
+        tasks = [{"name": "colour_shape"}, {"name": "counting", "tools": tools}]
+        made = tool_training(folder, tmp_path / str(tools), say, tasks=tasks, rollout={"max_new_tokens": 120})
+        try:
+            groups, _ = collected(made)
+            plain = [g for g in groups if g.ask.entry == 0]
+            assert len(plain) == 2 and not any(t.inserted for g in plain for t in g.trajectories)
+            seen.append([[(t.ids, t.text) for t in g.trajectories] for g in plain])
+        finally:
+            made.close()
+    assert seen[0] == seen[1]
+    assert made.kit.collector.desk is None  # no tools: no sandbox is started at all
+
+
+# -------------------------------------------------------------------------------------------------- what is trained
+
+
+def by_hand(made, seen, everything=False):
+    """The loss by definition: every answer by itself, labels on generated tokens only (or, to see the test fail, on
+    what the tool said too)."""
+    net, answers = made.model, flat([g.trajectories for g in seen.groups])
+    logp, old, lengths = [], [], []
+    for trajectory in answers:
+        ids, labels, said, start = trajectory.prompt.ids.tolist(), [], [], 0
+        labels += [-100] * len(ids)
+        for part in (*trajectory.inserted, Inserted(len(trajectory.ids), ())):
+            own = trajectory.ids[start : part.at]
+            ids += [*own, *part.ids]
+            labels += own + (list(part.ids) if everything else [-100] * len(part.ids))
+            said += trajectory.completion.logprobs[start : part.at] + [-1.0] * len(part.ids) * everything
+            start = part.at
+        prompt = trajectory.prompt
+        row = Row(
+            torch.tensor(ids), Segments((len(ids),)), prompt.patches, list(prompt.grids), torch.as_tensor(prompt.media_positions)
+        )  # fmt: skip
+        _, places = pack(net, [trajectory])
+        with used_experts(net, places):
+            logits = net.logits(net.hidden(row)).float()
+        logits[:, sorted(made.kit.engine.house.silent)] = float("-inf")
+        chosen = [i for i, label in enumerate(labels) if label >= 0]
+        wanted = torch.tensor([labels[i] for i in chosen])
+        logp.append(logits[[i - 1 for i in chosen]].log_softmax(-1).gather(1, wanted[:, None]).squeeze(1))
+        old += said
+        lengths.append(len(chosen))
+    out = policy_loss(
+        made.config.objective, torch.cat(logp), torch.tensor(old), seen.advantages_N, Segments(tuple(lengths))
+    )
+    out.loss.backward()
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def distance(got, want):
+    """Largest relative difference of a parameter's gradient."""
+    return max(
+        float((got[key] - grad).norm() / grad.norm()) for key, grad in want.items() if float(grad.abs().max()) > 1e-7
+    )
+
+
+@pytest.mark.parametrize("name", ["k2.5", "k1.5", "gspo"])
+def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_context(folder, tmp_path, name):
+    made = tool_training(folder, tmp_path / "run", look_then_tell, objective={"name": name}, rollout={"prompts": 3})
+    try:
+        groups, _ = collected(made)
+        # As if the sampler had drawn freely: the script's grammar is no part of the policy.
+        groups = [type(g)(g.ask, g.problem, [unheld(made, t) for t in g.trajectories]) for g in groups]
+        answers = flat([g.trajectories for g in groups])
+        scored = [Scored((i * 7 % 5) / 4) for i in range(len(answers))]
+        seen = experience(made.config, groups, scored, 0, {})
+        assert seen.lengths_N.tolist() == [len(t.ids) for t in answers] != [len(t.tail) for t in answers]
+        net, sums = made.model.train(), Sums()
+        made.kit.learner.gradients(seen, range(len(groups)), 1.0, 0, sums)
+        got = {key: p.grad.clone() for key, p in net.named_parameters() if p.grad is not None}
+        tokens = sums.reduced(made.runtime)["tokens"]
+        assert tokens == sum(len(t.ids) for t in answers)
+        net.zero_grad(set_to_none=True)
+        assert distance(got, by_hand(made, seen)) < GRAD_RTOL
+        net.zero_grad(set_to_none=True)
+        assert distance(got, by_hand(made, seen, everything=True)) > 100 * GRAD_RTOL
+    finally:
+        made.close()
+
+
+def unheld(made, trajectory):
+    """The trajectory with the log-probabilities of a sampler without a grammar, and a little noise as of older weights."""
+    from dataclasses import replace
+
+    noise = torch.Generator().manual_seed(len(trajectory.ids))
+    shift = (0.1 * torch.randn(len(trajectory.ids), generator=noise)).tolist()
+    logprobs = [p + s for p, s in zip(trajectory.completion.logprobs1, shift)]
+    return replace(trajectory, completion=replace(trajectory.completion, logprobs=logprobs))
+
+
+def test_the_engine_and_the_trainer_agree_on_all_turns(folder, tmp_path):
+    """Log-probabilities are of the turn that made the token; experts too, each once for every token."""
+    made = tool_training(folder, tmp_path / "run", look_then_tell)
+    try:
+        answers = flat([g.trajectories for g in collected(made)[0]])
+        for trajectory in answers:
+            assert len(trajectory.completion.routing) == trajectory.total - 1
+            assert len(trajectory.completion.logprobs) == len(trajectory.completion.versions) == len(trajectory.ids)
+        for replay in (True, False):
+            row, places = pack(made.model, answers)
+            report = mismatch(answers, trained_logprobs(made.model, row, places, replay).detach())
+            assert report.tokens == sum(len(t.ids) for t in answers) and report.max_abs < LOGP_ATOL
+    finally:
+        made.close()
+
+
+def test_answers_that_differ_only_in_what_the_tool_said_are_two(folder, tmp_path):
+    prompt = TokenPrompt(torch.tensor([0, 20, 21]))
+    made = tool_training(folder, tmp_path / "run", look_then_tell, rollout={"prompts": 1})
+    try:
+        (group,), _ = collected(made)
+        one = group.trajectories[0].completion
+        told = [Trajectory(prompt, one, (Inserted(2, ids),)) for ids in ((30, 31), (30, 32), (30, 31))]
+        seen = experience(made.config, [type(group)(group.ask, group.problem, told)], [Scored(0.0)] * 3, 0, {})
+        assert [piece.answers for piece in distinct(seen, [0])] == [[0, 2], [1]]
+        assert told[0].tail == [*one.ids[:2], 30, 31, *one.ids[2:]] and told[0].total == 5 + len(one.ids)
+        assert told[0].trained.tolist() == [True] * 2 + [False] * 2 + [True] * (len(one.ids) - 2)
+    finally:
+        made.close()
+
+
+# ------------------------------------------------------------------------------------------------ programs that attack
+
+
+def attacks(tmp_path):
+    """Program -> counters that must show it."""
+    victim = tmp_path / "victim.txt"
+    victim.write_text("untouched")
+    return victim, {
+        f"open({str(victim)!r}, 'w').write('gone')": ("blocked_file", "forbidden"),
+        "print(open('/etc/passwd').read())": ("blocked_file",),
+        "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked_network", "blocked_import"),
+        "import random\nwhile True:\n    random._os.fork()": ("blocked_process",),
+        "import subprocess\nsubprocess.run(['ls'])": ("blocked_process", "blocked_import"),
+        "import numpy as np\nnp.ones((1 << 16, 1 << 16))": ("memory",),
+        "x = []\nwhile True:\n    x.append(bytearray(1 << 26))": (),  # memory, or first the time on a busy machine
+        "while True:\n    pass": ("timeout",),
+        "import time\ntime.sleep(60)": ("timeout",),
+        "while True:\n    print('x' * 10000)": ("output_limit",),
+        "import os\nos._exit(0)": ("blocked_import",),
+        "def f():\n    f()\nf()": ("error",),
+        "(lambda: ().__class__.__base__.__subclasses__())()[0](": ("error",),
+    }
+
+
+def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path):
+    victim, programs = attacks(tmp_path)
+    codes = list(programs)
+
+    def say(name, prompt):
+        if last_output(prompt):
+            return [answer("2")]
+        return [call(codes[int(name.rpartition("/")[2]) % len(codes)])]
+
+    changes = {
+        "rollout": {"prompts": len(codes), "group_size": 2, "tool_timeout_s": 1.0, "tool_workers": 4},
+        "train": {"updates": 2}, "log": {"groups": 12, "rollouts_every": 1},
+    }  # fmt: skip
+    made = tool_training(folder, tmp_path / "run", say, **changes)
+    try:
+        assert made.train() == 0
+    finally:
+        made.close()
+    assert victim.read_text() == "untouched"
+    for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train"):
+        wanted = [name for names in programs.values() for name in names]
+        for name in set(wanted):
+            assert record[f"tools/{name}"] >= 2 * wanted.count(name), (name, record)
+        assert record["tools/calls"] == record["tools/answers"] == 2 * len(codes) and record["tools/valid"] == 1
+        assert "tools/ok" not in record and "tools/unavailable" not in record
+    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
+    assert "root:" not in text and "[python] " in text
+
+
+def test_a_program_that_hangs_costs_its_own_answer(folder, tmp_path):
+    def say(name, prompt):
+        if last_output(prompt):
+            return [answer(last_output(prompt)[:60])]
+        return [call("while True:\n    pass" if name.endswith("/0") else "6 * 7")]
+
+    made = tool_training(folder, tmp_path / "run", say, rollout={"tool_timeout_s": 1.0})
+    try:
+        groups, counts = collected(made)
+        said = [[t.completion.text for t in g.trajectories] for g in groups]
+        assert said[1:] == [["42", "42"]] * 3 and all("stopped: more than 2 s" in text for text in said[0])
+        assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
+    finally:
+        made.close()
+
+
+def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, monkeypatch):
+    made = tool_training(folder, tmp_path / "run", look_then_tell)
+
+    def gone(*_):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(made.kit.collector.desk.sandbox, "run", gone)
+    try:
+        groups, counts = collected(made)
+        assert {t.completion.text for g in groups for t in g.trajectories} == {"the tool is not available: OSError"}
+        assert counts["tools/unavailable"] == 8 and counts["tools/valid"] == 0 == counts["tools/calls"]
+    finally:
+        made.close()
+
+
+# ------------------------------------------------------------------------------------------------- turns and mistakes
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_call_after_the_last_turn_ends_the_answer_without_one(folder, tmp_path, limit):
+    def say(name, prompt):
+        return [call("1 + 1")]
+
+    made = tool_training(folder, tmp_path / "run", say, rollout={"tool_turns": limit})
+    try:
+        groups, counts = collected(made)
+        for trajectory in flat([g.trajectories for g in groups]):
+            assert len(trajectory.inserted) == limit and trajectory.completion.text == ""
+            assert trajectory.ids == call("1 + 1") * (limit + 1) and trajectory.completion.finish_reason == "stop"
+        assert counts["tools/over_turns"] == 8 and counts["tools/turns"] == 8 * limit
+    finally:
+        made.close()
+
+
+def test_tokens_are_limited_over_all_turns_together_and_outputs_apart(folder, tmp_path):
+    def say(name, prompt):
+        return [answer("x" * 300)] if last_output(prompt) else [call("print('ab' * 4000)")]
+
+    first = len(call("print('ab' * 4000)"))
+    made = tool_training(
+        folder, tmp_path / "run", say, rollout={"max_new_tokens": first + 20, "tool_output_tokens": 100}
+    )
+    try:
+        for trajectory in flat([g.trajectories for g in collected(made)[0]]):
+            assert len(trajectory.ids) == first + 20 and trajectory.completion.finish_reason == "length"
+            assert 90 <= len(trajectory.inserted[0].ids) <= 100 and "ababab" in trajectory.shown
+    finally:
+        made.close()
+    made = tool_training(folder, tmp_path / "short", say, rollout={"max_new_tokens": first})
+    try:
+        groups, counts = collected(made)
+        assert all(t.completion.finish_reason == "length" and not t.inserted for g in groups for t in g.trajectories)
+        assert counts["tools/calls"] == 0 and counts["tools/answers"] == 8  # nobody could have read the result
+    finally:
+        made.close()
+
+
+BROKEN = {
+    "another tool": (call("5", tool="ruby"), "no tool 'ruby'", "not_a_program"),
+    "another argument": (call("5", key="text"), "python needs one argument", "not_a_program"),
+    "an open call": ([*call("5")[:-12], TOKENIZER.end_of_msg_id], None, "malformed"),
+    "no markup inside": ([TOKENIZER.open_id, TOKENIZER.open_id, TOKENIZER.end_of_msg_id], None, "malformed"),
+    "the end of the document": ([*call("5")[:-1], TOKENIZER.eos_id], None, "malformed"),
+    "a syntax error": (call("1 +"), "SyntaxError", "error"),
+}
+
+
+@pytest.mark.parametrize("kind", list(BROKEN))
+def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_path, kind):
+    ids, told, counted = BROKEN[kind]
+
+    def say(name, prompt):
+        return [answer(f"7 {last_output(prompt)}")] if last_output(prompt) else [ids]
+
+    if kind == "another tool":  # its answer carries its name
+
+        def say(name, prompt):
+            return [answer("7 no tool 'ruby'")] if 'tool="ruby" index="1"<|sep|>no tool' in prompt else [ids]
+
+    made = tool_training(folder, tmp_path / "run", say)
+    try:
+        groups, counts = collected(made)
+        for trajectory in flat([g.trajectories for g in groups]):
+            said = trajectory.completion.text
+            assert said == "" if told is None else said.startswith("7 ") and told in said
+            assert bool(trajectory.inserted) == (told is not None)
+        assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
+    finally:
+        made.close()
+
+
+def test_the_reward_sees_the_last_message_alone_and_the_log_the_whole_answer(folder, tmp_path):
+    changes = {"reward": {"name": f"{__name__}:heard"}, "train": {"updates": 1}, "log": {"groups": 4}}
+    made = tool_training(folder, tmp_path / "run", look_then_tell, **changes)
+    HEARD.clear()
+    try:
+        assert made.train() == 0
+    finally:
+        made.close()
+    assert len(HEARD) == 8 and all(text.startswith("(") and text.endswith(")") and "\n" not in text for text in HEARD)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert line["image"] and "Answer with the tool python(code)" in line["prompt"]
+        for one in line["answers"]:
+            assert f"(python) {PIXEL}\n[python] (" in one["text"] and "(thinks) so\n(" in one["text"]
+
+
+HEARD: list[str] = []
+
+
+def heard(problem, response):
+    HEARD.append(response)
+    return float(len(HEARD) % 2)
+
+
+# -------------------------------------------------------------------------------------------------- the same run again
+
+
+def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path):
+    seen = []
+    for slots, workers in ((128, 2), (4, 1)):
+        rollout = {"slots": slots, "tool_workers": workers, "group_size": 4}
+        made = tool_training(folder, tmp_path / str(slots), wander, rollout=rollout)
+        try:
+            groups, counts = collected(made)
+            seen.append([[(t.ids, t.inserted, t.text) for t in g.trajectories] for g in groups])
+        finally:
+            made.close()
+    assert seen[0] == seen[1] and counts["tools/calls"] > 4
+    assert len({tuple(t[0]) for g in seen[0] for t in g}) > 3 and any(len(t[1]) == 2 for g in seen[0] for t in g)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tmp_path, seed):
+    changes = {
+        "tasks": [{"name": "counting", "tools": True}, {"name": "colour_shape"}, {"name": "odd_one_out", "form": "twin", "tools": True}],
+        "rollout": {"max_new_tokens": 150, "resample": 1}, "train": {"updates": 3},
+    }  # fmt: skip
+
+    def say(name, prompt):
+        plain = [[*TOKENIZER.encode(word), TOKENIZER.eos_id] for word in (" red", " blue", " a")]
+        return wander(name, prompt) if "<|open|>" in prompt else plain
+
+    for name, resume, run in (("whole", False, {}), ("cut", False, {"steps": 1}), ("cut", True, {})):
+        made = tool_training(folder, tmp_path / name, say, resume, run={"seed": seed, **run}, **changes)
+        try:
+            assert made.train() == 0
+        finally:
+            made.close()
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    whole, cut_ = (
+        [{k: v for k, v in one.items() if k.startswith("tools/")} for one in read_metrics(tmp_path / name / "metrics.jsonl", "train")]
+        for name in ("whole", "cut")
+    )  # fmt: skip
+    assert whole == cut_ and sum(record["tools/calls"] for record in whole) > 2
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rollout": {"token_cap": 8}}, "partial rollouts together"),
+        ({"rollout": {"fraction": 0.5}}, "partial rollouts together"),
+        ({"tasks": [{"name": "counting", "tools": True, "thought": True}]}, "drop thought"),
+        ({"rollout": {"tool_output_tokens": 5}}, "tool_output_tokens"),
+        ({"rollout": {"tool_turns": 0}}, "tool_turns"),
+    ],
+)
+def test_what_does_not_go_together_is_said(folder, tmp_path, changes, message):
+    changes = {"tasks": [{"name": "counting", "tools": True}], **changes}
+    with pytest.raises(Exception, match=message):
+        config(folder, tmp_path, **changes)
+
+
+# ------------------------------------------------------------------------------------------------------ single pieces
+
+
+def test_long_outputs_are_cut_and_turns_have_room_for_what_they_may_hold():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        text = "".join(rng.choice(list("ab é\n日0 the quick"), size=int(rng.integers(0, 80))))
+        room = int(rng.integers(1, 40))
+        short = cut(text, room, TOKENIZER)
+        assert text.startswith(short) and len(TOKENIZER.encode(short)) <= room
+        assert short == text or len(TOKENIZER.encode(short)) >= room - 4
+    many = [Message("tool", (Text("x" * 50),), tool="python", index=i + 1) for i in range(3)]
+    heard = fitted(many, TOKENIZER, VISION, 100)
+    assert heard is not None and all(0 < len(one.text) < 50 for one in heard)
+    ids = turn_ids(heard, TOKENIZER, VISION)
+    assert len(ids) <= 100 and ids.count(TOKENIZER.end_of_msg_id) == 3
+    assert fitted(many * 4, TOKENIZER, VISION, 100) is None
+
+
+def test_refusals_have_kinds_and_texts_no_places():
+    assert kinds_of("import socket") == ["blocked_import", "blocked_network"]
+    assert kinds_of("socket.connect") == ["blocked_network"] and kinds_of("os.fork") == ["blocked_process"]
+    assert kinds_of("import os") == ["blocked_import"] and kinds_of("open") == ["blocked_file"]
+    assert kinds_of("os.listdir") == ["blocked_file"] and kinds_of("mmap.__new__") == ["blocked_other"]
+    folder = "No such file: '/tmp/program-ab12_x9z/cat.png'; <object at 0x7f00deadbeef>"
+    assert repeatable(folder) == "No such file: './cat.png'; <object at 0x0>"
