@@ -54,14 +54,15 @@ def attend_in_tiles(
     """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in fp32.
 
     last_NX1: last position each query may see. keys(start, stop): latents [N, stop - start, R], any finite numbers past
-    the end. seen: keys that every query may see, which need no mask. reach: one past
-    the last key that any query may see: a first-size tile is cut there, at a multiple of 32. The borders do not depend on `length`, so a result does not depend, bit for bit, on how long the others are.
+    the end. seen: keys that every query may see, which need no mask. reach: one past the last key that any query may see;
+    a tile of the first size is cut there, at a multiple of 32 (what is cut off would add exact zeros). The borders do not
+    depend on `length`, so a result does not depend, bit for bit, on how long the others are.
     -> [N, X, rank].
     """
     wide = accumulate_dtype(query_NXR.dtype)
     top = total = mixed = None
     for start, stop in tiles(length):
-        if reach is not None and stop - start == FIRST_TILE:  # what is cut off adds exact zeros
+        if reach is not None and stop - start == FIRST_TILE:
             stop = min(stop, start + -(-(reach - start) // 32) * 32)
         keys_NLR = keys(start, stop).to(query_NXR.dtype)
         scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2)).to(wide)

@@ -11,14 +11,14 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from earlyfusion.pipeline.errors import UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 
 FLAGS = {
     "resume": "continue from the newest complete checkpoint in the output folder",
@@ -83,6 +83,20 @@ def parse_arguments(
             raise UserError(f"no recipe given; try: earlyfusion {verb} nano")
         parsed.recipes.append(default_recipe)
     return parsed
+
+
+def launch(stage: Callable[[Any, bool], Any], config: Any, parsed: RecipeArguments) -> int:
+    """Show the plan (--dry-run), or build the stage and train; returns the exit code."""
+    if parsed.dry_run:
+        from earlyfusion.pipeline.plan import show_plan
+
+        show_plan(config)
+        return EXIT_OK
+    training = stage(config, parsed.resume)
+    try:
+        return training.train()
+    finally:
+        training.close()
 
 
 def _check_dotted(name: str, schema: type[BaseModel], verb: str) -> None:

@@ -32,6 +32,7 @@ from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\
 /image PATH    attach a picture to the next message (or write @PATH inside the message)
@@ -248,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except RequestError as error:
         raise UserError(str(error)) from None
+    keep_freed_memory()
     model = load_model(options.model, device=device_of(options.device)).eval()
     template = template_of(options.model) if options.template == "auto" else options.template
     sandbox = Sandbox() if options.tools else None

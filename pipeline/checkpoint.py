@@ -236,6 +236,19 @@ class Checkpointer:
         """The newest complete checkpoint of this run, or None."""
         return latest(self.folder)
 
+    def start(self, resume: bool) -> Loaded | None:
+        """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when a fresh run
+        would write over an older one's."""
+        newest = self.latest()
+        if resume and newest is None:
+            raise UserError(f"nothing to resume in {self.folder}; start without --resume")
+        if not resume and newest is not None:
+            raise UserError(
+                f"{self.folder.parent} already holds checkpoint {newest.name}: add --resume to go on, "
+                "or name another folder with --out"
+            )
+        return None if newest is None else self.load(newest)
+
     def load(self, path: Path, *, check: bool = True) -> Loaded:
         """Read a checkpoint. With `check`, UserError when recipe, vocabulary or layout disagree with this run."""
         if not _is_complete(path):

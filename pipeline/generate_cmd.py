@@ -28,6 +28,7 @@ from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.runtime import keep_freed_memory
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     segments: list[Segment] = [_picture(path) for path in options.image]
     if prompt_text:
         segments.append(Text(prompt_text))
+    keep_freed_memory()
     model = load_model(options.model, device=device_of(options.device))
     tokenizer = Tokenizer.load(options.model)
     if chat:

@@ -25,12 +25,12 @@ import torch
 
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.arguments import RecipeArguments, parse_arguments
+from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.compose import dump, load_config
 from earlyfusion.pipeline.config import RunConfig
-from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped, UserError
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import Meter
 from earlyfusion.pipeline.picture_exchange import PictureExchange
@@ -53,7 +53,7 @@ class Pretraining:
         self.total = config.total_steps
         facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
         self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
-        start = self._find_start(resume)
+        start = self.checkpoints.start(resume)
 
         self.fusion = self._build_model()
         build.check_frozen(config, self.fusion)
@@ -93,18 +93,6 @@ class Pretraining:
 
     def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
         return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
-
-    def _find_start(self, resume: bool) -> Loaded | None:
-        """The checkpoint to go on from; a fresh run never writes over an older one's checkpoints."""
-        newest = self.checkpoints.latest()
-        if resume and newest is None:
-            raise UserError(f"nothing to resume in {self.checkpoints.folder}; start without --resume")
-        if not resume and newest is not None:
-            raise UserError(
-                f"{self.out} already holds checkpoint {newest.name}: add --resume to go on, "
-                "or name another folder with --out"
-            )
-        return self.checkpoints.load(newest) if resume and newest is not None else None
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
@@ -247,20 +235,6 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
     return launch(Pretraining, load_config(parsed.recipes, parsed.overrides), parsed)
-
-
-def launch(stage: type[Pretraining], config: RunConfig, parsed: RecipeArguments) -> int:
-    """Show the plan or run the stage."""
-    if parsed.dry_run:
-        from earlyfusion.pipeline.plan import show_plan
-
-        show_plan(config)
-        return EXIT_OK
-    training = stage(config, parsed.resume)
-    try:
-        return training.train()
-    finally:
-        training.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.runtime import keep_freed_memory
 
 KEY_VARIABLE = "EARLYFUSION_API_KEY"
 
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"serve needs {error.name}: pip install 'earlyfusion[web]'") from None
     if not 0 <= options.port < 65536:
         raise UserError(f"--port {options.port}: expected 0 to 65535")
+    keep_freed_memory()
     service = build_service(options)
     if not is_loopback(options.host) and service.api_key is None:
         print(f"warning: {options.host} can be reached from outside and no API key is set (--api-key)", file=sys.stderr)

@@ -22,11 +22,11 @@ from typing import Any
 from earlyfusion.data.chat import ChatTokenizer
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.compose import compose, validate
 from earlyfusion.pipeline.config import RunConfig
-from earlyfusion.pipeline.pretrain import Pretraining, launch
+from earlyfusion.pipeline.pretrain import Pretraining
 from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
 

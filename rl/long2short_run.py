@@ -45,6 +45,9 @@ from earlyfusion.rl.recipe import RLConfig
 WIDTH = 100
 """Columns of the table where nothing says how many there are."""
 
+GOES_ON, DONE = 0, 2
+"""Codes of rank 0 while it samples; 1 is a signal."""
+
 
 class DpoRun:
     """Built, then `train`; see the file's head. All processes of a launch hold one each; rank 0 samples and measures."""
@@ -118,17 +121,20 @@ class DpoRun:
         return held
 
     def _answers(self) -> list[Answered] | None:
-        """All samples; None when a signal came."""
-        answered: list[Answered] | None = None
-        if self.runtime.is_main:
-            try:
-                answered = self.sampler.gather(self.console, lambda: self.runtime.stop.received is not None)
-            except Stopped as told:
-                self.console.print(f"{self.runtime.stop.received}: {told}; --resume goes on from here")
-        if self.runtime.agree(int(self.runtime.is_main and answered is None)):
+        """All samples; None when a signal came. The other processes wait for rank 0 part by part, so that none of them
+        runs into the time limit of a collective."""
+        runtime, received = self.runtime, lambda: int(self.runtime.stop.received is not None)
+        if not runtime.is_main:
+            while (code := runtime.agree(received())) == GOES_ON:
+                pass
+            return self.sampler.read() if code == DONE else None
+        try:
+            answered = self.sampler.gather(self.console, lambda: bool(runtime.agree(received())))
+        except Stopped as told:
+            self.console.print(f"{runtime.stop.received or 'a signal'}: {told}; --resume goes on from here")
             return None
-        self.runtime.barrier()
-        return self.sampler.read() if answered is None else answered
+        runtime.agree(DONE)
+        return answered
 
     def _restore_or_begin(self) -> None:
         if self.start is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from earlyfusion.data.chat import ChatTokenizer
 from earlyfusion.data.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
@@ -71,14 +71,7 @@ def build_kit(config: RLConfig, resume: bool) -> Kit:
     out = Path(config.run.directory)
     facts = RunFacts(dump(config), tokenizer.hash, tokenizer.vocab_size)
     checkpoints = Checkpointer(out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
-    newest = checkpoints.latest()
-    if resume and newest is None:
-        raise UserError(f"nothing to resume in {checkpoints.folder}; start without --resume")
-    if not resume and newest is not None:
-        raise UserError(
-            f"{out} already holds checkpoint {newest.name}: add --resume to go on, or name another folder with --out"
-        )
-    start = checkpoints.load(newest) if resume and newest is not None else None
+    start = checkpoints.start(resume)
     model = load_model(folder, runtime.device, torch.float32)
     reference = None
     if config.objective.kl_coef:
@@ -291,13 +284,12 @@ class Kit:
             "device": str(self.runtime.device), "seed": config.run.seed, "precision": config.train.mixed_precision,
             "sources": {}, "evals": {},
         }  # fmt: skip
-        directory = save_model(self.model, self.tokenizer, self.out / "model", facts)
+        chat = (self.folder / "chat_template.jinja").is_file()
+        tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
+        directory = save_model(self.model, tokenizer, self.out / "model", facts)
         facts_shown = {key: facts[key] for key in ("name", "steps", "seconds", "device", "precision", "seed")}
         facts_shown["parameters"] = sum(p.numel() for p in self.model.parameters())
         write_text(self.out / "facts.json", json.dumps(facts_shown, indent=1))
-        template = self.folder / "chat_template.jinja"
-        if template.is_file():
-            shutil.copy(template, directory / template.name)
         if self._tracker is not None:
             self._tracker.close()
             self._tracker = None

@@ -115,6 +115,16 @@ class Engine:
             self.ledger.finish(sample, "cancelled")
         return True
 
+    def end_sample(self, request_id: str, index: int) -> bool:
+        """End one sample that is being written; it completes as "cancelled" with what it has (in the next step's events).
+        False: there is none such."""
+        ticket = self.ledger.tickets.get(request_id)
+        for sample in ticket.alive if ticket is not None else ():
+            if sample.index == index and sample in self.scheduler.running:
+                self.ledger.finish(sample, "cancelled")
+                return True
+        return False
+
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or report something."""

@@ -105,6 +105,7 @@ class ColourShape(BaseTask):
 
     name = "colour_shape"
     levels = (
+        {"kinds": ("colour",), "min_side": 40, "max_side": 64, "max_objects": 2},
         {"kinds": ("colour", "shape"), "min_side": 40, "max_side": 64, "max_objects": 2},
         {"kinds": ("colour", "shape", "size"), "min_side": 40, "max_side": 64, "max_objects": 4},
         {

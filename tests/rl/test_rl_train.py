@@ -17,6 +17,7 @@ from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards as rewards_module
 from earlyfusion.rl import train
+from earlyfusion.rl.collect import LOOK_EVERY
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -182,7 +183,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tm
         made.close()
     made = training(folder, tmp_path / "none", rollout={"max_prompt_tokens": 5})
     try:
-        with pytest.raises(Exception, match="raise rollout.max_prompt_tokens"):
+        with pytest.raises(Exception, match=r"raise rollout\.max_prompt_tokens"):
             made.kit.book.draw(4, 0)
     finally:
         made.close()
@@ -267,3 +268,22 @@ def test_dry_run_prints_the_plan(folder, tmp_path, capsys):
     assert train.main([str(file), "--dry-run"]) == 0
     assert "an iteration: 4 prompts x 4 answers" in capsys.readouterr().out
     assert config(folder, tmp_path).total_updates == 4
+
+
+def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(folder, tmp_path, monkeypatch):
+    """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token."""
+    monkeypatch.setattr("earlyfusion.rl.collect.repeat_period", lambda config, ids: ids[0] % 2 or None)
+    changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
+    made = training(folder, tmp_path / "run", **changes)
+    try:
+        made.kit.refresh_engine(0)
+        answers = [t for g in made.kit.collector.collect(0, 1.0, 3).groups for t in g.trajectories]
+        ended = [t for t in answers if t.completion.finish_reason == "cancelled"]
+        assert ended and len(ended) == made.kit.collector.counts["ended_in_circles"] < len(answers)
+        assert all(t.ids[0] % 2 and len(t.ids) == LOOK_EVERY for t in ended)
+        others = [t for t in answers if t.completion.finish_reason != "cancelled"]
+        assert all(len(t.ids) <= LOOK_EVERY for t in others if t.ids[0] % 2)
+        assert any(len(t.ids) == 40 for t in answers)
+        assert made.kit.engine.stats()["free_slots"] == made.kit.engine.stats()["slots"]
+    finally:
+        made.close()

@@ -1,0 +1,249 @@
+"""What programs may not do, calls that are none, held-out problems with tools: contained, counted, and the run goes on."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tool_cases import (
+    PIXEL,
+    TOKENIZER,
+    VISION,
+    Among,
+    answer,
+    call,
+    directory,
+    last_output,
+    tool_training,
+)
+
+from earlyfusion.data.chat import Message
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import Text
+from earlyfusion.model.hub import load_model
+from earlyfusion.pipeline.track import read_metrics
+from earlyfusion.rl import rewards as rewards_module
+from earlyfusion.rl import tool_measure
+from earlyfusion.rl.measure import measure, summary
+from earlyfusion.rl.recipe import RolloutSection, TaskEntry
+from earlyfusion.rl.rollout import flat
+from earlyfusion.rl.tool_desk import kinds_of, repeatable
+from earlyfusion.rl.tool_measure import measure_tools
+from earlyfusion.rl.tool_rollouts import cut, fitted, turn_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return directory(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """Rewards of the tests are called in this process; the report is left out (slow)."""
+    made = rewards_module.make_reward
+    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
+
+
+def collected(made, update=0):
+    """(groups, counters) of one iteration."""
+    made.kit.refresh_engine(update)
+    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
+    return groups, made.kit.collector.tool_metrics()
+
+
+def look_then_tell(name, prompt):
+    """Reads a pixel, then answers with what the program said."""
+    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+
+
+# ------------------------------------------------------------------------------------------------ programs that attack
+
+
+def attacks(tmp_path):
+    """Program -> counters that must show it."""
+    victim = tmp_path / "victim.txt"
+    victim.write_text("untouched")
+    return victim, {
+        f"open({str(victim)!r}, 'w').write('gone')": ("blocked_file", "forbidden"),
+        "print(open('/etc/passwd').read())": ("blocked_file",),
+        "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked_network", "blocked_import"),
+        "import random\nwhile True:\n    random._os.fork()": ("blocked_process",),
+        "import subprocess\nsubprocess.run(['ls'])": ("blocked_process", "blocked_import"),
+        "import numpy as np\nnp.ones((1 << 16, 1 << 16))": ("memory",),
+        "x = []\nwhile True:\n    x.append(bytearray(1 << 26))": (),  # memory, or first the time on a busy machine
+        "while True:\n    pass": ("timeout",),
+        "import time\ntime.sleep(60)": ("timeout",),
+        "while True:\n    print('x' * 10000)": ("output_limit",),
+        "import os\nos._exit(0)": ("blocked_import",),
+        "def f():\n    f()\nf()": ("error",),
+        "(lambda: ().__class__.__base__.__subclasses__())()[0](": ("error",),
+    }
+
+
+def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path):
+    victim, programs = attacks(tmp_path)
+    codes = list(programs)
+
+    def say(name, prompt):
+        if last_output(prompt):
+            return [answer("2")]
+        return [call(codes[int(name.rpartition("/")[2]) % len(codes)])]
+
+    changes = {
+        "rollout": {"prompts": len(codes), "group_size": 2, "tool_timeout_s": 1.0, "tool_workers": 4},
+        "train": {"updates": 2}, "log": {"groups": 12, "rollouts_every": 1},
+    }  # fmt: skip
+    made = tool_training(folder, tmp_path / "run", say, **changes)
+    try:
+        assert made.train() == 0
+    finally:
+        made.close()
+    assert victim.read_text() == "untouched"
+    for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train"):
+        wanted = [name for names in programs.values() for name in names]
+        for name in set(wanted):
+            assert record[f"tools/{name}"] >= 2 * wanted.count(name), (name, record)
+        assert record["tools/calls"] == record["tools/answers"] == 2 * len(codes) and record["tools/valid"] == 1
+        assert "tools/ok" not in record and "tools/unavailable" not in record
+    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
+    assert "root:" not in text and "[python] " in text
+
+
+def test_a_program_that_hangs_costs_its_own_answer(folder, tmp_path):
+    def say(name, prompt):
+        if last_output(prompt):
+            return [answer(last_output(prompt)[:60])]
+        return [call("while True:\n    pass" if name.endswith("/0") else "6 * 7")]
+
+    made = tool_training(folder, tmp_path / "run", say, rollout={"tool_timeout_s": 1.0})
+    try:
+        groups, counts = collected(made)
+        said = [[t.completion.text for t in g.trajectories] for g in groups]
+        assert said[1:] == [["42", "42"]] * 3 and all("stopped: more than 2 s" in text for text in said[0])
+        assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
+    finally:
+        made.close()
+
+
+def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, monkeypatch):
+    made = tool_training(folder, tmp_path / "run", look_then_tell)
+
+    def gone(*_):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(made.kit.collector.desk.sandbox, "run", gone)
+    try:
+        groups, counts = collected(made)
+        assert {t.completion.text for g in groups for t in g.trajectories} == {"the tool is not available: OSError"}
+        assert counts["tools/unavailable"] == 8 and counts["tools/valid"] == 0 == counts["tools/calls"]
+    finally:
+        made.close()
+
+
+BROKEN = {
+    "another tool": (call("5", tool="ruby"), "no tool 'ruby'", "not_a_program"),
+    "another argument": (call("5", key="text"), "python needs one argument", "not_a_program"),
+    "an open call": ([*call("5")[:-12], TOKENIZER.end_of_msg_id], None, "malformed"),
+    "no markup inside": ([TOKENIZER.open_id, TOKENIZER.open_id, TOKENIZER.end_of_msg_id], None, "malformed"),
+    "the end of the document": ([*call("5")[:-1], TOKENIZER.eos_id], None, "malformed"),
+    "a syntax error": (call("1 +"), "SyntaxError", "error"),
+}
+
+
+@pytest.mark.parametrize("kind", list(BROKEN))
+def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_path, kind):
+    ids, told, counted = BROKEN[kind]
+
+    def say(name, prompt):
+        return [answer(f"7 {last_output(prompt)}")] if last_output(prompt) else [ids]
+
+    if kind == "another tool":  # its answer carries its name
+
+        def say(name, prompt):
+            return [answer("7 no tool 'ruby'")] if 'tool="ruby" index="1"<|sep|>no tool' in prompt else [ids]
+
+    made = tool_training(folder, tmp_path / "run", say)
+    try:
+        groups, counts = collected(made)
+        for trajectory in flat([g.trajectories for g in groups]):
+            said = trajectory.completion.text
+            assert said == "" if told is None else said.startswith("7 ") and told in said
+            assert bool(trajectory.inserted) == (told is not None)
+        assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
+    finally:
+        made.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.fixture
+def held_engine(monkeypatch):
+    """Measures with an engine that calls a program, then answers 2."""
+
+    class Held(tool_measure.Engine):
+        def submit(self, request):
+            prompt = TOKENIZER.decode(request.prompt.ids.tolist())
+            choices = [answer("2")] if last_output(prompt) else [call(PIXEL), call("1 + 1", "hm")]
+            grammar = Among(choices, self.house.vocabulary)
+            return super().submit(replace(request, params=replace(request.params, grammar=grammar)))
+
+    monkeypatch.setattr(tool_measure, "Engine", Held)
+
+
+def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_without(folder, held_engine):
+    entry = TaskEntry(name="counting", tools=True)
+    net = load_model(folder)
+    rollout = RolloutSection(max_new_tokens=200)
+    seen = measure_tools(net, TOKENIZER, [entry], rollout, problems=12, seed=5, samples=2, slots=6)
+    plain = measure(net, TOKENIZER, [TaskEntry(name="counting")], problems=12, seed=5, max_new_tokens=3)
+    assert [one.key for one in seen] == [one.key for one in plain]
+    assert all(one.answer == "2" and one.solved == (one.target == "2") for one in seen)
+    assert all(one.sampled == (one.score, one.score) for one in seen)
+    assert all(0 < one.confidence < 1 and one.p_target == one.solved * one.confidence for one in seen)
+    found = summary(seen)["counting/0/picture/tools"]
+    assert found["accuracy"] == sum(one.target == "2" for one in seen) / 12 and 0 < found["accuracy"] < 1
+    with pytest.raises(DataError, match="measure_tools"):
+        measure(net, TOKENIZER, [entry], problems=2, seed=5)
+
+
+def test_a_run_measures_both_kinds(folder, tmp_path, held_engine):
+    tasks = [{"name": "counting", "tools": True}, {"name": "counting"}]
+    changes = {"tasks": tasks, "eval": {"problems": 3}, "train": {"updates": 1}, "rollout": {"prompts": 2}}
+    made = tool_training(folder, tmp_path / "run", lambda *_: [answer("2"), answer("3")], **changes)
+    try:
+        assert made.train() == 0
+    finally:
+        made.close()
+    lines = (tmp_path / "run" / "eval" / "update-000001.jsonl").read_text().splitlines()
+    labels = [json.loads(line)["label"] for line in lines]
+    assert labels == ["counting/0/picture"] * 3 + ["counting/0/picture/tools"] * 3
+
+
+# ------------------------------------------------------------------------------------------------------ single pieces
+
+
+def test_long_outputs_are_cut_and_turns_have_room_for_what_they_may_hold():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        text = "".join(rng.choice(list("ab é\n日0 the quick"), size=int(rng.integers(0, 80))))
+        room = int(rng.integers(1, 40))
+        short = cut(text, room, TOKENIZER)
+        assert text.startswith(short) and len(TOKENIZER.encode(short)) <= room
+        assert short == text or len(TOKENIZER.encode(short)) >= room - 4
+    many = [Message("tool", (Text("x" * 50),), tool="python", index=i + 1) for i in range(3)]
+    heard = fitted(many, TOKENIZER, VISION, 100)
+    assert heard is not None and all(0 < len(one.text) < 50 for one in heard)
+    ids = turn_ids(heard, TOKENIZER, VISION)
+    assert len(ids) <= 100 and ids.count(TOKENIZER.end_of_msg_id) == 3
+    assert fitted(many * 4, TOKENIZER, VISION, 100) is None
+
+
+def test_refusals_have_kinds_and_texts_no_places():
+    assert kinds_of("import socket") == ["blocked_import", "blocked_network"]
+    assert kinds_of("socket.connect") == ["blocked_network"] and kinds_of("os.fork") == ["blocked_process"]
+    assert kinds_of("import os") == ["blocked_import"] and kinds_of("open") == ["blocked_file"]
+    assert kinds_of("os.listdir") == ["blocked_file"] and kinds_of("mmap.__new__") == ["blocked_other"]
+    folder = "No such file: '/tmp/program-ab12_x9z/cat.png'; <object at 0x7f00deadbeef>"
+    assert repeatable(folder) == "No such file: './cat.png'; <object at 0x0>"
