@@ -28,6 +28,7 @@ from earlyfusion.rl.rewards import Rewards
 ALL = "all"
 DIGITS = {"accuracy": 3, "tokens": 2}
 """What is compared, and the decimals that are shown."""
+SHORT = {"accuracy": "acc", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
@@ -121,15 +122,24 @@ def _row(pairs: Sequence[tuple[Held, Held]]) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for a terminal."""
     made = Table(title="held-out problems, before and after", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("task", "n", "answers", "mean", "before", "after", "difference, 95 %"):
-        made.add_column(name, no_wrap=True, justify="left" if name in ("task", "answers", "mean") else "right")
+    for name in ("task", "n", "answers", "", "before", "after", "change, 95 %"):
+        made.add_column(name, no_wrap=True, justify="left" if name in ("task", "answers", "") else "right")
     for row in rows:
         for number, (metric, digits) in enumerate(DIGITS.items()):
             part = row[metric]
             cells = [f"{part['before']:.{digits}f}", f"{part['after']:.{digits}f}", difference(part, digits)]
             about = (row["label"], str(row["n"]), row["way"]) if number == 0 else ("", "", "")
-            made.add_row(*about, metric, *cells)
+            made.add_row(*about, SHORT[metric], *cells)
     return made
+
+
+def fallen(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Labels (with the way of answering) whose interval of the accuracy's change lies below 0."""
+    return [
+        f"{row['label']} ({row['way']})"
+        for row in rows
+        if row["accuracy"]["high"] is not None and row["accuracy"]["high"] < 0
+    ]
 
 
 def shown(part: dict[str, Any], digits: int) -> str:

@@ -36,7 +36,7 @@ from earlyfusion.rl.long2short_dpo import (
     record,
     write_pairs,
 )
-from earlyfusion.rl.long2short_heldout import Held, compared, look, read_held, table, write_held
+from earlyfusion.rl.long2short_heldout import Held, compared, fallen, look, read_held, table, write_held
 from earlyfusion.rl.long2short_report import write_report
 from earlyfusion.rl.long2short_samples import FILE, Answered, Sampler, Stopped
 from earlyfusion.rl.parts import _check_frozen, start_directory
@@ -45,6 +45,9 @@ from earlyfusion.rl.recipe import RLConfig
 WIDTH = 100
 """Columns of the table where nothing says how many there are."""
 
+ADVICE = (
+    "where length is part of the answer, pairs teach to leave out: fewer --epochs, more --beta or --nll, or other tasks"
+)
 GOES_ON, DONE = 0, 2
 """Codes of rank 0 while it samples; 1 is a signal."""
 
@@ -248,8 +251,11 @@ class DpoRun:
         write_json(self.out / "summary.json", summary)
         report = write_report(self.out, summary)
         if rows:
-            shown = Console(highlight=False)
-            shown.print(table(rows), width=max(shown.width, WIDTH), soft_wrap=not shown.is_terminal)
+            wide = Console(highlight=False)
+            wide = wide if wide.is_terminal else Console(highlight=False, width=max(wide.width, WIDTH))
+            wide.print(table(rows))
+            for row in fallen(rows):
+                self.console.print(f"accuracy fell: {row}; {ADVICE}", soft_wrap=True)
         self.console.print(f"model directory: {directory}", soft_wrap=True)
         self.console.print(f"report: {report}", soft_wrap=True)
         return EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,9 @@ class Kit:
         limit = self.config.optim.clip_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
         loss = float(self.runtime.sum(sums.values[0] + sums.values[6]))
-        verdict = self.guard.check(loss, norm, can_roll_back=False)
+        # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it is finite does.
+        watched = loss if self.config.ptx.only or not math.isfinite(loss) else 0.0
+        verdict = self.guard.check(watched, norm, can_roll_back=False)
         if verdict.ok:
             with build.held(self.model, self.frozen):
                 self.optimizer.step()

@@ -22,7 +22,7 @@ from earlyfusion.data.chat import encode_chat
 from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.order import digest64
-from earlyfusion.data.sample import Sample, Segment
+from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.sampling import draw, prompt_weights
@@ -58,9 +58,10 @@ def encode_prompt(problem: Problem, entry: TaskEntry, tokenizer: Tokenizer, visi
 
 
 def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
-    """What a prompt says and shows, without the markup of the chat form."""
+    """What a prompt says and shows; of the chat form, its messages with an empty line between them."""
     if entry.tools:
-        return [part for message in tool_messages(problem, entry.form) for part in message.content]
+        system, question = tool_messages(problem, entry.form)
+        return [*system.content, Text("\n\n", 0.0), *question.content]
     return list(problem.prompt(entry.form, entry.thought))
 
 

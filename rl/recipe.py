@@ -42,6 +42,9 @@ from earlyfusion.rl.config import (
 )
 from earlyfusion.rl.tasks.registry import TASKS
 
+SHORTEST_CALL = 32
+"""Tokens of the shortest call of a tool, markup included, and its end."""
+
 
 class TaskEntry(Section):
     """One kind of prompt."""
@@ -253,6 +256,11 @@ class RLConfig(Section):
         if self.has_tools and (self.rollout.token_cap is not None or self.rollout.fraction < 1):
             raise ValueError(
                 "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction, or tools"
+            )
+        if self.has_tools and self.rollout.max_new_tokens < SHORTEST_CALL:
+            raise ValueError(
+                f"tasks with tools and rollout.max_new_tokens {self.rollout.max_new_tokens}: a call alone takes "
+                f"{SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
             )
         if self.train.minibatches > self.rollout.prompts:
             raise ValueError(

@@ -98,7 +98,7 @@ class ToolRollouts:
         if not (parsed.well_formed and parsed.message.calls) or completion.finish_reason != "stop":
             broken = not parsed.well_formed and self.tokenizer.open_id in completion.ids
             self.desk.counts["malformed"] += broken and completion.finish_reason == "stop"
-            talk.said.append(spoken(parsed) if not broken else completion.text)
+            talk.said.append(spoken(parsed) if not broken else self.tokenizer.decode(completion.ids))
             return self._end(talk, "" if broken or parsed.message.calls else parsed.message.text)
         talk.said.append(spoken(parsed))
         if talk.turns == self.rollout.tool_turns:

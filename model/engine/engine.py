@@ -286,27 +286,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""
-        pools, scheduler = self.pools, self.scheduler
         return {
-            "version": self.version,
-            "waiting": len(scheduler.waiting),
-            "reading": len(scheduler.reading),
-            "running": len(scheduler.running),
-            "slots": pools.num_slots,
-            "free_slots": len(pools.free_slots),
-            "pages": pools.num_pages,
-            "free_pages": len(pools.free_pages),
-            "reserved_pages": pools.reserved,
-            "prefix_checkpoints": len(self.prefix),
-            "prefix_pages": len(self.prefix.pages),
-            "prefix_hits": self.prefix.hits,
-            "prefix_hit_tokens": self.prefix.hit_tokens,
-            "prefix_evictions": self.prefix.evictions,
+            **self.ledger.stats(self.pools),
             "images_encoded": self.images.encoded,
             "image_hits": self.images.hits,
-            **{
-                name: self.ledger.counts[name]
-                for name in ("steps", "host_syncs", "read_tokens", "decoded_tokens", "paused", "resumed_keep",
-                             "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled", "finished_error")
-            },
-        }  # fmt: skip
+        }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.request import Event, FinishReason, Token
 from earlyfusion.model.engine.runner import Runner
@@ -86,3 +88,28 @@ class Ledger:
             if sample in self.scheduler.reading or sample in self.scheduler.running:
                 self.scheduler.release(sample)
         self.runner.leave()
+
+    def stats(self, pools: Pools) -> dict[str, Any]:
+        """Counters since the start, and who holds what now."""
+        scheduler = self.scheduler
+        return {
+            "version": self.version,
+            "waiting": len(scheduler.waiting),
+            "reading": len(scheduler.reading),
+            "running": len(scheduler.running),
+            "slots": pools.num_slots,
+            "free_slots": len(pools.free_slots),
+            "pages": pools.num_pages,
+            "free_pages": len(pools.free_pages),
+            "reserved_pages": pools.reserved,
+            "prefix_checkpoints": len(self.prefix),
+            "prefix_pages": len(self.prefix.pages),
+            "prefix_hits": self.prefix.hits,
+            "prefix_hit_tokens": self.prefix.hit_tokens,
+            "prefix_evictions": self.prefix.evictions,
+            **{
+                name: self.counts[name]
+                for name in ("steps", "host_syncs", "read_tokens", "decoded_tokens", "paused", "resumed_keep",
+                             "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled", "finished_error")
+            },
+        }  # fmt: skip

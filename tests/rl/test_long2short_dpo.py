@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
 from long2short_cases import LONG, REWARD, SHORT, answer, call, lines, told, toy_directory, weights, words
 
+from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards
 from earlyfusion.rl.long2short import build_parser, recipe_of
 from earlyfusion.rl.long2short_dpo import DpoOptions, Pair, PreferenceLearner, batches, make_pairs, pairs_digest
-from earlyfusion.rl.long2short_heldout import Held, compared
+from earlyfusion.rl.long2short_heldout import Held, compared, fallen
 from earlyfusion.rl.long2short_run import DpoRun
 from earlyfusion.rl.long2short_samples import Answer, Answered, Sampler
 from earlyfusion.rl.long2short_shortest import lengths, shortest
@@ -140,7 +142,8 @@ def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, r
         sums = learner.gradients(batch, len(batch))
         ours = {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
         run.model.zero_grad(set_to_none=True)
-        silent = run.learner.silent_S.tolist()
+        silent = sorted(house_of(run.model, TOKENIZER).silent)
+        assert TOKENIZER.bos_id in silent
         loss = plain(run.model, silent, answered, pairs, batch, options, learner.reference_P2)
     finally:
         run.close()
@@ -334,6 +337,9 @@ def test_before_and_after_are_paired_by_problem():
     assert row["accuracy"]["before"] == 0.5 and row["accuracy"]["after"] == 1.0
     # d = 0, 1, 0, 1: mean 0.5, sd 0.577, SE 0.289, t(3) = 3.182
     assert row["accuracy"]["low"] == pytest.approx(0.5 - 3.182 * 0.2887, abs=1e-3)
+    assert fallen([row]) == []
+    worse = [replace(one, right=0.1 * i) for i, one in enumerate(after)]
+    assert fallen(compared(after, worse)) == ["t (greedy)"]
     (alone,) = compared(before[:1], after)
     assert alone["n"] == 1 and alone["tokens"]["low"] is None
 
@@ -366,7 +372,8 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
 def test_the_toy_is_a_toy(toy):
     """Both answers are likely at the start, or the tests above would show nothing."""
     assert SHORT.strip() == "yes" and len(TOKENIZER.encode(LONG)) >= 2 * len(TOKENIZER.encode(SHORT))
-    prompt = made_up(5, (1, True)).prompt
+    entry = TaskEntry(name="colour_shape", form="twin")
+    prompt = encode_prompt(problem_of("colour_shape/test/0/5"), entry, TOKENIZER, model(0).config.vision)
     from earlyfusion.rl.rollout import pack, trained_logprobs
 
     net = load_model(toy)

@@ -357,9 +357,11 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
         ({"tasks": [{"name": "counting", "tools": True, "thought": True}]}, "drop thought"),
         ({"rollout": {"tool_output_tokens": 5}}, "tool_output_tokens"),
         ({"rollout": {"tool_turns": 0}}, "tool_turns"),
+        ({"rollout": {"max_new_tokens": 8}}, "a call alone takes"),
     ],
 )
 def test_what_does_not_go_together_is_said(folder, tmp_path, changes, message):
-    changes = {"tasks": [{"name": "counting", "tools": True}], **changes}
+    rollout = {"max_new_tokens": 100, **changes.get("rollout", {})}
+    changes = {"tasks": [{"name": "counting", "tools": True}], **changes, "rollout": rollout}
     with pytest.raises(Exception, match=message):
         config(folder, tmp_path, **changes)
