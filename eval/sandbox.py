@@ -136,9 +136,10 @@ class Sandbox:
         script = Path(__file__).with_name("sandbox_child.py")
         single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self._server = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(script), str(theirs.fileno())],
+            # -s -P is -I but for the environment, which is given whole: equal programs print their sets alike.
+            [sys.executable, "-s", "-P", "-B", str(script), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **single},
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **single},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             cwd="/",

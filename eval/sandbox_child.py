@@ -1,6 +1,6 @@
 """The other side of eval/sandbox.py: a server that forks one confined process for every program.
 
-Run as a script (`python -I -B sandbox_child.py FD`), never imported; it needs only the standard library, NumPy and Pillow,
+Run as a script (`python -s -P -B sandbox_child.py FD`), never imported; it needs only the standard library, NumPy and Pillow,
 which are loaded once, so that a program starts in milliseconds. For every job the server forks a supervisor; that enters
 new namespaces, forks the program's process, waits with a deadline, kills, and reports.
 
@@ -22,6 +22,7 @@ import importlib
 import json
 import math
 import os
+import random
 import resource
 import select
 import signal
@@ -85,6 +86,7 @@ def preload() -> None:
 
     modules = (ImageChops, ImageColor, ImageDraw, ImageEnhance, ImageFilter, ImageOps, ImageStat)
     assert modules and numpy.random.default_rng(0).random() < 1
+    numpy.random.seed(0)  # the same for every program, see `program`
     Image.preinit()
     ImageFont.load_default(12)
 
@@ -298,6 +300,7 @@ def program(job: dict, layers: list[str], fds: dict[str, int]) -> None:
     layers += set_limits(job)
     layers += landlock(job["folder"])
     layers += drop_privileges(job["uid"])
+    random.seed(0)  # equal programs draw equal numbers; a fork would have drawn a new seed
     allowed = frozenset(job["imports"])
     refused: list[str] = []
     namespace: dict = {"__name__": "__main__"}

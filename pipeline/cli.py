@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "rl": ("earlyfusion.rl.train", "joint vision-text reinforcement learning with verifiable rewards"),
     "measure": ("earlyfusion.rl.measure_cmd", "held-out accuracy, p(correct), pass@k and calibration on the RL tasks"),
     "rollouts": ("earlyfusion.rl.gallery_cmd", "the report of a reinforcement learning run, with its rollouts"),
+    "long2short": ("earlyfusion.rl.long2short", "shorter answers: merged weights, shortest right answers, DPO"),
     "study": ("earlyfusion.rl.study.study_cmd", "studies with control arms: transfer from vision RL to text"),
     "generate": (
         "earlyfusion.pipeline.generate_cmd",

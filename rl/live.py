@@ -159,7 +159,8 @@ class LiveView:
         if mismatch and "mismatch_max" in self._record:
             mismatch += has("mismatch_max", " (max {:.1e})")
         answers = [length, has("entropy", "entropy {:.3f}"), has("informative", "informative {:.0%}")]
-        answers += [has("temperature", "T {:.2f}"), has("staleness", "stale {:.2f}")]
+        answers += [has("tools/valid", "valid calls {:.0%}"), has("temperature", "T {:.2f}")]
+        answers += [has("staleness", "stale {:.2f}")]
         training = [
             mismatch,
             has("clip_share", "clipped {:.2%}"),

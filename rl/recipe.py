@@ -145,6 +145,9 @@ class RewardSection(Section):
     """task (each task's own), random (control arm), or package.module:function of (problem, response)."""
     judge: JudgeSection | None = None
     """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
+    power: PositiveFloat = 1.0
+    """Rewards are scores to this power. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and 3
+    are likely); a high power pays for right answers alone."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of a reward function of yours."""
     workers: PositiveInt = 2

@@ -108,6 +108,6 @@ class ToolDesk:
         return any(result is not None for result in results or ())
 
     def close(self) -> None:
-        """Stop the programs and the sandbox."""
-        self.sandbox.close()
+        """Wait for the programs that run (their limits end them), drop the others, stop the sandbox."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.sandbox.close()

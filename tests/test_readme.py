@@ -21,6 +21,8 @@ BENCHES = {
     "train": BENCH,
     "data": "--images 8 --samples 8 --rounds 1 --out data.json",
 }
+SFT = "--steps 2 --stages.sft.tokens 1536 --eval.tasks [] --eval.every 0 --train.threads 1"
+RL = "--steps 1 --eval.problems 4 --rollout.prompts 4 --rollout.group_size 4 --train.threads 1 --out"
 LAUNCH = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
@@ -39,9 +41,13 @@ def smallest(line: str, folder: Path) -> list[str] | None:
     if "|" in words:
         assert words[0] == "printf"
         return [sys.executable, "-m", "earlyfusion.pipeline.cli", *words[words.index("|") + 2 :]]
-    words = ["4" if word == "60" else word for word in words]
+    words = ["4" if word in ("60", "50") else word for word in words]
     trains = "pretrain" in line and "--dry-run" not in line
     extra = shlex.split(SMALL) if trains else shlex.split(BENCHES[words[2]]) if "bench" in words else []
+    if "sft" in words:
+        extra = shlex.split(SFT)
+    if "earlyfusion.rl.train" in words:
+        extra = [*shlex.split(RL), str(folder / "vision-rl")]
     if "--resume" in words:
         extra[extra.index("--steps") + 1] = "3"
         words += ["--optim.lr", "4e-3"]

@@ -17,7 +17,7 @@ from tool_cases import (
     tool_training,
 )
 
-from earlyfusion.data.chat import Message
+from earlyfusion.data.chat import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
 from earlyfusion.model.hub import load_model
@@ -27,7 +27,7 @@ from earlyfusion.rl import tool_measure
 from earlyfusion.rl.measure import measure, summary
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollout import flat
-from earlyfusion.rl.tool_desk import kinds_of, repeatable
+from earlyfusion.rl.tool_desk import ToolDesk, kinds_of, repeatable
 from earlyfusion.rl.tool_measure import measure_tools
 from earlyfusion.rl.tool_rollouts import cut, fitted, turn_ids
 
@@ -173,6 +173,25 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
         assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
     finally:
         made.close()
+
+
+def test_equal_programs_say_equal_things_in_every_process():
+    """Sets of words, random numbers, directories, addresses: what a program of a model may print by accident."""
+    programs = [
+        "{'red', 'green', 'blue', 'teal', 'black'}", "import random\nrandom.random()", "import numpy as np\nnp.random.rand(3)",
+        "open('cat.png')", "from PIL import Image\nImage.open('cat.png')", "lambda: 0", "object()",
+    ]  # fmt: skip
+    said = []
+    for _ in range(2):
+        desk = ToolDesk(RolloutSection())
+        try:
+            calls = Message("assistant", (), calls=tuple(ToolCall("python", {"code": code}) for code in programs))
+            messages, results = desk.start(calls, {}).result()
+            assert desk.count(results)
+            said.append([one.text for one in messages])
+        finally:
+            desk.close()
+    assert said[0] == said[1] and "cat.png" in said[0][4] and "program-" not in "".join(said[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
