@@ -77,7 +77,7 @@ def score(rewards: Rewards, groups: Sequence[Asked]) -> list[Scored]:
 def experience(
     config: RLConfig, groups: Sequence[Asked], scored: Sequence[Scored], update: int, budgets: dict[int, float]
 ) -> Experience:
-    """Rewards after shaping, in this order: reward.power, Toggle, length reward, penalties for overlong and circling answers; then
+    """Rewards after shaping, in this order: the entry's power, Toggle, length reward, penalties for overlong and circling answers; then
     advantages. budgets: of Toggle, by bin."""
     answers = [t for g in groups for t in g.trajectories]
     scores_N = torch.tensor([one.value for one in scored], dtype=torch.float32)
@@ -85,7 +85,8 @@ def experience(
     cut_N = torch.tensor([t.completion.finish_reason == "length" for t in answers], dtype=torch.bool)
     groups_N = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories], dtype=torch.int64)
     bins_N = torch.tensor([g.ask.bin for g in groups for _ in g.trajectories], dtype=torch.int64)
-    rewards_N = scores_N if config.reward.power == 1.0 else scores_N**config.reward.power
+    power_N = torch.tensor([config.tasks[g.ask.entry].power for g in groups for _ in g.trajectories])
+    rewards_N = scores_N**power_N if answers else scores_N
     if answers:
         rewards_N = toggle_rewards(config.toggle, rewards_N, lengths_N, bins_N, groups_N, budgets, update)
         rewards_N = with_length_rewards(config.length, rewards_N, lengths_N, scores_N >= RIGHT, groups_N, update)

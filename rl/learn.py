@@ -46,10 +46,10 @@ class Piece:
 class Sums:
     """Sums over the trained tokens of an update, of this process until `reduced`; see objectives.PolicyLoss."""
 
-    values: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
+    values: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
     largest: float = 0.0
 
-    NAMES = ("loss", "tokens", "outside", "k3", "log_ratio", "entropy", "ptx", "touched")
+    NAMES = ("loss", "tokens", "outside", "k3", "log_ratio", "ptx", "touched")
 
     def add(self, **parts: Any) -> None:
         """Add to the named sums."""
@@ -115,10 +115,8 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------ forward passes
 
-    def log_probs(
-        self, model: NativeFusion, row: Sequence[Piece], temperature: float, replay: bool
-    ) -> tuple[Tensor, Tensor]:
-        """(log-probabilities, entropies) of the answers' tokens, both [U] in nats; the first differentiable."""
+    def log_probs(self, model: NativeFusion, row: Sequence[Piece], temperature: float, replay: bool) -> Tensor:
+        """Log-probabilities of the answers' tokens, [U] in nats, differentiable."""
         prompts = {p.group: p.trajectory.prompt for p in row}
         bare = [_without_patches(p.trajectory) for p in row]
         packed, places = pack(model, bare)
@@ -127,13 +125,13 @@ class Learner:
             hidden_TD = model.decoder(x_TD, packed.segments, None, counted_T=packed.ids >= 0)
             labels_T = torch.full_like(packed.ids, -100)
             labels_T[places.positions_M] = places.ids_M
-            logp_T, entropy_T = resolve("token_log_probs", hidden_TD.device)(
+            logp_T, _ = resolve("token_log_probs", hidden_TD.device)(
                 hidden_TD, model.decoder.head_weight(), labels_T, temperature=temperature
             )
         hidden_UD = hidden_TD.index_select(0, places.positions_M)
         logp_U = logp_T.index_select(0, places.positions_M)
         logp_U = self._without_silent(model, hidden_UD, places.ids_M, logp_U, temperature)
-        return logp_U, entropy_T.index_select(0, places.positions_M)
+        return logp_U
 
     def _without_silent(
         self, model: NativeFusion, hidden_UD: Tensor, ids_U: Tensor, logp_U: Tensor, temperature: float
@@ -179,7 +177,7 @@ class Learner:
             wanted.append((self.reference, self._ref))
         for model, kept in wanted:
             for row in rows(distinct(seen, range(len(seen.groups))), self.config.train.row_tokens):
-                logp_U, _ = self.log_probs(model, row, temperature, self.replay and model is self.model)
+                logp_U = self.log_probs(model, row, temperature, self.replay and model is self.model)
                 for piece, part in zip(row, logp_U.cpu().split([len(p.trajectory.ids) for p in row])):
                     kept.update(dict.fromkeys(piece.answers, part))
                     if model is self.model:
@@ -198,10 +196,21 @@ class Learner:
         answers = sum(bool(mask[n].any()) for p in pieces for n in p.answers)
         counts = self.runtime.sum(torch.tensor([tokens, float(answers)], dtype=torch.float64))
         total = Totals(counts[0], counts[1])
+        pieces = [piece for piece in pieces if not self._settled(seen, piece, version)]
         for row in rows(pieces, self.config.train.row_tokens):
             loss = self._row_loss(seen, row, mask, temperature, total, sums)
             if loss.requires_grad:
                 loss.backward()
+
+    def _settled(self, seen: Experience, piece: Piece, version: int) -> bool:
+        """Whether nothing in this piece has a gradient: every advantage is 0 and the policy is still the one that sampled,
+        so that the squared log ratio is at its bottom. Its tokens stay in the totals. In a solved task that is most of
+        the work."""
+        train = self.config.train
+        on_policy = train.epochs * train.minibatches == 1 and not self.own_old and not self.config.objective.kl_coef
+        if not on_policy or bool(seen.advantages_N[piece.answers].any()):
+            return False
+        return all(written == version for written in piece.trajectory.completion.versions)
 
     def _masks(self, seen: Experience, pieces: Sequence[Piece], version: int) -> dict[int, Tensor]:
         """bool tokens of every answer that are trained: not cut off by overlong filtering, not too stale."""
@@ -218,7 +227,7 @@ class Learner:
         self, seen: Experience, row: Sequence[Piece], mask: dict[int, Tensor], temperature: float, total: Totals,
         sums: Sums,
     ) -> Tensor:  # fmt: skip
-        logp_U, entropy_U = self.log_probs(self.model, row, temperature, self.replay)
+        logp_U = self.log_probs(self.model, row, temperature, self.replay)
         device = logp_U.device
         order = [(piece, n) for piece in row for n in piece.answers]
         starts, start = {}, 0
@@ -242,9 +251,7 @@ class Learner:
             self.config.objective, logp_M, old_M, seen.advantages_N[numbers], segments, mask_T=mask_M,
             weight_T=weight_M, ref_logp_T=ref_M, batch=total,
         )  # fmt: skip
-        entropy = entropy_U.index_select(0, index_M)[mask_M].sum()
         sums.add(loss=out.loss.detach(), tokens=out.tokens, outside=out.outside, k3=out.k3, log_ratio=out.log_ratio)
-        sums.add(entropy=entropy)
         sums.largest = max(sums.largest, float(out.log_ratio_max))
         # Every parameter takes part whatever the row holds, so that all processes exchange the same gradients.
         return out.loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()
@@ -273,11 +280,14 @@ class Learner:
         """Sum the gradients over processes (the losses are already divided by the totals of all)."""
         if self.runtime.world == 1:
             return
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                torch.distributed.all_reduce(grad)
-                parameter.grad = grad
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        flat = torch.cat(
+            [grad.reshape(-1) for grad in grads]
+        )  # one message: two hundred small ones cost more than the sum
+        torch.distributed.all_reduce(flat)
+        for parameter, part in zip(trained, flat.split([grad.numel() for grad in grads])):
+            parameter.grad = part.view_as(parameter)
 
 
 def _without_patches(trajectory: Trajectory) -> Trajectory:

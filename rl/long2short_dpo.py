@@ -167,7 +167,7 @@ class PreferenceLearner:
 
     def _sums(self, model: NativeFusion, row: Sequence[Piece]) -> Tensor:
         """Log-probabilities [N] of whole answers."""
-        logp_U, _ = self.learner.log_probs(model, row, 1.0, replay=False)
+        logp_U = self.learner.log_probs(model, row, 1.0, replay=False)
         return sequence_sums(logp_U, Segments.from_lengths([len(piece.trajectory.ids) for piece in row]))
 
     def _rows(self, batch: Sequence[int]) -> Iterator[list[int]]:

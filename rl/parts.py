@@ -157,7 +157,8 @@ class Kit:
         drop_frozen_gradients(self.model, self.frozen)
         limit = self.config.optim.clip_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
-        loss = float(self.runtime.sum(sums.values[0] + sums.values[6]))
+        values = sums.reduced(self.runtime)
+        loss = values["loss"] + values["ptx"]
         # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it is finite does.
         watched = loss if self.config.ptx.only or not math.isfinite(loss) else 0.0
         verdict = self.guard.check(watched, norm, can_roll_back=False)

@@ -62,6 +62,9 @@ class TaskEntry(Section):
     """Ask to tell what there is before answering."""
     tools: bool = False
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture as a file."""
+    power: PositiveFloat = 1.0
+    """Its rewards are scores to this power. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and
+    3 are likely); a high power pays for right answers alone."""
     options: dict[str, Any] = {}
     """Options of the task, such as { path = "gsm8k" } of text_math."""
 
@@ -145,9 +148,6 @@ class RewardSection(Section):
     """task (each task's own), random (control arm), or package.module:function of (problem, response)."""
     judge: JudgeSection | None = None
     """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
-    power: PositiveFloat = 1.0
-    """Rewards are scores to this power. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and 3
-    are likely); a high power pays for right answers alone."""
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of a reward function of yours."""
     workers: PositiveInt = 2

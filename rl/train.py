@@ -158,7 +158,7 @@ class Reinforcement:
         tokens = max(1.0, values["tokens"])
         record |= {"grad_norm": sum(norms) / len(norms), "loss": values["loss"] / len(norms), "refused": refused}
         if seen.answers and first is not None:
-            record |= {"entropy": values["entropy"] / tokens, "clip_share": values["outside"] / tokens}
+            record |= {"clip_share": values["outside"] / tokens}
             record |= {"k3": values["k3"] / tokens, "touched": values["touched"] / tokens}
             # Before the first update trainer and sampler hold the same weights: what differs is the engine's arithmetic
             # (and, in partial rollouts, older weights).
@@ -183,16 +183,17 @@ class Reinforcement:
             )
         versions = [v for g in seen.groups for t in g.trajectories for v in t.completion.versions]
         lag = float(sum(self.update - v for v in versions))
+        surprise = -float(sum(p for g in seen.groups for t in g.trajectories for p in t.completion.logprobs))
         lengths = [float(x) for x in seen.lengths_N.tolist()]
         usual = [
             sum(lengths), float(seen.cut_N.sum()), float(seen.informative_N.sum()), float(seen.answers), lag,
             float(len(versions)), float(collected.tokens), float(sum(collected.lengths)), float(len(collected.lengths)),
-            float(collected.carried), collected.working_s, collected.seconds,
+            float(collected.carried), collected.working_s, collected.seconds, surprise,
         ]  # fmt: skip
         flat = self.runtime.sum(torch.cat([by_task.flatten(), torch.tensor(usual, dtype=torch.float64)]))
         longest = float(self.runtime.max(max(lengths, default=0.0)))
         sums = flat[: by_task.numel()].view(-1, 3).tolist()
-        total, cut, told, answers, lag, aged, tokens, work, works, carried, working, seconds = flat[
+        total, cut, told, answers, lag, aged, tokens, work, works, carried, working, seconds, surprise = flat[
             by_task.numel() :
         ].tolist()
         record: dict[str, Any] = {}
@@ -203,7 +204,8 @@ class Reinforcement:
         record |= {"reward": sum(s[1] for s in sums) / every, "score": sum(s[0] for s in sums) / every}
         record |= {"length": total / every, "length_max": longest, "cut": cut / every, "informative": told / every}
         record |= {"length_in_work": work / max(1.0, works), "staleness": lag / max(1.0, aged), "answers": answers}
-        record |= {"carried": carried, "tokens": tokens}
+        # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of it.
+        record |= {"carried": carried, "tokens": tokens, "entropy": surprise / max(1.0, aged)}
         record |= {"time/rollout_s": collected.seconds, "time/score_s": score_s}
         record |= {
             "engine_idle": 1 - working / max(seconds, 1e-9),

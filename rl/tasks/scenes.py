@@ -107,6 +107,7 @@ class ColourShape(BaseTask):
     levels = (
         {"kinds": ("colour",), "min_side": 40, "max_side": 64, "max_objects": 2},
         {"kinds": ("colour", "shape"), "min_side": 40, "max_side": 64, "max_objects": 2},
+        {"kinds": ("leftmost_colour",), "min_side": 40, "max_side": 64, "max_objects": 3},
         {"kinds": ("colour", "shape", "size"), "min_side": 40, "max_side": 64, "max_objects": 4},
         {
             "kinds": ("colour", "shape", "leftmost_colour", "leftmost_shape"),
