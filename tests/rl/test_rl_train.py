@@ -97,12 +97,12 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_p
 def test_rewards_rise(folder, tmp_path, name):
     """The share of vowels in random text: a policy of the wrong sign would fall."""
     changes = {
-        "objective": {"name": name}, "train": {"updates": 16}, "rollout": {"prompts": 4, "group_size": 8},
+        "objective": {"name": name}, "train": {"updates": 40}, "rollout": {"prompts": 4, "group_size": 8},
         "optim": {"lr": 1e-2}, "tasks": [{"name": "colour_shape"}],
     }  # fmt: skip
     assert run(folder, tmp_path / "run", **changes) == 0
     means = [record["score"] for record in numbers(tmp_path / "run")]
-    assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.08, means
+    assert sum(means[-8:]) / 8 > sum(means[:8]) / 8 + 0.08, means
 
 
 def test_pictures_train_the_encoder_and_frozen_parts_stay(folder, tmp_path):
@@ -239,18 +239,31 @@ def test_rollouts_are_logged_with_their_pictures(folder, tmp_path):
         assert sum(a["advantage"] for a in line["answers"]) == pytest.approx(0, abs=1e-5)
 
 
+VOWELS = """
+def share(problem, response):
+    return sum(c in "aeiou" for c in response.lower()) / max(1, len(response))
+"""
+
+
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(folder, tmp_path):
-    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums."""
+    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums. With an epsilon of 1
+    AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to 5 % after one
+    update), and the next samples would differ."""
     file = tmp_path / "recipe.toml"
-    file.write_text(to_toml(recipe(reward={"name": "task"}, rollout={"prompts": 5}, train={"updates": 3})))
+    linear = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
+    (tmp_path / "vowels.py").write_text(VOWELS)  # a reward that random weights earn, so that gradients are no rounding
+    file.write_text(
+        to_toml(recipe(reward={"name": "vowels:share"}, rollout={"prompts": 5}, train={"updates": 3}, optim=linear))
+    )
     for world, name in ((1, "one"), (2, "two")):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
             str(29571 + world), "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder),
             "--out", str(tmp_path / name),
         ]  # fmt: skip
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
     for mine, other in zip(ours, theirs, strict=True):
