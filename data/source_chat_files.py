@@ -16,12 +16,11 @@ from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards_fetch import as_local, short_names
 from earlyfusion.data.shards_split import Split
-from earlyfusion.data.source_text_files import LINES, TextTable, find_files
-from earlyfusion.data.sources import Source
+from earlyfusion.data.source_text_files import LINES, RowFiles, TextTable, find_files
 from earlyfusion.data.vocabulary import cache_root
 
 
-class ChatFiles(Source):
+class ChatFiles(RowFiles):
     """One conversation a line, in the chat form; only the assistant's messages are learned."""
 
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
@@ -40,22 +39,6 @@ class ChatFiles(Source):
         ]
         self.names = short_names(self.urls)
         self.split = Split(self.names, [len(table) for table in self.tables], val_fraction)
-
-    def __len__(self) -> int:
-        return self.split.train_len
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._read(*self.split.train(index))
-
-    def locate(self, index: int) -> tuple[str, str]:
-        file, position = self.split.train(index)
-        return self.names[file], f"{self.names[file]}:{position + 1}"
-
-    def heldout_len(self) -> int:
-        return self.split.heldout_len
-
-    def heldout(self, index: int) -> Sample:
-        return self._read(*self.split.heldout(index))
 
     def _read(self, file: int, position: int) -> Sample:
         where = f"{self.names[file]}:{position + 1}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -177,7 +178,34 @@ def find_files(path: str) -> list[str]:
     return found
 
 
-class TextFiles(Source):
+class RowFiles(Source):
+    """A source of files that hold a sample in each row; `names` and `split` are set by the kind."""
+
+    names: list[str]
+    split: Split
+
+    def __len__(self) -> int:
+        return self.split.train_len
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self._read(*self.split.train(index))
+
+    def locate(self, index: int) -> tuple[str, str]:
+        file, position = self.split.train(index)
+        return self.names[file], f"{self.names[file]}:{position + 1}"
+
+    def heldout_len(self) -> int:
+        return self.split.heldout_len
+
+    def heldout(self, index: int) -> Sample:
+        return self._read(*self.split.heldout(index))
+
+    @abstractmethod
+    def _read(self, file: int, position: int) -> Sample:
+        """The sample of row `position` of a file."""
+
+
+class TextFiles(RowFiles):
     """One document a line (.jsonl), row (.parquet), file or chunk of a file (plain text)."""
 
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
@@ -195,22 +223,6 @@ class TextFiles(Source):
         self._loss = options.text_loss
         self.names = short_names(self.urls)
         self.split = Split(self.names, [len(table) for table in self.tables], val_fraction)
-
-    def __len__(self) -> int:
-        return self.split.train_len
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._read(*self.split.train(index))
-
-    def locate(self, index: int) -> tuple[str, str]:
-        file, position = self.split.train(index)
-        return self.names[file], f"{self.names[file]}:{position + 1}"
-
-    def heldout_len(self) -> int:
-        return self.split.heldout_len
-
-    def heldout(self, index: int) -> Sample:
-        return self._read(*self.split.heldout(index))
 
     def _read(self, file: int, position: int) -> Sample:
         key = f"{self.names[file]}:{position + 1}"

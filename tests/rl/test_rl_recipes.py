@@ -16,8 +16,8 @@ def test_shipped_recipes_validate_and_start_from_a_model_that_ships(name):
     assert config.run.name == name and (start_directory(config) / "model.safetensors").is_file()
 
 
-def test_the_embedded_model_answers_what_its_card_says():
-    """Half-known skills: far above the chance of 1 in 4 cells and 1 in 3 counts, far below 1; pictures do not repeat."""
+def test_the_embedded_model_half_knows_its_skills():
+    """Far above the chance of 1 in 4 cells and 1 in 3 counts, far below 1: room for reinforcement learning."""
     config = validate(compose(["vision-rl"]), RLConfig)
     folder = start_directory(config)
     model, tokens = load_model(folder), Tokenizer.load(folder)

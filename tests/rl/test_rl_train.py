@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import rewards as rewards_module
 from earlyfusion.rl import train
 from earlyfusion.rl.collect import LOOK_EVERY
 
@@ -28,12 +27,7 @@ def folder(tmp_path_factory):
     return model_directory(tmp_path_factory.mktemp("start"))
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """Rewards of the tests are called in this process; the report is left out (slow)."""
-    made = rewards_module.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
-    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
+pytestmark = pytest.mark.usefixtures("rewards_called_here")
 
 
 def numbers(out: Path) -> list[dict]:

@@ -12,8 +12,10 @@ from tool_cases import (
     Among,
     answer,
     call,
+    collected,
     directory,
     last_output,
+    look_then_tell,
     tool_training,
 )
 
@@ -22,7 +24,6 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import rewards as rewards_module
 from earlyfusion.rl import tool_measure
 from earlyfusion.rl.measure import measure, summary
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
@@ -37,24 +38,7 @@ def folder(tmp_path_factory):
     return directory(tmp_path_factory.mktemp("start"))
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """Rewards of the tests are called in this process; the report is left out (slow)."""
-    made = rewards_module.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
-    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
-
-
-def collected(made, update=0):
-    """(groups, counters) of one iteration."""
-    made.kit.refresh_engine(update)
-    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
-    return groups, made.kit.collector.tool_metrics()
-
-
-def look_then_tell(name, prompt):
-    """Reads a pixel, then answers with what the program said."""
-    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+pytestmark = pytest.mark.usefixtures("rewards_called_here")
 
 
 # ------------------------------------------------------------------------------------------------ programs that attack
@@ -116,11 +100,11 @@ def test_a_program_that_hangs_costs_its_own_answer(folder, tmp_path):
             return [answer(last_output(prompt)[:60])]
         return [call("while True:\n    pass" if name.endswith("/0") else "6 * 7")]
 
-    made = tool_training(folder, tmp_path / "run", say, rollout={"tool_timeout_s": 1.0})
+    made = tool_training(folder, tmp_path / "run", say, rollout={"tool_timeout_s": 3.0})
     try:
         groups, counts = collected(made)
         said = [[t.completion.text for t in g.trajectories] for g in groups]
-        assert said[1:] == [["42", "42"]] * 3 and all("stopped: more than" in text for text in said[0])
+        assert said[1:] == [["42", "42"]] * 3 and all("stopped: more than 6 s" in text for text in said[0])
         assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
     finally:
         made.close()

@@ -12,8 +12,10 @@ from tool_cases import (
     TOKENIZER,
     answer,
     call,
+    collected,
     directory,
     last_output,
+    look_then_tell,
     tool_training,
 )
 
@@ -23,7 +25,6 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.request import TokenPrompt
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import rewards as rewards_module
 from earlyfusion.rl.experience import experience
 from earlyfusion.rl.learn import Sums, distinct
 from earlyfusion.rl.objectives import policy_loss
@@ -43,24 +44,7 @@ def folder(tmp_path_factory):
     return directory(tmp_path_factory.mktemp("start"))
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """Rewards of the tests are called in this process; the report is left out (slow)."""
-    made = rewards_module.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
-    monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")
-
-
-def collected(made, update=0):
-    """(groups, counters) of one iteration."""
-    made.kit.refresh_engine(update)
-    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
-    return groups, made.kit.collector.tool_metrics()
-
-
-def look_then_tell(name, prompt):
-    """Reads a pixel, then answers with what the program said."""
-    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+pytestmark = pytest.mark.usefixtures("rewards_called_here")
 
 
 def wander(name, prompt):

@@ -94,3 +94,15 @@ def last_output(prompt: str) -> str:
     """What the tool said last, from the text of a prompt; "" before its first turn."""
     _, mark, rest = prompt.rpartition('tool="python" index="1"<|sep|>')
     return rest.partition("<|close|>")[0] if mark else ""
+
+
+def collected(made, update=0):
+    """(groups, counters) of one iteration."""
+    made.kit.refresh_engine(update)
+    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
+    return groups, made.kit.collector.tool_metrics()
+
+
+def look_then_tell(name, prompt):
+    """Reads a pixel, then answers with what the program said."""
+    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
