@@ -85,12 +85,17 @@ def parse_arguments(
     return parsed
 
 
-def launch(stage: Callable[[Any, bool], Any], config: Any, parsed: RecipeArguments) -> int:
-    """Show the plan (--dry-run), or build the stage and train; returns the exit code."""
+def launch(
+    stage: Callable[[Any, bool], Any],
+    config: Any,
+    parsed: RecipeArguments,
+    show: Callable[[Any], object] | None = None,
+) -> int:
+    """Show the plan (--dry-run; by `show`, or that of pretraining), or build the stage and train; the exit code."""
     if parsed.dry_run:
         from earlyfusion.pipeline.plan import show_plan
 
-        show_plan(config)
+        (show or show_plan)(config)
         return EXIT_OK
     training = stage(config, parsed.resume)
     try:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.checkpoint import Loaded
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.compose import compose, validate
@@ -49,6 +49,7 @@ class Reinforcement:
         self.kit = kit = parts.build_kit(config, resume)
         self.out, self.runtime, self.model = kit.out, kit.runtime, kit.model
         self.budgets: dict[int, float] = {}
+        self.latest: Experience | None = None
         self.seconds = 0.0
         if kit.start is not None:
             self._restore(kit.start)
@@ -215,7 +216,7 @@ class Reinforcement:
         record |= {f"rewards/{name}": float(count) for name, count in bad.items()}
         record |= {f"prompts/{name}": float(count) for name, count in self.kit.book.left_out.items()}
         record |= self.kit.collector.tool_metrics()
-        self._kept = seen
+        self.latest = seen
         return record
 
     def _log(self, record: dict[str, Any], seconds: float) -> None:
@@ -227,8 +228,8 @@ class Reinforcement:
         last = self.update == config.total_updates
         kit.show(self.update, record, write=self.update % config.track.log_every == 0 or last)
         due = self.update == 1 or self.update % config.log.rollouts_every == 0 or last
-        if due and not config.ptx.only and kit.rollouts is not None:
-            kit.rollouts.write(records(config, self._kept, self.update, config.log.groups))
+        if due and self.latest is not None and kit.rollouts is not None:
+            kit.rollouts.write(records(config, self.latest, self.update, config.log.groups))
 
     def _budgets(self) -> None:
         """Toggle's budgets, once, from answers of the policy it starts from."""
@@ -282,14 +283,7 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RLConfig, verb="rl", about=__doc__ or "", default_recipe="vision-rl")
     config: RLConfig = validate(compose(parsed.recipes, parsed.overrides), RLConfig)
-    if parsed.dry_run:
-        print(parts.plan(config))
-        return EXIT_OK
-    training = Reinforcement(config, parsed.resume)
-    try:
-        return training.train()
-    finally:
-        training.close()
+    return launch(Reinforcement, config, parsed, lambda resolved: print(parts.plan(resolved)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
