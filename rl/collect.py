@@ -129,13 +129,14 @@ class Collector:
     def _new_asks(self, update: int, count: int) -> tuple[list[Ask], int]:
         """(this process's new prompts, number of the first of them): what is carried is topped up to its share."""
         world, rank = self.runtime.world, self.runtime.rank
-        share = count // world + (rank < count % world)
+        due = count // world + (rank < count % world)
         needs = torch.zeros(world, dtype=torch.float64)
-        needs[rank] = max(0, share - len(self.carried))
+        needs[rank] = max(0, due - len(self.carried))
         needs = self.runtime.sum(needs)
         total, first = int(needs.sum()), int(needs[:rank].sum())
-        asks = self.book.draw(total, update) if total else []
-        return asks[first : first + int(needs[rank])], first
+        share = slice(first, first + int(needs[rank]))
+        asks = self.book.draw(total, update, share, self.runtime.sum) if total else []
+        return asks[share], first
 
     def _params(self, temperature: float) -> SamplingParams:
         rollout = self.config.rollout

@@ -2,7 +2,7 @@
 
 A bin is what the curriculum weighs: a task entry (new problems for every prompt), or, with rollout.pool, one problem that
 is asked again and again. Everything drawn is a function of the seed, the generator's state and the counters, which the
-checkpoint keeps. All processes draw the same prompts and each takes every world-th.
+checkpoint keeps. All processes draw the same prompts, but each makes and reads only those of its own share.
 
 Legend: P bins.
 """
@@ -10,7 +10,7 @@ Legend: P bins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from earlyfusion.data.chat import encode_chat
 from earlyfusion.data.encode import Encoded, encode
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.order import digest64
 from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
@@ -33,6 +33,8 @@ from earlyfusion.vision.config import VisionConfig
 
 KEPT = 4096
 """Encoded prompts that are remembered (a pool asks the same again)."""
+OBJECTIONS = ("", "too_long", *REASONS)
+"""Why a prompt is left out; 0 is none."""
 TRIES = 50
 """Prompts that are drawn in place of one that is too long."""
 
@@ -92,37 +94,60 @@ class PromptBook:
         # The curriculum may allow only bins whose entries have weight 0: then the recipe's own weights decide.
         return weights_P / total if float(total) > 0 else shares_P / shares_P.sum()
 
-    def draw(self, count: int, update: int) -> list[Ask]:
-        """`count` prompts for this update; those that are too long or broken are left out, counted and replaced."""
+    def draw(
+        self, count: int, update: int, share: slice = slice(None), agree: Callable[[Tensor], Tensor] | None = None
+    ) -> list[Ask]:
+        """`count` prompts for this update; those that are too long or broken are left out, counted and replaced.
+
+        share: which of them this process makes. agree: sums float64 [count] over processes, whose shares must together
+        be all; every process calls it equally often and gets the same prompts. Raises DataError where TRIES prompts in a
+        row do not serve.
+        """
         if self.pool:
             bins = draw(self.weights(update), count, self.generator)
         else:
             bins = spread_evenly(self.weights(update), count, self.generator)
-        return [self._ask(bin) for bin in bins]
-
-    def _ask(self, bin: int) -> Ask:
+        asks = [Ask(bin, bin // max(1, self.pool), self._number(bin)) for bin in bins]
+        mine, unsure = set(range(*share.indices(count))), list(range(count))
         for _ in range(TRIES):
-            entry = bin // max(1, self.pool)
-            if self.pool:
-                number = bin % self.pool
-            else:
-                number, self.made_E[entry] = self.made_E[entry], self.made_E[entry] + 1
-            ask = Ask(bin, entry, number)
-            try:
-                tokens = len(self.prompt(ask)[1].ids)
-                limit = self.config.rollout.max_prompt_tokens
-                if limit is None or tokens <= limit:
-                    return ask
-                self.left_out["too_long"] += 1
-            except BadSample as error:
-                self.left_out[error.reason] += 1
-            if self.pool:  # this problem will never fit: another one of the same entry
-                choices = int(torch.randint(self.pool, (1,), generator=self.generator))
-                bin = entry * self.pool + choices
+            found_N = torch.zeros(count, dtype=torch.float64)
+            for i in unsure:
+                if i in mine:
+                    found_N[i] = self._objection(asks[i])
+            objections = [int(x) for x in (found_N if agree is None else agree(found_N)).tolist()]
+            unsure = [i for i in unsure if objections[i]]
+            if not unsure:
+                return asks
+            for i in unsure:
+                self.left_out[OBJECTIONS[objections[i]]] += 1
+                asks[i] = self._another(asks[i])
         raise DataError(
-            f"{self.entries[ask.entry].label}: {TRIES} prompts in a row were left out ({dict(self.left_out)}); "
+            f"{self.entries[asks[unsure[0]].entry].label}: {TRIES} prompts in a row were left out ({dict(self.left_out)}); "
             "raise rollout.max_prompt_tokens or make the task easier"
         )
+
+    def _number(self, bin: int) -> int:
+        """Which problem a bin asks: its own of the pool, or the next one of its entry."""
+        if self.pool:
+            return bin % self.pool
+        self.made_E[bin] += 1
+        return self.made_E[bin] - 1
+
+    def _another(self, ask: Ask) -> Ask:
+        """In place of a problem that does not serve: another one of the same entry."""
+        bin = ask.bin
+        if self.pool:
+            bin = ask.entry * self.pool + int(torch.randint(self.pool, (1,), generator=self.generator))
+        return Ask(bin, ask.entry, self._number(bin))
+
+    def _objection(self, ask: Ask) -> int:
+        """Why a prompt cannot be asked, as a number of OBJECTIONS; 0 if it can."""
+        try:
+            tokens = len(self.prompt(ask)[1].ids)
+        except BadSample as error:
+            return OBJECTIONS.index(error.reason)
+        limit = self.config.rollout.max_prompt_tokens
+        return 0 if limit is None or tokens <= limit else OBJECTIONS.index("too_long")
 
     def _prompt(self, ask: Ask) -> tuple[Problem, Encoded]:
         entry, task = self.entries[ask.entry], self.tasks[ask.entry]
@@ -164,8 +189,3 @@ def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> 
         bins += draw(rest_P if float(rest_P.sum()) > 0 else weights_P.double(), left, generator)
     order = torch.randperm(len(bins), generator=generator).tolist()
     return [bins[i] for i in order]
-
-
-def mine(asks: Sequence[Ask], rank: int, world: int) -> list[Ask]:
-    """The prompts of one process."""
-    return list(asks[rank::world])

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
 from earlyfusion.rl.collect import LOOK_EVERY
+from earlyfusion.rl.prompts import PromptBook
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -179,6 +182,39 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tm
     try:
         with pytest.raises(Exception, match=r"raise rollout\.max_prompt_tokens"):
             made.kit.book.draw(4, 0)
+    finally:
+        made.close()
+
+
+def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path):
+    """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and no more."""
+    tasks = [{"name": "counting"}, {"name": "colour_shape"}]
+    made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=tasks)
+    try:
+        kit = made.kit
+        books = [PromptBook(made.config, kit.book.tokenizer, kit.book.vision) for _ in range(3)]
+        whole = [books[0].draw(30, 0), books[0].draw(31, 1)]
+        assert books[0].left_out["too_long"] > 0
+        sums, meet = [None, None], threading.Barrier(2)
+
+        def process(rank):
+            def agree(found_N):
+                sums[rank] = found_N
+                meet.wait(60)
+                total = sums[0] + sums[1]
+                meet.wait(60)
+                return total
+
+            shares = slice(0, 13) if rank == 0 else slice(13, None)
+            return [books[1 + rank].draw(30, 0, shares, agree), books[1 + rank].draw(31, 1, shares, agree)]
+
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(process, range(2))
+        assert first == second == whole
+        assert books[1].left_out == books[2].left_out == books[0].left_out
+        assert books[1].made_E == books[2].made_E == books[0].made_E
+        made_by = [book.prompt.cache_info().misses for book in books]
+        assert made_by[1] + made_by[2] == made_by[0] and min(made_by[1:]) >= 26
     finally:
         made.close()
 
