@@ -37,6 +37,7 @@ from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, 
 from earlyfusion.vision.config import VisionConfig
 
 Template = Literal["chat", "qa"]
+Wording = Literal["chat", "qa", "plain"]
 ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -137,14 +138,18 @@ def encode_chat(
     return encode(sample, tokenizer, vision, eos=False)
 
 
-def chat_sample(messages: Sequence[Message], *, source: str, key: str, template: Template = "chat") -> Sample:
-    """A whole conversation as one Sample, for sources: `encode` adds [BOS] and [EOS] and needs to know nothing of chat."""
+def chat_sample(messages: Sequence[Message], *, source: str, key: str, template: Wording = "chat") -> Sample:
+    """A whole conversation as one Sample, for sources: `encode` adds [BOS] and [EOS] and needs to know nothing of chat.
+
+    template: "chat", "qa" (question and answer marks of pretraining), or "plain": the contents one after the other,
+    every character as it stands. Raises DataError for no message, and outside "chat" for thinking and tool calls.
+    """
     if not messages:
         raise DataError("a chat needs at least one message")
     segments: list[Segment] = []
     media = 0
     for message in messages:
-        parts = _chat_parts(message) if template == "chat" else _qa_parts(message)
+        parts = {"chat": _chat_parts, "qa": _qa_parts, "plain": _plain_parts}[template](message)
         # Regions count the media of their own message; in the document they count all before them too.
         segments += [replace(part, media=part.media + media) if isinstance(part, Regions) else part for part in parts]
         media += sum(isinstance(part, Image | Video | VideoFile) for part in parts)
@@ -194,11 +199,21 @@ def _json_type(value: Any) -> str:
     return next((name for kind, name in kinds if isinstance(value, kind)), "array")
 
 
-def _qa_parts(message: Message) -> list[Segment]:
+def _plain_parts(message: Message) -> list[Segment]:
+    _words_only(message, "plain")
+    loss = message.weight if message.role == "assistant" else 0.0
+    return [replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content]
+
+
+def _words_only(message: Message, form: str) -> None:
     if message.calls or message.thinking is not None:
         raise DataError(
-            "the qa form has no thinking and no tool calls; train the model on the chat form (a chat stage)"
+            f"the {form} form has no thinking and no tool calls; train the model on the chat form (a chat stage)"
         )
+
+
+def _qa_parts(message: Message) -> list[Segment]:
+    _words_only(message, "qa")
     media: list[Segment] = [segment for segment in message.content if not isinstance(segment, Text)]
     if message.role == "user":
         return [*media, Text(question_text(message.text.strip()), 0.0)]

@@ -124,6 +124,9 @@ class ChatFilesOptions(Options):
     """Frames taken in a second of video, at most the native rate."""
     cache_dir: str | None = None
     """Where unpacked files and line positions lie; "null" takes $EF_CACHE/text."""
+    template: Literal["chat", "qa", "plain"] = "chat"
+    """How messages stand in a document: in the chat form, with the marks "Q:" and "A:" of pretraining, or as they are, one
+    after the other (for rows that hold the marks themselves)."""
 
 
 class ToolTalkOptions(Options):

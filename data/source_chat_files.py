@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from earlyfusion.data.chat import chat_sample
+from earlyfusion.data.chat import Wording, chat_sample
 from earlyfusion.data.chat_rows import Media, messages_of, parse_row
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
@@ -21,11 +21,12 @@ from earlyfusion.data.vocabulary import cache_root
 
 
 class ChatFiles(RowFiles):
-    """One conversation a line, in the chat form; only the assistant's messages are learned."""
+    """One conversation a line, in the form of the option `template`; only the assistant's messages are learned."""
 
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
         super().__init__(config, seed=seed, val_fraction=val_fraction)
         options = config.typed
+        self.template: Wording = options.template
         cache = Path(options.cache_dir).expanduser() if options.cache_dir else cache_root() / "text"
         try:
             self.urls = [url for url in find_files(str(config.path)) if url.lower().endswith(LINES)]
@@ -45,7 +46,7 @@ class ChatFiles(RowFiles):
         row = parse_row(self.tables[file].raw(position), where)
         messages = messages_of(row, where, self.media[file])
         try:
-            return chat_sample(messages, source=self.name, key=where)
+            return chat_sample(messages, source=self.name, key=where, template=self.template)
         except BadSample:
             raise
         except DataError as error:
@@ -54,6 +55,8 @@ class ChatFiles(RowFiles):
     def contents(self) -> Iterator[object]:
         for name, table in zip(self.names, self.tables):
             yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"
+        if self.template != "chat":
+            yield self.template
 
 
 def _folder(url: str, given: str | None) -> Path:

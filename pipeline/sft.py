@@ -7,7 +7,8 @@ The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimi
 resume. What differs: the model, its shape and its tokenizer come from `run.init_from` (pipeline/sft_start.py); the
 sources are conversations, in which only the assistant's messages carry loss (data/chat.py); evaluation measures the
 loss on held-out answers and whether tool calls work (pipeline/sft_eval.py); and the model directory gets
-`chat_template.jinja`, by which generate, chat, serve and eval know that the model speaks the chat form.
+`chat_template.jinja`, by which generate, chat, serve and eval know that the model speaks the chat form. Sources of plain
+documents alone (chat_files with another template, problems) leave a model in the form it had.
 
 Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python programs,
 vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of tokens.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from earlyfusion.data.chat import ChatTokenizer
+from earlyfusion.data.chat import ChatTokenizer, template_of
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, evaluate
 from earlyfusion.pipeline.arguments import launch, parse_arguments
@@ -29,6 +30,9 @@ from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.pretrain import Pretraining
 from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
+
+CHAT_KINDS = frozenset({"chat_files", "chat_scenes", "zero_vision"})
+"""Sources of conversations."""
 
 
 class FineTuning(Pretraining):
@@ -44,7 +48,17 @@ class FineTuning(Pretraining):
         return model
 
     def _build_evaluator(self) -> evaluate.Evaluator:
-        return ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+        evaluator = ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+        evaluator.chat = self._speaks_chat()
+        return evaluator
+
+    def _speaks_chat(self) -> bool:
+        """Whether the model that is written speaks the chat form: a source teaches it, or the start spoke it."""
+        taught = (
+            source.kind in CHAT_KINDS and getattr(source.typed, "template", "chat") == "chat"
+            for source in self.config.data.sources
+        )
+        return any(taught) or template_of(str(self.config.run.init_from)) == "chat"
 
     def train(self) -> int:
         """The steps, with an evaluation before the first one: what the stage started from."""
@@ -54,15 +68,17 @@ class FineTuning(Pretraining):
         return super().train()
 
     def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+        chat = self._speaks_chat()
         frozen = sorted({entry for stage in self.config.stages for entry in stage.frozen})
         notes = [
             f"Supervised fine-tuning on conversations, from `{self.config.run.init_from}`; only answers were learned.",
-            "It speaks the chat form of `chat_template.jinja`, with thinking and tool calls.",
+            "It speaks the chat form of `chat_template.jinja`, with thinking and tool calls." if chat else "",
             f"Not trained in this stage: {', '.join(frozen)}." if frozen else "",
             self.growth.note,
         ]
         facts = facts | {"base": self.config.run.init_from, "notes": [note for note in notes if note]}
-        return evaluate.write_outputs(self.out, self.fusion, ChatTokenizer(self.tokenizer), facts)
+        tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
+        return evaluate.write_outputs(self.out, self.fusion, tokenizer, facts)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,10 +1,11 @@
 """Shortest rejection sampling (k1.5 2.4): of n sampled answers the shortest right one, as documents for fine-tuning.
 
-    OUT/train.jsonl      conversations of kind "chat_files" (data/chat_rows.py), pictures in OUT/images/
+    OUT/train.jsonl      rows of kind "chat_files" (data/chat_rows.py), template "plain", pictures in OUT/images/
     OUT/sft.toml         a recipe that trains on them: earlyfusion sft OUT/sft.toml
     OUT/summary.json     lengths before and after, by entry
 
-Every row is read back by the pipeline's own reader before it is written, so what is written can be trained on.
+A document is, token for token, the prompt that was asked and the answer that was sampled: what reinforcement learning and
+`earlyfusion measure` will ask again. Every row is read back by the pipeline's own reader before it is written.
 """
 
 from __future__ import annotations
@@ -29,11 +30,8 @@ from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.rl.long2short_samples import Answered
 from earlyfusion.rl.preferences import shortest_correct
 from earlyfusion.rl.recipe import TaskEntry
-from earlyfusion.rl.tasks.problem import ANSWER_CUE
 from earlyfusion.vision.config import VisionConfig
 
-ASKED = "\nQ: "
-"""What stands before a question in a document (data/source_easy_vqa.question_text)."""
 EPOCHS, TOKENS = 2, 4096
 """Passes over the rows and tokens of one step, of the recipe that is written."""
 
@@ -63,7 +61,7 @@ def write_documents(
     for g, i in sorted(best.items()):
         row = _row(answered[g], entries[answered[g].ask.entry], i, g, out)
         rows.append(row)
-        sizes.append(_read_back(row, g, tokenizer, vision, out))
+        sizes.append(_read_back(row, g, answered[g].prompt.ids, tokenizer, vision, out))
     write_text(out / "train.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_text(out / "sft.toml", _recipe(out, model, sizes))
     summary = {"model": str(model), "documents": len(rows), "entries": lengths(answered, best)}
@@ -106,12 +104,12 @@ def _row(one: Answered, entry: TaskEntry, index: int, number: int, out: Path) ->
             segment.open().convert("RGB").save(out / name)
             content.append({"type": "image", "image": name})
         elif isinstance(segment, Text):
-            content.append({"type": "text", "text": _spoken(segment.text)})
+            content.append({"type": "text", "text": segment.text})
     answer = one.answers[index]
     return {
         "messages": [
             {"role": "user", "content": content},
-            {"role": "assistant", "content": [{"type": "text", "text": answer.text.strip()}]},
+            {"role": "assistant", "content": [{"type": "text", "text": answer.text}]},
         ],
         "task": one.label,
         "key": one.problem.key,
@@ -121,24 +119,26 @@ def _row(one: Answered, entry: TaskEntry, index: int, number: int, out: Path) ->
     }
 
 
-def _spoken(text: str) -> str:
-    """A prompt's text without the marks of a document: "\\nQ: how many?\\nA:" -> "how many?"."""
-    before, _, question = text.removesuffix(ANSWER_CUE).rpartition(ASKED)
-    return f"{before}\n{question}".strip()
-
-
-def _read_back(row: dict[str, Any], number: int, tokenizer: Tokenizer, vision: VisionConfig, out: Path) -> int:
-    """Tokens of the document that training will make of the row."""
+def _read_back(
+    row: dict[str, Any], number: int, prompt_ids: torch.Tensor, tokenizer: Tokenizer, vision: VisionConfig, out: Path
+) -> int:
+    """Tokens of the document that training will make of the row. Raises UserError when it does not begin with the prompt."""
     where = f"train.jsonl:{number}"
     messages = messages_of(row, where, Media(out))
-    return len(encode(chat_sample(messages, source="shortest", key=where), tokenizer, vision))
+    document = encode(chat_sample(messages, source="shortest", key=where, template="plain"), tokenizer, vision)
+    if not torch.equal(document.ids[: len(prompt_ids)], prompt_ids):
+        raise UserError(
+            f"{where}: the document does not begin with the tokens of the prompt that was asked; report this"
+        )
+    return len(document)
 
 
 def _recipe(out: Path, model: Path, sizes: Sequence[int]) -> str:
     length = 64 * math.ceil(max(sizes) / 64)
     tokens = max(TOKENS, length)
     steps = max(1, math.ceil(EPOCHS * sum(sizes) / tokens))
-    source = {"name": "shortest", "kind": "chat_files", "path": str((out / "train.jsonl").resolve())}
+    source: dict[str, Any] = {"name": "shortest", "kind": "chat_files", "path": str((out / "train.jsonl").resolve())}
+    source["options"] = {"template": "plain"}
     stage = {"name": "sft", "steps": steps, "length": length, "tokens": tokens, "lanes": 1, "schedule": "cosine"}
     stage |= {"warmup_steps": steps // 20, "final_lr_ratio": 0.05}
     tree = {

@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every model.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", metavar="DIR", required=True, help="model directory")
+    parser.add_argument("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--tasks", metavar="TASK", nargs="+", help="such as counting/1/twin: task/difficulty/form[/thought]"
@@ -67,10 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from earlyfusion.pipeline.generate_cmd import device_of
     from earlyfusion.rl.measure import ask, summary
     from earlyfusion.rl.measure_entropy import match_entropy
+    from earlyfusion.rl.parts import model_directory
 
-    model = load_model(options.model, device=device_of(options.device))
+    folder = model_directory(options.model)
+    model = load_model(folder, device=device_of(options.device))
     asked = ask(
-        model, Tokenizer.load(options.model), entries, problems=options.problems, seed=options.seed,
+        model, Tokenizer.load(folder), entries, problems=options.problems, seed=options.seed,
         samples=options.samples, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
         slots=options.slots,
     )  # fmt: skip

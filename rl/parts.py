@@ -45,21 +45,23 @@ EMBEDDED = Path(__file__).parent / "embedded"
 
 
 def start_directory(config: RLConfig) -> Path:
-    """The model directory a run starts from: run.init_from, or "embedded:NAME" of those that travel with the package.
-
-    Raises UserError when none is given or the name is unknown.
-    """
+    """The model directory a run starts from. Raises UserError when run.init_from names none or an unknown one."""
     given = config.run.init_from
     if given is None:
         raise UserError(
             "reinforcement learning needs a model to start from: --init-from DIR, or --init-from embedded:skills"
         )
+    return model_directory(given)
+
+
+def model_directory(given: str) -> Path:
+    """A path as it is given, or "embedded:NAME" of those that travel with the package. Raises UserError for an unknown name."""
     if not given.startswith("embedded:"):
         return Path(given)
     path = EMBEDDED / given.removeprefix("embedded:")
     if not (path / "config.json").is_file():
         names = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file()) if EMBEDDED.is_dir() else []
-        raise UserError(f"run.init_from {given!r}: embedded models are {', '.join(names) or 'none'}")
+        raise UserError(f"{given!r}: embedded models are {', '.join(names) or 'none'}")
     return path
 
 

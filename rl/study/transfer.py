@@ -26,6 +26,7 @@ from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 from earlyfusion.rl.study.runner import Runner
 from earlyfusion.rl.study.transfer_analysis import analyse
 from earlyfusion.rl.study.transfer_plan import Stage, StudyConfig, read_study, stages, write_recipes
+from earlyfusion.rl.study.transfer_probe import read_probes
 from earlyfusion.rl.study.transfer_report import headline, percent, points, write_report
 
 Prepare = Callable[[Sequence[Stage]], Sequence[Stage]]
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None, prepare: Prepare | None = None) -> i
     else:
         code = EXIT_OK
     if (out / "measured").is_dir() and any((out / "measured").glob("*/none.jsonl")):
-        results = analyse(config, out)
+        results = analyse(config, out) | {"probe": read_probes(config, out)}
         write_json(out / "study.json", {"config": config.model_dump(mode="json"), **results})
         page = write_report(config, out, results)
         show(results, Console())

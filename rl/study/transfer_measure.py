@@ -3,7 +3,8 @@
     python -m earlyfusion.rl.study.transfer_measure OUT SEED
 
 What is there already is kept, so a stopped stage goes on with the next model. For every run the start is measured again
-at the temperature that gives it the run's entropy, label by label (rl/measure_entropy.py).
+at the temperature that gives it the run's entropy, label by label (rl/measure_entropy.py). A linear probe reads the
+answer from the middle of every model (probe.py).
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from earlyfusion.rl.measure import Asked, ask, load_measured, write_measured
 from earlyfusion.rl.measure_entropy import match_entropy
 from earlyfusion.rl.measure_files import entry_of
 from earlyfusion.rl.measure_pairs import by_problem
+from earlyfusion.rl.study.probe import probe
 from earlyfusion.rl.study.transfer_plan import (
     StudyConfig,
     matched_file,
     measured_file,
+    probe_file,
     read_study,
     run_folder,
     start_of,
@@ -49,6 +52,19 @@ def asked_of(folder: Path, labels: Sequence[str], config: StudyConfig) -> tuple[
     first = [label for label in labels if config.registered(label)]
     rest = [label for label in labels if label not in first]
     return asked(first, measure.samples), asked(rest, 0) if rest else None
+
+
+def probed(folder: Path, file: Path, config: StudyConfig) -> None:
+    """Probe a model directory, unless the study wants none or it is done."""
+    measure = config.measure
+    if not measure.probe or file.is_file():
+        return
+    model, tokenizer = load_model(folder, device=device_of("auto")), Tokenizer.load(folder)
+    forms = list(dict.fromkeys(["picture", config.primary]))
+    found = probe(
+        model, tokenizer, config.skill, forms, fit=measure.probe, test=measure.problems, seed=measure.seed
+    )  # fmt: skip
+    write_json(file, found)
 
 
 def written(file: Path, parts: tuple[Asked, Asked | None]) -> None:
@@ -84,12 +100,14 @@ def measure_seed(out: Path, seed: int) -> None:
         parts = asked_of(start_of(config, out, seed), config.labels(), config)
         start = parts[0]
         written(measured_file(out, seed), parts)
+    probed(start_of(config, out, seed), probe_file(measured_file(out, seed)), config)
     for arm, r in here:
         file = measured_file(out, seed, arm.name, r)
         if not file.is_file():
             folder = run_folder(out, seed, arm.name, r) / "model"
             written(file, asked_of(folder, config.labels(arm), config))
             print(f"measured {folder}", flush=True)
+        probed(run_folder(out, seed, arm.name, r) / "model", probe_file(file), config)
         target = matched_file(out, seed, arm.name, r)
         if start is not None and not target.is_file():
             write_json(target, matched(start, file))

@@ -5,7 +5,7 @@
     OUT/pretrain/p0/model              one start for every pretraining seed
     OUT/runs/p0/vision/r1/             one reinforcement learning run: arm.toml, metrics.jsonl, model, ...
     OUT/measured/p0/none.jsonl         the start on the held-out problems; vision-r1.jsonl a run; ...-matched.json the start
-                                       at that run's entropy
+                                       at that run's entropy; ...-probe.json what a linear probe reads
     OUT/study.json, OUT/report.html    what came out
 
 A stage is done when its result exists; nothing else is remembered.
@@ -58,6 +58,8 @@ class MeasureSection(Section):
     """Forms of the skill that are measured; the unrelated skill is measured as picture and as twin."""
     unrelated: bool = True
     """Measure the unrelated skill too."""
+    probe: NonNegativeInt = 300
+    """Problems that the linear probe is fitted on; 0: no probe."""
 
 
 class Arm(Section):
@@ -253,6 +255,11 @@ def matched_file(out: Path, seed: int, arm: str, rl_seed: int) -> Path:
     return out / "measured" / f"p{seed}" / f"{arm}-r{rl_seed}-matched.json"
 
 
+def probe_file(measured: Path) -> Path:
+    """What a linear probe read from the model whose answers lie in `measured`."""
+    return measured.with_name(f"{measured.stem}-probe.json")
+
+
 def stages(config: StudyConfig, out: Path) -> list[Stage]:
     """Every stage, in an order in which they could be run one after the other."""
     python = (sys.executable, "-m")
@@ -287,6 +294,8 @@ def stages(config: StudyConfig, out: Path) -> list[Stage]:
         for arm in config.arms:
             for rl_seed in range(config.rl_seeds):
                 results += [measured_file(out, seed, arm.name, rl_seed), matched_file(out, seed, arm.name, rl_seed)]
+        if config.measure.probe:
+            results += [probe_file(file) for file in results if file.suffix == ".jsonl"]
         made.append(Stage(f"measure/p{seed}", command, tuple(results), folder, (*needs, *runs), partial=True))
     return made
 

@@ -16,6 +16,7 @@ from earlyfusion.pipeline.report import STYLE
 from earlyfusion.rl.study.transfer_charts import dots
 from earlyfusion.rl.study.transfer_curves import cost_table, curves_part, rollouts_part
 from earlyfusion.rl.study.transfer_plan import StudyConfig
+from earlyfusion.rl.study.transfer_probe import probe_part
 
 Row = Mapping[str, Any]
 PUBLISHED = (
@@ -39,7 +40,7 @@ def write_report(config: StudyConfig, out: Path, results: Row) -> Path:
     """Write the page; returns its path."""
     parts = [
         _question(config, results), _primary(config, results), _controls(results), _others(config, results),
-        _published(config, results), curves_part(config, out), rollouts_part(config, out), cost_table(config, out),
+        probe_part(results), _published(config, results), curves_part(config, out), rollouts_part(config, out), cost_table(config, out),
         _methods(config, results),
     ]  # fmt: skip
     page = (

@@ -25,8 +25,9 @@ from earlyfusion.model.hub import load_model, save_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import long2short_samples, rewards
-from earlyfusion.rl.measure_files import problem_of
+from earlyfusion.rl.measure_files import entry_of, problem_of
 from earlyfusion.rl.preferences import average_weights
+from earlyfusion.rl.prompts import encode_prompt
 
 MEAN_ATOL = 1e-6
 """fp32 sums of two products of weights below 1."""
@@ -149,7 +150,7 @@ def test_the_shortest_right_answer_of_each_problem_is_written(documents):
         if right:
             row = rows[one["key"]]
             assert row["tokens"] == min(len(a["ids"]) for a in right)
-            assert row["messages"][1]["content"] == [{"type": "text", "text": "yes"}]
+            assert row["messages"][1]["content"] == [{"type": "text", "text": " yes"}]
             assert row["sampled_tokens"] == [len(a["ids"]) for a in one["answers"]] and row["right"] == len(right)
     table = json.loads((documents / "summary.json").read_text())["entries"]["all"]
     every = [len(a["ids"]) for one in samples for a in one["answers"]]
@@ -167,10 +168,33 @@ def test_rows_ask_what_the_problem_asks_with_its_picture(documents):
         if content[0]["type"] == "image":
             drawn = np.asarray(Image.open(documents / content[0]["image"]))
             assert (drawn == np.asarray(problem.picture.convert("RGB"))).all()
-            assert content[1]["text"] == problem.question
+            assert content[1]["text"] == problem.prompt()[-1].text
         else:
-            assert content == [{"type": "text", "text": f"{problem.description}\n{problem.question}"}]
+            assert content == [{"type": "text", "text": problem.prompt("twin")[0].text}]
     assert kinds == {"image", "text"}
+
+
+def test_documents_are_the_prompts_and_answers_token_for_token(documents):
+    """Oracle: the prompt as reinforcement learning encodes it, and the sampled ids."""
+    source = build_source(
+        SourceConfig(name="s", kind="chat_files", path=str(documents / "train.jsonl"), options={"template": "plain"}),
+        seed=0, val_fraction=0.0,
+    )  # fmt: skip
+    vision = model(0).config.vision
+    sampled = {one["key"]: one for one in lines(documents / "samples.jsonl")[1:]}
+    rows = lines(documents / "train.jsonl")
+    assert len(source) == len(rows) > 0
+    for position, row in enumerate(rows):
+        form = "picture" if row["messages"][0]["content"][0]["type"] == "image" else "twin"
+        problem = problem_of(row["key"])
+        prompt = encode_prompt(
+            problem, entry_of(f"{problem.task}/{problem.key.split('/')[2]}/{form}"), TOKENIZER, vision
+        )
+        document = encode(source._read(0, position), TOKENIZER, vision)
+        answer = document.ids[len(prompt.ids) :].tolist()
+        assert torch.equal(document.ids[: len(prompt.ids)], prompt.ids)
+        assert answer in [a["ids"] for a in sampled[row["key"]]["answers"] if len(a["ids"]) == row["tokens"]]
+        assert document.loss_weights.tolist() == [0.0] * len(prompt.ids) + [1.0] * len(answer)
 
 
 def test_sft_trains_on_what_was_written(documents, tmp_path, monkeypatch):
@@ -190,7 +214,7 @@ def test_sft_trains_on_what_was_written(documents, tmp_path, monkeypatch):
     assert sft.main(given) == 0
     losses = [record["loss"] for record in read_metrics(tmp_path / "sft" / "metrics.jsonl", "train")]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
-    assert (tmp_path / "sft" / "model" / "chat_template.jinja").is_file()
+    assert not (tmp_path / "sft" / "model" / "chat_template.jinja").exists()  # it answers in the form it was asked in
 
 
 def test_sampling_that_was_stopped_goes_on_with_the_same_answers(toy, tmp_path, monkeypatch):

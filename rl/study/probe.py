@@ -1,0 +1,127 @@
+"""A linear probe: what of the answer can be read from the middle of the model, in pictures and in words.
+
+    probed = probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=300, test=160, seed=7)
+    probed["picture"]["twin"]                 # accuracy by depth: fitted on pictures, read off words
+
+The state is what enters the feed-forward of each layer at the last token of the prompt, before a word of the answer is
+said, and behind the last layer the state that chooses the first token. One ridge regression from the state to the
+answers of the training split, solved exactly in fp64; the answer with the largest value counts. Problems of the test
+split share no combination with those it was fitted on. Fitted on one form and read off another it says whether both
+forms keep the answer in the same directions, which a transfer from pictures to words would need.
+
+Legend: N problems, D hidden size, C answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import Sample
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import evaluating, pack_prompts
+from earlyfusion.rl.measure import SEED_STEP, held_out
+from earlyfusion.rl.measure_files import entry_of
+from earlyfusion.rl.tasks.problem import Form, Problem
+from earlyfusion.rl.tasks.registry import make_task
+
+ROWS = 64
+"""Prompts of one pass."""
+RIDGE = 0.1
+"""Penalty beside the mean square of a standardised state, which is 1."""
+
+
+def probe(
+    model: NativeFusion, tokenizer: Any, label: str, forms: Sequence[str], *, fit: int, test: int, seed: int
+) -> dict[str, dict[str, list[float]]]:
+    """Form fitted on -> form read off -> accuracy at every depth, the last layer's output at the end.
+
+    label: "task/difficulty". fit, test: problems of the training and of the held-out split. Raises DataError for counts
+    below 2 and for a task with a single answer.
+    """
+    if fit < 2 or test < 2:
+        raise DataError(f"a probe of {fit} problems read off {test}: give at least 2 of each")
+    entry = entry_of(label)
+    task = make_task(entry.name, **entry.options)
+    known = [task.sample(seed * SEED_STEP + number, "train", entry.difficulty) for number in range(fit)]
+    _, asked = held_out(entry, test, seed)
+    answers = sorted({problem.target for problem in known})
+    if len(answers) < 2:
+        raise DataError(f"{label}: {fit} problems have the one answer {answers[0]!r}; there is nothing to tell apart")
+    code = {answer: number for number, answer in enumerate(answers)}
+    known_N = torch.tensor([code[problem.target] for problem in known])
+    asked_N = torch.tensor([code.get(problem.target, -1) for problem in asked])
+    states = {
+        form: (states_of(model, tokenizer, known, form), states_of(model, tokenizer, asked, form)) for form in forms
+    }
+    found: dict[str, dict[str, list[float]]] = {}
+    for form, (fitted, _) in states.items():
+        readers = [Reader(states_ND, known_N, len(answers)) for states_ND in fitted]
+        found[form] = {
+            other: [
+                float((reader(state_ND) == asked_N).double().mean()) for reader, state_ND in zip(readers, held)
+            ]
+            for other, (_, held) in states.items()
+        }  # fmt: skip
+    return found
+
+
+class Reader:
+    """A ridge regression from states [N, D] to one-hot answers, in fp64; called, it says the likeliest answer, int64 [N]."""
+
+    def __init__(self, states_ND: Tensor, answers_N: Tensor, count: int) -> None:
+        x_ND = states_ND.double()
+        self.mean_D, spread_D = x_ND.mean(0), x_ND.std(0)
+        self.scale_D = torch.where(spread_D > 0, spread_D, torch.ones_like(spread_D))
+        x_ND = (x_ND - self.mean_D) / self.scale_D
+        y_NC = torch.nn.functional.one_hot(answers_N, count).double()
+        self.bias_C = y_NC.mean(0)
+        gram_DD = x_ND.mT @ x_ND / len(x_ND) + RIDGE * torch.eye(x_ND.shape[1], dtype=torch.float64)
+        self.weight_DC = torch.linalg.solve(gram_DD, x_ND.mT @ (y_NC - self.bias_C) / len(x_ND))
+
+    def __call__(self, states_ND: Tensor) -> Tensor:
+        x_ND = (states_ND.double() - self.mean_D) / self.scale_D
+        return (x_ND @ self.weight_DC + self.bias_C).argmax(-1)
+
+
+def states_of(model: NativeFusion, tokenizer: Any, problems: Sequence[Problem], form: str) -> list[Tensor]:
+    """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt."""
+    kept: list[list[Tensor]] = []
+    with evaluating(model), _listening(model) as heard:
+        for start in range(0, len(problems), ROWS):
+            prompts = [
+                encode(
+                    Sample(list(problem.prompt(cast(Form, form))), problem.task, problem.key), tokenizer,
+                    model.config.vision, eos=False,
+                )
+                for problem in problems[start : start + ROWS]
+            ]  # fmt: skip
+            heard.clear()
+            row = pack_prompts(model, prompts)
+            last_TD = model.hidden(row)
+            ends = torch.tensor([offset + len(p) - 1 for offset, p in zip(row.segments.offsets, prompts)])
+            kept.append([state.index_select(0, ends.to(state.device)).float().cpu() for state in [*heard, last_TD]])
+    return [torch.cat(parts) for parts in zip(*kept)]
+
+
+@contextmanager
+def _listening(model: NativeFusion) -> Iterator[list[Tensor]]:
+    """Collects what enters the feed-forward of every layer, in order."""
+    heard: list[Tensor] = []
+
+    def hear(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        heard.append(inputs[0].detach())
+
+    inner: list[Any] = [layer.block_sparse_moe if layer.sparse else layer.mlp for layer in model.decoder.layers]
+    handles = [module.register_forward_pre_hook(hear) for module in inner]
+    try:
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()
