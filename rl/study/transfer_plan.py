@@ -76,6 +76,8 @@ class Arm(Section):
     """Curated documents of the study's `replay`."""
     against: list[str] = []
     """Controls of this arm besides random, sft, text and unrelated."""
+    power: float = Field(1.0, gt=0)
+    """Power of its scores (TaskEntry.power), for skills that pay partial credit."""
     config: dict[str, Any] = {}
     """Laid over the study's [rl]."""
 
@@ -159,7 +161,7 @@ class StudyConfig(Section):
     def recipe(self, arm: Arm) -> dict[str, Any]:
         """The reinforcement learning recipe of an arm, as a plain dict. Raises ValueError for one that is not valid."""
         tree = merge(self.rl, arm.config)
-        tree["tasks"] = [_entry(entry_of(self.label(text))) for text in arm.tasks]
+        tree["tasks"] = [_entry(entry_of(self.label(text))) | {"power": arm.power} for text in arm.tasks]
         sources = [dict(source) for source in self.replay] if arm.replay else []
         for number, (text, weight) in enumerate(arm.documents.items()):
             entry = entry_of(self.label(text))
