@@ -14,11 +14,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from earlyfusion.data.errors import BadSample
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.paused import PausedRequest
 from earlyfusion.model.engine.request import Handle, Request, SamplingParams
@@ -68,9 +71,12 @@ class Collector:
         self._replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
         self.counts: Counter[str] = Counter()
         self.desk: ToolDesk | None = ToolDesk(config.rollout) if config.has_tools else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._ahead: Future[None] | None = None
 
     def close(self) -> None:
-        """Stop what programs still run."""
+        """Stop what programs still run, and the thread."""
+        self._thread.shutdown()
         if self.desk is not None:
             self.desk.close()
 
@@ -86,6 +92,25 @@ class Collector:
         return {
             f"tools/{name}": value for name, value in found.items() if value or name in ("answers", "valid", "calls")
         }
+
+    def prefetch(self, update: int) -> None:
+        """Make this process's prompts of a coming iteration in a thread: `collect` finds them in the book's memory."""
+        rollout = self.config.rollout
+        if not rollout.prefetch or rollout.token_cap is not None or rollout.fraction < 1:
+            return
+        shares = [self._due(rollout.prompts, rank) for rank in range(self.runtime.world)]
+        first = sum(shares[: self.runtime.rank])
+        asks = self.book.coming(rollout.prompts, update)[first : first + shares[self.runtime.rank]]
+        self._ahead = self._thread.submit(self._make, asks)
+
+    def _make(self, asks: Sequence[Ask]) -> None:
+        for ask in asks:
+            with suppress(BadSample):  # `draw` meets it again, counts it and takes another
+                self.book.prompt(ask)
+
+    def _due(self, count: int, rank: int) -> int:
+        world = self.runtime.world
+        return count // world + (rank < count % world)
 
     def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> Collected:
         """Keep `count` prompts (of all processes) in work; every process calls it. round_: which of several calls in one
@@ -128,10 +153,12 @@ class Collector:
 
     def _new_asks(self, update: int, count: int) -> tuple[list[Ask], int]:
         """(this process's new prompts, number of the first of them): what is carried is topped up to its share."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
         world, rank = self.runtime.world, self.runtime.rank
-        due = count // world + (rank < count % world)
         needs = torch.zeros(world, dtype=torch.float64)
-        needs[rank] = max(0, due - len(self.carried))
+        needs[rank] = max(0, self._due(count, rank) - len(self.carried))
         needs = self.runtime.sum(needs)
         total, first = int(needs.sum()), int(needs[:rank].sum())
         share = slice(first, first + int(needs[rank]))

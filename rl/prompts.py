@@ -103,11 +103,7 @@ class PromptBook:
         be all; every process calls it equally often and gets the same prompts. Raises DataError where TRIES prompts in a
         row do not serve.
         """
-        if self.pool:
-            bins = draw(self.weights(update), count, self.generator)
-        else:
-            bins = spread_evenly(self.weights(update), count, self.generator)
-        asks = [Ask(bin, bin // max(1, self.pool), self._number(bin)) for bin in bins]
+        asks = self._proposed(count, update)
         mine, unsure = set(range(*share.indices(count))), list(range(count))
         for _ in range(TRIES):
             found_N = torch.zeros(count, dtype=torch.float64)
@@ -125,6 +121,19 @@ class PromptBook:
             f"{self.entries[asks[unsure[0]].entry].label}: {TRIES} prompts in a row were left out ({dict(self.left_out)}); "
             "raise rollout.max_prompt_tokens or make the task easier"
         )
+
+    def coming(self, count: int, update: int) -> list[Ask]:
+        """What `draw` would begin with if it were called now; nothing changes."""
+        generator, made_E = self.generator.get_state(), list(self.made_E)
+        asks = self._proposed(count, update)
+        self.made_E = made_E
+        self.generator.set_state(generator)
+        return asks
+
+    def _proposed(self, count: int, update: int) -> list[Ask]:
+        how = draw if self.pool else spread_evenly
+        bins = how(self.weights(update), count, self.generator)
+        return [Ask(bin, bin // max(1, self.pool), self._number(bin)) for bin in bins]
 
     def _number(self, bin: int) -> int:
         """Which problem a bin asks: its own of the pool, or the next one of its entry."""

@@ -130,6 +130,9 @@ class RolloutSection(Section):
     """Memory of a program beyond that of an idle interpreter."""
     tool_workers: PositiveInt = 2
     """Programs that run at a time, by one process."""
+    prefetch: bool = True
+    """Make the next iteration's prompts in a thread while this one trains; the same prompts either way. Not in partial
+    rollout, where an iteration's share is known only when it begins."""
     resample: NonNegativeInt = 0
     """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new ones."""
 

@@ -94,6 +94,8 @@ class Reinforcement:
         kit.refresh_engine(update)
         collected, seen, score_s = self._experience(heat, update)
         record |= self._seen(collected, seen, score_s)
+        if update + 1 < config.total_updates:
+            kit.collector.prefetch(update + 1)
         start = time.perf_counter()
         record |= self._learn(seen, heat)
         return record | {"time/train_s": time.perf_counter() - start}

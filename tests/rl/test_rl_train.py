@@ -219,6 +219,26 @@ def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path
         made.close()
 
 
+@pytest.mark.parametrize("rollout", [{}, {"pool": 5}, {"max_prompt_tokens": LIMIT}])
+def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, rollout):
+    """Oracle: the run without the thread."""
+    for name, prefetch in (("ahead", True), ("at once", False)):
+        tasks = [{"name": "counting"}, {"name": "colour_shape"}]
+        run(folder, tmp_path / name, rollout={**rollout, "prefetch": prefetch}, train={"updates": 3}, tasks=tasks)
+    assert_same(tmp_path / "ahead", tmp_path / "at once")
+
+
+def test_what_is_coming_is_what_is_drawn(folder, tmp_path):
+    made = training(folder, tmp_path / "run")
+    try:
+        book = made.kit.book
+        book.draw(3, 0)
+        coming = book.coming(8, 1)
+        assert coming == book.coming(8, 1) == book.draw(8, 1) != book.draw(8, 1)
+    finally:
+        made.close()
+
+
 def raising(problem, response):
     raise RuntimeError("no reward today")
 
