@@ -1,9 +1,6 @@
-"""`earlyfusion prepare`: every kind of input, limits, duplicates, interruption, checksums."""
+"""`earlyfusion prepare`: limits, duplicates, interruption, checksums."""
 
-import hashlib
-import io
 import itertools
-import json
 import os
 import random
 import signal
@@ -15,9 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image as PILImage
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.options import ShardsOptions
@@ -26,11 +21,11 @@ from earlyfusion.data.prepare_inputs import InputOptions, _inside
 from earlyfusion.data.prepare_rows import RowMembers
 from earlyfusion.data.prepare_work import Job, Worker
 from earlyfusion.data.prepare_write import bin_of
-from earlyfusion.data.sources import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
-from .shard_files import SHARED, captions, dump, picture, write_tar
+from .prepare_cases import digest, prepare, samples, skipped
+from .shard_files import dump, picture
 
 
 @pytest.fixture(autouse=True)
@@ -38,27 +33,6 @@ def small(tmp_path, cache, tokenizer, monkeypatch):
     """A cache of the test's own; the tokenizer saved once, because workers start in their own processes."""
     monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
     tokenizer.save(tmp_path / "tokenizer")
-
-
-def prepare(tmp_path, source, out="out", *options, workers=1):
-    argv = [str(source), "--out", str(tmp_path / out), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
-    assert main([*argv, "--workers", str(workers), *map(str, options)]) == 0
-    return json.loads((tmp_path / out / "index.json").read_text())
-
-
-def samples(folder):
-    source = build_source(SourceConfig(name="p", kind="webdataset", path=str(folder)), val_fraction=0.0)
-    return [source.get(i, 0) for i in range(len(source))]
-
-
-def skipped(folder):
-    return [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
-
-
-def digest(folder):
-    """Names and contents of everything a preparation leaves."""
-    files = sorted(path for path in folder.iterdir() if path.name != ".lock")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
@@ -307,138 +281,6 @@ def test_verify_finds_every_kind_of_damage(tmp_path, album, harm):
     words = {"flip": "checksum differs", "cut": "bytes, expected", "remove": "missing", "index": "of another shard"}
     with pytest.raises(DataError, match=rf"1 of 3 shards are damaged: shard-000001\.tar: .*{words[harm]}"):
         main(["--verify", "--out", str(out)])
-
-
-# ---- inputs
-
-
-def test_json_lines_with_paths(tmp_path):
-    root = tmp_path / "set"
-    (root / "img").mkdir(parents=True)
-    for i in range(4):
-        (root / "img" / f"{i}.jpg").write_bytes(picture(i))
-    (tmp_path / "secret.jpg").write_bytes(picture(9))
-    rows = [
-        {"image": "img/0.jpg", "caption": "zero"},
-        {"image": ["img/1.jpg", "img/2.jpg"], "conversations": [
-            {"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "left"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "img/3.jpg"}, {"type": "text", "text": "?"}]},
-                      {"role": "assistant", "content": "three"}]},
-        {"text": "only text"},
-        {"texts": ["a", None, "b"], "images": [None, "img/1.jpg", None]},
-        {"image": "img/77.jpg", "caption": "gone"},
-        {"image": "../secret.jpg", "caption": "escape"},
-        {"image": str(tmp_path / "secret.jpg"), "caption": "escape"},
-    ]  # fmt: skip
-    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
-    made = prepare(tmp_path, root / "data.jsonl")
-    assert made["formats"] == {"caption": 1, "conversation": 2, "interleaved": 1, "text": 1}
-    assert [s.text for s in samples(tmp_path / "out")] == [
-        "\nzero", "\nQ:  or ?\nA: left", "\nQ: ?\nA: three", "only text", "a\nb",
-    ]  # fmt: skip
-    assert made["media"] == 5 and made["skipped"] == {"missing_member": 1, "unreadable": 2, "bad_json": 1}
-    assert [entry["from"] for entry in skipped(tmp_path / "out")][-1] == "data.jsonl:9"
-    as_folder = prepare(tmp_path, root, "folder")  # the pictures belong to the lines, they are no items of their own
-    assert as_folder["formats"] == made["formats"] and as_folder["items"] == 9
-
-
-def test_a_text_field_and_an_image_field_can_be_named(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture(0, form="PNG"))
-    (tmp_path / "d.jsonl").write_text(json.dumps({"shot": "a.png", "story": "once", "id": 7}))
-    prepare(tmp_path, tmp_path / "d.jsonl", "out", "--image-field", "shot", "--text-field", "story")
-    (sample,) = samples(tmp_path / "out")
-    assert sample.text == "\nonce" and sample.segments[0].image == picture(0, form="PNG")
-
-
-def test_parquet_with_pictures_inside(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"image": {"bytes": picture(i), "path": f"{i}.jpg"}, "caption": f"row {i}"} for i in range(30)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows[:20]), tmp_path / "a.parquet", row_group_size=8)
-    parquet.write_table(pyarrow.Table.from_pylist(rows[20:]), tmp_path / "b.parquet")
-    prepare(tmp_path, f"{tmp_path}/*.parquet", "out", workers=2)
-    found = samples(tmp_path / "out")
-    assert [s.text for s in found] == [f"\nrow {i}" for i in range(30)]
-    assert found[27].segments[0].image == picture(27)
-
-
-def test_datasets_on_disk_keep_their_bytes(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    rows = {
-        "image": [{"bytes": picture(i, form="PNG"), "path": None} for i in range(12)],
-        "text": [f"row {i}" for i in range(12)],
-    }
-    table = datasets.Dataset.from_dict(rows, features=features)
-    table.select(range(1, 12)).save_to_disk(str(tmp_path / "one"))
-    prepare(tmp_path, tmp_path / "one")
-    found = samples(tmp_path / "out")
-    assert [s.text for s in found] == [f"\nrow {i}" for i in range(1, 12)]
-    assert found[0].segments[0].image == picture(1, form="PNG")
-    datasets.DatasetDict({"train": table, "test": table.select(range(3))}).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(DataError, match="splits test, train; name one with --split"):
-        prepare(tmp_path, tmp_path / "two", "two-out")
-    assert prepare(tmp_path, tmp_path / "two", "two-out", "--split", "test")["samples"] == 3
-
-
-def test_shards_are_resharded_and_torn_ones_counted(tmp_path):
-    whole = write_tar(tmp_path / "a.tar", captions(20)).read_bytes()
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.tar").write_bytes(whole)
-    (tmp_path / "in" / "b.tar").write_bytes(write_tar(tmp_path / "b.tar", captions(10, 15)).read_bytes()[:9000])
-    made = prepare(tmp_path, tmp_path / "in", "out", "--shard-samples", 7)
-    texts = [s.text for s in samples(tmp_path / "out")]
-    assert texts[:20] == [f"\ncaption {i}" for i in range(20)] and len(texts) == len(set(texts))
-    assert made["skipped"]["truncated_tar"] == 1 and made["skipped"]["duplicate"] >= 1
-
-
-def clip(path, frames=12):
-    av = pytest.importorskip("av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4" if path.suffix == ".mp4" else "libvpx-vp9", rate=6)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(frames):
-            pixels = np.full((48, 64, 3), 20 * i % 255, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-
-
-def test_a_folder_of_videos(tmp_path):
-    root = tmp_path / "clips"
-    root.mkdir()
-    for name in ("a.mp4", "b.webm"):
-        clip(root / name)
-        (root / name).with_suffix(".txt").write_text(f"a clip, {name}")
-    frames = [PILImage.new("RGB", (40, 30), (i * 40, 0, 0)) for i in range(5)]
-    frames[0].save(root / "c.gif", save_all=True, append_images=frames[1:], duration=200)
-    (root / "c.json").write_bytes(dump({"caption": "red grows"}))
-    (root / "d.mp4").write_bytes((root / "a.mp4").read_bytes()[:700])
-    (root / "d.txt").write_text("torn")
-    made = prepare(tmp_path, root)
-    assert made["formats"] == {"video": 3} and made["patches"] > 0
-    assert [e["reason"] for e in skipped(tmp_path / "out")] == ["corrupt_video"]
-
-
-def test_real_photographs(tmp_path):
-    photos = SHARED / "data" / "photos"
-    if not photos.is_dir():
-        pytest.skip("no ../shared/data/photos")
-    root = tmp_path / "photos"
-    root.mkdir()
-    names = sorted(p for p in photos.iterdir() if p.suffix in (".jpg", ".png"))[:5]
-    for path in names:
-        (root / path.name).write_bytes(path.read_bytes())
-        (root / path.name).with_suffix(".txt").write_text(f"a photograph: {path.stem}")
-    made = prepare(tmp_path, root, workers=2)
-    assert made["samples"] == len(names) and not made["skipped"]
-    with (
-        PILImage.open(io.BytesIO(samples(tmp_path / "out")[0].segments[0].image)) as stored,
-        PILImage.open(names[0]) as own,
-    ):
-        assert np.array_equal(np.asarray(stored), np.asarray(own))
 
 
 # ---- errors of the user
