@@ -4,7 +4,7 @@
     OUT/sft.toml         a recipe that trains on them: earlyfusion sft OUT/sft.toml
     OUT/summary.json     lengths before and after, by entry
 
-A document is, token for token, the prompt that was asked and the answer that was sampled: what reinforcement learning and
+A document is the prompt that was asked, token for token, and the text of the answer: what reinforcement learning and
 `earlyfusion measure` will ask again. Every row is read back by the pipeline's own reader before it is written.
 """
 

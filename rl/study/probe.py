@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Sample
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating, pack_prompts
 from earlyfusion.rl.measure import SEED_STEP, held_out
 from earlyfusion.rl.measure_files import entry_of
-from earlyfusion.rl.tasks.problem import Form, Problem
+from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.tasks.problem import Problem
 from earlyfusion.rl.tasks.registry import make_task
 
 ROWS = 64
@@ -57,9 +57,10 @@ def probe(
     code = {answer: number for number, answer in enumerate(answers)}
     known_N = torch.tensor([code[problem.target] for problem in known])
     asked_N = torch.tensor([code.get(problem.target, -1) for problem in asked])
-    states = {
-        form: (states_of(model, tokenizer, known, form), states_of(model, tokenizer, asked, form)) for form in forms
-    }
+    states = {}
+    for form in forms:
+        asks = entry_of(f"{label}/{form}")
+        states[form] = tuple(states_of(model, tokenizer, part, asks) for part in (known, asked))
     found: dict[str, dict[str, list[float]]] = {}
     for form, (fitted, _) in states.items():
         readers = [Reader(states_ND, known_N, len(answers)) for states_ND in fitted]
@@ -90,23 +91,18 @@ class Reader:
         return (x_ND @ self.weight_DC + self.bias_C).argmax(-1)
 
 
-def states_of(model: NativeFusion, tokenizer: Any, problems: Sequence[Problem], form: str) -> list[Tensor]:
-    """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt."""
+def states_of(model: NativeFusion, tokenizer: Any, problems: Sequence[Problem], entry: TaskEntry) -> list[Tensor]:
+    """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt, asked as `entry`
+    asks."""
     kept: list[list[Tensor]] = []
     with evaluating(model), _listening(model) as heard:
         for start in range(0, len(problems), ROWS):
-            prompts = [
-                encode(
-                    Sample(list(problem.prompt(cast(Form, form))), problem.task, problem.key), tokenizer,
-                    model.config.vision, eos=False,
-                )
-                for problem in problems[start : start + ROWS]
-            ]  # fmt: skip
+            part = problems[start : start + ROWS]
+            prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in part]
             heard.clear()
-            row = pack_prompts(model, prompts)
-            last_TD = model.hidden(row)
-            ends = torch.tensor([offset + len(p) - 1 for offset, p in zip(row.segments.offsets, prompts)])
-            kept.append([state.index_select(0, ends.to(state.device)).float().cpu() for state in [*heard, last_TD]])
+            last_TD = model.hidden(pack_prompts(model, prompts))
+            ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).to(last_TD.device) - 1
+            kept.append([state_TD.index_select(0, ends_N).float().cpu() for state_TD in [*heard, last_TD]])
     return [torch.cat(parts) for parts in zip(*kept)]
 
 

@@ -185,6 +185,7 @@ def test_the_shipped_study_names_every_arm_and_its_recipes_are_valid(tmp_path):
     assert read["text"].tasks[0].form == "twin" and read["thought"].tasks[0].thought and len(read["joint"].tasks) == 2
     assert read["thought_sft"].ptx.only and read["thought_sft"].data.sources[0].options["thought"] == 1.0
     assert read["unrelated"].tasks[0].name != read["vision"].tasks[0].name
+    assert read["unrelated"].tasks[0].power == 8.0 and read["vision"].tasks[0].power == 1.0
 
 
 def test_runs_of_one_seed_share_it_so_that_arms_see_the_same_prompts(tmp_path):

@@ -1,4 +1,4 @@
-"""The linear probe: exact where the answer is planted, at chance where there is none, the same as scikit-free algebra."""
+"""The linear probe: exact where the answer is planted, at chance where there is none, the states those of measuring."""
 
 import json
 
@@ -11,7 +11,12 @@ from study_world import study
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.statistics_distributions import t_quantile
+from earlyfusion.model.engine.sequence import house_of
+from earlyfusion.model.generate import evaluating
 from earlyfusion.model.hub import load_model
+from earlyfusion.rl.measure_files import entry_of
+from earlyfusion.rl.measure_forward import Reading
+from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
 from earlyfusion.rl.study.transfer_plan import measured_file, probe_file
 from earlyfusion.rl.study.transfer_probe import probe_part, read_probes
@@ -55,19 +60,23 @@ def test_the_regression_is_the_least_of_its_objective():
 
 
 def test_states_are_those_of_each_prompt_alone_and_the_last_chooses_the_first_token(folder):
-    """Oracle: every prompt in a pass of its own, and the model's own hidden states."""
+    """Oracles: every prompt in a pass of its own, and the states from which `measure` answers."""
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     task = make_task("counting")
     problems = [task.sample(seed, "train", 0) for seed in range(5)]
     for form in ("picture", "twin"):
-        together = states_of(model, tokenizer, problems, form)
+        entry = entry_of(f"counting/0/{form}")
+        together = states_of(model, tokenizer, problems, entry)
         assert len(together) == model.config.text.num_hidden_layers + 1
         for n, problem in enumerate(problems):
-            alone = states_of(model, tokenizer, [problem], form)
+            alone = states_of(model, tokenizer, [problem], entry)
             for left, right in zip(together, alone):
                 # fp32 sums of packed and single prompts in another order
                 torch.testing.assert_close(left[n], right[0], atol=1e-4, rtol=1e-4)
-        assert not torch.equal(together[-1][0], together[0][0])
+        prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in problems]
+        with evaluating(model):
+            reading = Reading.of(model, house_of(model, tokenizer), prompts)  # the states that measuring answers from
+        torch.testing.assert_close(together[-1], reading.last_ND, atol=1e-4, rtol=1e-4)
 
 
 def test_the_probe_of_a_model_gives_every_pair_of_forms_at_every_depth(folder):
@@ -78,7 +87,7 @@ def test_the_probe_of_a_model_gives_every_pair_of_forms_at_every_depth(folder):
     assert all(len(found[a][b]) == depths for a in found for b in found)
     assert all(0 <= x <= 1 for a in found for b in found for x in found[a][b])
     assert found == probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=24, test=12, seed=3)
-    assert not model.decoder.layers[0].mlp._forward_pre_hooks if hasattr(model.decoder.layers[0], "mlp") else True
+    assert not any(module._forward_pre_hooks for module in model.modules())  # nothing listens any longer
     with pytest.raises(DataError, match="at least 2"):
         probe(model, tokenizer, "counting/0", ["picture"], fit=1, test=12, seed=3)
 
