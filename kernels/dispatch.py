@@ -58,7 +58,11 @@ REGISTRY: dict[str, dict[str, str]] = {
         "naive": f"{_ROOM}.attention.decode:mla_decode",
         "triton": f"{_ROOM}.attention.triton_decode:mla_decode",
     },
-    "max_logit": {"naive": f"{_ROOM}.attention.naive:max_logit", "torch": f"{_ROOM}.attention.max_logit:max_logit"},
+    "max_logit": {
+        "naive": f"{_ROOM}.attention.naive:max_logit",
+        "torch": f"{_ROOM}.attention.max_logit:max_logit",
+        "triton": f"{_ROOM}.attention.triton_max_logit:max_logit",
+    },
     "attnres_phase1": {
         "naive": f"{_ROOM}.attnres.naive:phase1",
         "torch": f"{_ROOM}.attnres.two_phase:phase1",

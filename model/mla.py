@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.attention.max_logit import max_logit
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CallPlan, MlaStore
@@ -99,7 +98,9 @@ class MultiHeadLatentAttention(Fp32State):
         )
         if track:
             with torch.no_grad():
-                largest = max_logit(q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau)
+                largest = resolve("max_logit", q_THQ.device)(
+                    q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
+                )
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
         return o_THV
 

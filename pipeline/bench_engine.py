@@ -23,7 +23,7 @@ from rich.table import Table
 
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_engine_context import context_table, measure_contexts
-from earlyfusion.pipeline.bench_engine_peer import GROUP, KEPT, SIDES
+from earlyfusion.pipeline.bench_engine_peer import DTYPES, GROUP, KEPT, SIDES
 from earlyfusion.pipeline.bench_record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
@@ -42,7 +42,13 @@ def parser() -> argparse.ArgumentParser:
     engine = argparse.ArgumentParser(
         prog="earlyfusion bench engine", description=__doc__, formatter_class=BenchFormatter
     )
-    engine.add_argument("--recipe", default="nano", help="recipe whose decoder shape is used")
+    engine.add_argument(
+        "--recipe", default="nano", help="recipe whose decoder shape is used; --model.KEY VALUE changes a key of it"
+    )
+    engine.add_argument(
+        "--dtype", default="bfloat16" if torch.cuda.is_available() else "float32", choices=list(DTYPES),
+        help="dtype of the weights, of all sides",
+    )  # fmt: skip
     engine.add_argument("--batches", type=numbers, default=[1, 8, 64], help="numbers of prompts, as 1,8,64")
     engine.add_argument("--prompts", type=numbers, default=[32, 128], help="prompt lengths in tokens")
     engine.add_argument("--new", type=int, default=64, help="tokens to generate")
@@ -71,9 +77,20 @@ def one_side(side: str, request: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def compare(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def decoder_shape(recipe: str, changes: Sequence[str]) -> dict[str, Any]:
+    """The decoder of a recipe, with changes such as ["--model.num_experts", "16"].
+
+    Raises:
+        UserError: the recipe or a key is unknown, a value is missing, or the shape is impossible.
+    """
+    if any(not word.startswith("--model.") for word in changes[::2]) or len(changes) % 2:
+        raise UserError(f"bench engine: {' '.join(changes)!r} is not understood; expected --model.KEY VALUE pairs")
+    pairs = [(key.removeprefix("--"), value) for key, value in zip(changes[::2], changes[1::2])]
+    return load_config([recipe], pairs).model.model_dump(mode="json")
+
+
+def compare(options: argparse.Namespace, shape: dict[str, Any], console: Console) -> list[dict[str, Any]]:
     """One record per (batch, prompt length, kind of lengths)."""
-    shape = load_config([options.recipe]).model.model_dump(mode="json")
     theirs = [side for side in options.sides.split(",") if side]
     unknown = [side for side in theirs if side not in SIDES]
     if unknown:
@@ -86,7 +103,7 @@ def compare(options: argparse.Namespace, console: Console) -> list[dict[str, Any
     for batch, prompt, lengths in cases:
         request = {
             "shape": shape, "batch": batch, "prompt": prompt, "new": options.new, "lengths": lengths,
-            "threads": options.threads, "seed": options.seed,
+            "threads": options.threads, "seed": options.seed, "dtype": options.dtype,
         }  # fmt: skip
         results: dict[str, list[dict[str, Any]]] = {side: [] for side in ("engine", *theirs) if side not in refused}
         for number in range(options.rounds):
@@ -156,19 +173,19 @@ def comparison_table(records: list[dict[str, Any]], new: int) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `earlyfusion bench engine`."""
-    options = parser().parse_args(argv)
+    options, changes = parser().parse_known_args(argv)
+    shape = decoder_shape(options.recipe, changes)
     console = Console(highlight=False)
     record = new_record(options)
     if options.sides:
-        record["comparison"] = compare(options, console)
+        record["comparison"] = compare(options, shape, console)
         console.print(comparison_table(record["comparison"], options.new))
         for side, reason in record["comparison"][-1]["refused"].items():
             console.print(f"transformers refuses {side}: {reason}")
     if options.steps:
-        shape = load_config([options.recipe]).model.model_dump(mode="json")
         with console.status("decoding at long contexts"):
             record["contexts"] = measure_contexts(
-                shape, options.contexts, options.steps, options.seed, options.most_batch
+                shape, options.contexts, options.steps, options.seed, options.most_batch, DTYPES[options.dtype]
             )
         console.print(context_table(record["contexts"]))
     save_record(record, options.out, console)

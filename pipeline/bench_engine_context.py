@@ -85,16 +85,21 @@ def _wait() -> None:
 
 
 def measure_contexts(
-    shape: dict[str, Any], contexts: list[int], steps: int, seed: int, most_batch: int
+    shape: dict[str, Any],
+    contexts: list[int],
+    steps: int,
+    seed: int,
+    most_batch: int,
+    dtype: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
     """One record per context: seconds per step and token, memory, and the batch that fits where all-MLA holds `base`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hybrid, full = our_model(shape, seed, device), our_model(all_mla(shape), seed, device)
+    hybrid, full = (our_model(each, seed, device, dtype, drawn_there=True) for each in (shape, all_mla(shape)))
     base, records = 1, []
     for context in contexts:
         hybrid_s, hybrid_bytes = step_seconds(hybrid, context, base, steps)
         full_s, full_bytes = step_seconds(full, context, base, steps)
-        batch = min(most_batch, base * full_bytes // hybrid_bytes)
+        batch = max(base, min(most_batch, base * full_bytes // hybrid_bytes))
         larger_s, _ = step_seconds(hybrid, context, batch, steps) if batch > base else (hybrid_s, 0)
         records.append({
             "context": context, "batch": base, "hybrid_step_s": hybrid_s, "all_mla_step_s": full_s,

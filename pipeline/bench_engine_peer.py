@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.model.public_names import keeps_fp32
 from earlyfusion.pipeline.bench_peer import peak_mib
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
@@ -33,6 +34,7 @@ GROUP = 16
 KEPT = "generate-kept"
 """transformers' generate in a process that keeps freed buffers, as ours does."""
 LENGTHS = ("equal", "ragged", "groups")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,17 @@ def shared_shape(shape: dict[str, Any]) -> dict[str, Any]:
     return {**shape, **same}
 
 
-def our_model(shape: dict[str, Any], seed: int, device: torch.device) -> Any:
-    """Our model of a decoder shape with seeded weights; its vision side is the tiny preset and stays unused."""
+def our_model(
+    shape: dict[str, Any],
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    drawn_there: bool = False,
+) -> Any:
+    """Our model of a decoder shape with seeded weights; its vision side is the tiny preset and stays unused.
+
+    drawn_there: draw the weights on the device itself, quicker for billions and other than those of a CPU.
+    """
     from earlyfusion.model.config import FusionConfig, ModelConfig
     from earlyfusion.model.fusion import NativeFusion
     from earlyfusion.vision.config import VisionConfig
@@ -83,19 +94,33 @@ def our_model(shape: dict[str, Any], seed: int, device: torch.device) -> Any:
     torch.manual_seed(seed)
     text = ModelConfig.model_validate(shape)
     config = FusionConfig(text=text, vision=VisionConfig.preset("tiny"), media_token_id=FIRST_TOKEN - 1)
-    return NativeFusion(config).to(device).eval()
+    with torch.device(device if drawn_there else "cpu"):
+        model = NativeFusion(config)
+    return cast(model, dtype).to(device).eval()
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in `dtype`, but for what stays float32 in a model directory, too."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not keeps_fp32(name):
+            tensor.data = tensor.data.to(dtype)
+    return model
 
 
 def engine_side(request: dict[str, Any], device: torch.device) -> Generate:
-    """Our engine; a fresh one per case, since its pools are sized for it."""
+    """Our engine, made once for a number of prompts and their lengths: its pools are sized for them."""
+    from earlyfusion.model.engine.engine import Engine
     from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt
     from earlyfusion.model.generate import engine_for
 
-    model = our_model(shared_shape(request["shape"]), request["seed"], device)
+    model = our_model(shared_shape(request["shape"]), request["seed"], device, DTYPES[request["dtype"]])
+    engines: dict[int, Engine] = {}
 
     def generate(case: Case) -> list[list[int]]:
         prompts = [TokenPrompt(ids) for ids in case.prompts]
-        engine = engine_for(model, None, prompts, max(case.wanted))
+        if len(prompts) not in engines:
+            engines[len(prompts)] = engine_for(model, None, prompts, max(*case.wanted, request["new"]))
+        engine = engines[len(prompts)]
         prompts, wanted = prompts[:: case.group], case.wanted[:: case.group]
         params = [SamplingParams(count, 0.0, ignore_eos=True, n=case.group) for count in wanted]
         requests = [Request(str(i), prompt, param) for i, (prompt, param) in enumerate(zip(prompts, params))]
@@ -129,7 +154,7 @@ def reference(request: dict[str, Any], device: torch.device) -> Any:
     )  # fmt: skip
     model = KimiLinearForCausalLM(KimiLinearConfig(**fields))
     model.load_state_dict(their_names(ours.decoder.state_dict()), strict=True)
-    return model.to(device).eval()  # type: ignore[arg-type]
+    return cast(model, DTYPES[request["dtype"]]).to(device).eval()
 
 
 def their_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -219,6 +244,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # whatever transformers raises for what it does not support
         return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     one = Case(case.prompts, [1] * len(case.prompts), case.group)
+    if device.type == "cuda":  # kernels are compiled and CUDA graphs captured when shapes are first met
+        for wanted in (one, case):
+            generate(wanted)
     # one thread on a CPU is timed by its own busy time, which other work on the machine disturbs least
     clock = time.process_time if device.type == "cpu" and request["threads"] == 1 else time.perf_counter
     seconds, answers, began = [], [], time.perf_counter()

@@ -102,16 +102,18 @@ class Pretraining:
         while self.step < self.total:
             place = self.stages.place(self.step)
             with self.meter.waiting():
-                batches = [batch.to(self.runtime.device) for batch in self.loaders.at(place.index).next_step()]
+                given = self.loaders.at(place.index).next_step()
+                batches = [batch.to(self.runtime.device) for batch in given]
+            flops = self.costs.of(given)  # counts labels, on the host
             for batch in batches:
                 weigh(batch, self.source_weights, self.config.train.text_loss_weight)
-            self._one_step(batches, place)
+            self._one_step(batches, place, flops)
             if self.runtime.should_stop():
                 return self._leave_early()
             self._every_so_often()
         return self._finish()
 
-    def _one_step(self, batches: Sequence[Any], place: Any) -> None:
+    def _one_step(self, batches: Sequence[Any], place: Any, flops: tuple[float, float]) -> None:
         self.model.train()
         routes = self.exchange.routes(batches, self.config.stages[place.index].max_patches)
         result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum, routes)
@@ -131,10 +133,9 @@ class Pretraining:
         else:
             balance = build.forget_step(self.fusion, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        decoder_flops, vision_flops = self.costs.of(batches)
         self.meter.step(
             tokens=sum(b.num_tokens for b in batches), patches=sum(b.num_patches for b in batches),
-            samples=sum(b.segments.num for b in batches), decoder_flops=decoder_flops, vision_flops=vision_flops,
+            samples=sum(b.segments.num for b in batches), decoder_flops=flops[0], vision_flops=flops[1],
             vision_work=self.exchange.work(batches, routes),
         )  # fmt: skip
         self.step += 1

@@ -31,7 +31,10 @@ class StepLoss:
 
 @dataclass
 class LossBook:
-    """Unweighted negative log-likelihood by source and modality since the last log line, in nats."""
+    """Unweighted negative log-likelihood by source and modality since the last log line, in nats.
+
+    Kept where the batches are: nothing waits for the device before `means`.
+    """
 
     sources: Sequence[str]
     sums: Tensor = field(init=False)
@@ -45,12 +48,12 @@ class LossBook:
 
     def add(self, batch: Any, nll_T: Tensor) -> None:
         """Add one micro-batch; only tokens that carry loss count (and are finite: the guard tells of the others)."""
-        valid = (batch.labels >= 0) & (batch.loss_weights > 0) & nll_T.isfinite()
-        row = batch.source_ids[valid].long() * 2 + (~batch.has_image[valid]).long()
-        flat = torch.zeros(len(self.sources) * 2, 2, dtype=torch.float64, device=nll_T.device)
-        values = nll_T[valid].double()
-        flat.index_add_(0, row, torch.stack([values, torch.ones_like(values)], dim=1))
-        self.sums += flat.view(-1, 2, 2).to(self.sums.device)
+        valid_T = (batch.labels >= 0) & (batch.loss_weights > 0) & nll_T.isfinite()
+        row_T = batch.source_ids.long() * 2 + (~batch.has_image).long()
+        rows_R = torch.arange(2 * len(self.sources), device=nll_T.device)
+        values_T2 = torch.stack([torch.where(valid_T, nll_T, 0.0), valid_T.to(nll_T.dtype)], dim=1).double()
+        sums_R2 = (rows_R[:, None] == row_T).double() @ values_T2  # not index_add_, whose order a GPU leaves open
+        self.sums = self.sums.to(nll_T.device) + sums_R2.view(-1, 2, 2)
 
     def means(self, reduce: Reduce) -> dict[str, float]:
         """Mean nll per token: `loss/source/<name>`, `loss/image` (documents with an image), `loss/text`."""
@@ -86,25 +89,23 @@ def forward_backward(
     reduce: sum over ranks. Gradients are averaged by DDP, hence the factor world size. routes: of `PictureExchange`, one
     (or None) a micro-batch; empty: every rank encodes its own pictures.
     """
-    local = torch.tensor(
-        [
-            [float(b.loss_weights[b.labels >= 0].sum()), b.num_tokens, b.num_patches, b.segments.num, b.ids.numel()]
-            for b in batches
-        ],
-        dtype=torch.float64,
-    ).sum(dim=0)
-    weight, tokens, patches, documents, positions = reduce(local).tolist()
-    scale = accelerator.num_processes / max(weight, 1e-12)
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    counts = [(b.num_tokens, b.num_patches, b.segments.num, b.ids.numel()) for b in batches]
+    weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
+    totals = reduce(torch.stack([torch.stack(weights).sum(), *weights[0].new_tensor(counts).sum(dim=0)]))
+    scale = (accelerator.num_processes / totals[0].clamp_min(1e-12)).float()
+    losses = []
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         with _sync(accelerator, model, last):
             with accelerator.autocast():
                 out = model(batch, routes[index]) if routes and routes[index] is not None else model(batch)
             accelerator.backward(out.loss_sum * scale)
-        loss_sum += out.loss_sum.detach().double().cpu()
+        losses.append(out.loss_sum.detach().double())
         book.add(batch, out.nll_T)
-    loss = float(reduce(loss_sum)) / max(weight, 1e-12)
+    # the step's one host sync: everything before it is only queued on a GPU
+    sums = torch.cat([totals, reduce(torch.stack(losses).sum())[None]]).tolist()
+    weight, tokens, patches, documents, positions, loss_sum = sums
+    loss = loss_sum / max(weight, 1e-12)
     return StepLoss(loss, int(tokens), int(patches), int(documents), tokens / max(positions, 1))
 
 

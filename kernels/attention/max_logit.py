@@ -35,15 +35,24 @@ class GateCounts:
 COUNTS = GateCounts()
 
 
+def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Lower bound [H] of every head's largest logit, less what the log-sum-exp may be wrong by."""
+
+    def build() -> Tensor:
+        if causal:
+            visible_T = segments.position(lse_TH.device) + 1
+        else:
+            visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[segments.ids(lse_TH.device).long()]
+        return visible_T.to(lse_TH.dtype).log()[:, None]
+
+    log_T1 = segments.cached(("max_logit.visible", causal, lse_TH.dtype, str(lse_TH.device)), build)
+    floor_H = (lse_TH - log_T1).amax(dim=0)
+    return floor_H - SLACK * (1 + floor_H.abs())
+
+
 def _candidate_rows(lse_TH: Tensor, segments: Segments, causal: bool) -> list[int]:
     """Sorted packed indices of rows that may hold some head's maximum."""
-    if causal:
-        visible_T = segments.position(lse_TH.device) + 1
-    else:
-        visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[segments.ids(lse_TH.device).long()]
-    floor_H = (lse_TH - visible_T.to(lse_TH.dtype).log()[:, None]).amax(dim=0)
-    floor_H = floor_H - SLACK * (1 + floor_H.abs())
-    return (lse_TH >= floor_H).any(dim=1).nonzero()[:, 0].tolist()
+    return (lse_TH >= floors(lse_TH, segments, causal)).any(dim=1).nonzero()[:, 0].tolist()
 
 
 def _document_max(q_CHD: Tensor, k_LGD: Tensor, last_C: Tensor | None, scale: float) -> Tensor:

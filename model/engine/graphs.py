@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.dispatch import pick
 from earlyfusion.model.cache import FIRST_TILE, tiles
 from earlyfusion.model.engine.sampler import Needs
 from earlyfusion.model.moe import moe_layers
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 def can_capture(model: NativeFusion) -> bool:
     """On CUDA, and no operation waits for the host: the torch form of the experts does, except in bfloat16."""
     weight = model.decoder.embed_tokens.weight
-    return weight.device.type == "cuda" and (weight.dtype == torch.bfloat16 or not moe_layers(model))
+    if weight.device.type != "cuda":
+        return False
+    return not moe_layers(model) or weight.dtype == torch.bfloat16 or pick("moe_experts", weight.device) == "triton"
 
 
 class DecodeGraphs:

@@ -65,15 +65,17 @@ def adamw_step(
 def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) -> float:
     """Root mean square of the last updates before lr and weight decay, from the state alone; NaN without state.
 
-    One pass over the moments and a host sync: for metrics, not for every step.
+    One pass over the moments and two host syncs: for metrics, not for every step.
     """
-    total, count = 0.0, 0
-    for state in states:
-        step = float(state["step"])
-        if step == 0 or state["exp_avg"].numel() == 0:
+    kept = [state for state in states if state["exp_avg"].numel()]
+    if not kept:
+        return float("nan")
+    squares, count = [], 0
+    for state, step in zip(kept, torch.stack([state["step"] for state in kept]).tolist()):
+        if step == 0:
             continue
         denominator = (state["exp_avg_sq"] / (1 - betas[1] ** step)).sqrt_().add_(eps)
         update = state["exp_avg"] / (1 - betas[0] ** step) / denominator
-        total += float(update.square().sum())
+        squares.append(update.square().sum())
         count += update.numel()
-    return (total / count) ** 0.5 if count else float("nan")
+    return (sum(torch.stack(squares).tolist()) / count) ** 0.5 if count else float("nan")
