@@ -198,6 +198,8 @@ def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = str(func)
     if not Device.launch_for_real and name.startswith(("aten.empty", "aten.new_empty")):
         return func(*args, **kwargs).zero_()  # what a kernel would have filled
+    if func is aten._conj.default:  # a lazy conjugate would be lost on the way
+        return torch.conj_physical(*args)
     if name in ("aten.bmm.dtype", "aten.mm.dtype"):  # 16-bit operands, wide result: cuBLAS only
         if args[0].dtype not in HALF or args[0].dtype != args[1].dtype or args[2] != torch.float32:
             raise RuntimeError(f"{name}: {args[0].dtype} x {args[1].dtype} -> {args[2]} is not supported")

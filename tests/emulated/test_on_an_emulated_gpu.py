@@ -112,3 +112,8 @@ def test_reinforcement_learning(guard, tmp_path):
     found = work("rl", guard, tmp_path)
     assert max(furthest(found["cpu"], found["gpu"])) < 1e-3  # at this rate no update turns an answer over
     assert all(0 <= record["reward"] <= 1 and record["grad_norm"] > 0 for record in found["gpu_bf16"])
+
+
+def test_commands(guard, tmp_path):
+    codes = work("commands", guard, tmp_path)
+    assert len(codes) == 6 and not any(codes.values()), codes

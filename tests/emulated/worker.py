@@ -1,4 +1,4 @@
-"""What test_on_an_emulated_gpu.py runs in a process of its own: `worker.py pretrain|engine|rl FOLDER`.
+"""What test_on_an_emulated_gpu.py runs in a process of its own: `worker.py pretrain|engine|rl|commands FOLDER`.
 
 Everything runs on the CPU first, then the emulated device is installed and everything runs again there. The last line
 printed is a JSON object.
@@ -127,6 +127,37 @@ def rl(folder: Path) -> dict[str, Any]:
     return found
 
 
+def commands(folder: Path) -> dict[str, Any]:
+    """Exit codes of commands a user would run on the device; `doctor` compares every kernel with its law there."""
+    from PIL import Image
+
+    from earlyfusion.eval import run as evaluation
+    from earlyfusion.pipeline import bench_engine, doctor, generate_cmd
+    from earlyfusion.rl import measure_cmd
+    from earlyfusion.rl.parts import model_directory
+
+    keep = emulated_cuda.install()
+    picture, model = folder / "picture.png", str(model_directory("embedded:skills"))
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
+    codes = {
+        "doctor": doctor.main([]),
+        "measure": measure_cmd.main(["--model", model, "--tasks", "counting/0/picture", "--problems", "3"]),
+        "generate": generate_cmd.main(["--model", model, "--image", str(picture), "--question", "what color is it?"]),
+        "eval": evaluation.main(["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]),
+        "bench engine": bench_engine.main(
+            ["--sides", "", "--contexts", "64,300", "--steps", "1", "--out", str(folder / "engine.json")]
+        ),
+    }  # fmt: skip
+    os.environ["EF_KERNELS"] = "triton"
+    codes["doctor with Triton"] = doctor.main([])
+    del keep
+    return codes
+
+
 if __name__ == "__main__":
     Path(sys.argv[2]).mkdir(parents=True, exist_ok=True)
-    print(json.dumps({"pretrain": pretrain, "engine": engine, "rl": rl}[sys.argv[1]](Path(sys.argv[2]))))
+    print(
+        json.dumps(
+            {"pretrain": pretrain, "engine": engine, "rl": rl, "commands": commands}[sys.argv[1]](Path(sys.argv[2]))
+        )
+    )
