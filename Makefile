@@ -39,6 +39,8 @@ gpu: setup-dev             ## correctness on a CUDA device, then benchmarks agai
 	@mkdir -p runs/bench
 	$(BIN)/earlyfusion bench kernels --json runs/bench/kernels.json
 	$(BIN)/earlyfusion bench train
+	$(BIN)/earlyfusion bench engine --recipe small --batches 64,256 --steps 0 --out runs/bench/engine.json
+	$(BIN)/earlyfusion bench engine --recipe kimi-linear-48b --model.num_experts 16 --sides "" --out runs/bench/contexts.json
 
 bench: setup
 	$(BIN)/earlyfusion bench train

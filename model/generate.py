@@ -123,12 +123,14 @@ def generate_ids(
     return [ids[:-1] if ids and ids[-1] in stops else ids for ids in answers]
 
 
-def engine_for(model: NativeFusion, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> Engine:
-    """An engine just large enough for these prompts, at most MOST_SLOTS at a time. Raises ValueError for no prompt."""
+def engine_for(
+    model: NativeFusion, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int, most_slots: int = MOST_SLOTS
+) -> Engine:
+    """An engine just large enough for these prompts, at most `most_slots` at a time. Raises ValueError for no prompt."""
     if not prompts:
         raise ValueError("no prompts given; pass at least one")
     page = 16
-    slots = min(len(prompts), MOST_SLOTS)
+    slots = min(len(prompts), most_slots)
     needs = sorted((-(-(int(p.ids.shape[0]) + max(0, max_new_tokens)) // page) for p in prompts), reverse=True)
     return Engine(
         model,

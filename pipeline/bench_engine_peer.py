@@ -119,7 +119,8 @@ def engine_side(request: dict[str, Any], device: torch.device) -> Generate:
     def generate(case: Case) -> list[list[int]]:
         prompts = [TokenPrompt(ids) for ids in case.prompts]
         if len(prompts) not in engines:
-            engines[len(prompts)] = engine_for(model, None, prompts, max(*case.wanted, request["new"]))
+            longest = max(*case.wanted, request["new"])
+            engines[len(prompts)] = engine_for(model, None, prompts, longest, most_slots=len(prompts))
         engine = engines[len(prompts)]
         prompts, wanted = prompts[:: case.group], case.wanted[:: case.group]
         params = [SamplingParams(count, 0.0, ignore_eos=True, n=case.group) for count in wanted]

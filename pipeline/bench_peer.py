@@ -108,7 +108,8 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     seconds, losses = [], []
     for index in range(request["warmup"] + request["steps"]):
         start = time.perf_counter()
-        value = loss()
+        with torch.autocast(device.type, torch.bfloat16, enabled=request["bf16"]):
+            value = loss()
         value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -35,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--recipe-steps", type=int, default=12, help="timed steps of the whole recipe; 0 leaves it out")
     train.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch CPU threads")
     train.add_argument("--seed", type=int, default=0, help="seed of weights and token ids")
+    train.add_argument(
+        "--mixed-precision", default="bf16" if torch.cuda.is_available() else "no", choices=["no", "bf16"],
+        help="autocast of both sides in the comparison",
+    )  # fmt: skip
     train.add_argument("--out", default="runs/bench/train.json", help="where the numbers are saved")
     return train
 
@@ -72,6 +76,7 @@ def _one_side(side: str, shape: dict[str, Any], options: argparse.Namespace) -> 
     request = {
         "side": side, "shape": shape, "documents": options.documents, "length": options.length,
         "threads": options.threads, "seed": options.seed, "warmup": options.warmup, "steps": options.steps,
+        "bf16": options.mixed_precision == "bf16",
     }  # fmt: skip
     try:
         return run_side("earlyfusion.pipeline.bench_peer", request)
