@@ -5,7 +5,7 @@ mismatches (an error, as on a GPU), host syncs (noted with the place that asked)
 recorded and replayed; a sync or a host copy inside a capture is an error) and Triton kernels (through the interpreter,
 16-bit operands widened before and rounded after). Speed, memory, races and compiled code are beyond it.
 
-It needs device_guard.cpp, compiled and preloaded: see test_on_an_emulated_gpu.py. One process, one device, no way back.
+It needs device_guard.cpp, compiled and preloaded: see test_emulated_gpu.py. One process, one device, no way back.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Emulated(torch.Tensor):
 def wait(what: str) -> None:
     """The host waits for the device: noted; an error while a graph is captured."""
     frames = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and "site-packages" not in f.filename]
-    places = [f"{Path(f.filename).relative_to(ROOT)}:{f.name}" for f in frames if "tests/emulated" not in f.filename]
+    places = [f"{Path(f.filename).relative_to(ROOT)}:{f.name}" for f in frames if "tests/devices" not in f.filename]
     SYNCS.append((what, " < ".join(reversed(places[-3:]))))
     if Device.tape is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")

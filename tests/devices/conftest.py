@@ -1,0 +1,6 @@
+"""Lets the tests of this folder share device_cases.py (pytest's importlib mode adds no directory itself)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,136 @@
+"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|rl|commands FOLDER [emulated [dry]]`.
+
+Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a JSON object.
+dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import emulated_cuda
+import torch
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / room) for room in ("pipeline", "model", "rl")]
+torch.set_num_threads(1)
+
+
+def noted() -> dict[str, Any]:
+    """Host syncs and kernel launches of the emulated device since the last call."""
+    found = {
+        "syncs": [[*key, count] for key, count in Counter(emulated_cuda.SYNCS).items()],
+        "launches": dict(Counter(emulated_cuda.LAUNCHES)),
+    }
+    emulated_cuda.SYNCS.clear()
+    emulated_cuda.LAUNCHES.clear()
+    return found
+
+
+def pretrain(folder: Path) -> dict[str, Any]:
+    """Losses of the tiny recipe, five steps of two stages, in float32 and in bfloat16."""
+    import tiny_run
+
+    from earlyfusion.pipeline import evaluate
+    from earlyfusion.pipeline import pretrain as loop
+    from earlyfusion.pipeline.track import read_metrics
+
+    evaluate.write_report = lambda out: out / "report.html"
+    changes = dict(stages__0__steps=3, stages__0__warmup_steps=1, stages__1__steps=2, stages__1__decay_steps=1)
+    recipe = tiny_run.tiny_recipe(tiny_run.make_tokenizer(folder, 300), **changes)
+    recipe["model"]["linear_attn_config"]["head_dim"] = 32  # a width of the kernels
+    found: dict[str, Any] = {}
+    for name, precision in (("float32", "no"), ("bfloat16", "bf16")):
+        tiny_run.forget_processes()
+        train = {**recipe["train"], "mixed_precision": precision}
+        path = tiny_run.write_recipe(folder / f"{name}.toml", {**recipe, "train": train})
+        noted()
+        if loop.main([str(path), "--out", str(folder / name)]):
+            raise SystemExit(f"the run in {name} failed")
+        records = read_metrics(folder / name / "metrics.jsonl")
+        keys = ("loss", "grad_norm", "loss/image", "loss/text")
+        found[name] = [
+            {key: record[key] for key in keys if key in record} for record in records if "grad_norm" in record
+        ]
+    return found | noted()
+
+
+def engine(folder: Path) -> dict[str, Any]:
+    """Tokens of requests of every kind, from a float32 and a bfloat16 model with experts, and how many graphs there were."""
+    from engine_cases import PLAIN, SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, tokens
+
+    from earlyfusion.model.engine.engine import Engine
+    from earlyfusion.model.engine.request import Request
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {}
+    for name, net in (("float32", model(0, **PLAIN)), ("bfloat16", model(0, **SHAPE).to(torch.bfloat16))):
+        given = [
+            *requests([5, 9, 17, 33], drawn(10, seed=3)), Request("image", pictured(0), drawn(6)),
+            Request("group", tokens(11), drawn(8, n=3)), Request("top", tokens(7), drawn(6, top_p=0.8, temperature=0.7)),
+        ]  # fmt: skip
+        made = Engine(net.to(device), TOKENIZER, max_slots=8, page_size=8, prefill_chunk=32)
+        noted()
+        answers = [list(done.ids) for done in made.generate(given)]
+        all_returned(made)
+        graphs = made.runner.graphs
+        found[name] = {"ids": answers, "graphs": 0 if graphs is None else len(graphs._captured), **noted()}
+    return found
+
+
+def rl(folder: Path) -> dict[str, Any]:
+    """Rewards and gradients of reinforcement learning: two updates in float32, one in bfloat16."""
+    import rl_cases
+
+    from earlyfusion.pipeline.track import read_metrics
+
+    start = rl_cases.model_directory(folder)
+
+    def learned(name: str, **changes: Any) -> list[dict[str, float]]:
+        changes = {"optim": {"lr": 1e-5, "weight_decay": 0.0}, "train": {"updates": 2}, **changes}
+        if rl_cases.run(start, folder / name, **changes):
+            raise SystemExit(f"the run in {name} failed")
+        records = read_metrics(folder / name / "metrics.jsonl")
+        keys = ("reward", "grad_norm", "entropy")
+        return [{key: record[key] for key in keys if key in record} for record in records if "grad_norm" in record]
+
+    half = dict(train={"updates": 1, "mixed_precision": "bf16"}, rollout={"dtype": "bfloat16"})
+    return {"float32": learned("float32"), "bfloat16": learned("bfloat16", **half), **noted()}
+
+
+def commands(folder: Path) -> dict[str, Any]:
+    """Exit codes of commands a user would run; `doctor` compares every kernel with its law on the device."""
+    from PIL import Image
+
+    from earlyfusion.eval import run as evaluation
+    from earlyfusion.pipeline import bench_engine, doctor, generate_cmd
+    from earlyfusion.rl import measure_cmd
+    from earlyfusion.rl.parts import model_directory
+
+    picture, model = folder / "picture.png", str(model_directory("embedded:skills"))
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
+    codes = {
+        "doctor": doctor.main([]),
+        "measure": measure_cmd.main(["--model", model, "--tasks", "counting/0/picture", "--problems", "3"]),
+        "generate": generate_cmd.main(["--model", model, "--image", str(picture), "--question", "what color is it?"]),
+        "eval": evaluation.main(["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]),
+        "bench engine": bench_engine.main(
+            ["--sides", "", "--contexts", "64,300", "--steps", "1", "--out", str(folder / "engine.json")]
+        ),
+    }  # fmt: skip
+    os.environ["EF_KERNELS"] = "triton"
+    return codes | {"doctor with Triton": doctor.main([])}
+
+
+if __name__ == "__main__":
+    task, place, *how = sys.argv[1:]
+    if "emulated" in how:
+        keep = emulated_cuda.install()
+    emulated_cuda.Device.launch_for_real = "dry" not in how
+    Path(place).mkdir(parents=True, exist_ok=True)
+    print(json.dumps({"pretrain": pretrain, "engine": engine, "rl": rl, "commands": commands}[task](Path(place))))
