@@ -189,20 +189,15 @@ class Engine:
             prompt = ticket.request.prompt
             if any(sample in self.scheduler.reading for sample in ticket.alive):
                 ticket.features = self.images.features(prompt.patches, prompt.grids, ticket.digests)
-            for sample in ticket.alive:
-                if sample in self.scheduler.running:  # its state was put back
-                    self.runner.seat(sample)
+            self.runner.seat([sample for sample in ticket.alive if sample in self.scheduler.running])  # state put back
 
     def _make_dense(self) -> None:
         """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in place."""
         if self.runner.lean is not None:
-            for sample in self.scheduler.close_gaps():
-                self.runner.seat(sample)
+            self.runner.seat(self.scheduler.close_gaps())
 
     def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor]:
-        for sample in running:
-            if self.scheduler.make_room(sample, sample.length + 1):
-                self.runner.page_table(sample)
+        self.runner.page_tables([each for each in running if self.scheduler.make_room(each, each.length + 1)])
         chosen = self.runner.decode(running, recording=take is not None)
         if take is not None:
             for sample, row in zip(running, narrow(take().cpu().numpy())):
@@ -236,6 +231,7 @@ class Engine:
                 starting += group
                 rows += [ends] * len(group)
                 ends += 1
+        self.runner.seat(starting)
         if not starting or hidden_ND is None:
             return []
         return [(starting, self.runner.choose_first(hidden_ND, starting, rows))]
@@ -249,7 +245,6 @@ class Engine:
                 self.scheduler.reading.append(sample)
             else:
                 self.scheduler.run(sample)
-                self.runner.seat(sample)
                 starting.append(sample)
         return starting
 

@@ -12,6 +12,7 @@ part.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch import Tensor
 from earlyfusion.kernels.dispatch import pick
 from earlyfusion.kernels.precision import accumulate_dtype
 from earlyfusion.model.config import ModelConfig
+from earlyfusion.model.engine.pending import Pending
 from earlyfusion.model.engine.ring_slots import RingSlots
 from earlyfusion.model.engine.stores import KdaSlots, MlaPages
 
@@ -31,7 +33,8 @@ class Pools:
     """Slots and pages of one engine, and who holds them. Build with `Pools.allocate`.
 
     free_slots, free_pages: given out smallest first. references: page -> holders. reserved: pages promised to admitted
-    requests and not yet taken; an admitted request never fails for memory.
+    requests and not yet taken; an admitted request never fails for memory. Slots and pages are cleared and copied when
+    `settle` is called, which the runner does before every forward pass.
     """
 
     layers: list[KdaSlots | MlaPages]
@@ -42,6 +45,8 @@ class Pools:
     free_pages: list[int] = field(default_factory=list)
     references: Counter[int] = field(default_factory=Counter)
     reserved: int = 0
+    slot_work: Pending = field(default_factory=Pending)
+    page_work: Pending = field(default_factory=Pending)
 
     @classmethod
     def allocate(cls, config: ModelConfig, slots: int, pages: int, page_size: int, like: Tensor) -> Pools:
@@ -80,26 +85,30 @@ class Pools:
     def take_slot(self, far: bool = False) -> int:
         """An empty slot; the caller has checked `free_slots`. far: from the other end, away from running sequences."""
         slot = self.free_slots.pop(0 if far else -1)
-        for tensor in (t for layer in self._kda() for t in layer.tensors()):
-            tensor[slot].zero_()
+        self.slot_work.clear(slot)
         return slot
 
     def free_slot(self, slot: int) -> None:
-        self.free_slots.append(slot)
-        self.free_slots.sort(reverse=True)  # smallest first: running slots stay together
+        insort(
+            self.free_slots, slot, key=lambda each: -each
+        )  # smallest last and first out: running slots stay together
 
     def copy_slot(self, source: int, targets: Sequence[int]) -> None:
         """Give the target slots the state of the source."""
-        for tensor in (t for layer in self._kda() for t in layer.tensors()):
-            tensor[torch.tensor(targets, device=tensor.device)] = tensor[source].clone()
+        for target in targets:
+            self.slot_work.copy(source, target)
+
+    def settle(self) -> None:
+        """Clear and copy what has been taken and copied since the last call."""
+        self.slot_work.settle(tensor for layer in self._kda() for tensor in layer.tensors())
+        self.page_work.settle(layer.latents_XR.unflatten(0, (-1, self.page_size)) for layer in self._mla())
 
     def take_page(self) -> int:
         """A page out of the reservation, zeroed: a masked key must be finite."""
         page = self.free_pages.pop()
         self.reserved -= 1
         self.references[page] = 1
-        for layer in self._mla():
-            layer.latents_XR[page * self.page_size : (page + 1) * self.page_size].zero_()
+        self.page_work.clear(page)
         return page
 
     def share(self, pages: Iterable[int]) -> None:
@@ -118,10 +127,7 @@ class Pools:
         if self.references[page] == 1:
             return page
         copy = self.take_page()
-        size = self.page_size
-        for layer in self._mla():
-            rows = layer.latents_XR
-            rows[copy * size : (copy + 1) * size] = rows[page * size : (page + 1) * size]
+        self.page_work.copy(page, copy)
         self.release([page])
         return copy
 
@@ -132,6 +138,7 @@ class Pools:
 
     def export(self, slot: int, pages: Sequence[int], length: int) -> dict[str, Tensor]:
         """State of one sequence as host tensors, by layer: `kda.{i}.state`, `kda.{i}.taps`, `mla.{i}.latents`."""
+        self.settle()
         found = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
@@ -161,6 +168,7 @@ class Pools:
 
     def restore(self, saved: dict[str, Tensor], slot: int, pages: Sequence[int], length: int) -> None:
         """The reverse of `export`, into a slot and pages that the caller holds; `saved` has been checked."""
+        self.settle()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
                 layer.put(slot, length, saved[f"kda.{index}.state"], saved[f"kda.{index}.taps"])

@@ -73,21 +73,31 @@ class Runner:
             if isinstance(memory, KdaSlots) and isinstance(mixer, KimiDeltaAttention):
                 memory.refresh(mixer)
 
-    def seat(self, sample: Sample) -> None:
-        """Tell the device about a sample that begins to decode: its last token is known and not yet fed."""
-        slot, params = sample.slot, sample.ticket.request.params
-        self.last_S[slot] = sample.tokens(sample.context - 1, sample.context)[0]
-        self.length_S[slot] = sample.length
-        self.position_S[slot] = len(sample.ids)
-        self.key_S[slot] = sample.key
-        self.temperature_S[slot] = params.temperature
-        self.top_p_S[slot], self.min_p_S[slot] = params.top_p, params.min_p
-        self.page_table(sample)
+    def seat(self, samples: Sequence[Sample]) -> None:
+        """Tell the device about samples that begin to decode: their last tokens are known and not yet fed."""
+        if not samples:
+            return
+        last = [each.tokens(each.context - 1, each.context)[0] for each in samples]
+        numbers = [(each.slot, token, each.length, len(each.ids), each.key) for each, token in zip(samples, last)]
+        slots_N, *known = torch.tensor(numbers, dtype=torch.long).T.contiguous().to(self.device)
+        for tensor_S, value_N in zip((self.last_S, self.length_S, self.position_S, self.key_S), known):
+            tensor_S.index_copy_(0, slots_N, value_N)
+        every = [each.ticket.request.params for each in samples]
+        options = [(params.temperature, params.top_p, params.min_p) for params in every]
+        wanted = torch.tensor(options, dtype=torch.float32).T.contiguous().to(self.device)
+        for option_S, value_N in zip((self.temperature_S, self.top_p_S, self.min_p_S), wanted):
+            option_S.index_copy_(0, slots_N, value_N)
+        self.page_tables(samples)
         self._batch = None
 
-    def page_table(self, sample: Sample) -> None:
-        """The sample's pages have changed."""
-        self.table_SP[sample.slot, : len(sample.pages)] = torch.tensor(sample.pages, dtype=torch.long).to(self.device)
+    def page_tables(self, samples: Sequence[Sample]) -> None:
+        """The samples' pages have changed."""
+        if not samples:
+            return
+        width = max(len(each.pages) for each in samples)
+        rows = [[each.slot, *each.pages, *[0] * (width - len(each.pages))] for each in samples]
+        table = torch.tensor(rows, dtype=torch.long).to(self.device)
+        self.table_SP[:, :width].index_copy_(0, table[:, 0], table[:, 1:])
 
     def leave(self) -> None:
         """Some sample has left the running ones."""
@@ -100,6 +110,7 @@ class Runner:
 
         recording: something in the model listens (routing is captured), which a replayed graph would not run.
         """
+        self.pools.settle()
         batch = self._make_batch(running)
         slots_B, lengths = batch.slots_B, [sample.length for sample in running]
         banned = self._banned(running, slots_B.shape[0])
@@ -237,6 +248,7 @@ class Runner:
     def prefill(self, parts: Sequence[Part], recording: bool = False) -> Tensor | None:
         """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that completes its
         sample, None if none does. recording: see `decode`."""
+        self.pools.settle()
         segments, plan = prefill_plan(parts, self.pools, self.device)
         x_TD = embed(parts, segments.total, self.model)
         ends = [end - 1 for end, part in zip(segments.offsets[1:], parts) if part.completes]

@@ -8,6 +8,7 @@ for a request does not depend on its neighbours.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 
@@ -150,8 +151,7 @@ class Scheduler:
 
     def run(self, sample: Sample) -> None:
         """The sample decodes from now on. Kept in slot order, so that neighbours in memory are neighbours in the batch."""
-        self.running.append(sample)
-        self.running.sort(key=lambda each: each.slot)
+        insort(self.running, sample, key=lambda each: each.slot)
 
     def close_gaps(self) -> list[Sample]:
         """Move running samples from the last slots into free ones before them; the samples that were moved."""

@@ -79,7 +79,7 @@ def test_hidden_states_agree_to_ten_digits(shape):
         torch.testing.assert_close(net.logits(hidden)[0], expected[39], atol=DIGITS, rtol=0)
         for position in range(40, 45):
             engine.scheduler.make_room(sample, position + 1)
-            engine.runner.page_table(sample)
+            engine.runner.page_tables([sample])
             engine.runner.last_S[sample.slot], engine.runner.length_S[sample.slot] = whole[position], position
             slots = torch.tensor([sample.slot] + [0] * 7)
             got = engine.runner.decode_logits(slots, 128, (sample.slot, sample.slot + 1), 1)[0]

@@ -22,9 +22,11 @@ def test_pages_are_shared_copied_on_write_and_counted():
     some = pools()
     some.reserved = 3
     page = some.take_page()
+    some.settle()
     latents(some)[page * 4 : page * 4 + 4] = 7.0
     some.share([page])
     copy = some.own_page(page)
+    some.settle()
     assert copy != page and (latents(some)[copy * 4 : copy * 4 + 4] == 7.0).all()
     latents(some)[copy * 4] = 1.0
     assert (latents(some)[page * 4 : page * 4 + 4] == 7.0).all()
@@ -44,6 +46,7 @@ def test_taken_pages_and_slots_are_empty_whatever_stood_there():
             tensor.fill_(float("nan"))
     some.reserved = 1
     page, slot = some.take_page(), some.take_slot()
+    some.settle()
     assert (latents(some)[page * 4 : page * 4 + 4] == 0).all()
     state = some.export(slot, [page], 3)
     assert all((tensor == 0).all() for tensor in state.values())
@@ -63,6 +66,7 @@ def test_states_survive_export_and_restore_at_another_place():
         for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     slot, pages = some.take_slot(), [some.take_page() for _ in range(3)]
+    some.settle()
     latents(some)[pages[1] * 4 : pages[1] * 4 + 4] = torch.randn(4, latents(some).shape[1], generator=generator)
     saved = some.export(slot, pages, 10)
     other = pools(page_size=8)
