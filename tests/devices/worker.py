@@ -13,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import emulated_cuda
+EMULATED = "emulated" in sys.argv
+if EMULATED:  # before torch: it turns Triton's interpreter on
+    import emulated_cuda
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -23,6 +25,8 @@ torch.set_num_threads(1)
 
 def noted() -> dict[str, Any]:
     """Host syncs and kernel launches of the emulated device since the last call."""
+    if not EMULATED:
+        return {}
     found = {
         "syncs": [[*key, count] for key, count in Counter(emulated_cuda.SYNCS).items()],
         "launches": dict(Counter(emulated_cuda.LAUNCHES)),
@@ -129,8 +133,8 @@ def commands(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     task, place, *how = sys.argv[1:]
-    if "emulated" in how:
+    if EMULATED:
         keep = emulated_cuda.install()
-    emulated_cuda.Device.launch_for_real = "dry" not in how
+        emulated_cuda.Device.launch_for_real = "dry" not in how
     Path(place).mkdir(parents=True, exist_ok=True)
     print(json.dumps({"pretrain": pretrain, "engine": engine, "rl": rl, "commands": commands}[task](Path(place))))
