@@ -13,10 +13,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-EMULATED = "emulated" in sys.argv
-if EMULATED:  # before torch: it turns Triton's interpreter on
-    import emulated_cuda
 import torch
+
+EMULATED = "emulated" in sys.argv
+if EMULATED:  # turns Triton's interpreter on
+    import emulated_cuda
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / room) for room in ("pipeline", "model", "rl")]
