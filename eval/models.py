@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from earlyfusion.eval.protocol import EvalError, Model
-from earlyfusion.model.hub_config import MODEL_TYPE
+from earlyfusion.model.hub_config import MODEL_TYPE, model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,13 +41,14 @@ def open_model(
         from earlyfusion.eval.models_hf import load_hf
 
         return _set(load_hf(given[3:], chat=bool(chat), **options), exact)
-    kind = _kind(Path(given))
+    folder = model_folder(given)
+    kind = _kind(folder)
     if kind != MODEL_TYPE:
         hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
         raise EvalError(f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}")
     from earlyfusion.eval.models_own import load_own
 
-    return _set(load_own(given, chat=chat, **options), exact)
+    return _set(load_own(folder, chat=chat, **options), exact)
 
 
 def _set(model: Any, exact: bool) -> Any:

@@ -33,7 +33,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", metavar="WHERE", help="model directory, hf:PATH (transformers, also .gguf), or http(s)://host/v1")
+    add(
+        "--model",
+        metavar="WHERE",
+        help="model directory, embedded:NAME, hf:PATH (transformers, also .gguf), or http(s)://host/v1",
+    )
     add("--tasks", metavar="A,B", help="task names, each with :form if not its default form")
     add("--data", metavar="PATH", action="append", default=[], help="data, as PATH or TASK=PATH; may be given again")
     add("--out", metavar="DIR", type=Path, help="folder of records and summaries")

@@ -21,6 +21,24 @@ class ModelDirectoryError(ValueError):
     exit_code = 2  # the user's to mend: command lines print the message alone
 
 
+EMBEDDED = Path(__file__).parent / "embedded"
+PREFIX = "embedded:"
+
+
+def model_folder(given: str | Path) -> Path:
+    """The folder meant: a path as it is given, or "embedded:NAME" for a model that travels with the package.
+
+    Raises ModelDirectoryError for an unknown name.
+    """
+    if not str(given).startswith(PREFIX):
+        return Path(given)
+    names = sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+    name = str(given).removeprefix(PREFIX)
+    if name not in names:
+        raise ModelDirectoryError(f"{str(given)!r}: embedded models are {', '.join(names) or 'none'}")
+    return EMBEDDED / name
+
+
 def load_config(directory: str | Path) -> FusionConfig:
     """The configuration of a model directory. Raises ModelDirectoryError."""
     path = Path(directory) / "config.json"

@@ -68,8 +68,9 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     if config.run.init_from is None:
         return NativeFusion(wanted)
     from earlyfusion.model.hub import load_model
+    from earlyfusion.model.hub_config import model_folder
 
-    loaded = load_model(config.run.init_from)
+    loaded = load_model(model_folder(config.run.init_from))
     if loaded.config != wanted:
         raise UserError(
             f"run.init_from {config.run.init_from}: its model or vocabulary is not the recipe's; "

@@ -29,6 +29,7 @@ from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Event, Request, RequestError, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
@@ -52,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Options of the verb."""
     parser = argparse.ArgumentParser(prog="earlyfusion chat", description=__doc__, formatter_class=BenchFormatter)
     add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="model directory")
+    add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
     add("--image", metavar="FILE", action="append", default=[], help="picture for the first message")
     add("--system", default="", help="system message")
     add("--template", choices=("auto", "chat", "qa"), default="auto", help="form of the messages; auto: as trained")
@@ -250,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RequestError as error:
         raise UserError(str(error)) from None
     keep_freed_memory()
+    options.model = model_folder(options.model)
     model = load_model(options.model, device=device_of(options.device)).eval()
     template = template_of(options.model) if options.template == "auto" else options.template
     sandbox = Sandbox() if options.tools else None

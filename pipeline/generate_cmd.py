@@ -27,6 +27,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
@@ -39,7 +40,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--model", metavar="DIR", required=True, help="model directory (config.json, model.safetensors)"
+        "--model",
+        metavar="DIR",
+        required=True,
+        help="model directory (config.json, model.safetensors), or embedded:NAME",
     )
     parser.add_argument("--image", metavar="FILE", action="append", default=[], help="picture file; may be given again")
     text = parser.add_mutually_exclusive_group()
@@ -56,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code. Errors with an `exit_code` of 2 are for input that cannot work."""
     options = build_parser().parse_args(argv)
+    options.model = model_folder(options.model)
     chat = bool(options.question) and template_of(options.model) == "chat"
     prompt_text = question_text(options.question) if options.question and not chat else options.prompt
     if not prompt_text and not chat and not options.image:

@@ -21,6 +21,7 @@ from earlyfusion.data.chat import template_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Options of the verb."""
     parser = argparse.ArgumentParser(prog="earlyfusion serve", description=__doc__, formatter_class=BenchFormatter)
     add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="model directory")
+    add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
     add("--name", default="", help="name of the model in the API; empty: the directory's")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port; 0 takes a free one")
@@ -64,6 +65,7 @@ def build_service(options: argparse.Namespace) -> Any:
     from earlyfusion.pipeline.serve_answer import Limits, Service
     from earlyfusion.pipeline.serve_engine import EngineWorker
 
+    options.model = model_folder(options.model)
     model = load_model(options.model, device=device_of(options.device)).eval()
     tokenizer = Tokenizer.load(options.model)
     page = 64

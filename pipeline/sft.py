@@ -22,6 +22,7 @@ from typing import Any
 
 from earlyfusion.data.chat import ChatTokenizer, template_of
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline import build, evaluate
 from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.cli import guarded
@@ -42,7 +43,7 @@ class FineTuning(Pretraining):
         return config  # with_start has set the vocabulary
 
     def _build_model(self) -> NativeFusion:
-        directory = str(self.config.run.init_from)
+        directory = model_folder(str(self.config.run.init_from))
         wanted = build.fusion_config(self.config, self.tokenizer.media_pad_id)
         model, self.growth = start_model(directory, wanted, self.tokenizer)
         return model
@@ -58,7 +59,7 @@ class FineTuning(Pretraining):
             source.kind in CHAT_KINDS and getattr(source.typed, "template", "chat") == "chat"
             for source in self.config.data.sources
         )
-        return any(taught) or template_of(str(self.config.run.init_from)) == "chat"
+        return any(taught) or template_of(model_folder(str(self.config.run.init_from))) == "chat"
 
     def train(self) -> int:
         """The steps, with an evaluation before the first one: what the stage started from."""

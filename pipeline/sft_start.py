@@ -22,7 +22,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import load_config
+from earlyfusion.model.hub_config import load_config, model_folder
 from earlyfusion.pipeline.errors import UserError
 
 VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -39,6 +39,7 @@ def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
     directory = (tree.get("run") or {}).get("init_from")
     if directory is None:
         raise UserError("run.init_from is not set: name the model directory to start from, --init-from runs/nano/model")
+    directory = model_folder(directory)
     found = load_config(directory)
     tokens = Tokenizer.load(directory)
     for section, config in (("model", found.text), ("vision", found.vision)):

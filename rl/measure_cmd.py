@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     against = load_measured(options.against) if options.against else None
     from earlyfusion.data.tokenizer import Tokenizer
     from earlyfusion.model.hub import load_model
+    from earlyfusion.model.hub_config import model_folder
     from earlyfusion.pipeline.generate_cmd import device_of
     from earlyfusion.rl.measure import ask, summary
     from earlyfusion.rl.measure_entropy import match_entropy
-    from earlyfusion.rl.parts import model_directory
 
-    folder = model_directory(options.model)
+    folder = model_folder(options.model)
     model = load_model(folder, device=device_of(options.device))
     asked = ask(
         model, Tokenizer.load(folder), entries, problems=options.problems, seed=options.seed,

@@ -17,6 +17,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
@@ -40,7 +41,6 @@ from earlyfusion.rl.rollout_log import RolloutLog
 from earlyfusion.rl.tool_measure import measure_tools
 
 PAGE = 16
-EMBEDDED = Path(__file__).parent / "embedded"
 """Small pretrained model directories that travel with the package."""
 
 
@@ -51,18 +51,7 @@ def start_directory(config: RLConfig) -> Path:
         raise UserError(
             "reinforcement learning needs a model to start from: --init-from DIR, or --init-from embedded:skills"
         )
-    return model_directory(given)
-
-
-def model_directory(given: str) -> Path:
-    """A path as it is given, or "embedded:NAME" of those that travel with the package. Raises UserError for an unknown name."""
-    if not given.startswith("embedded:"):
-        return Path(given)
-    path = EMBEDDED / given.removeprefix("embedded:")
-    if not (path / "config.json").is_file():
-        names = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file()) if EMBEDDED.is_dir() else []
-        raise UserError(f"{given!r}: embedded models are {', '.join(names) or 'none'}")
-    return path
+    return model_folder(given)
 
 
 def build_kit(config: RLConfig, resume: bool) -> Kit:

@@ -24,6 +24,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline.compose import merge, validate
 from earlyfusion.pipeline.config import Section
 from earlyfusion.pipeline.errors import UserError, did_you_mean
@@ -239,7 +240,7 @@ class Stage:
 def start_of(config: StudyConfig, out: Path, seed: int) -> Path:
     """The model directory that the runs of a pretraining seed start from."""
     given = config.pretrain.models
-    return Path(given[seed]) if given else out / "pretrain" / f"p{seed}" / "model"
+    return model_folder(given[seed]) if given else out / "pretrain" / f"p{seed}" / "model"
 
 
 def run_folder(out: Path, seed: int, arm: str, rl_seed: int) -> Path:

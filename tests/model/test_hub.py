@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from earlyfusion.model import hub
 from earlyfusion.model.card import model_card
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model, save_model
-from earlyfusion.model.hub_config import ModelDirectoryError, load_config
+from earlyfusion.model.hub_config import ModelDirectoryError, load_config, model_folder
 from earlyfusion.model.public_names import public_tensors
 
 FACTS = {
@@ -328,3 +329,10 @@ def test_an_index_cannot_point_outside_its_directory(saved):
 
 def test_configuration_alone_can_be_read(saved, model):
     assert load_config(saved) == model.config
+
+
+def test_a_model_that_travels_with_the_package_is_named():
+    folder = model_folder("embedded:skills")
+    assert load_model(folder).config == load_config(folder) and model_folder("runs/x") == Path("runs/x")
+    with pytest.raises(ModelDirectoryError, match="embedded models are skills"):
+        model_folder("embedded:nothing")
