@@ -92,14 +92,14 @@ def forward_backward(
     counts = [(b.num_tokens, b.num_patches, b.segments.num, b.ids.numel()) for b in batches]
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]
     totals = reduce(torch.stack([torch.stack(weights).sum(), *weights[0].new_tensor(counts).sum(dim=0)]))
-    scale = (accelerator.num_processes / totals[0].clamp_min(1e-12)).float()
+    scale = accelerator.num_processes / totals[0].clamp_min(1e-12)
     losses = []
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         with _sync(accelerator, model, last):
             with accelerator.autocast():
                 out = model(batch, routes[index]) if routes and routes[index] is not None else model(batch)
-            accelerator.backward(out.loss_sum * scale)
+            accelerator.backward(out.loss_sum * scale.to(out.loss_sum.dtype))
         losses.append(out.loss_sum.detach().double())
         book.add(batch, out.nll_T)
     # the step's one host sync: everything before it is only queued on a GPU

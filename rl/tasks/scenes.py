@@ -7,6 +7,7 @@ never showed (for counting: about a scene that holds one). Wording is that of da
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -37,11 +38,13 @@ def on_side(scene: Scene, heldout: bool) -> list[Thing]:
 
 
 def scene_drawn(
-    scene: Scene, question: str, answer: Any, target: str, combination: str, category: str, **meta: Any
-) -> Drawn:
-    """A question about a scene: its picture, its twin, its size."""
+    scene: Scene, question: str, answer: Any, target: str, combination: str, category: str, *,
+    told: Scene | None = None, **meta: Any,
+) -> Drawn:  # fmt: skip
+    """A question about a scene: its picture, its twin, its size. told: the scene as the twin lists it, if otherwise."""
     meta = {"width": scene.width, "height": scene.height, "graph": scene, **meta}
-    return Drawn(question, draw_scene(scene), describe.twin(scene), answer, target, combination, category, meta)
+    words = describe.twin(scene if told is None else told)
+    return Drawn(question, draw_scene(scene), words, answer, target, combination, category, meta)
 
 
 class Counting(BaseTask):
@@ -100,7 +103,8 @@ class Counting(BaseTask):
 class ColourShape(BaseTask):
     """The colour, shape or size of one object that its other property, or its place, names without doubt.
 
-    Knobs: kinds (colour, shape, size, leftmost_colour, leftmost_shape), sides and number of objects.
+    Knobs: kinds (colour, shape, size, leftmost_colour, leftmost_shape), sides and number of objects; listed: "any order"
+    mixes the objects in the twin, which otherwise names them from left to right, so that the first is the leftmost.
     """
 
     name = "colour_shape"
@@ -113,6 +117,7 @@ class ColourShape(BaseTask):
             "kinds": ("colour", "shape", "leftmost_colour", "leftmost_shape"),
             "min_side": 48, "max_side": 96, "max_objects": 6,
         },
+        {"kinds": ("leftmost_colour",), "min_side": 40, "max_side": 64, "max_objects": 3, "listed": "any order"},
     )  # fmt: skip
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
@@ -135,7 +140,10 @@ class ColourShape(BaseTask):
             answer = thing.colour if part == "colour" else thing.shape
         else:
             return None
-        return scene_drawn(scene, question, answer, answer, pair_key(thing), kind)
+        told = scene
+        if knobs.get("listed") == "any order":
+            told = replace(scene, objects=tuple(rng.sample(scene.objects, len(scene.objects))))
+        return scene_drawn(scene, question, answer, answer, pair_key(thing), kind, told=told)
 
     def score(self, problem: Problem, said: str) -> float:
         """The one word."""
