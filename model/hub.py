@@ -218,12 +218,21 @@ def _set_dtypes(
     model: nn.Module, plan: list[PublicTensor], headers: dict[str, torch.dtype], dtype: torch.dtype | None
 ) -> None:
     """Give the meta tensors the dtype they will hold: as stored, or the one asked for."""
-    wanted = {item.ours: headers[item.name] for item in plan}
     if dtype is not None:
-        wanted = {name: torch.float32 if keeps_fp32(name) else dtype for name in wanted}
+        cast(model, dtype)
+        return
+    wanted = {item.ours: headers[item.name] for item in plan}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in wanted:
             tensor.data = tensor.data.to(wanted[name])
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same model with its floating tensors in `dtype`, those that stay fp32 (public_names.keeps_fp32) in float32."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32 if keeps_fp32(name) else dtype)
+    return model
 
 
 @torch.no_grad()

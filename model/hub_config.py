@@ -22,6 +22,7 @@ class ModelDirectoryError(ValueError):
 
 
 EMBEDDED = Path(__file__).parent / "embedded"
+"""Small pretrained model directories that travel with the package."""
 PREFIX = "embedded:"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.model.public_names import keeps_fp32
+from earlyfusion.model.hub import cast
 from earlyfusion.pipeline.bench_peer import peak_mib
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
@@ -99,16 +99,8 @@ def our_model(
     return cast(model, dtype).to(device).eval()
 
 
-def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model in `dtype`, but for what stays float32 in a model directory, too."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not keeps_fp32(name):
-            tensor.data = tensor.data.to(dtype)
-    return model
-
-
 def engine_side(request: dict[str, Any], device: torch.device) -> Generate:
-    """Our engine, made once for a number of prompts and their lengths: its pools are sized for them."""
+    """Our engine, made once for a number of prompts, since its pools are sized for them."""
     from earlyfusion.model.engine.engine import Engine
     from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt
     from earlyfusion.model.generate import engine_for

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat import ChatTokenizer, template_of
@@ -42,10 +43,12 @@ class FineTuning(Pretraining):
     def _fitted(self, config: RunConfig) -> RunConfig:
         return config  # with_start has set the vocabulary
 
+    def _start(self) -> Path:
+        return model_folder(str(self.config.run.init_from))
+
     def _build_model(self) -> NativeFusion:
-        directory = model_folder(str(self.config.run.init_from))
         wanted = build.fusion_config(self.config, self.tokenizer.media_pad_id)
-        model, self.growth = start_model(directory, wanted, self.tokenizer)
+        model, self.growth = start_model(self._start(), wanted, self.tokenizer)
         return model
 
     def _build_evaluator(self) -> evaluate.Evaluator:
@@ -59,7 +62,7 @@ class FineTuning(Pretraining):
             source.kind in CHAT_KINDS and getattr(source.typed, "template", "chat") == "chat"
             for source in self.config.data.sources
         )
-        return any(taught) or template_of(model_folder(str(self.config.run.init_from))) == "chat"
+        return any(taught) or template_of(self._start()) == "chat"
 
     def train(self) -> int:
         """The steps, with an evaluation before the first one: what the stage started from."""

@@ -103,8 +103,8 @@ def forward_backward(
         losses.append(out.loss_sum.detach().double())
         book.add(batch, out.nll_T)
     # the step's one host sync: everything before it is only queued on a GPU
-    sums = torch.cat([totals, reduce(torch.stack(losses).sum())[None]]).tolist()
-    weight, tokens, patches, documents, positions, loss_sum = sums
+    *counted, loss_sum = torch.cat([totals, reduce(torch.stack(losses).sum())[None]]).tolist()
+    weight, tokens, patches, documents, positions = counted
     loss = loss_sum / max(weight, 1e-12)
     return StepLoss(loss, int(tokens), int(patches), int(documents), tokens / max(positions, 1))
 

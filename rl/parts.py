@@ -41,7 +41,6 @@ from earlyfusion.rl.rollout_log import RolloutLog
 from earlyfusion.rl.tool_measure import measure_tools
 
 PAGE = 16
-"""Small pretrained model directories that travel with the package."""
 
 
 def start_directory(config: RLConfig) -> Path:

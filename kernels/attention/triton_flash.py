@@ -55,6 +55,17 @@ def _store(base, row, stride, ok, value, FIRST: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
+def _scores(
+    q_a, q_b, k, key, stride, ok, D: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Queries times the keys of a tile, [BM, BN], unscaled and unmasked."""
+    s = _dot(q_a, tl.trans(_load(k, key, stride, ok, 0, DA, D)), tl.zeros([BM, BN], tl.float32))
+    if DB > 0:
+        s = _dot(q_b, tl.trans(_load(k, key, stride, ok, DA, DB, D)), s)
+    return s
+
+
+@triton.jit
 def _forward_keys(
     q_a, q_b, k, v, stride_k, stride_v, row, end, begin, stop, m, l, acc_a, acc_b, scale2,
     D: tl.constexpr, V: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
@@ -63,10 +74,7 @@ def _forward_keys(
     for n in range(begin, stop, BN):
         key = n + tl.arange(0, BN).to(tl.int64)
         ok = key < end
-        s = _dot(q_a, tl.trans(_load(k, key, stride_k, ok, 0, DA, D)), tl.zeros([BM, BN], tl.float32))
-        if DB > 0:
-            s = _dot(q_b, tl.trans(_load(k, key, stride_k, ok, DA, DB, D)), s)
-        s *= scale2
+        s = _scores(q_a, q_b, k, key, stride_k, ok, D, DA, DB, BM, BN) * scale2
         if MASK:
             visible = ok[None, :]
             if CAUSAL:

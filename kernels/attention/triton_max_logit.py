@@ -1,8 +1,8 @@
 """The largest attention logit per head without asking the host; see max_logit.py for the rule.
 
 The gate is read on the device: programs whose rows cannot hold a head's maximum, and all of them while no head exceeds
-tau, leave before they load a query. So a step in which nothing is clipped costs one launch of programs that read a few
-numbers each, and the host goes on. Every program writes one partial maximum: no atomics.
+tau, leave before they load a query. So where nothing is clipped a layer costs a few small launches over the log-sum-exps,
+and the host goes on. Every program writes one partial maximum: no atomics.
 
 Legend: T tokens, H query heads, G key heads, D key dim, P query tiles, BM query rows, BN keys of a tile.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from earlyfusion.kernels.attention import max_logit as gate
-from earlyfusion.kernels.attention.triton_flash import _dot, _load, query_tiles, split_dim, tile_sizes
+from earlyfusion.kernels.attention.triton_flash import _load, _scores, query_tiles, split_dim, tile_sizes
 from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments, check_packed
@@ -48,13 +48,11 @@ def largest_logits(
     for n in range(begin, stop, BN):
         key = n + tl.arange(0, BN).to(tl.int64)
         ok = key < end
-        s = _dot(q_a, tl.trans(_load(k, key, sk_t, ok, 0, DA, D)), tl.zeros([BM, BN], tl.float32))
-        if DB > 0:
-            s = _dot(q_b, tl.trans(_load(k, key, sk_t, ok, DA, DB, D)), s)
+        s = _scores(q_a, q_b, k, key, sk_t, ok, D, DA, DB, BM, BN) * scale
         visible = ok[None, :] & wanted[:, None]
         if CAUSAL:
             visible = visible & (key[None, :] <= row[:, None])
-        best = tl.maximum(best, tl.max(tl.where(visible, s * scale, float("-inf")), axis=1))
+        best = tl.maximum(best, tl.max(tl.where(visible, s, float("-inf")), axis=1))
     tl.store(best_PH + tile.to(tl.int64) * H + head, tl.max(best, axis=0))
 
 

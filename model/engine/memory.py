@@ -89,9 +89,8 @@ class Pools:
         return slot
 
     def free_slot(self, slot: int) -> None:
-        insort(
-            self.free_slots, slot, key=lambda each: -each
-        )  # smallest last and first out: running slots stay together
+        # the smallest lies last and is taken first: running slots stay together
+        insort(self.free_slots, slot, key=lambda each: -each)
 
     def copy_slot(self, source: int, targets: Sequence[int]) -> None:
         """Give the target slots the state of the source."""

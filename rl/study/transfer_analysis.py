@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from earlyfusion.eval.statistics_paired import Estimate
 from earlyfusion.rl.measure import ece, load_measured, sampled_pass, summary
 from earlyfusion.rl.measure_pairs import by_problem
 from earlyfusion.rl.records import Measured
+from earlyfusion.rl.study.shortcuts import shortcut
 from earlyfusion.rl.study.transfer_plan import START, Arm, StudyConfig, matched_file, measured_file
 from earlyfusion.rl.study.transfer_statistics import DRAWS, Array, Delta, adjusted, compare_arms, seed_deltas, word
 
@@ -194,7 +195,7 @@ def analyse(config: StudyConfig, out: Path, draws: int = DRAWS) -> dict[str, Any
         "seeds": sorted({p for p, _, _ in answers.runs}), "family": len(family), "draws": draws,
         "start": _start(answers, labels), "rows": rows, "differences": differences, "verdicts": verdicts,
         "arms": {arm.name: {"about": arm.about, "kind": arm.kind, "runs": _runs(answers, arm.name)} for arm in arms},
-        "temperatures": _temperatures(config, answers, arms),
+        "temperatures": _temperatures(config, answers, arms), "shortcuts": _shortcuts(answers, labels),
     }  # fmt: skip
 
 
@@ -299,6 +300,13 @@ def _start(answers: Answers, labels: Sequence[str]) -> dict[str, Any]:
                 for name in told[0]
             }
     return found
+
+
+def _shortcuts(answers: Answers, labels: Sequence[str]) -> dict[str, Any]:
+    """Label -> the best rule that reads no meaning (see shortcuts.py), where words hold answers."""
+    starts = [records for (_, arm, _), records in sorted(answers.runs.items()) if arm == START]
+    found = {label: shortcut(starts[0][label].values()) for label in labels if starts and label in starts[0]}
+    return {label: asdict(rule) for label, rule in found.items() if rule is not None}
 
 
 def _runs(answers: Answers, arm: str) -> list[tuple[int, int]]:

@@ -30,6 +30,8 @@ SAY = {
 }  # fmt: skip
 FULL = 0.95
 """Accuracy of the starts above which a gain cannot be told."""
+SHORT = 0.9
+"""Share of problems solved by a rule of place above which the skill is not needed."""
 MORE = """
 .gain{color:var(--good);font-weight:600}.loss{color:var(--bad);font-weight:600}td.n{white-space:nowrap}
 .scroll{overflow-x:auto}small{color:var(--muted)}
@@ -124,7 +126,7 @@ def headline(results: Row) -> str:
     rest = [name for name in treated if name not in {*gains, *unclear, *losses}]
     if rest:
         said.append(f"No difference in words could be shown: {', '.join(rest)}.")
-    said += room(results)
+    said += [*room(results), *shortcut_warning(results)]
     return " ".join(said) or "Nothing was measured yet."
 
 
@@ -136,6 +138,17 @@ def room(results: Row) -> list[str]:
     solved = percent(start["accuracy"]["mean"])
     return [
         f"The starts solve {solved} % of the primary problems already: there is no room to see a gain, take a harder skill."
+    ]
+
+
+def shortcut_warning(results: Row) -> list[str]:
+    """A warning where a rule that reads no meaning solves nearly all primary problems."""
+    found = results["shortcuts"].get(results["primary"])
+    if found is None or found["solves"] < SHORT:
+        return []
+    return [
+        f"“{found['rule'].capitalize()}” solves {percent(found['solves'])} % of the primary problems: a gain can be that "
+        "rule and not the skill."
     ]
 
 
@@ -153,13 +166,21 @@ def _question(config: StudyConfig, results: Row) -> str:
     )
     start = [
         [html.escape(label), percent(t["accuracy"]["mean"]), " ".join(percent(v) for v in t["accuracy"]["each"]),
-         percent(t["p_target"]["mean"]), percent(t["ece"]["mean"])]
+         percent(t["p_target"]["mean"]), percent(t["ece"]["mean"]), *_short(results, label)]
         for label, t in results["start"].items()
     ]  # fmt: skip
     body = f"<p>{html.escape(headline(results))}</p>{registered}<h3>The starts</h3>" + _table(
-        ["held-out problems", "accuracy, %", "each start", "p(correct), %", "ECE, %"], start
-    )
+        ["held-out problems", "accuracy, %", "each start", "p(correct), %", "ECE, %", "best rule of place, %",
+         "any answer word, %"], start
+    )  # fmt: skip
     return _section("What was asked, and what came out", note, body)
+
+
+def _short(results: Row, label: str) -> list[str]:
+    found = results["shortcuts"].get(label)
+    if found is None:
+        return ["–", "–"]
+    return [f"{percent(found['solves'])}<br><small>{html.escape(found['rule'])}</small>", percent(found["at_random"])]
 
 
 def _primary(config: StudyConfig, results: Row) -> str:

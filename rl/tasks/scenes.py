@@ -104,7 +104,8 @@ class ColourShape(BaseTask):
     """The colour, shape or size of one object that its other property, or its place, names without doubt.
 
     Knobs: kinds (colour, shape, size, leftmost_colour, leftmost_shape), sides and number of objects; listed: "any order"
-    mixes the objects in the twin, which otherwise names them from left to right, so that the first is the leftmost.
+    mixes the objects in the twin, which otherwise names them from left to right, so that the first is the leftmost; alone:
+    of the leftmost object only what no other object has is asked, so that not every other guess is right.
     """
 
     name = "colour_shape"
@@ -117,7 +118,10 @@ class ColourShape(BaseTask):
             "kinds": ("colour", "shape", "leftmost_colour", "leftmost_shape"),
             "min_side": 48, "max_side": 96, "max_objects": 6,
         },
-        {"kinds": ("leftmost_colour",), "min_side": 40, "max_side": 64, "max_objects": 3, "listed": "any order"},
+        {
+            "kinds": ("leftmost_colour",), "min_side": 40, "max_side": 64, "max_objects": 3, "listed": "any order",
+            "alone": True,
+        },
     )  # fmt: skip
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
@@ -137,7 +141,9 @@ class ColourShape(BaseTask):
         elif kind.startswith("leftmost") and same and all(other.box[0] > thing.box[0] + 1 for other in same):
             part = kind.removeprefix("leftmost_")
             question = f"what {'color' if part == 'colour' else part} is the leftmost object?"
-            answer = thing.colour if part == "colour" else thing.shape
+            answer = getattr(thing, part)
+            if knobs.get("alone") and any(getattr(other, part) == answer for other in same):
+                return None
         else:
             return None
         told = scene

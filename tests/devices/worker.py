@@ -113,11 +113,10 @@ def commands(folder: Path) -> dict[str, Any]:
     from PIL import Image
 
     from earlyfusion.eval import run as evaluation
-    from earlyfusion.model.hub_config import model_folder
     from earlyfusion.pipeline import bench_engine, doctor, generate_cmd
     from earlyfusion.rl import measure_cmd
 
-    picture, model = folder / "picture.png", str(model_folder("embedded:skills"))
+    picture, model = folder / "picture.png", "embedded:skills"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
     codes = {
         "doctor": doctor.main([]),

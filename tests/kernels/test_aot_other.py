@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 MODULES = [
-    "attnres.triton_phase1", "attnres.triton_merge", "attention.triton_flash", "attention.triton_max_logit", "attention.triton_rope",
-    "attention.triton_decode", "moe.triton_experts", "muon.triton_symmetric", "loss.triton_rows",
+    "attnres.triton_phase1", "attnres.triton_merge", "attention.triton_flash", "attention.triton_max_logit",
+    "attention.triton_rope", "attention.triton_decode", "moe.triton_experts", "muon.triton_symmetric", "loss.triton_rows",
 ]  # fmt: skip
 
 

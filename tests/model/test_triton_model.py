@@ -19,7 +19,8 @@ FP32 = 5e-5
 FP32_VALUES = 2e-6  # losses and log-probabilities, measured 3e-7: no cancellation of gradients in them
 FP16 = 3e-2  # 11 bits, rounded at the borders of every operation and in other places by the two forms; measured 8e-3
 STEP = {
-    "kda.triton_conv:short_conv", "kda.triton_kda:kda", "attention.triton_flash:attention", "attention.triton_max_logit:max_logit",
+    "kda.triton_conv:short_conv", "kda.triton_kda:kda", "attention.triton_flash:attention",
+    "attention.triton_max_logit:max_logit",
     "moe.triton_experts:moe_experts", "loss.triton_rows:linear_cross_entropy", "loss.triton_rows:token_log_probs",
 }  # fmt: skip
 IMAGES = {"attention.triton_rope:qkv_rope"}
