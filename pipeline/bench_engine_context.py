@@ -69,7 +69,7 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
             _wait()
             start = time.perf_counter()
             if runner.graphs is not None:
-                runner.graphs.step(slots, context + 1, needs)
+                runner.graphs.run(slots, context + 1, needs)
             else:
                 runner.decode_step(slots, length, span, needs, runner.banned, batch)
             _wait()

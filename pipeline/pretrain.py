@@ -34,7 +34,7 @@ from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import Meter
 from earlyfusion.pipeline.picture_exchange import PictureExchange
-from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.step import LossBook, drop_frozen_gradients, forward_backward, weigh
 from earlyfusion.pipeline.track import Tracker
@@ -96,6 +96,7 @@ class Pretraining:
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
+    @objects_at_rest()
     def train(self) -> int:
         """All steps that are left, then the last evaluation, the model directory and the report."""
         self.meter.restart_clock()

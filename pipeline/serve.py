@@ -73,6 +73,7 @@ def build_service(options: argparse.Namespace) -> Any:
         engine = Engine(
             model, tokenizer, max_slots=options.slots, page_size=page, prefix_cache=options.prefix_cache,
             max_pages=options.slots * -(-options.context // page), max_waiting=options.queue,
+            run_ahead=4,  # a piece of text is not long in coming
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -178,6 +178,7 @@ class Collector:
     ) -> None:  # fmt: skip
         """Run the engine until `goal` answers are finished or nothing is left; what is unfinished is put aside."""
         cap, repeat = self.config.rollout.token_cap, self.config.repeat
+        watched = self.config.watched or tools is not None
         written: dict[tuple[str, int], list[int]] = {}
         made: Counter[tuple[str, int]] = Counter()
         finished = 0
@@ -197,14 +198,15 @@ class Collector:
                 entry = self.config.tasks[ask.entry]
                 if tools is not None and entry.tools:
                     tools.open(name, prompt, tool_files(problem, entry.form))
-                handles[name] = self.engine.submit(Request(name, prompt, params, self._replay))
+                handles[name] = self.engine.submit(Request(name, prompt, params, self._replay, pieces=watched))
             begun = time.perf_counter()
             events = self.engine.step()
             out.working_s += time.perf_counter() - begun
             for event in events:
                 key = (event.request_id, event.index)
-                made[key] += len(event.tokens)
-                out.tokens += len(event.tokens)
+                new = len(event.tokens) if watched or event.completion is None else len(event.completion.ids)
+                made[key] += new
+                out.tokens += new
                 if event.completion is not None:
                     finished += tools is None or tools.take(event.completion)
                 if repeat is not None and event.completion is None:

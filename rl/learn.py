@@ -30,7 +30,7 @@ from earlyfusion.rl.experience import Experience
 from earlyfusion.rl.objectives import policy_loss, ptx_loss
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollout import Trajectory, pack, used_experts
-from earlyfusion.rl.sequences import Totals
+from earlyfusion.rl.sequences import Totals, sequence_sums
 
 
 @dataclass
@@ -191,10 +191,8 @@ class Learner:
         """Add the gradients of the objective over these groups of this process (and the others' shares of the same
         minibatch: every process calls it). version: of the weights that are trained, for stale tokens."""
         pieces = distinct(seen, groups)
-        mask = self._masks(seen, pieces, version)
-        tokens = sum(float(mask[n].sum()) for p in pieces for n in p.answers)
-        answers = sum(bool(mask[n].any()) for p in pieces for n in p.answers)
-        counts = self.runtime.sum(torch.tensor([tokens, float(answers)], dtype=torch.float64))
+        mask, tokens, answers = self._masks(seen, pieces, version)
+        counts = self.runtime.sum(torch.tensor([tokens, answers], dtype=torch.float64))
         total = Totals(counts[0], counts[1])
         pieces = [piece for piece in pieces if not self._settled(seen, piece, version)]
         for row in rows(pieces, self.config.train.row_tokens):
@@ -212,16 +210,19 @@ class Learner:
             return False
         return all(written == version for written in piece.trajectory.completion.versions)
 
-    def _masks(self, seen: Experience, pieces: Sequence[Piece], version: int) -> dict[int, Tensor]:
-        """bool tokens of every answer that are trained: not cut off by overlong filtering, not too stale."""
-        masks = {}
-        flat = [t for g in seen.groups for t in g.trajectories]
-        for piece in pieces:
-            for n in piece.answers:
-                versions = torch.tensor(flat[n].completion.versions)
-                kept = fresh(self.config.stale, versions, version, Segments.from_lengths([len(versions)]))
-                masks[n] = kept & bool(seen.trained_N[n])
-        return masks
+    def _masks(self, seen: Experience, pieces: Sequence[Piece], version: int) -> tuple[dict[int, Tensor], float, float]:
+        """bool tokens of every answer that are trained (not cut off by overlong filtering, not too stale), how many they
+        are, and in how many answers."""
+        answers = [(n, piece.trajectory.completion.versions) for piece in pieces for n in piece.answers]
+        if not answers:
+            return {}, 0.0, 0.0
+        numbers, lengths = [n for n, _ in answers], [len(versions) for _, versions in answers]
+        segments = Segments.from_lengths(lengths)
+        versions_M = torch.tensor([written for _, versions in answers for written in versions])
+        trained_M = seen.trained_N[numbers].repeat_interleave(torch.tensor(lengths))
+        mask_M = fresh(self.config.stale, versions_M, version, segments) & trained_M
+        told = sequence_sums(mask_M.float(), segments) > 0
+        return dict(zip(numbers, mask_M.split(lengths))), float(mask_M.sum()), float(told.sum())
 
     def _row_loss(
         self, seen: Experience, row: Sequence[Piece], mask: dict[int, Tensor], temperature: float, total: Totals,

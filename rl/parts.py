@@ -14,7 +14,7 @@ from rich.console import Console
 from earlyfusion.data.chat import ChatTokenizer
 from earlyfusion.data.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model, save_model
 from earlyfusion.model.hub_config import model_folder
@@ -105,7 +105,7 @@ class Kit:
         return Engine(
             model, self.tokenizer, max_slots=slots, page_size=PAGE, max_pages=slots * pages,
             prefill_chunk=rollout.prefill_chunk, max_waiting=4 * share + 1024,
-            image_cache=4 * share,
+            image_cache=4 * share, run_ahead=1 if self.config.watched else RUN_AHEAD,
         )  # fmt: skip
 
     def _loader(self) -> Loader | None:

@@ -287,6 +287,11 @@ class RLConfig(Section):
         return rollout.max_new_tokens + said
 
     @property
+    def watched(self) -> bool:
+        """Whether answers are looked at while they are written: partial rollouts, and answers that run in circles."""
+        return self.rollout.token_cap is not None or self.rollout.fraction < 1 or self.repeat is not None
+
+    @property
     def measured(self) -> list[TaskEntry]:
         """What is measured."""
         return list(self.eval.tasks or self.tasks)

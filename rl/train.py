@@ -32,6 +32,7 @@ from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.meter import peak_memory_bytes
+from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
 from earlyfusion.rl.collect import Collected
 from earlyfusion.rl.experience import Experience, experience, records, score
@@ -58,6 +59,7 @@ class Reinforcement:
 
     # ------------------------------------------------------------------------------------------------------ the loop
 
+    @objects_at_rest()
     def train(self) -> int:
         """All iterations that are left, then the last measurement, the model directory and the report."""
         config, total = self.config, self.config.total_updates

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from earlyfusion.model.engine.sequence import Decodes, Sample, Ticket, house_of,
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
 
+RUN_AHEAD = 16
+"""Tokens that a sample may get on the device before the host looks at them."""
+
 
 class Engine:
     """Serves requests from one model on one device.
@@ -38,6 +42,8 @@ class Engine:
     prefix_cache: checkpoints of beginnings that are kept (0: off; each takes a slot's memory), one every
     checkpoint_every tokens of a prompt. image_cache: pictures whose features are kept. tokenizer: for texts, stop strings
     and the ids that may not be chosen (None: texts stay empty, only the image placeholder is banned). version: of the weights.
+    run_ahead: with CUDA graphs, the most tokens a sample gets before the host looks at them (see `_steps_ahead`); events then
+    hold several.
 
     Raises ValueError for sizes that cannot work.
     """
@@ -56,10 +62,12 @@ class Engine:
         checkpoint_every: int = 512,
         image_cache: int = 256,
         version: int = 0,
+        run_ahead: int = RUN_AHEAD,
     ) -> None:
         for name, value, least in (
             ("max_slots", max_slots, 1), ("page_size", page_size, 4), ("prefill_chunk", prefill_chunk, 4),
             ("max_waiting", max_waiting, 1), ("prefix_cache", prefix_cache, 0), ("image_cache", image_cache, 1),
+            ("run_ahead", run_ahead, 1),
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
@@ -67,8 +75,8 @@ class Engine:
             raise ValueError(f"page_size={page_size}: must be a power of two, at most {FIRST_TILE}")
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         text = model.config.text
-        self.model, self.tokenizer, self.max_waiting = model, tokenizer, max_waiting
-        self.house = house_of(model, tokenizer)
+        self.model, self.tokenizer, self.max_waiting, self.run_ahead = model, tokenizer, max_waiting, run_ahead
+        self.house, self.routes = house_of(model, tokenizer), bool(moe_layers(model))
         like = model.decoder.norm.weight
         self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
@@ -101,7 +109,7 @@ class Engine:
     def _new_ticket(self, request: Request) -> Ticket:
         if request.id in self.ledger.tickets:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
-        if request.capture_routing and not moe_layers(self.model):
+        if request.capture_routing and not self.routes:
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
         return make_ticket(request, self.house)
 
@@ -143,7 +151,7 @@ class Engine:
         for request in requests:
             while len(self.scheduler.waiting) >= self.max_waiting:
                 self.step()
-            handles.append(self.submit(request))
+            handles.append(self.submit(replace(request, pieces=False)))
         while self.has_work:
             self.step()
         return [completion for handle in handles for completion in handle.completions]
@@ -156,7 +164,7 @@ class Engine:
             self._begin(self.scheduler.admit())
             capture = any(s.ticket.request.capture_routing for s in self.scheduler.running + self.scheduler.reading)
             take = stack.enter_context(recording_routing(self.model)) if capture else None
-            chosen: list[tuple[list[Sample], Tensor]] = []
+            chosen: list[tuple[list[Sample], Tensor, bool]] = []
             self._make_dense()
             running = self.ledger.restrict(list(self.scheduler.running))
             if running:
@@ -166,9 +174,11 @@ class Engine:
                 chosen += self._read(parts, take)
             if chosen:
                 self.ledger.counts["host_syncs"] += 1
-                rows = torch.cat([tensor for _, tensor in chosen], dim=1).T.tolist()
                 self.ledger.counts["steps"] += 1
-                self.ledger.accept([sample for samples, _ in chosen for sample in samples], rows)
+                known = torch.cat([chosen_K3N.reshape(-1) for _, chosen_K3N, _ in chosen]).cpu().numpy()
+                for samples, chosen_K3N, fed in chosen:
+                    mine, known = known[: chosen_K3N.numel()], known[chosen_K3N.numel() :]
+                    self.ledger.accept(samples, mine.reshape(chosen_K3N.shape), fed)
         return self.ledger.take_events()
 
     @contextmanager
@@ -196,18 +206,30 @@ class Engine:
         if self.runner.lean is not None:
             self.runner.seat(self.scheduler.close_gaps())
 
-    def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor]:
-        self.runner.page_tables([each for each in running if self.scheduler.make_room(each, each.length + 1)])
-        chosen = self.runner.decode(running, recording=take is not None)
+    def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor, bool]:
+        steps = 1 if take is not None or self.runner.graphs is None else self._steps_ahead(running)
+        moved = [each for each in running if self.scheduler.make_room(each, each.length + min(steps, each.left))]
+        self.runner.page_tables(moved)
+        chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
         if take is not None:
             for sample, row in zip(running, narrow(take().cpu().numpy())):
                 sample.routing.append(row[None])
-        for sample in running:
-            sample.length += 1
-        self.ledger.counts["decoded_tokens"] += len(running)
-        return running, chosen
+        return running, chosen_K3N, True
 
-    def _read(self, parts: Sequence[Part], take: Any) -> list[tuple[list[Sample], Tensor]]:
+    def _steps_ahead(self, running: Sequence[Sample]) -> int:
+        """Steps that the device takes before the host looks at what was chosen.
+
+        A sample that ends among them stands still for the rest of them, so it is as many as certainly end none, or a
+        quarter of what has been written on average: what was long so far goes on for long. One while prompts are read.
+        """
+        if self.run_ahead == 1 or self.scheduler.reading or not all(each.ticket.foreseen for each in running):
+            return 1
+        left = [each.left for each in running]
+        certain = min(0 if each.ticket.stops else more for each, more in zip(running, left))
+        written = sum(len(each.ids) for each in running) // (4 * len(running))
+        return max(1, min(self.run_ahead, max(left), max(certain, written)))
+
+    def _read(self, parts: Sequence[Part], take: Any) -> list[tuple[list[Sample], Tensor, bool]]:
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
         hidden_ND = self.runner.prefill(parts, recording=take is not None)
@@ -234,7 +256,7 @@ class Engine:
         self.runner.seat(starting)
         if not starting or hidden_ND is None:
             return []
-        return [(starting, self.runner.choose_first(hidden_ND, starting, rows))]
+        return [(starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0), False)]
 
     def _read_to_the_end(self, lead: Sample) -> list[Sample]:
         """Fork the lead; samples that go on reading what they had generated before stay behind, the rest start."""

@@ -38,8 +38,9 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int, Needs], tuple[Any, Tensor, Tensor]] = {}
         self._pool: Any = None
 
-    def step(self, slots_B: Tensor, longest: int, needs: Needs) -> Tensor:
-        """As `Runner.decode_step` without a mask per row. The result is overwritten by the next step of this bucket."""
+    def run(self, slots_B: Tensor, longest: int, needs: Needs, steps: int = 1) -> Tensor:
+        """`Runner.graph_step` so many times without a look at what it chose: [steps, 3, B]. longest: positions of the
+        longest sequence after the last step."""
         length = FIRST_TILE
         while length < longest:
             length *= 2
@@ -49,13 +50,16 @@ class DecodeGraphs:
             self._captured[key] = self._capture(slots_B.shape[0], length, needs)
         graph, static_B, chosen = self._captured[key]
         static_B.copy_(slots_B)
-        graph.replay()
-        return chosen
+        kept_K3B = torch.empty((steps, *chosen.shape), dtype=chosen.dtype, device=chosen.device)
+        for k in range(steps):
+            graph.replay()
+            kept_K3B[k].copy_(chosen)
+        return kept_K3B
 
     def _capture(self, rows: int, length: int, needs: Needs) -> tuple[Any, Tensor, Tensor]:
         runner = self.runner
         static_B = torch.zeros(rows, dtype=torch.long, device=runner.device)
-        step = lambda: runner.decode_step(static_B, length, None, needs, runner.banned)
+        step = lambda: runner.graph_step(static_B, length, needs)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

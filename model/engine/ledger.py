@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import Event, FinishReason, Token
+from earlyfusion.model.engine.request import Event, FinishReason
 from earlyfusion.model.engine.runner import Runner
 from earlyfusion.model.engine.scheduler import Scheduler
 from earlyfusion.model.engine.sequence import Sample, Ticket
@@ -29,33 +31,50 @@ class Ledger:
         events, self.events = self.events, []
         return events
 
-    def accept(self, samples: Sequence[Sample], rows: Sequence[Sequence[float]]) -> None:
-        """One more token of every sample: (id, log-probability as drawn, at temperature 1) each."""
-        for sample, (number, drawn, plain) in zip(samples, rows):
+    def accept(self, samples: Sequence[Sample], chosen_K3N: np.ndarray, fed: bool) -> None:
+        """The next tokens of every sample, what comes after its end left out: ids, log-probabilities as drawn and at
+        temperature 1. fed: each token was chosen after feeding the one before it."""
+        ids_NK = chosen_K3N[:, 0].astype(np.int64).T.tolist()
+        drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in (1, 2))
+        unknown = [NAN] * len(chosen_K3N)
+        for sample, ids, drawn, plain in zip(samples, ids_NK, drawn_NK, plain_NK):
             ticket = sample.ticket
-            params = ticket.request.params
-            token = Token(int(number), drawn, plain, self.version) if params.logprobs else (
-                Token(int(number), NAN, NAN, self.version)
-            )  # fmt: skip
-            sample.add(token)
-            stop = token.id in ticket.stops
-            text = "" if stop else sample.stream.push(token.id)
-            if stop or sample.stream.stopped:
-                self.finish(sample, "stop", (token,), text)
-            elif len(sample.ids) >= params.max_new_tokens:
-                self.finish(sample, "length", (token,), text)
-            else:
-                self.events.append(Event(ticket.request.id, sample.index, (token,), text))
+            if not ticket.request.params.logprobs:
+                drawn = plain = unknown
+            count, reason, text = self._until_the_end(sample, ids)
+            sample.extend(ids[:count], drawn[:count], plain[:count], self.version)
+            if fed:
+                sample.length += count
+                self.counts["decoded_tokens"] += count
+            if reason is not None:
+                self.finish(sample, reason, text)
+            elif ticket.request.pieces:
+                self.events.append(Event(ticket.request.id, sample.index, sample.untold(), text))
 
-    def finish(
-        self, sample: Sample, reason: FinishReason, tokens: tuple[Token, ...] = (), text: str = "", error: str = ""
-    ) -> None:
+    def _until_the_end(self, sample: Sample, ids: Sequence[int]) -> tuple[int, FinishReason | None, str]:
+        """(how many of these tokens belong to the sample, why it ends with them, text that became certain)."""
+        ticket, stream, text = sample.ticket, sample.stream, ""
+        ids, most = ids[: sample.left], len(ids[: sample.left])
+        if ticket.stops:
+            most = next((place + 1 for place, token in enumerate(ids) if token in ticket.stops), most)
+        stopped = bool(most) and ids[most - 1] in ticket.stops
+        shown = ids[: most - stopped]
+        if not ticket.request.pieces and not stream.stop:
+            stream.keep(shown)
+        else:
+            for place, token in enumerate(shown):
+                text += stream.push(token)
+                if stream.stopped:
+                    return place + 1, "stop", text
+        return most, "stop" if stopped else "length" if most == sample.left else None, text
+
+    def finish(self, sample: Sample, reason: FinishReason, text: str = "", error: str = "") -> None:
         """The sample's completion, with slot and pages given back if it was running."""
         ticket = sample.ticket
         text += sample.stream.close()
         if sample.stream.stopped and reason == "length":
             reason = "stop"
-        if sample in self.scheduler.running:
+        if self.scheduler.runs(sample):
             if reason in ("stop", "length"):
                 self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
             self.scheduler.release(sample)
@@ -65,7 +84,8 @@ class Ledger:
         ticket.handle.completions.append(completion)
         ticket.handle.completions.sort(key=lambda each: each.index)
         self.counts[f"finished_{reason}"] += 1
-        self.events.append(Event(ticket.request.id, sample.index, tokens, text, completion))
+        told = sample.untold() if ticket.request.pieces else ()
+        self.events.append(Event(ticket.request.id, sample.index, told, text, completion))
         if not ticket.alive:
             del self.tickets[ticket.request.id]
 

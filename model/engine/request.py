@@ -144,7 +144,8 @@ class Request:
     random numbers, so equal (id, seed, sample index) give equal samples. `noise` takes the id's place as that key where ids
     are made up, as on a server.
 
-    capture_routing: record which experts every token chose (see `Completion.routing`).
+    capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell tokens and text
+    as they come; without, a sample has one event, its end with the completion, and less is done for every token.
     """
 
     id: str
@@ -152,6 +153,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     capture_routing: bool = False
     noise: str = ""
+    pieces: bool = True
 
 
 class Token(NamedTuple):
@@ -193,8 +195,8 @@ class Completion:
 
 @dataclass(slots=True)
 class Event:
-    """What a step did for one sample: its new tokens, the text that became certain (bytes of an unfinished character
-    and possible beginnings of a stop string are held back), and its completion when this was the end."""
+    """What a step did for one sample: its tokens since the last event, the text that became certain (bytes of an
+    unfinished character and possible beginnings of a stop string are held back), and its completion when this was the end."""
 
     request_id: str
     index: int

@@ -28,10 +28,13 @@ from earlyfusion.model.engine.lean import LeanDecoder, is_lean
 from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.prefill import ROWS, Part, embed, ends_plan, prefill_plan, whole_rows
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
-from earlyfusion.model.engine.sequence import Sample
+from earlyfusion.model.engine.sequence import STOPS, Sample
 from earlyfusion.model.engine.stores import KdaSlots, PooledCache, PooledPlan, Windows
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.kda import KimiDeltaAttention
+
+NEVER = 1 << 62
+"""A position that no sample reaches."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Runner:
         zeros = lambda dtype: torch.zeros(slots, dtype=dtype, device=self.device)
         self.last_S, self.length_S, self.position_S, self.key_S = (zeros(torch.long) for _ in range(4))
         self.temperature_S, self.top_p_S, self.min_p_S = (zeros(torch.float32) for _ in range(3))
+        self.end_S, self.ended_S = zeros(torch.long).fill_(NEVER), zeros(torch.bool)
+        self.stops_SK = torch.full((slots, STOPS), -1, device=self.device)
         self.table_SP = torch.zeros(slots, table_pages, dtype=torch.long, device=self.device)
         self._batch: Batch | None = None
         self._masks: tuple[tuple[Sample, ...], int, Tensor] | None = None
@@ -87,8 +92,21 @@ class Runner:
         wanted = torch.tensor(options, dtype=torch.float32).T.contiguous().to(self.device)
         for option_S, value_N in zip((self.temperature_S, self.top_p_S, self.min_p_S), wanted):
             option_S.index_copy_(0, slots_N, value_N)
+        if self.graphs is not None:
+            self._tell_ends(samples, slots_N)
         self.page_tables(samples)
         self._batch = None
+
+    def _tell_ends(self, samples: Sequence[Sample], slots_N: Tensor) -> None:
+        """Tell the device where the samples end, as far as it can know (see `Ticket.foreseen`)."""
+        rows = []
+        for sample in samples:
+            stops = sorted(sample.ticket.stops)[:STOPS]
+            rows.append([sample.ticket.request.params.max_new_tokens, *stops, *[-1] * (STOPS - len(stops))])
+        ends_NK = torch.tensor(rows, dtype=torch.long).to(self.device)
+        self.end_S.index_copy_(0, slots_N, ends_NK[:, 0])
+        self.stops_SK.index_copy_(0, slots_N, ends_NK[:, 1:])
+        self.ended_S.index_fill_(0, slots_N, False)
 
     def page_tables(self, samples: Sequence[Sample]) -> None:
         """The samples' pages have changed."""
@@ -105,23 +123,25 @@ class Runner:
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
-    def decode(self, running: Sequence[Sample], recording: bool = False) -> Tensor:
-        """Feed every sample's last token and choose the next: [3, len(running)] as `sampler.choose` returns it.
+    def decode(self, running: Sequence[Sample], steps: int = 1, recording: bool = False) -> Tensor:
+        """Feed every sample's last token and choose the next: [steps, 3, len(running)], each as `sampler.choose` returns it.
 
-        recording: something in the model listens (routing is captured), which a replayed graph would not run.
+        steps: more than one only with graphs; rows of a sample that has ended are of no meaning. recording: something in
+        the model listens (routing is captured), which a replayed graph would not run.
         """
         self.pools.settle()
         batch = self._make_batch(running)
         slots_B, lengths = batch.slots_B, [sample.length for sample in running]
         banned = self._banned(running, slots_B.shape[0])
         if self.graphs is not None and banned.dtype != torch.bool and not recording:
-            chosen = self.graphs.step(slots_B, max(lengths) + 1, batch.needs)
+            chosen_K3B = self.graphs.run(slots_B, max(lengths) + steps, batch.needs, steps)
         else:
+            assert steps == 1
             plan = self.decode_plan(slots_B, tiles(max(lengths) + 1)[-1][1], batch.span, len(running))
             if self.lean is not None:
                 plan = replace(plan, windows=batch.windows, seen=min(lengths) + 1, reach=max(lengths) + 1)
-            chosen = self._advance(self._logits(slots_B, plan), slots_B, batch.needs, banned)
-        return chosen[:, : len(running)]
+            chosen_K3B = self._advance(self._logits(slots_B, plan), slots_B, batch.needs, banned).unsqueeze(0)
+        return chosen_K3B[..., : len(running)]
 
     def decode_step(
         self,
@@ -144,6 +164,14 @@ class Runner:
         self.length_S[slots_B] += 1
         self.position_S[slots_B] += 1
         self.length_S[:1].zero_()  # padding rows stay at the beginning of page 0
+        return chosen
+
+    def graph_step(self, slots_B: Tensor, length: int, needs: Needs) -> Tensor:
+        """`decode_step` as a graph holds it: samples that have ended stand still, on padding rows."""
+        slots_B = slots_B.masked_fill(self.ended_S[slots_B], 0)
+        chosen = self.decode_step(slots_B, length, None, needs, self.banned)
+        stopped_B = (chosen[:1].long().T == self.stops_SK[slots_B]).any(1)
+        self.ended_S[slots_B] = stopped_B | (self.position_S[slots_B] >= self.end_S[slots_B])
         return chosen
 
     def decode_logits(

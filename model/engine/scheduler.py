@@ -8,7 +8,7 @@ for a request does not depend on its neighbours.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
@@ -136,9 +136,10 @@ class Scheduler:
 
     def release(self, sample: Sample) -> None:
         """Take slot, pages and promises back; the sample stands nowhere afterwards. Siblings not forked go with it."""
-        for group in (self.reading, self.running):
-            if sample in group:
-                group.remove(sample)
+        if self.runs(sample):
+            del self.running[self._place(sample)]
+        elif sample in self.reading:
+            self.reading.remove(sample)
         for each in [sample, *sample.siblings]:
             self.pools.reserved -= each.reserved
             each.reserved = 0
@@ -152,6 +153,14 @@ class Scheduler:
     def run(self, sample: Sample) -> None:
         """The sample decodes from now on. Kept in slot order, so that neighbours in memory are neighbours in the batch."""
         insort(self.running, sample, key=lambda each: each.slot)
+
+    def runs(self, sample: Sample) -> bool:
+        """Whether the sample decodes."""
+        place = self._place(sample)
+        return place < len(self.running) and self.running[place] is sample
+
+    def _place(self, sample: Sample) -> int:
+        return bisect_left(self.running, sample.slot, key=lambda each: each.slot)
 
     def close_gaps(self) -> list[Sample]:
         """Move running samples from the last slots into free ones before them; the samples that were moved."""

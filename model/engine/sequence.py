@@ -23,6 +23,8 @@ from earlyfusion.vision.patches import num_tokens
 REPLACEMENT = "\ufffd"
 END_OF_MSG = "<|end_of_msg|>"
 MEDIA_TOKENS = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
+STOPS = 8
+"""Stop ids of a sample that the device knows."""
 LONGEST_CHARACTER = 4
 """Tokens that may be waited for when a character's bytes are not complete (UTF-8 has at most four)."""
 
@@ -53,6 +55,10 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special=True) if self.tokenizer is not None else ""
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Take tokens whose text is asked for later, by `push` or `close`."""
+        self._ids += tokens
 
     def push(self, token: int) -> str:
         """Take one more token; returns the text that became certain."""
@@ -113,6 +119,8 @@ class Ticket:
     samples: list[Sample] = field(default_factory=list)
     features: Tensor | None = None
     cached_tokens: int = 0
+    foreseen: bool = False
+    """Whether the device can tell by itself where a sample ends: by its length, or at one of up to STOPS ids."""
 
     @property
     def longest(self) -> int:
@@ -146,6 +154,7 @@ class Sample:
     saved: dict[str, Tensor] | None = None
     routing: list[np.ndarray] = field(default_factory=list)
     finished: bool = False
+    told: int = 0
     banned_V: Tensor | None = None
     """What its grammar (and its request) forbids as the next token."""
 
@@ -171,11 +180,23 @@ class Sample:
         made = np.array(self.ids[: max(0, length - len(self.ticket.ids))], dtype=np.int64)
         return np.concatenate([self.ticket.key_ids[:length], made])
 
-    def add(self, token: Token) -> None:
-        self.ids.append(token.id)
-        self.logprobs.append(token.logprob)
-        self.logprobs1.append(token.logprob1)
-        self.versions.append(token.version)
+    @property
+    def left(self) -> int:
+        """Tokens it may still get."""
+        return self.ticket.request.params.max_new_tokens - len(self.ids)
+
+    def extend(self, ids: Sequence[int], logprobs: Sequence[float], logprobs1: Sequence[float], version: int) -> None:
+        """New tokens, chosen by the weights of `version`."""
+        self.ids += ids
+        self.logprobs += logprobs
+        self.logprobs1 += logprobs1
+        self.versions += [version] * len(ids)
+
+    def untold(self) -> tuple[Token, ...]:
+        """The tokens since the last call."""
+        start, self.told = self.told, len(self.ids)
+        known = (self.ids, self.logprobs, self.logprobs1, self.versions)
+        return tuple(map(Token, *(values[start:] for values in known)))
 
     def completion(self, reason: FinishReason, error: str = "") -> Completion:
         request = self.ticket.request
@@ -252,7 +273,8 @@ def make_ticket(request: Request, house: House) -> Ticket:
             raise RequestError(f"request {request.id!r}: every token is banned")
     handle = Handle(request.id, params.n)
     key_ids = _key_ids(ids, positions, digests, counts)
-    ticket = Ticket(request, handle, ids, key_ids, positions, digests, stops, banned_V)
+    foreseen = not params.stop and params.grammar is None and banned_V is None and len(stops) <= STOPS
+    ticket = Ticket(request, handle, ids, key_ids, positions, digests, stops, banned_V, foreseen=foreseen)
     for index in range(params.n):
         key = sequence_key(params.seed, request.noise or request.id, index)
         ticket.samples.append(Sample(ticket, index, TextStream(house.tokenizer, params.stop), key))

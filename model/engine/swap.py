@@ -60,6 +60,7 @@ def _recall(ledger: Ledger, pools: Pools, sample: Sample, paused: PausedSample, 
         setattr(sample, name, list(getattr(paused, name)))
     for token in sample.ids:
         sample.stream.push(token)
+    sample.told = len(sample.ids)
     keep = keep_state and bool(paused.state)
     if keep:
         try:

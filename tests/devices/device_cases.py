@@ -32,3 +32,15 @@ def furthest(these: list[dict[str, float]], those: list[dict[str, float]]) -> li
     assert len(these) == len(those) > 0
     assert all(a.keys() == b.keys() for a, b in zip(these, those))
     return [max(abs(a[key] - b[key]) / abs(a[key]) for key in a) for a, b in zip(these, those)]
+
+
+def check_ahead(found: dict[str, Any]) -> None:
+    """What `worker.py ahead` found on a device with graphs: equal answers however far the device ran ahead."""
+    for name in ("length", "stops"):
+        stepwise, ahead = found[f"{name}/1"], found[f"{name}/16"]
+        assert ahead["answers"] == stepwise["answers"] and ahead["counts"] == stepwise["counts"]
+        assert ahead["logprobs"] == stepwise["logprobs"]
+    assert found["length/16"]["looks"] < found["length/1"]["looks"] / 4
+    assert found["stops/16"]["looks"] < found["stops/1"]["looks"] / 2
+    reasons = {reason for _, _, reason, _, _ in found["stops/16"]["answers"]}
+    assert reasons == {"stop", "length"} and found["stops/16"]["counts"][2] > 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_cases import HERE, furthest, on_the_cpu, work
+from device_cases import HERE, check_ahead, furthest, on_the_cpu, work
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
@@ -90,6 +90,17 @@ def test_the_engine_and_its_graphs(emulated, tmp_path):
     assert gpu["float32"]["graphs"] == 0 and gpu["bfloat16"]["graphs"] == dry["bfloat16"]["graphs"]
     for found in (gpu["bfloat16"], dry["float32"], dry["bfloat16"]):
         assert set(waits(found, "")) == {"model/engine/engine.py:step"}  # the tokens of a step, at once
+
+
+def test_the_device_runs_ahead_of_the_host(emulated, tmp_path):
+    cpu, gpu = on_the_cpu("ahead", tmp_path), emulated("ahead", tmp_path)
+    assert gpu.keys() == cpu.keys() and len(gpu) == 4
+    for name, found in gpu.items():
+        assert found["answers"] == cpu[name]["answers"] and found["counts"] == cpu[name]["counts"]
+        torch.testing.assert_close(
+            torch.tensor(found["logprobs"]), torch.tensor(cpu[name]["logprobs"]), rtol=0, atol=1e-5
+        )
+    check_ahead(gpu)
 
 
 def test_reinforcement_learning(emulated, tmp_path):

@@ -1,7 +1,7 @@
 """On a GPU: pretraining, the engine with CUDA graphs and reinforcement learning give what they give on the CPU."""
 
 import pytest
-from device_cases import furthest, on_the_cpu, work
+from device_cases import check_ahead, furthest, on_the_cpu, work
 
 pytestmark = pytest.mark.gpu
 FLOAT32 = 1e-3  # of a step's sums; other kernels, tf32 in three parts
@@ -23,6 +23,11 @@ def test_the_engine_and_its_graphs(tmp_path, kernels):
         same = [a == b for a, b in zip(cpu[name]["ids"], gpu[name]["ids"], strict=True)]
         assert sum(same) >= (8 if name == "float32" else 5), same  # a tie may fall the other way; bfloat16 has many
         assert gpu[name]["graphs"] > 0 or (kernels, name) == ("torch", "float32")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_the_device_runs_ahead_of_the_host(tmp_path, kernels):
+    check_ahead(work("ahead", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|rl|commands FOLDER [emulated [dry]]`.
+"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|ahead|rl|commands FOLDER [emulated [dry]]`.
 
 Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a JSON object.
 dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes minutes).
@@ -88,6 +88,37 @@ def engine(folder: Path) -> dict[str, Any]:
     return found
 
 
+def ahead(folder: Path) -> dict[str, Any]:
+    """Long answers of a float32 model without experts, which end at stop ids or by length, and what it says next, with the
+    host looking at every token and at many at once; how often it looked, and what the prefix cache gave."""
+    from dataclasses import replace
+
+    from engine_cases import SHAPE, TOKENIZER, all_returned, drawn, model, requests
+
+    from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
+    from earlyfusion.model.engine.request import Request, TokenPrompt
+
+    net = model(0, **SHAPE, num_experts=0).to("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = dict(max_slots=6, page_size=8, prefill_chunk=32, prefix_cache=6, checkpoint_every=16)
+    found: dict[str, Any] = {}
+    for name, params in (("length", drawn(70, seed=1)), ("stops", drawn(90, stop_ids=tuple(range(20, 27)), seed=2))):
+        for most in (1, RUN_AHEAD):
+            made = Engine(net, TOKENIZER, run_ahead=most, **sizes)
+            given = requests([5, 9, 17, 33, 40, 8, 21, 12], params)
+            done = made.generate(given)
+            spoken = [torch.cat([torch.as_tensor(r.prompt.ids), torch.tensor(c.ids)]) for r, c in zip(given, done)]
+            shorter = replace(params, max_new_tokens=12)
+            done += made.generate([Request(f"next{i}", TokenPrompt(ids), shorter) for i, ids in enumerate(spoken)])
+            all_returned(made)
+            stats = made.stats()
+            found[f"{name}/{most}"] = {
+                "answers": [[c.ids, c.text, c.finish_reason, c.cached_tokens, c.versions] for c in done],
+                "logprobs": [p for c in done for p in c.logprobs], "looks": stats["host_syncs"],
+                "counts": [stats[key] for key in ("decoded_tokens", "read_tokens", "prefix_hit_tokens")],
+            }  # fmt: skip
+    return found
+
+
 def rl(folder: Path) -> dict[str, Any]:
     """Rewards and gradients of reinforcement learning: two updates in float32, one in bfloat16."""
     import rl_cases
@@ -137,4 +168,8 @@ if __name__ == "__main__":
         keep = emulated_cuda.install()
         emulated_cuda.Device.launch_for_real = "dry" not in how
     Path(place).mkdir(parents=True, exist_ok=True)
-    print(json.dumps({"pretrain": pretrain, "engine": engine, "rl": rl, "commands": commands}[task](Path(place))))
+    print(
+        json.dumps(
+            {"pretrain": pretrain, "engine": engine, "ahead": ahead, "rl": rl, "commands": commands}[task](Path(place))
+        )
+    )

@@ -41,8 +41,8 @@ class Watched(Engine):
             for sample, row in zip(samples, last.pop()):
                 self.seen.setdefault((sample.ticket.request.id, sample.index), []).append(row.clone())
 
-        def decode(running, recording=False):
-            chosen = plain_decode(running, recording)
+        def decode(running, steps=1, recording=False):
+            chosen = plain_decode(running, steps, recording)
             note(running)
             return chosen
 
