@@ -195,11 +195,12 @@ class Engine:
                 self.model.train()
 
     def _begin(self, tickets: list[Ticket]) -> None:
+        reading = {sample.ticket.request.id for sample in self.scheduler.reading}
+        new = [ticket for ticket in tickets if ticket.request.id in reading]
+        for ticket, features in zip(new, self.images.features([(each.request.prompt, each.digests) for each in new])):
+            ticket.features = features
         for ticket in tickets:
-            prompt = ticket.request.prompt
-            if any(sample in self.scheduler.reading for sample in ticket.alive):
-                ticket.features = self.images.features(prompt.patches, prompt.grids, ticket.digests)
-            self.runner.seat([sample for sample in ticket.alive if sample in self.scheduler.running])  # state put back
+            self.runner.seat([sample for sample in ticket.alive if self.scheduler.runs(sample)])  # state put back
 
     def _make_dense(self) -> None:
         """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in place."""

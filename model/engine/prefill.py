@@ -65,7 +65,8 @@ def embed(parts: Sequence[Part], total: int, model: NativeFusion) -> Tensor:
         inside = [i for i, place in enumerate(ticket.media_positions) if part.start <= place < part.stop]
         if inside and ticket.features is not None:
             places += [ticket.media_positions[i] + offset for i in inside]
-            features.append(ticket.features[torch.tensor(inside, device=device)])
+            together = len(inside) == inside[-1] - inside[0] + 1
+            features.append(ticket.features[slice(inside[0], inside[-1] + 1) if together else inside])
     ids += [0] * (total - len(ids))
     x_TD = model.decoder.embed_tokens(torch.tensor(ids, dtype=torch.long).to(device))
     if features:
