@@ -160,14 +160,16 @@ def comparison_table(records: list[dict[str, Any]], new: int) -> Table:
     """Part 1 as a table."""
     table = Table(title=f"greedy generation, {new} new tokens, tokens/s (prompts read included)", title_justify="left")
     names = list(dict.fromkeys(name for record in records for name in record["sides"]))
-    for heading in ("batch", "prompt", "lengths", *names, "engine / best", "engine / kept", "equal answers"):
+    headings = ("batch", "prompt", "lengths", *names, "engine / best", "engine / kept", "engine, decode only")
+    for heading in (*headings, "equal answers"):
         table.add_column(heading, justify="right")
     for record in records:
         shown = [f"{record['sides'][n]['tokens_per_s']:,.0f}" if n in record["sides"] else "refused" for n in names]
         equal = min((s["equal_tokens"] for n, s in record["sides"].items() if n != "engine"), default=1.0)
         ratios = [record["ratio_to_best"], record["ratio_to_kept"]]
         shown += ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
-        table.add_row(str(record["batch"]), str(record["prompt"]), record["lengths"], *shown, f"{100 * equal:.0f} %")
+        shown += [f"{record['sides']['engine']['decode_tokens_per_s']:,.0f}", f"{100 * equal:.0f} %"]
+        table.add_row(str(record["batch"]), str(record["prompt"]), record["lengths"], *shown)
     return table
 
 
