@@ -168,8 +168,5 @@ if __name__ == "__main__":
         keep = emulated_cuda.install()
         emulated_cuda.Device.launch_for_real = "dry" not in how
     Path(place).mkdir(parents=True, exist_ok=True)
-    print(
-        json.dumps(
-            {"pretrain": pretrain, "engine": engine, "ahead": ahead, "rl": rl, "commands": commands}[task](Path(place))
-        )
-    )
+    tasks = {"pretrain": pretrain, "engine": engine, "ahead": ahead, "rl": rl, "commands": commands}
+    print(json.dumps(tasks[task](Path(place))))
