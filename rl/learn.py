@@ -63,8 +63,8 @@ class Sums:
 
 
 def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
-    """The distinct answers of these groups that have tokens; routing, versions and weights that wrote them included in
-    what makes two equal."""
+    """The distinct answers of these groups that have tokens; routing and the versions of the weights that wrote them
+    included in what makes two equal."""
     pieces = []
     for g in groups:
         start, end = seen.bounds[g]
@@ -72,8 +72,8 @@ def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
         for n, trajectory in zip(range(start, end), seen.groups[g].trajectories):
             if not trajectory.ids:
                 continue
-            routing = trajectory.completion.routing
-            key = (tuple(trajectory.ids), trajectory.inserted, None if routing is None else routing.tobytes())
+            routing, versions = trajectory.completion.routing, tuple(trajectory.completion.versions)
+            key = (tuple(trajectory.ids), versions, trajectory.inserted, None if routing is None else routing.tobytes())
             found.setdefault(key, Piece(g, trajectory, [])).answers.append(n)
         pieces += list(found.values())
     return pieces

@@ -85,6 +85,22 @@ def test_equal_answers_are_computed_once(folder, tmp_path):
         made.close()
 
 
+def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
+    made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
+    try:
+        both = [t for group in seen.groups for t in group.trajectories]
+        pieces = distinct(seen, range(len(seen.groups)))
+        shared = next(piece for piece in pieces if len(piece.answers) > 1)
+        both[shared.answers[-1]].completion.versions[0] -= 1
+        split = distinct(seen, range(len(seen.groups)))
+        assert len(split) == len(pieces) + 1
+        masks, tokens, answers = made.kit.learner._masks(seen, split, 0)
+        assert tokens == sum(len(each.ids) for each in both) == sum(len(mask) for mask in masks.values())
+        assert answers == sum(bool(each.ids) for each in both)
+    finally:
+        made.close()
+
+
 def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_batchs(folder, tmp_path):
     """Two minibatches are two updates with totals of their own; together they hold every group once."""
     parts = minibatches(7, 3, lambda n: list(range(n))[::-1])
