@@ -14,7 +14,6 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from earlyfusion.pipeline import bench_kernels_kda, bench_kernels_products, benc
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_kernels_case import Case, Setting, errors, measure
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.pipeline.runtime import installed
 from earlyfusion.pipeline.statefile import write_text
 
 PEERS = ("fla", "torch", "eager", "transformers", "recurrence", "muon", "liger")
@@ -79,12 +79,7 @@ def _device(name: str) -> torch.device:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Device, versions and measured rates that the numbers depend on."""
-    packages: dict[str, str | None] = {}
-    for name in ("torch", "triton", "fla-core", "transformers", "liger-kernel"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
+    packages = {name: installed(name) for name in ("torch", "triton", "fla-core", "transformers", "liger-kernel")}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",

@@ -7,7 +7,6 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
-from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.runtime import Runtime, installed
 from earlyfusion.pipeline.stage_data import StageLoaders as StageLoaders
 from earlyfusion.pipeline.statefile import write_text
 
@@ -229,13 +228,5 @@ def write_recipe(out: Path, config: RunConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "recipe.toml", render(config))
     names = ("earlyfusion", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pillow")
-    versions = {"python": platform.python_version()} | {name: version(name) for name in names if _installed(name)}
+    versions = {"python": platform.python_version()} | {name: found for name in names if (found := installed(name))}
     write_text(out / "versions.json", json.dumps(versions, indent=1))
-
-
-def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -14,7 +14,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
@@ -23,20 +22,12 @@ from rich.table import Table
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.pipeline.doctor_cases import CASES, TOLERANCE, TOLERANCES, disagreement
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, UserError
-from earlyfusion.pipeline.runtime import check_versions
+from earlyfusion.pipeline.runtime import check_versions, installed
 
 PACKAGES = (
     "earlyfusion", "torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors", "webdataset", "pydantic",
     "easy-vqa", "pillow", "numpy", "decord", "timm", "torchvision", "fla-core", "tensorboard",
 )  # fmt: skip
-
-
-def installed(package: str) -> str:
-    """Version of a distribution, or "-"; nothing is imported."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "-"
 
 
 def torchvision_works(timeout_s: float = 60.0) -> bool:
@@ -79,7 +70,7 @@ def versions_table() -> Table:
     out = Table(title="versions", title_justify="left", show_header=False)
     out.add_row("python", f"{platform.python_version()}  {sys.executable}")
     for package in PACKAGES:
-        out.add_row(package, installed(package))
+        out.add_row(package, installed(package) or "-")
     return out
 
 

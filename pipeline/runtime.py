@@ -14,6 +14,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,14 @@ def check_versions(torch_version: str = torch.__version__) -> None:
         requested_backend()
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def installed(package: str) -> str | None:
+    """Version of a distribution, torch's with its build ("2.11.0+cu130"); None if absent. Nothing is imported."""
+    try:
+        return str(torch.__version__) if package == "torch" else version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @contextmanager

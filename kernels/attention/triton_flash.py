@@ -167,24 +167,23 @@ def flash_backward_keys(
             q_a = _load(q_THD + head * sq_h, row, sq_t, ok_m, 0, DA, D)
             do_a = _load(do_THV + head * V, row, H * V, ok_m, 0, VA, V)
             s = _dot(k_a, tl.trans(q_a), tl.zeros([BN, BM], tl.float32))
-            dp = _dot(v_a, tl.trans(do_a), tl.zeros([BN, BM], tl.float32))
             if DB > 0:
                 q_b = _load(q_THD + head * sq_h, row, sq_t, ok_m, DA, DB, D)
                 s = _dot(k_b, tl.trans(q_b), s)
-            if VB > 0:
-                do_b = _load(do_THV + head * V, row, H * V, ok_m, VA, VB, V)
-                dp = _dot(v_b, tl.trans(do_b), dp)
             lse = tl.load(lse_TH + row * H + head, mask=ok_m, other=0.0)
             delta = tl.load(delta_TH + row * H + head, mask=ok_m, other=0.0)
             visible = ok_n[:, None] & ok_m[None, :]
             if CAUSAL:
                 visible = visible & (key[:, None] <= row[None, :])
             p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[None, :]), 0.0)
-            ds = (p * (dp - delta[None, :])).to(q_a.dtype)
-            p = p.to(q_a.dtype)
-            dv_a, dk_a = _dot(p, do_a, dv_a), _dot(ds, q_a, dk_a)
+            dv_a = _dot(p.to(q_a.dtype), do_a, dv_a)
+            dp = _dot(v_a, tl.trans(do_a), tl.zeros([BN, BM], tl.float32))
             if VB > 0:
-                dv_b = _dot(p, do_b, dv_b)
+                do_b = _load(do_THV + head * V, row, H * V, ok_m, VA, VB, V)
+                dv_b = _dot(p.to(q_a.dtype), do_b, dv_b)
+                dp = _dot(v_b, tl.trans(do_b), dp)
+            ds = (p * (dp - delta[None, :])).to(q_a.dtype)
+            dk_a = _dot(ds, q_a, dk_a)
             if DB > 0:
                 dk_b = _dot(ds, q_b, dk_b)
     groups: tl.constexpr = H // REPEAT
@@ -268,7 +267,7 @@ def tile_sizes(
     elif capability < 90:  # operands live in registers there
         rows, keys, warps = (32, 32, 4) if backward else (64, 32, 8 if widest > 128 else 4)
     elif backward:
-        rows, keys, warps = 64, 64, 8 if widest > 72 else 4
+        rows, keys, warps = 64, 64, 8
     else:
         rows, keys, warps = 128, 64, 8
     short = max(16, power_of_two(longest))

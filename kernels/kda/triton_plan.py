@@ -126,7 +126,7 @@ def tiles(
     if key_dim == 256 or not hopper:
         return Tiles(
             chunk=chunk or 32,
-            prep=_launch(4, 1, BK=32),
+            prep=_launch(2 if chunk == 16 else 4, 1, BK=32),  # tiles of 16 x 32: four warps spill with Triton 3.6
             scan=_launch(8, 1, BV=16 if key_dim == 256 else columns),
             dual=_launch(8, 1, BV=columns),
             move=_launch(8, 1, BV=16),
