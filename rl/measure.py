@@ -187,7 +187,9 @@ def ask(
             f"{temperature}: expected at least 1, 0, 1, 1 and a temperature above 0"
         )
     if any(entry.tools for entry in entries):
-        raise DataError("entries with tools need the sandbox; measure them with rl.tool_measure.measure_tools")
+        raise DataError(
+            "entries with tools need the sandbox; measure them with rl.tool_measure.measure_tools or `earlyfusion measure`"
+        )
     questions = [q for entry in entries for q in questions_of(entry, tokenizer, model, problems, seed, max_new_tokens)]
     if not questions:
         raise DataError("no task entries to measure; give at least one")

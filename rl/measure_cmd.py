@@ -3,6 +3,7 @@
     earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
     earlyfusion measure --model TREATED --recipe rl-skills --against runs/before/measured.jsonl --out runs/after
     earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
+    earlyfusion measure --model SFT --tasks counting/0/picture/tools --samples 8
 
 With --out the answers are kept (measured.jsonl) with the table (summary.json). --against pairs every problem with an
 earlier measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm over the rows.
@@ -21,9 +22,10 @@ from rich.table import Table
 
 from earlyfusion.eval.results import write_json
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
-from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 
 SHOWN = ("n", "accuracy", "p_target", "ece", "entropy")
+TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
 HEADS = {"accuracy": "acc", "p_target": "p", "temperature": "T", "entropy": "nats"}
 
 
@@ -37,14 +39,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--tasks", metavar="TASK", nargs="+", help="such as counting/1/twin: task/difficulty/form[/thought]"
+        "--tasks", metavar="TASK", nargs="+", help="such as counting/1/twin: task/difficulty/form[/thought or /tools]"
     )
     what.add_argument("--recipe", metavar="RECIPE", help="measure what this reinforcement learning recipe measures")
     parser.add_argument("--problems", type=int, default=200, metavar="N", help="held-out problems of each task")
     parser.add_argument("--seed", type=int, default=12345, help="which problems")
     parser.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers to each problem (pass@k)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of samples and probabilities")
-    parser.add_argument("--max-new-tokens", type=int, default=8, metavar="N", help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N",
+        help=f"longest answer, in tokens; default the recipe's, or {TOKENS}, with tools {TOKENS_WITH_TOOLS}",
+    )  # fmt: skip
     parser.add_argument("--slots", type=int, default=128, metavar="N", help="answers written at a time")
     parser.add_argument(
         "--match-entropy", type=float, metavar="NATS", help="also at the temperature of this mean entropy"
@@ -58,7 +63,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code."""
     options = build_parser().parse_args(argv)
-    entries = _entries(options)
+    entries, rollout = _asked_for(options)
+    plain, tools = ([entry for entry in entries if entry.tools is wanted] for wanted in (False, True))
+    if tools and options.match_entropy is not None:
+        raise UserError(
+            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave it out"
+        )
     from earlyfusion.rl.measure_files import load_measured, write_measured
 
     against = load_measured(options.against) if options.against else None
@@ -68,15 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from earlyfusion.pipeline.generate_cmd import device_of
     from earlyfusion.rl.measure import ask, summary
     from earlyfusion.rl.measure_entropy import match_entropy
+    from earlyfusion.rl.tool_measure import measure_tools
 
     folder = model_folder(options.model)
-    model = load_model(folder, device=device_of(options.device))
-    asked = ask(
-        model, Tokenizer.load(folder), entries, problems=options.problems, seed=options.seed,
-        samples=options.samples, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-        slots=options.slots,
-    )  # fmt: skip
-    measured = asked.measured(options.temperature)
+    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    shared = {name: getattr(options, name) for name in ("problems", "seed", "samples", "temperature", "slots")}
+    measured = []
+    if plain:
+        tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)
+        asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
+        measured += asked.measured(options.temperature)
+    if tools:
+        measured += measure_tools(model, tokenizer, tools, rollout, **shared)
     result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
     console = Console()
     console.print(_table(f"{options.model}", result["tasks"]))
@@ -99,20 +112,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _entries(options: argparse.Namespace) -> list[TaskEntry]:
+def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSection]:
+    """What is measured, and the limits of answers with tools."""
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: expected at least 1")
     if options.tasks:
         from earlyfusion.rl.measure_files import entry_of
 
-        entries = [entry_of(label) for label in options.tasks]
+        entries, rollout = (
+            [entry_of(label) for label in options.tasks],
+            RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS),
+        )
     else:
         from earlyfusion.pipeline.compose import compose, validate
         from earlyfusion.rl.recipe import RLConfig
 
-        entries = validate(compose([options.recipe]), RLConfig).measured
+        config = validate(compose([options.recipe]), RLConfig)
+        entries, rollout = config.measured, config.rollout
+    if options.max_new_tokens:
+        rollout = rollout.model_copy(update={"max_new_tokens": options.max_new_tokens})
     labels = [entry.label for entry in entries]
     if len(set(labels)) < len(labels):
         raise UserError(f"--tasks: {max(labels, key=labels.count)} is given twice; name every one once")
-    return entries
+    return entries, rollout
 
 
 def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] = ()) -> Table:

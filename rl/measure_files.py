@@ -65,16 +65,17 @@ def problem_of(key: str, **options: Any) -> Problem:
 
 
 def entry_of(label: str) -> TaskEntry:
-    """TaskEntry of "counting", "counting/1", "counting/1/twin" or "counting/1/twin/thought". Raises DataError."""
+    """TaskEntry of "counting", "counting/1", "counting/1/twin", "counting/1/twin/thought" or "counting/1/twin/tools".
+    Raises DataError."""
     parts = label.split("/")
-    thought = parts[-1] == "thought"
-    parts = parts[:-1] if thought else parts
+    how = parts.pop() if parts[-1] in ("thought", "tools") else ""
     if not 1 <= len(parts) <= 3 or (len(parts) > 1 and not parts[1].isdigit()) or (parts[2:] and parts[2] not in FORMS):
         raise DataError(
             f"{label!r}: expected task, task/difficulty or task/difficulty/form, form one of {', '.join(FORMS)}, "
-            'with "/thought" for answers after a thought'
+            'with "/thought" for answers after a thought, "/tools" for answers with Python'
         )
     if parts[0] not in TASKS:
         raise DataError(f"{label!r}: unknown task {parts[0]!r}; {did_you_mean(parts[0], TASKS)}")
     form = cast(Form, parts[2] if len(parts) > 2 else "picture")
-    return TaskEntry(name=parts[0], difficulty=int(parts[1]) if len(parts) > 1 else 0, form=form, thought=thought)
+    level = int(parts[1]) if len(parts) > 1 else 0
+    return TaskEntry(name=parts[0], difficulty=level, form=form, thought=how == "thought", tools=how == "tools")

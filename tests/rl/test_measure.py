@@ -201,13 +201,15 @@ def test_files_keep_everything_but_the_picture_which_is_drawn_again(tmp_path):
         problem_of("counting")
 
 
-@pytest.mark.parametrize("label", ["counting", "counting/2/twin", "maze/1/picture/thought", "relation/thought"])
+@pytest.mark.parametrize(
+    "label", ["counting", "counting/2/twin", "maze/1/picture/thought", "relation/thought", "counting/tools"]
+)
 def test_labels_are_read_back(label):
     entry = entry_of(label)
     assert entry_of(entry.label) == entry
 
 
-@pytest.mark.parametrize("label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", ""])
+@pytest.mark.parametrize("label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", "tools", ""])
 def test_wrong_labels_are_refused(label):
     with pytest.raises(DataError):
         entry_of(label)
@@ -262,6 +264,8 @@ def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
     assert "did you mean 'counting'" in capsys.readouterr().err
     assert guarded(lambda: main([*common, "--tasks", "counting", "counting/0"])) == 2
     assert "twice" in capsys.readouterr().err
+    assert guarded(lambda: main([*common, "--tasks", "counting", "--max-new-tokens", "0"])) == 2
+    assert "expected at least 1" in capsys.readouterr().err
 
 
 def test_prompts_are_those_of_training():

@@ -23,8 +23,9 @@ from earlyfusion.data.chat import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
 from earlyfusion.model.hub import load_model
+from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import tool_measure
+from earlyfusion.rl import measure_cmd, tool_measure
 from earlyfusion.rl.measure import measure, summary
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollout import flat
@@ -209,6 +210,22 @@ def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_withou
     assert found["accuracy"] == sum(one.target == "2" for one in seen) / 12 and 0 < found["accuracy"] < 1
     with pytest.raises(DataError, match="measure_tools"):
         measure(net, TOKENIZER, [entry], problems=2, seed=5)
+
+
+def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, tmp_path, capsys):
+    common = ["--model", str(folder), "--device", "cpu", "--problems", "6", "--seed", "5", "--slots", "6"]
+    tasks = ["counting/0/picture/tools", "counting/0/twin"]
+    assert measure_cmd.main([*common, "--tasks", *tasks, "--samples", "2", "--out", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "summary.json").read_text())["tasks"]
+    assert set(told) == set(tasks)
+    rollout = RolloutSection(max_new_tokens=measure_cmd.TOKENS_WITH_TOOLS)
+    alone = measure_tools(
+        load_model(folder), TOKENIZER, [TaskEntry(name="counting", tools=True)], rollout, problems=6, seed=5, samples=2, slots=6
+    )  # fmt: skip
+    assert told[tasks[0]] == json.loads(json.dumps(summary(alone)[tasks[0]]))
+    capsys.readouterr()
+    assert guarded(lambda: measure_cmd.main([*common, "--tasks", tasks[0], "--match-entropy", "1"])) == 2
+    assert "counting/0/picture/tools answers with tools" in capsys.readouterr().err
 
 
 def test_a_run_measures_both_kinds(folder, tmp_path, held_engine):
