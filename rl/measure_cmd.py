@@ -143,10 +143,10 @@ def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] =
         [] if extra else [name for name in first if name.startswith("pass@")]
     )  # samples were drawn at --temperature
     columns = [*SHOWN, *passes, *extra]
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("task", no_wrap=True)
-    for name in columns:
-        table.add_column(HEADS.get(name, name), justify="right", no_wrap=True)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("task", overflow="fold")
+    for name in columns:  # numbers are never cut, whatever the width
+        table.add_column(HEADS.get(name, name), justify="right", no_wrap=True, min_width=6 if "@" in name else 5)
     for label, row in rows.items():
         table.add_row(label, *(f"{row[name]:.3f}" if name != "n" else str(row[name]) for name in columns))
     return table
@@ -154,10 +154,12 @@ def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] =
 
 def _paired_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
-        title="against the earlier weights; * interval excludes 0 after Holm", box=SIMPLE_HEAD, pad_edge=False
-    )
-    for name in ("task", "metric", "before", "after", "delta", "95 %", "p Holm"):
-        table.add_column(name, justify="left" if name in ("task", "metric") else "right", no_wrap=True)
+        title="against the earlier weights; * interval excludes 0 after Holm", box=SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
+    table.add_column("task", overflow="fold")
+    for name, width in (("metric", 8), ("before", 6), ("after", 6), ("delta", 6), ("95 %", 16), ("p Holm", 6)):
+        table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True, min_width=width)
     for row in rows:
         span = f"[{row['low']:+.3f}, {row['high']:+.3f}]" if row["se"] == row["se"] else "-"
         cells = [f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['value']:+.3f}", span, f"{row['p_holm']:.3f}"]
