@@ -8,10 +8,17 @@ from typing import Any
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.statistics_design import holm
 from earlyfusion.eval.statistics_paired import mean_estimate, sign_flip_p
+from earlyfusion.rl.measure import solved
 from earlyfusion.rl.records import Measured
 
 ALPHA = 0.05
-METRICS = {"accuracy": "solved", "score": "score", "p_target": "p_target"}
+
+
+def _metrics(one: Measured) -> dict[str, float]:
+    found = {"accuracy": float(one.solved), "score": one.score, "p_target": one.p_target}
+    if one.sampled:
+        found["pass@1"] = sum(solved(one.task, score) for score in one.sampled) / len(one.sampled)
+    return found
 
 
 def by_problem(measured: Sequence[Measured]) -> dict[str, dict[str, Measured]]:
@@ -23,7 +30,7 @@ def by_problem(measured: Sequence[Measured]) -> dict[str, dict[str, Measured]]:
 
 
 def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One row for every label and metric that both hold: means, difference, SE, interval, p of the sign-flip test, p_holm
+    """One row for every label and metric that both hold (pass@1, the share of right samples, where samples were drawn): means, difference, SE, interval, p of the sign-flip test, p_holm
     over all rows, and `clear`: the interval excludes 0 and p_holm <= ALPHA. Only problems of both take part.
 
     Raises DataError when they have none in common.
@@ -34,9 +41,9 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
         keys = [key for key in records if key in first.get(label, {})]
         if not keys:
             continue
-        for metric, name in METRICS.items():
-            a = [float(getattr(first[label][key], name)) for key in keys]
-            b = [float(getattr(records[key], name)) for key in keys]
+        pairs = [(_metrics(first[label][key]), _metrics(records[key])) for key in keys]
+        for metric in (name for name in pairs[0][0] if all(name in one and name in other for one, other in pairs)):
+            a, b = ([pair[side][metric] for pair in pairs] for side in (0, 1))
             d = [y - x for x, y in zip(a, b)]
             estimate = mean_estimate(d)
             means = {"before": sum(a) / len(a), "after": sum(b) / len(b)}

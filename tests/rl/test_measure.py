@@ -225,6 +225,11 @@ def test_paired_rows_see_a_planted_difference_and_nothing_else():
     assert rows["counting/1/picture", "accuracy"]["clear"]
     assert rows["counting/1/picture", "accuracy"]["after"] == pytest.approx(0.75)
     assert not rows["counting/1/twin", "accuracy"]["clear"] and rows["counting/1/twin", "accuracy"]["p_holm"] == 1.0
+    assert ("counting/1/picture", "pass@1") not in rows, "no samples were drawn"
+    drawn = [[replace(one, sampled=(1.0, x, 0.0, 0.0)) for one in before] for x in (0.0, 1.0)]
+    row = next(r for r in paired(*drawn) if r["label"] == "counting/1/picture" and r["metric"] == "pass@1")
+    assert (row["before"], row["after"], row["value"]) == (0.25, 0.5, 0.25)
+    assert "pass@1" not in {r["metric"] for r in paired(before, drawn[0])}, "only one side drew"
     with pytest.raises(DataError, match="share no problem"):
         paired(before, [replace(one, key=one.key + "x") for one in after])
 
