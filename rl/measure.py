@@ -143,6 +143,15 @@ def solved(task: str, score: float) -> bool:
     return score >= SOLVED_FROM.get(task, SOLVED_ELSE)
 
 
+def check_counts(problems: int, samples: int, max_new_tokens: int, slots: int, temperature: float) -> None:
+    """DataError if one is out of range."""
+    if problems < 1 or samples < 0 or max_new_tokens < 1 or slots < 1 or not temperature > 0:
+        raise DataError(
+            f"problems={problems}, samples={samples}, max_new_tokens={max_new_tokens}, slots={slots}, temperature="
+            f"{temperature}: expected at least 1, 0, 1, 1 and a temperature above 0"
+        )
+
+
 def measure(
     model: NativeFusion,
     tokenizer: Any,
@@ -181,11 +190,7 @@ def ask(
     slots: int = 128,
 ) -> Asked:
     """As `measure`, but keeps what is needed for other temperatures."""
-    if problems < 1 or samples < 0 or max_new_tokens < 1 or slots < 1 or not temperature > 0:
-        raise DataError(
-            f"problems={problems}, samples={samples}, max_new_tokens={max_new_tokens}, slots={slots}, temperature="
-            f"{temperature}: expected at least 1, 0, 1, 1 and a temperature above 0"
-        )
+    check_counts(problems, samples, max_new_tokens, slots, temperature)
     if any(entry.tools for entry in entries):
         raise DataError(
             "entries with tools need the sandbox; measure them with rl.tool_measure.measure_tools or `earlyfusion measure`"

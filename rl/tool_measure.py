@@ -20,7 +20,7 @@ from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
-from earlyfusion.rl.measure import held_out, solved, token_log_probs
+from earlyfusion.rl.measure import check_counts, held_out, solved, token_log_probs
 from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.records import Measured
@@ -52,11 +52,10 @@ def measure_tools(
 ) -> list[Measured]:  # fmt: skip
     """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order of the
     entries. rollout: its limits of turns, tokens and programs hold. Raises SandboxError where no sandbox can be
-    started, DataError without entries."""
-    if not entries or problems < 1:
-        raise DataError(
-            f"{len(entries)} entries with tools, {problems} problems: nothing to measure; give at least one"
-        )
+    started, DataError without entries or for numbers out of range."""
+    check_counts(problems, samples, rollout.max_new_tokens, slots, temperature)
+    if not entries:
+        raise DataError("no task entries with tools to measure; give at least one")
     questions = [_Question(entry, *made) for entry in entries for made in _problems(entry, problems, seed)]
     desk = ToolDesk(rollout)
     try:
