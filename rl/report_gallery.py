@@ -21,6 +21,8 @@ Picture = Callable[[Mapping[str, Any]], str | None]
 """A record's picture as a data URI, or None."""
 LINES = 12
 """Different answers shown of one group."""
+FOLDED = 160
+"""Longer answers, such as programs, show their last line and open on a click."""
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
 STYLE = """
@@ -28,8 +30,10 @@ STYLE = """
 .cards2 .picture img{height:170px;image-rendering:pixelated}
 .cards2 table{width:100%;margin-top:4px}.cards2 td,.cards2 th{padding:2px 0 2px 10px;white-space:nowrap;text-align:right}
 .cards2 td:first-child,.cards2 th:first-child{width:100%;padding-left:0;text-align:left;white-space:normal}
-.cards2 td:not(:first-child){overflow-wrap:normal}.card b{font-size:20px;white-space:nowrap}
+.cards2 td:not(:first-child){overflow-wrap:normal}.card b{font-size:18px;white-space:nowrap}
 .said,.asked{white-space:pre-wrap;max-height:9em;overflow:auto;overflow-wrap:anywhere}
+.cards2 .whole td{white-space:normal;text-align:left}.cards2 summary{color:var(--muted);font-size:12px;cursor:pointer}
+.cards2 pre{white-space:pre-wrap;overflow-wrap:anywhere;max-height:32em}
 .asked{color:var(--muted);margin-bottom:4px}.tag{display:block;text-align:right;color:var(--muted);font-size:12px}
 .wide{overflow-x:auto}.wide td,.wide th{white-space:nowrap;padding-right:12px}.muted-cell{color:var(--muted)}
 .split{display:flex;height:22px;border-radius:6px;overflow:hidden;margin:10px 0 6px}
@@ -183,7 +187,19 @@ def _answer_row(line: tuple[Any, ...], count: int) -> str:
         f"<td>{value:{form}}</td>" if is_number(value) else "<td>–</td>"
         for value, form in ((score, ".2f"), (reward, ".2f"), (advantage, "+.2f"))
     )
-    return f'<tr><td class="{tone}"><div class="said">{show(text) or "(nothing)"}{aside}</div></td><td>{count}</td>{numbers}</tr>'
+    brief, whole = _folded(str(text or ""), 5)
+    return f'<tr><td class="{tone}"><div class="said">{brief}{aside}</div></td><td>{count}</td>{numbers}</tr>{whole}'
+
+
+def _folded(text: str, columns: int) -> tuple[str, str]:
+    """What stands in the cell of an answer, and a row below it that opens to the whole of a long one."""
+    if len(text) <= FOLDED:
+        return show(text) or "(nothing)", ""
+    last = text.rstrip().rsplit("\n", 1)[-1]
+    brief = show(last) if len(last) <= FOLDED else f"…{show(last[-FOLDED:])}"
+    summary = f"the whole answer, {len(text):,} characters"
+    row = f'<tr class="whole"><td colspan="{columns}"><details><summary>{summary}</summary><pre>{show(text)}</pre></details></td></tr>'
+    return brief or "(nothing)", row
 
 
 def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
@@ -219,12 +235,13 @@ def _changed_sorts(pairs: Sequence[Pair], picture: Picture, each: int) -> str:
 
 
 def _pair_card(pair: Pair, picture: Picture) -> str:
-    rows = "".join(
-        f'<tr><td class="{"good" if record.get("solved") else "bad"}"><div class="said">{when}: '
-        f"{show(record.get('answer', '')) or '(nothing)'}</div></td><td>{record['score']:.2f}</td>"
-        f"<td>{_chance(record):.3f}</td></tr>"
-        for when, record in (("before", pair[0]), ("after", pair[1]))
-    )
+    rows = ""
+    for when, record in (("before", pair[0]), ("after", pair[1])):
+        brief, whole = _folded(str(record.get("answer", "")), 3)
+        rows += (
+            f'<tr><td class="{"good" if record.get("solved") else "bad"}"><div class="said">{when}: {brief}</div></td>'
+            f"<td>{record['score']:.2f}</td><td>{_chance(record):.3f}</td></tr>{whole}"
+        )
     after = pair[1]
     return (
         f'<div class="picture">{_picture(picture(after))}<div class="asked">{show(after.get("prompt", ""))}</div>'

@@ -1,6 +1,7 @@
 """The report of a reinforcement learning run: complete, self-contained, escaped, and right in its numbers."""
 
 import base64
+import html
 import io
 import json
 import math
@@ -292,6 +293,16 @@ def test_odd_answers_do_not_break_the_page(tmp_path):
         file.write(json.dumps({"update": 3, "key": 7, "answers": [bare, 3]}) + "\n" + json.dumps({"update": 3}) + "\n")
     page = write_rl_report(tmp_path).read_text(encoding="utf-8")
     assert "<script" not in page and "␀␇" in page and "(nothing)" in page and "timeout" in page
+
+
+def test_long_answers_show_their_last_line_and_open_to_the_whole(tmp_path):
+    problem = make_task("counting").sample(3, "train", 0)
+    program = "(python) " + "\n".join(f"a{i} = {i} < 3" for i in range(40)) + "\nso there are\n17"
+    RolloutLog(tmp_path, start_update=0).write([group(1, problem, "picture", [program, "y" * 5000, "5"])])
+    page = write_rl_report(tmp_path).read_text(encoding="utf-8")
+    said = re.findall(r'<div class="said">(.*?)(?: <span|</div>)', page, flags=re.S)
+    assert sorted(said) == ["17", "5", f"…{'y' * 160}"]
+    assert f"<pre>{html.escape(program)}</pre>" in page and f"<pre>{'y' * 5000}</pre>" in page
 
 
 @pytest.mark.parametrize("every", [1, 10])
