@@ -3,7 +3,7 @@
     earlyfusion long2short average runs/long/model runs/short/model --weights 0.5 0.5 --out runs/merged
     earlyfusion long2short shortest --model DIR --tasks counting/1/twin --problems 512 --out runs/shortest
     earlyfusion sft runs/shortest/sft.toml
-    earlyfusion long2short dpo --model DIR --recipe rl-skills --problems 512 --out runs/dpo
+    earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 --out runs/dpo
 
 average: weights of two or more models of one configuration. shortest: of n sampled answers the shortest right one, as
 documents for fine-tuning. dpo: the shortest right answer against longer wrong ones and much longer right ones. The

@@ -1,7 +1,7 @@
 """`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks.
 
     earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
-    earlyfusion measure --model TREATED --recipe rl-skills --against runs/before/measured.jsonl --out runs/after
+    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out runs/after
     earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
     earlyfusion measure --model SFT --tasks counting/0/picture/tools --samples 8
 
