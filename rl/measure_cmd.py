@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of samples and probabilities")
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N",
-        help=f"longest answer, in tokens; default the recipe's, or {TOKENS}, with tools {TOKENS_WITH_TOOLS}",
+        help=f"longest answer, in tokens; if not given the recipe's, or {TOKENS}, with tools {TOKENS_WITH_TOOLS}",
     )  # fmt: skip
     parser.add_argument("--slots", type=int, default=128, metavar="N", help="answers written at a time")
     parser.add_argument(
