@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.products import product
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 (so that gradient checks mean something), float32 for everything else."""
@@ -62,6 +64,8 @@ def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
 
 def wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """:func:`wide_bmm` for two matrices."""
+    if a_MK.dtype == torch.float32:
+        return product(a_MK, b_KN)
     return wide_bmm(a_MK[None], b_KN[None])[0]
 
 

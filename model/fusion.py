@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Cache
 from earlyfusion.model.config import FusionConfig
@@ -124,7 +125,7 @@ class NativeFusion(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
-        return torch.nn.functional.linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
+        return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
 
     def step(self, ids_N: Tensor, cache: Cache) -> Tensor:
         """One decode step: the newest token id of each cached sequence -> logits [N, V]."""

@@ -23,6 +23,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from earlyfusion.kernels.products import linear
+
 
 class Linear(nn.Linear):
     """nn.Linear without bias, drawn from N(0, std)."""
@@ -33,6 +35,9 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         normal_(self.weight, self.std)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight)
 
 
 class Embedding(nn.Embedding):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CallPlan, KdaStore
 from earlyfusion.model.config import ModelConfig
@@ -86,7 +87,7 @@ class KimiDeltaAttention(nn.Module):
         channels = self.num_heads * self.head_dim
         gate_width = channels if self.full_rank_gate else self.head_dim
         # one matmul over the shared input: fewer passes over x, and in the backward one sum instead of six
-        qkv, f_low, gate, beta = F.linear(x_TD, joint).split(
+        qkv, f_low, gate, beta = linear(x_TD, joint).split(
             [3 * channels, self.head_dim, gate_width, self.num_heads], dim=-1
         )
         return qkv, self.f_b_proj(f_low), gate if self.full_rank_gate else self.g_b_proj(gate), beta

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import pick, resolve
 from earlyfusion.kernels.precision import without_autocast
+from earlyfusion.kernels.products import product
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import normal_
 from earlyfusion.model.mlp import SwiGLU
@@ -146,9 +147,9 @@ def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, sli
     out_RB = x_RA.new_empty(x_RA.shape[0], weight_EBA.shape[1])
     for expert, rows, window in parts:
         if window == rows:
-            torch.mm(x_RA[rows], weight_EBA[expert].T, out=out_RB[rows])
+            product(x_RA[rows], weight_EBA[expert].T, out=out_RB[rows])
         else:
-            wide = torch.mm(x_RA[window], weight_EBA[expert].T)
+            wide = product(x_RA[window], weight_EBA[expert].T)
             out_RB[rows] = wide[rows.start - window.start : rows.stop - window.start]
     return out_RB
 

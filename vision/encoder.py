@@ -13,9 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.grid import Geometry, GridTensors, VisionGrid
+
+
+class Linear(nn.Linear):
+    """nn.Linear by the project's own product (kernels/products.py)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -30,11 +38,11 @@ def make_norm(kind: str, width: int, eps: float) -> RMSNorm | nn.LayerNorm:
     return RMSNorm(width, eps=eps) if kind == "rms" else nn.LayerNorm(width, eps=eps)
 
 
-def init_linear(linear: nn.Linear, std: float) -> None:
+def init_linear(layer: nn.Linear, std: float) -> None:
     """Weight N(0, std^2), bias zero."""
-    nn.init.normal_(linear.weight, std=std)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
+    nn.init.normal_(layer.weight, std=std)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def zero_anchor(module: nn.Module) -> torch.Tensor:
@@ -71,7 +79,7 @@ class PatchProjection(nn.Module):
         if x.dtype == torch.uint8:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             x = x.to(wide).mul_(2.0 / 255.0).sub_(1.0)
-        return F.linear(x.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        return linear(x.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class PositionTable(nn.Module):
@@ -126,8 +134,8 @@ class EncoderMLP(nn.Module):
     def __init__(self, cfg: VisionConfig) -> None:
         super().__init__()
         self.std = cfg.initializer_range
-        self.fc0 = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.bias)
-        self.fc1 = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.bias)
+        self.fc0 = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.bias)
+        self.fc1 = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -150,8 +158,8 @@ class EncoderBlock(nn.Module):
         self.std = cfg.initializer_range
         self.norm0 = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
         self.norm1 = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
-        self.wqkv = nn.Linear(cfg.hidden_size, 3 * cfg.qkv_width, bias=cfg.bias)
-        self.wo = nn.Linear(cfg.qkv_width, cfg.hidden_size, bias=cfg.bias)
+        self.wqkv = Linear(cfg.hidden_size, 3 * cfg.qkv_width, bias=cfg.bias)
+        self.wo = Linear(cfg.qkv_width, cfg.hidden_size, bias=cfg.bias)
         self.mlp = EncoderMLP(cfg)
         init_linear(self.wqkv, self.std)
         init_linear(self.wo, self.std)

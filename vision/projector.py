@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.encoder import init_linear, make_norm, zero_anchor
+from earlyfusion.vision.encoder import Linear, init_linear, make_norm, zero_anchor
 
 
 class Projector(nn.Module):
@@ -29,9 +29,7 @@ class Projector(nn.Module):
         first = cfg.projector == "v1"
         width = cfg.hidden_size * cfg.merge_size
         self.pre_norm = make_norm("layer", cfg.hidden_size, self.PRE_NORM_EPS) if first else None
-        self.proj = nn.Sequential(
-            nn.Linear(width, width, bias=first), nn.GELU(), nn.Linear(width, hidden_size, bias=first)
-        )
+        self.proj = nn.Sequential(Linear(width, width, bias=first), nn.GELU(), Linear(width, hidden_size, bias=first))
         self.post_norm = None if first else make_norm("rms", hidden_size, cfg.norm_eps)
         self.reset_parameters()
 

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.loss.naive import IGNORE, check_loss, check_temperature
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, softmax_with_lse, wide_mm, without_autocast
+from earlyfusion.kernels.products import product, product_over_rows
 
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
@@ -74,13 +75,13 @@ class _Gradients:
 
     def add(self, rows_R: Tensor, dlogits_RV: Tensor, h_RD: Tensor, weight_VD: Tensor) -> None:
         if self.dh_TD is not None:
-            self.dh_TD[rows_R] = (dlogits_RV @ weight_VD).to(self.dh_TD.dtype)
+            self.dh_TD[rows_R] = product(dlogits_RV, weight_VD).to(self.dh_TD.dtype)
         if self.dweight_VD is None:
             return
         if h_RD.is_cuda and h_RD.dtype != self.dweight_VD.dtype:  # no rounding between chunks
             self.dweight_VD += torch.mm(dlogits_RV.T, h_RD, out_dtype=self.dweight_VD.dtype)
         else:
-            self.dweight_VD += dlogits_RV.T @ h_RD
+            self.dweight_VD += product_over_rows(dlogits_RV, h_RD)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.moe.naive import check_experts
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
+from earlyfusion.kernels.products import product, product_over_rows
 
 CPU_ROW_MULTIPLE = 128  # see _row_multiple
 
@@ -88,18 +89,18 @@ class _Groups:
             return F.grouped_mm(rows_PA.contiguous(), weight_EBA.transpose(1, 2), offs=self.ends_E)
         out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_EBA.shape[1])
         for expert, rows in self.slices:
-            torch.mm(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
+            product(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
         return out_PB
 
     def rows_by_rows(self, left_PB: Tensor, right_PA: Tensor) -> Tensor:
         """[E, B, A]: left^T right over the rows of every expert; zeros for an expert without rows."""
         if self.fused:
-            product = F.grouped_mm(left_PB.contiguous().T, right_PA.contiguous(), offs=self.ends_E)
+            sums_EBA = F.grouped_mm(left_PB.contiguous().T, right_PA.contiguous(), offs=self.ends_E)
             starts_E = F.pad(self.ends_E[:-1], (1, 0))
-            return product.masked_fill((starts_E == self.ends_E)[:, None, None], 0)
+            return sums_EBA.masked_fill((starts_E == self.ends_E)[:, None, None], 0)
         out_EBA = left_PB.new_zeros(self.ends_E.shape[0], left_PB.shape[1], right_PA.shape[1])
         for expert, rows in self.slices:
-            torch.mm(left_PB[rows].T, right_PA[rows], out=out_EBA[expert])
+            product_over_rows(left_PB[rows], right_PA[rows], out=out_EBA[expert])
         return out_EBA
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earlyfusion.kernels.products import add_product_, product_of_few
 from earlyfusion.model.engine.lean_weights import Scratch, add_product, joined, norm_weight, unit
 from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.moe import FEWEST_ROWS, MixtureOfExperts
@@ -78,7 +79,7 @@ class LeanMoe:
         into = out if into is None else into.add_(out)
         if self.shared_down is not None:
             gate, up = wide[:, experts:].chunk(2, dim=-1)
-            into.addmm_(F.silu(gate, inplace=True).mul_(up), self.shared_down)
+            add_product_(into, F.silu(gate, inplace=True).mul_(up), self.shared_down)
         return into
 
     def _experts(self, x: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
@@ -107,10 +108,11 @@ class LeanMoe:
 def grouped(x_PA: Tensor, weights: list[Tensor], parts: list[tuple[int, int, int, int, int]]) -> Tensor:
     """[P, B]: rows start .. start + count - 1 times the expert's weight, computed over rows low .. high - 1."""
     out_PB = x_PA.new_empty(x_PA.shape[0], weights[0].shape[1])
+    multiply = product_of_few(max((high - low for *_, low, high in parts), default=0), x_PA, weights[0])
     for expert, start, count, low, high in parts:
         if high - low == count:
-            torch.mm(x_PA.narrow(0, start, count), weights[expert], out=out_PB.narrow(0, start, count))
+            multiply(x_PA.narrow(0, start, count), weights[expert], out=out_PB.narrow(0, start, count))
         else:
-            wide = torch.mm(x_PA.narrow(0, low, high - low), weights[expert])
+            wide = multiply(x_PA.narrow(0, low, high - low), weights[expert])
             out_PB.narrow(0, start, count).copy_(wide.narrow(0, start - low, count))
     return out_PB

@@ -25,6 +25,7 @@ from torch import Tensor
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.kda.naive import L2_EPS
 from earlyfusion.kernels.kda.step import conv_step_, kda_step_
+from earlyfusion.kernels.products import product
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.lean_weights import Scratch, add_product, joined, norm_weight, unit
 from earlyfusion.model.engine.stores import KdaSlots, MlaPages, PooledPlan
@@ -68,7 +69,7 @@ class LeanKda:
     def _finish(self, o_THV: Tensor, gate: Tensor, scale: float, into: Tensor | None) -> Tensor:
         """Gated head norm and output projection; o still lacks the factor `scale`."""
         if self.gate_up is not None:
-            gate = torch.mm(gate, self.gate_up)
+            gate = product(gate, self.gate_up)
         o = unit(o_THV, self.layer.o_norm.eps / scale**2).flatten(1).mul_(gate.sigmoid())
         return add_product(o, self.out, into)
 
@@ -100,7 +101,7 @@ class LeanKda:
         qkv, taps = resolve("short_conv", "cpu")(qkv, self.conv_CW, segments, initial_taps_NCW1=taps, output_taps=True)
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
         o_THV, state = resolve("kda", "cpu")(
-            q, k, v, torch.mm(f_low, self.f_up).view(heads), b_TH, layer.A_log, layer.dt_bias.view(heads[1:]), segments,
+            q, k, v, product(f_low, self.f_up).view(heads), b_TH, layer.A_log, layer.dt_bias.view(heads[1:]), segments,
             lower_bound=layer.lower_bound, initial_state_NGKV=state, output_final_state=True,
         )  # fmt: skip
         self.memory.write(plan, state, taps)
@@ -169,7 +170,7 @@ class LeanMla:
         """Absorbed and scaled queries [T, H, R]."""
         layer = self.layer
         if self.query_low is not None:
-            query = torch.mm(unit(query, layer.q_a_layernorm.eps), self.query_low)
+            query = product(unit(query, layer.q_a_layernorm.eps), self.query_low)
         query = query.view(query.shape[0], layer.num_heads, -1)
         if self.absorbed:
             return query
@@ -197,10 +198,10 @@ class LeanMla:
         if rows is None:
             return self.step(x_TD, plan, into)
         x = unit(x_TD, self.norm.eps)
-        self.memory.append(self._latents(torch.mm(x, self.store)), plan)
+        self.memory.append(self._latents(product(x, self.store)), plan)
         if not len(rows):
             return x_TD[:0]
         assert plan.ends is not None
-        query, _, *gate = torch.mm(x[rows], self.joint).split(self.widths, dim=-1)
+        query, _, *gate = product(x[rows], self.joint).split(self.widths, dim=-1)
         mixed = self.memory.attend(self._query(query), plan.ends, self.layer.kv_lora_rank, 1.0)
         return self._finish(mixed, gate[0] if gate else None, into)

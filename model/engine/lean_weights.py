@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.products import add_product_, product
 from earlyfusion.model.norm import RMSNorm
 
 
@@ -41,9 +42,9 @@ class Scratch:
         size = x.shape[0] * weight.shape[1]
         if self.buffer is None or self.buffer.numel() < size or self.buffer.dtype != x.dtype:
             self.buffer = x.new_empty(size)
-        return torch.mm(x, weight, out=self.buffer[:size].view(x.shape[0], weight.shape[1]))
+        return product(x, weight, out=self.buffer[:size].view(x.shape[0], weight.shape[1]))
 
 
 def add_product(x: Tensor, weight: Tensor, into: Tensor | None) -> Tensor:
     """x weight, added to `into` in place if there is one."""
-    return torch.mm(x, weight) if into is None else into.addmm_(x, weight)
+    return product(x, weight) if into is None else add_product_(into, x, weight)

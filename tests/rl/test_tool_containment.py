@@ -105,7 +105,8 @@ def test_a_program_that_hangs_costs_its_own_answer(folder, tmp_path):
     try:
         groups, counts = collected(made)
         said = [[t.completion.text for t in g.trajectories] for g in groups]
-        assert said[1:] == [["42", "42"]] * 3 and all("stopped: more than 6 s" in text for text in said[0])
+        assert said[1:] == [["42", "42"]] * 3, said
+        assert all("stopped: more than 6 s" in text for text in said[0]), said[0]
         assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
     finally:
         made.close()

@@ -1,0 +1,163 @@
+"""Products of float32 matrices on a CPU, by oneDNN where that is the quicker multiplier.
+
+torch hands float32 products to MKL, which on a processor that is not Intel's uses its AVX2 kernels: 100 GFLOP/s on a Zen 5
+core that can do 230 with AVX-512. oneDNN looks at the instructions alone. torch lets it have a product while
+`torch.backends.mkldnn.matmul.fp32_precision` is "bf16", which permits bfloat16 inside; without AMX oneDNN has no such
+kernel and multiplies in float32 (tests/kernels/test_products.py holds it to the bits of MKL for inner dimensions up to
+SAME_BITS; with a longer one, all products go one way). The setting is process-wide and put back after every product.
+
+oneDNN compiles a kernel for each new shape, which takes half a millisecond, and keeps a thousand. So it gets rows in a
+coarse grid: whole TILEs of them in one product (of fewer than a TILE, whole STEPs), and a second product for what is left,
+filled up to whole STEPs by rows before it that are computed twice. Its inner sums run in order from the first to the last
+column, so that a row's bits depend neither on how many rows there are nor on where it stands.
+
+Legend: R rows, A inner dimension, B columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE, STEP = 256, 16  # rows
+FEWEST = 32  # rows, and
+LEAST = 1 << 21  # multiply-adds from which on a call of oneDNN pays
+SAME_BITS = 192  # inner dimension up to which MKL adds in the same order,
+NARROW = 16  # if there are as many columns; fewer are always MKL's
+INNER = 1024  # rows that the gradient of a weight sums at a time: errors grow with the length of a running sum
+
+Product = Callable[..., Tensor]
+
+
+@cache
+def quick() -> bool:
+    """oneDNN multiplies float32 more quickly than torch's own choice on this machine, and in float32."""
+    if not hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"):
+        return False
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return False
+    return "AuthenticAMD" in processor and "amx_tile" not in processor
+
+
+def _suits(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu" and quick()
+
+
+def _pays(rows: int, inner: int, columns: int) -> bool:
+    return rows >= FEWEST and rows * inner * columns >= LEAST
+
+
+def _by_onednn(rows: int, x: Tensor, w_AB: Tensor) -> bool:
+    """Whether the product of `rows` rows like x's with w goes to oneDNN."""
+    inner, columns = w_AB.shape
+    return _suits(x) and columns >= NARROW and (inner > SAME_BITS or _pays(rows, inner, columns))
+
+
+def _with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    if before == "bf16":  # another thread's, or the user's
+        return multiply()
+    setting.fp32_precision = "bf16"
+    try:
+        return multiply()
+    finally:
+        setting.fp32_precision = before
+
+
+def product(x_RA: Tensor, w_AB: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """x w, into `out` [R, B] if there is one: as the file's head says in float32 on a CPU, else `torch.mm`. No gradient."""
+    if not _by_onednn(x_RA.shape[0], x_RA, w_AB):
+        return torch.mm(x_RA, w_AB) if out is None else torch.mm(x_RA, w_AB, out=out)
+    return _with_onednn(lambda: _in_steps(x_RA, w_AB, out))
+
+
+def _in_steps(x_RA: Tensor, w_AB: Tensor, out: Tensor | None) -> Tensor:
+    rows = x_RA.shape[0]
+    unit = TILE if rows >= TILE else STEP
+    whole = rows // unit * unit
+    if whole == rows or not whole:
+        return torch.mm(x_RA, w_AB) if out is None else torch.mm(x_RA, w_AB, out=out)
+    if out is None:
+        out = x_RA.new_empty(rows, w_AB.shape[1])
+    torch.mm(x_RA[:whole], w_AB, out=out[:whole])
+    low = rows - -(-(rows - whole) // STEP) * STEP
+    out[whole:] = torch.mm(x_RA[low:], w_AB)[whole - low :]
+    return out
+
+
+def add_product_(into_RB: Tensor, x_RA: Tensor, w_AB: Tensor) -> Tensor:
+    """into += x w, as `product`."""
+    if not _by_onednn(x_RA.shape[0], x_RA, w_AB):
+        return into_RB.addmm_(x_RA, w_AB)
+    return into_RB.add_(product(x_RA, w_AB))
+
+
+def product_of_few(rows: int, x_RA: Tensor, w_AB: Tensor) -> Product:
+    """For many products in a row with at most `rows` rows of x each: `product`, or `torch.mm` where it would do the same."""
+    return product if _by_onednn(rows, x_RA, w_AB) else torch.mm
+
+
+def product_over_rows(left_RB: Tensor, right_RA: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """left^T right [B, A]: whole TILEs of rows by oneDNN, INNER at a time, and what is left by torch's own choice."""
+    rows, shape = left_RB.shape[0], (left_RB.shape[1], right_RA.shape[1])
+    whole = rows // TILE * TILE
+    if not whole or not _suits(left_RB) or not _pays(rows, *shape):
+        return torch.mm(left_RB.T, right_RA) if out is None else torch.mm(left_RB.T, right_RA, out=out)
+    sums_BA = left_RB.new_empty(shape) if out is None else out
+    rest = slice(whole, rows)
+    if whole < rows:
+        torch.mm(left_RB[rest].T, right_RA[rest], out=sums_BA)
+    else:
+        sums_BA.zero_()
+
+    def add_whole() -> Tensor:
+        for start in range(0, whole, INNER):
+            part = slice(start, min(start + INNER, whole))
+            sums_BA.addmm_(left_RB[part].T, right_RA[part])
+        return sums_BA
+
+    return _with_onednn(add_whole)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RA: Tensor, weight_BA: Tensor, bias_B: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_RA, weight_BA)
+        y_RB = product(x_RA, weight_BA.T)
+        return y_RB if bias_B is None else y_RB.add_(bias_B)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RB: Tensor) -> tuple[Tensor | None, ...]:
+        x_RA, weight_BA = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            product(dy_RB, weight_BA) if wants_x else None,
+            product_over_rows(dy_RB, x_RA) if wants_weight else None,
+            dy_RB.sum(0) if wants_bias else None,
+        )
+
+
+def linear(x: Tensor, weight_BA: Tensor, bias_B: Tensor | None = None) -> Tensor:
+    """`F.linear`, [..., A] -> [..., B]. Where oneDNN is used (see the file's head) it is differentiable once."""
+    plain = type(weight_BA) in (Tensor, torch.nn.Parameter) and weight_BA.dtype == x.dtype and x.dim() > 1
+    if not plain or not _suits(x) or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return F.linear(x, weight_BA, bias_B)
+    if torch.is_grad_enabled():
+        y_RB: Tensor = _Linear.apply(x.flatten(0, -2), weight_BA, bias_B)
+    else:
+        y_RB = product(x.flatten(0, -2), weight_BA.T)
+        y_RB = y_RB if bias_B is None else y_RB.add_(bias_B)
+    return y_RB.view(*x.shape[:-1], weight_BA.shape[0])

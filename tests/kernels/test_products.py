@@ -1,0 +1,179 @@
+"""Float32 products by oneDNN: values against float64, bits against MKL and against themselves, the setting put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from earlyfusion.kernels import products
+from earlyfusion.kernels.products import (
+    NARROW,
+    SAME_BITS,
+    add_product_,
+    linear,
+    product,
+    product_of_few,
+    product_over_rows,
+)
+
+ROUNDING = 2e-6
+"""Of a float32 sum of up to 4,096 products in the order of its terms, against the sum of their sizes: 2^-24 times a few."""
+
+needs_onednn = pytest.mark.skipif(not products.quick(), reason="torch's own choice is the quick one on this processor")
+
+
+@pytest.fixture(params=["onednn", "torch"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways, whatever the processor: oneDNN is slow on some and right on all that have no AMX."""
+    monkeypatch.setattr(products, "quick", lambda: request.param == "onednn")
+    monkeypatch.setattr(products, "LEAST", 1)
+    return str(request.param)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def off(result: Tensor, left: Tensor, right: Tensor) -> float:
+    """Largest error against float64, by the sum of the sizes of the terms."""
+    exact, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    return float(((result.double() - exact).abs() / size.clamp_min(1e-30)).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"),
+    [
+        (0, 8, 4),
+        (1, 300, 5),
+        (15, 257, 3),
+        (31, 96, 7),
+        (33, 130, 64),
+        (100, 300, 17),
+        (256, 64, 9),
+        (523, 128, 24),
+        (1030, 7, 2),
+    ],
+)
+def test_values(either: str, rows: int, inner: int, columns: int) -> None:
+    for seed in (0, 1):
+        x, w = normal(seed, rows, inner), normal(seed + 9, columns, inner).T
+        poisoned = torch.full((rows, columns), float("nan"))
+        assert product(x, w, out=poisoned).data_ptr() == poisoned.data_ptr()
+        assert torch.equal(product(x, w), poisoned)
+        into = normal(seed + 5, rows, columns)
+        added = add_product_(into.clone(), x, w)
+        assert torch.allclose(added, into + poisoned, rtol=0, atol=1e-4)  # another order of the same sum
+        if rows:
+            assert off(poisoned, x, w) < ROUNDING
+
+
+@pytest.mark.parametrize("rows", [0, 40, 255, 256, 300, 2048, 4096 + 17])
+def test_sums_over_rows(either: str, rows: int) -> None:
+    left, right = normal(rows, rows, 33), normal(rows + 1, rows, 20)
+    poisoned = torch.full((33, 20), float("nan"))
+    assert torch.equal(product_over_rows(left, right, out=poisoned), product_over_rows(left, right))
+    assert off(poisoned, left.T, right) < ROUNDING if rows else not poisoned.any()
+
+
+def test_strided_operands(either: str) -> None:
+    """Slices of wider tensors, as the engine and the experts hand them in."""
+    wide, weight, out = normal(0, 300, 200), normal(1, 64, 200), torch.full((310, 80), float("nan"))
+    x, w, place = wide[:, 40:160], weight[:, 40:160].T, out[5:305, 7:71]
+    product(x, w, out=place)
+    assert off(place, x, w) < ROUNDING
+    assert out[:5].isnan().all() and out[305:].isnan().all() and out[:, :7].isnan().all() and out[:, 71:].isnan().all()
+
+
+@needs_onednn
+@pytest.mark.parametrize("inner", [16, 128, SAME_BITS])
+def test_the_bits_of_mkl(inner: int) -> None:
+    """Small products stay with MKL, so both must give a row the same bits."""
+    for seed, columns in enumerate((NARROW, 20, 100, 128, 452, 2048)):
+        x, w = normal(seed, 1024, inner), normal(seed + 9, columns, inner).T
+        assert torch.equal(product(x, w), torch.mm(x, w)), columns
+        into = normal(seed + 5, 1024, columns)
+        assert torch.equal(add_product_(into.clone(), x, w), torch.addmm(into, x, w)), columns
+
+
+@needs_onednn
+@pytest.mark.parametrize("inner", [128, 384, 1000])
+def test_a_row_does_not_know_how_many_there_are(inner: int) -> None:
+    for columns in (NARROW - 1, NARROW, 256):
+        x, w = normal(0, 1100, inner), normal(1, columns, inner).T
+        full = product(x, w)
+        for rows in (4, 5, 8, 15, 16, 17, 31, 32, 33, 64, 100, 250, 255, 256, 257, 300, 523, 1024, 1099):
+            assert torch.equal(product(x[:rows], w), full[:rows]), (columns, rows)
+            assert torch.equal(product(x[1100 - rows :], w), full[1100 - rows :]), (columns, rows)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(70, 96), (3, 101, 40), (2049, 24), (0, 12)])
+def test_linear_and_its_gradients(either: str, shape: tuple[int, ...], bias: bool) -> None:
+    x, weight = normal(0, *shape), normal(1, 56, shape[-1])
+    offset = normal(2, 56) if bias else None
+    dy = normal(3, *shape[:-1], 56)
+    ours = [t.clone().requires_grad_() for t in (x, weight, offset) if t is not None]
+    theirs = [t.double().requires_grad_() for t in (x, weight, offset) if t is not None]
+    y, expected = linear(*ours), F.linear(*theirs)
+    y.backward(dy)
+    expected.backward(dy.double())
+    assert torch.allclose(y.double(), expected, rtol=0, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(linear(*ours), y)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        scale = max(1.0, float(other.grad.abs().max())) if other.grad.numel() else 1.0
+        assert torch.allclose(mine.grad.double(), other.grad, rtol=0, atol=1e-5 * scale)
+
+
+def test_frozen_parts_get_no_gradient(either: str) -> None:
+    x, weight = normal(0, 300, 64), normal(1, 40, 64).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert x.grad is None and weight.grad is not None
+    x.requires_grad_()
+    linear(x, weight.detach()).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_stay_with_torch(either: str, dtype: torch.dtype) -> None:
+    x, w = normal(0, 300, 300).to(dtype), normal(1, 300, 64).to(dtype)
+    assert torch.equal(product(x, w), torch.mm(x, w))
+    assert torch.equal(linear(x, w.T), F.linear(x, w.T))
+    assert product_of_few(300, x, w) is torch.mm
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(x.float(), w.float().T).dtype == torch.bfloat16
+
+
+def test_the_setting_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    monkeypatch.setattr(products, "quick", lambda: True)
+    before = setting.fp32_precision
+    x = normal(0, 300, 300)
+    product(x, x)
+    product_over_rows(x, x)
+    assert setting.fp32_precision == before
+    with pytest.raises(RuntimeError):
+        product(x, x[:7])
+    assert setting.fp32_precision == before
+    setting.fp32_precision = "bf16"
+    try:
+        product(x, x)
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before
+
+
+@needs_onednn
+def test_few_rows_are_left_to_mkl() -> None:
+    """A call of oneDNN costs more than so small a product."""
+    x, w = normal(0, 16, 128), normal(1, 128, 192)
+    assert product_of_few(16, x, w) is torch.mm
+    assert product_of_few(300, x, w) is product
+    assert (
+        product_of_few(16, normal(0, 16, 384), normal(1, 384, 192)) is product
+    )  # other bits than MKL's: always the same way
