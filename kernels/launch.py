@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton kernels read and write
+MOST_BLOCKS = 65_535
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
@@ -61,6 +62,12 @@ def check_tensor(
             f"{op}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; expected a contiguous tensor, "
             f"pass {name}.contiguous()"
         )
+
+
+def check_blocks(op: str, what: str, count: int) -> None:
+    """ValueError for more blocks than the second and third dimension of a CUDA grid take."""
+    if count > MOST_BLOCKS:
+        raise ValueError(f"{op}: {count:,} {what} in one call; a launch takes at most {MOST_BLOCKS:,}: split the batch")
 
 
 def power_of_two(size: int) -> int:

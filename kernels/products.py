@@ -6,7 +6,7 @@ core that can do 230 with AVX-512. oneDNN looks at the instructions alone. torch
 kernel and multiplies in float32 (tests/kernels/test_products.py holds it to the bits of MKL for inner dimensions up to
 SAME_BITS; with a longer one, all products go one way). The setting is process-wide and put back after every product.
 
-oneDNN compiles a kernel for each new shape, which takes half a millisecond, and keeps a thousand. So it gets rows in a
+oneDNN compiles a kernel for each new shape, which takes 0.2 ms and more, and keeps a thousand. So it gets rows in a
 coarse grid: whole TILEs of them in one product (of fewer than a TILE, whole STEPs), and a second product for what is left,
 filled up to whole STEPs by rows before it that are computed twice. Its inner sums run in order from the first to the last
 column, so that a row's bits depend neither on how many rows there are nor on where it stands.

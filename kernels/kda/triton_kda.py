@@ -32,7 +32,7 @@ from earlyfusion.kernels.kda.triton_plan import (
     plan_runs,
     tiles,
 )
-from earlyfusion.kernels.launch import on_device
+from earlyfusion.kernels.launch import check_blocks, on_device
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.kernels.triton_support import (
     as_triton,
@@ -302,10 +302,12 @@ def kda(
     tile = tiles(key_dim + more_K, value_dim + more_V, q_THK.dtype == torch.float32, crowded, is_hopper(device), chunk)
     if segment_chunks is None:
         segment_chunks = auto_segments(segments, heads, value_dim + more_V, tile, device)
+    runs = plan_runs(segments, tile.chunk, segment_chunks, device)
+    check_blocks("kda", "documents (or segments of them)", runs.num)
     options = Options(
         lower_bound=lower_bound,
         scale=key_dim**-0.5 if scale is None else scale,
-        runs=plan_runs(segments, tile.chunk, segment_chunks, device),
+        runs=runs,
         tiles=tile,
         output_final=output_final_state,
     )

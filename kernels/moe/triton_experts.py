@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.launch import FLOATS, on_device, power_of_two
+from earlyfusion.kernels.launch import FLOATS, check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
 from earlyfusion.kernels.moe.naive import check_experts
 from earlyfusion.kernels.precision import compute_dtype
@@ -198,7 +198,9 @@ def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     tile = rows_tile(ids_R.shape[0], experts)
     tiles_E = (counts_E + tile - 1) // tile
     last_E = tiles_E.cumsum(0)
-    index = torch.arange(min(ids_R.shape[0], ids_R.shape[0] // tile + experts), device=ids_R.device)
+    most = min(ids_R.shape[0], ids_R.shape[0] // tile + experts)
+    check_blocks("moe_experts", f"tiles of {tile} rows", most)
+    index = torch.arange(most, device=ids_R.device)
     expert = torch.searchsorted(last_E, index, right=True)
     used = expert < experts
     expert = expert.clamp(max=experts - 1)

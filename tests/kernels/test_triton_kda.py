@@ -250,3 +250,10 @@ def test_bad_options_are_named():
     for edges in ([0, 5, 3, 7], [1, 7], [0, 4]):
         with pytest.raises(ValueError):
             triton_kda.kda(*tensors, Segments.from_cu_seqlens(edges))
+
+
+def test_more_documents_than_a_grid_has_blocks():
+    tokens = 65_536
+    q, f, b = torch.zeros(tokens, 1, 32), torch.zeros(tokens, 1, 32), torch.zeros(tokens, 1)
+    with pytest.raises(ValueError, match=r"65,536 documents .* at most 65,535: split the batch"):
+        triton_kda.kda(q, q, q, f, b, torch.zeros(1), torch.zeros(1, 32), Segments((1,) * tokens), segment_chunks=0)

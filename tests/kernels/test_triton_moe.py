@@ -109,3 +109,9 @@ def test_bad_input_names_the_argument():
         triton_experts.moe_experts(x, ids, weights, gate_up, down[:2])
     with pytest.raises(ValueError, match="down_EDF is on"):
         triton_experts.moe_experts(x, ids, weights, gate_up, down.to("meta"))
+
+
+def test_more_tiles_than_a_grid_has_blocks():
+    ids = torch.zeros(65_536 * 16, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"moe_experts: .* tiles of 16 rows .* at most 65,535"):
+        triton_experts.make_plan(ids, torch.ones_like(ids, dtype=torch.float32), experts=80_000)
