@@ -16,6 +16,7 @@ Legend: R rows, A inner dimension, B columns.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+ENVIRONMENT = "EF_ONEDNN"
 TILE, STEP = 256, 16  # rows
 FEWEST = 32  # rows, and
 LEAST = 1 << 21  # multiply-adds from which on a call of oneDNN pays
@@ -38,7 +40,9 @@ Product = Callable[..., Tensor]
 
 @cache
 def quick() -> bool:
-    """oneDNN multiplies float32 more quickly than torch's own choice on this machine, and in float32."""
+    """oneDNN multiplies float32 more quickly than torch's own choice on this machine, and in float32. EF_ONEDNN=0: never."""
+    if os.environ.get(ENVIRONMENT) == "0":
+        return False
     if not hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"):
         return False
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":

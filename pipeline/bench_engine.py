@@ -4,9 +4,9 @@ Part 1: tokens/s of the engine and of transformers' generate (dynamic and static
 the recipe's decoder shape without what transformers' model lacks (Attention Residuals, gated MLA), over batch sizes and
 prompt lengths, each side in its own process, in turn. With one CPU thread the clock is the process's busy time, else
 wall time. Answers are greedy and compared. On a CPU our side keeps freed buffers, as our verbs do
-(`pipeline.runtime.keep_freed_memory`); transformers runs as it comes, and as `generate-kept` with the same setting, which
-its users would have to know. What transformers refuses for this model is printed with its reason. Part 2: see
-bench_engine_context.py. Everything is saved as JSON.
+(`pipeline.runtime.keep_freed_memory`), and multiplies as kernels/products.py says; transformers runs as it comes, and
+as `generate-kept` with freed buffers kept, which its users would have to know. What transformers refuses for this model
+is printed with its reason. Part 2: see bench_engine_context.py. Everything is saved as JSON.
 """
 
 from __future__ import annotations

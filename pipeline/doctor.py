@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.kernels.dispatch import table
+from earlyfusion.kernels.products import quick
 from earlyfusion.pipeline.doctor_cases import CASES, TOLERANCE, TOLERANCES, disagreement
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, UserError
 from earlyfusion.pipeline.runtime import check_versions, installed
@@ -81,6 +82,8 @@ def devices_table() -> Table:
         facts = torch.cuda.get_device_properties(index)
         capability = f"sm_{facts.major}{facts.minor}"
         out.add_row(f"cuda:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {capability}")
+    chosen = "oneDNN (EF_ONEDNN=0: torch's own choice)" if quick() else "torch's own choice"
+    out.add_row("float32 products on the cpu", chosen)
     out.add_row("EF_KERNELS", os.environ.get("EF_KERNELS", "auto (not set)"))
     return out
 

@@ -168,6 +168,11 @@ def test_the_setting_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         setting.fp32_precision = before
 
 
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(products.ENVIRONMENT, "0")
+    assert not products.quick.__wrapped__()
+
+
 @needs_onednn
 def test_few_rows_are_left_to_mkl() -> None:
     """A call of oneDNN costs more than so small a product."""

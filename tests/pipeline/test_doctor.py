@@ -22,9 +22,10 @@ def test_every_registered_operation_has_a_case():
 def test_the_doctor_finds_this_machine_well():
     done = subprocess.run(
         [sys.executable, "-m", "earlyfusion.pipeline.cli", "doctor", "--device", "cpu"],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"EF_KERNELS": "auto"},
+        capture_output=True, text=True, timeout=240, env=os.environ | {"EF_KERNELS": "auto", "EF_ONEDNN": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch's own choice" in done.stdout and "oneDNN" not in done.stdout
     assert torch.__version__ in done.stdout and "all well" in done.stdout
     for op, backend, _ in dispatch.table("cpu"):
         assert any(op in line and backend in line and " ok " in line for line in done.stdout.splitlines()), op
