@@ -55,7 +55,7 @@ def quick() -> bool:
 
 
 def _suits(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and quick()
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling() and quick()
 
 
 def _pays(rows: int, inner: int, columns: int) -> bool:
@@ -157,7 +157,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight_BA: Tensor, bias_B: Tensor | None = None) -> Tensor:
     """`F.linear`, [..., A] -> [..., B]. Where oneDNN is used (see the file's head) it is differentiable once."""
     plain = type(weight_BA) in (Tensor, torch.nn.Parameter) and weight_BA.dtype == x.dtype and x.dim() > 1
-    if not plain or not _suits(x) or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if not plain or not _suits(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_BA, bias_B)
     if torch.is_grad_enabled():
         y_RB: Tensor = _Linear.apply(x.flatten(0, -2), weight_BA, bias_B)
