@@ -284,7 +284,7 @@ def _result(data: dict[str, bytearray], limits: Limits, flooded: bool) -> Progra
     killed, cpu_s = status.get("signal", 0), float(status.get("cpu_s", 0.0))
     if flooded:
         reason, error = "output_limit", f"stopped: more than {limits.output_bytes} bytes of output"
-    elif status.get("late") or (killed and cpu_s >= 0.9 * limits.cpu_s):
+    elif status.get("late") or (killed and cpu_s >= limits.cpu_s - 0.1):
         reason, error = "timeout", f"stopped: more than {limits.wall_s:g} s, or {limits.cpu_s:g} s of CPU time"
     elif killed == signal.SIGKILL:
         reason, error = "memory", "stopped: the system ran out of memory"

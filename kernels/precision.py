@@ -8,12 +8,11 @@ statistics (softmax sums, norms, logits) are kept in ``accumulate_dtype``.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.products import product
+from earlyfusion.kernels.products import product, with_onednn
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,9 +41,8 @@ def without_autocast(tensor: Tensor) -> torch.autocast:
 def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
     """``alpha * a @ b`` of operands in one dtype, accumulated and returned in ``accumulate_dtype`` (no rounding back).
 
-    On a CPU, bfloat16 operands go through oneDNN's bfloat16 multiplier with float32 output, which is exact up to the
-    order of the sums because the operands already are bfloat16 values (about three times as quick as a float32 product
-    on a CPU with AVX512-BF16). The oneDNN setting it needs is process-wide and restored before returning.
+    On a CPU, products of bfloat16 operands go to oneDNN with float32 output (:mod:`earlyfusion.kernels.products`). Where
+    it multiplies in bfloat16 (AMX) that is exact up to the order of the sums: the operands already are bfloat16 values.
     """
     wide = accumulate_dtype(a_BMK.dtype)
     if a_BMK.device.type == "cuda" and a_BMK.dtype != wide:
@@ -52,14 +50,7 @@ def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
     out_BMN = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2], dtype=wide)
     if a_BMK.device.type != "cpu" or a_BMK.dtype != torch.bfloat16:
         return torch.baddbmm(out_BMN, a_BMK.to(wide), b_BKN.to(wide), beta=0, alpha=alpha)
-    mkldnn: Any = torch.backends.mkldnn
-    setting = mkldnn.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = "bf16"
-    try:
-        return torch.baddbmm(out_BMN, a_BMK.to(wide), b_BKN.to(wide), beta=0, alpha=alpha)
-    finally:
-        setting.fp32_precision = before
+    return with_onednn(lambda: torch.baddbmm(out_BMN, a_BMK.to(wide), b_BKN.to(wide), beta=0, alpha=alpha))
 
 
 def wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:

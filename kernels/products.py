@@ -68,7 +68,8 @@ def _by_onednn(rows: int, x: Tensor, w_AB: Tensor) -> bool:
     return _suits(x) and columns >= NARROW and (inner > SAME_BITS or _pays(rows, inner, columns))
 
 
-def _with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
+def with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
+    """What `multiply` returns, its products on a CPU by oneDNN, which may use bfloat16 inside where there is AMX."""
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     if before == "bf16":  # another thread's, or the user's
@@ -84,7 +85,7 @@ def product(x_RA: Tensor, w_AB: Tensor, *, out: Tensor | None = None) -> Tensor:
     """x w, into `out` [R, B] if there is one: as the file's head says in float32 on a CPU, else `torch.mm`. No gradient."""
     if not _by_onednn(x_RA.shape[0], x_RA, w_AB):
         return torch.mm(x_RA, w_AB) if out is None else torch.mm(x_RA, w_AB, out=out)
-    return _with_onednn(lambda: _in_steps(x_RA, w_AB, out))
+    return with_onednn(lambda: _in_steps(x_RA, w_AB, out))
 
 
 def _in_steps(x_RA: Tensor, w_AB: Tensor, out: Tensor | None) -> Tensor:
@@ -132,7 +133,7 @@ def product_over_rows(left_RB: Tensor, right_RA: Tensor, *, out: Tensor | None =
             sums_BA.addmm_(left_RB[part].T, right_RA[part])
         return sums_BA
 
-    return _with_onednn(add_whole)
+    return with_onednn(add_whole)
 
 
 class _Linear(torch.autograd.Function):
