@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +40,33 @@ class Part:
     @property
     def completes(self) -> bool:
         return self.stop == self.sample.target
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The tokens of some parts as rows, as `CompiledDecoder.run` wants them; the last token of every part that completes
+    its sample is asked for, `ends` of them."""
+
+    slots_T: Tensor
+    positions_T: Tensor
+    places_T: Tensor
+    starts: list[int]
+    ends: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Reading:
+        starts = [0, *accumulate(part.stop - part.start for part in parts)]
+        slots_T = np.repeat([part.sample.slot for part in parts], np.diff(starts))
+        positions_T = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        places_T, ends = np.full(starts[-1], -1), 0
+        for part, start in zip(parts, starts[1:]):
+            if part.completes:
+                places_T[start - 1] = ends
+                ends += 1
+        slots, positions, places = (
+            torch.from_numpy(array.astype(np.int64)) for array in (slots_T, positions_T, places_T)
+        )
+        return cls(slots, positions, places, starts, ends)
 
 
 def ends_plan(parts: Sequence[Part], pools: Pools) -> PooledPlan:

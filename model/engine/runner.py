@@ -23,10 +23,11 @@ from torch import Tensor
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
+from earlyfusion.model.engine.compiled import CompiledDecoder, can_compile
 from earlyfusion.model.engine.graphs import DecodeGraphs, can_capture
 from earlyfusion.model.engine.lean import LeanDecoder, is_lean
 from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.prefill import ROWS, Part, embed, ends_plan, prefill_plan, whole_rows
+from earlyfusion.model.engine.prefill import ROWS, Part, Reading, embed, ends_plan, prefill_plan, whole_rows
 from earlyfusion.model.engine.sampler import Controls, Needs, choose
 from earlyfusion.model.engine.sequence import STOPS, Sample
 from earlyfusion.model.engine.stores import KdaSlots, PooledCache, PooledPlan, Windows
@@ -66,6 +67,7 @@ class Runner:
         self._masks: tuple[tuple[Sample, ...], int, Tensor] | None = None
         self.graphs = DecodeGraphs(self) if can_capture(model) else None
         self.lean = LeanDecoder(model.decoder, pools) if is_lean(model.decoder) else None
+        self.compiled = CompiledDecoder(self.lean, pools) if self.lean is not None and can_compile(self.lean) else None
 
     @torch.inference_mode()  # what is kept was made in it
     def refresh(self) -> None:
@@ -73,6 +75,8 @@ class Runner:
         self._batch = None
         if self.lean is not None:
             self.lean.refresh()
+        if self.compiled is not None:
+            self.compiled.refresh()
         for layer, memory in zip(self.model.decoder.layers, self.pools.layers):
             mixer = layer.self_attn
             if isinstance(memory, KdaSlots) and isinstance(mixer, KimiDeltaAttention):
@@ -135,6 +139,10 @@ class Runner:
         banned = self._banned(running, slots_B.shape[0])
         if self.graphs is not None and banned.dtype != torch.bool and not recording:
             chosen_K3B = self.graphs.run(slots_B, max(lengths) + steps, batch.needs, steps)
+        elif self.compiled is not None:
+            assert steps == 1
+            logits_BV = self._compiled_logits(slots_B, len(running))
+            chosen_K3B = self._advance(logits_BV, slots_B, batch.needs, banned).unsqueeze(0)
         else:
             assert steps == 1
             plan = self.decode_plan(slots_B, tiles(max(lengths) + 1)[-1][1], batch.span, len(running))
@@ -178,7 +186,18 @@ class Runner:
         self, slots_B: Tensor, length: int, span: tuple[int, int] | None = None, live: int | None = None
     ) -> Tensor:
         """Logits [B, V] after each slot's last token; keys up to `length` positions are looked at."""
+        if self.compiled is not None:
+            return self._compiled_logits(slots_B, slots_B.shape[0] if live is None else live)
         return self._logits(slots_B, self.decode_plan(slots_B, length, span, live))
+
+    def _compiled_logits(self, slots_B: Tensor, live: int) -> Tensor:
+        assert self.compiled is not None
+        x_BD = self.model.decoder.embed_tokens(self.last_S[slots_B])
+        positions_B, places_B = self.length_S[slots_B], torch.arange(slots_B.shape[0])
+        starts = range(live + 1)
+        return self.model.logits(
+            self.compiled.run(x_BD, slots_B, positions_B, places_B, starts, self.table_SP, slots_B.shape[0])
+        )
 
     def _logits(self, slots_B: Tensor, plan: PooledPlan) -> Tensor:
         decoder = self.model.decoder
@@ -277,6 +296,15 @@ class Runner:
         """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that completes its
         sample, None if none does. recording: see `decode`."""
         self.pools.settle()
+        if self.compiled is not None:
+            self.page_tables([part.sample for part in parts])
+            rows = Reading.of(parts)
+            x_TD = embed(parts, rows.starts[-1], self.model)
+            results = whole_rows(rows.ends)
+            hidden_RD = self.compiled.run(
+                x_TD, rows.slots_T, rows.positions_T, rows.places_T, rows.starts, self.table_SP, results
+            )
+            return hidden_RD[: rows.ends] if rows.ends else None
         segments, plan = prefill_plan(parts, self.pools, self.device)
         x_TD = embed(parts, segments.total, self.model)
         ends = [end - 1 for end, part in zip(segments.offsets[1:], parts) if part.completes]

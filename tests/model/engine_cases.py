@@ -63,6 +63,15 @@ def serve(model: NativeFusion, given: list[Request], **options) -> dict[tuple[st
     return done
 
 
+def equal_bits(one, other) -> None:
+    """Completions by (request, sample): equal tokens, and log-probabilities equal to the last bit."""
+    assert one.keys() == other.keys()
+    for key, completion in one.items():
+        assert completion.ids == other[key].ids, key
+        assert completion.logprobs == other[key].logprobs, key
+        assert completion.logprobs1 == other[key].logprobs1, key
+
+
 def all_returned(engine: Engine) -> None:
     """Every slot and page is free or held by the prefix cache, and held as often as the cache says."""
     stats = engine.stats()

@@ -9,7 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, serve, tokens
+from engine_cases import (
+    K3,
+    PLAIN,
+    SHAPE,
+    TOKENIZER,
+    all_returned,
+    drawn,
+    equal_bits,
+    model,
+    pictured,
+    requests,
+    serve,
+    tokens,
+)
 
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.paused import PausedRequest
@@ -18,14 +31,6 @@ from earlyfusion.model.engine.request import Request, RequestError, SamplingPara
 LENGTHS = [1, 5, 17, 40, 90, 33, 2, 64]
 ROUNDING = 2e-5
 SHAPES = {"block_attnres": SHAPE, "k3_options": K3, "no_attnres_low_rank_query": PLAIN}
-
-
-def equal_bits(one, other) -> None:
-    assert one.keys() == other.keys()
-    for key, completion in one.items():
-        assert completion.ids == other[key].ids, key
-        assert completion.logprobs == other[key].logprobs, key
-        assert completion.logprobs1 == other[key].logprobs1, key
 
 
 def equal_tokens(one, other) -> None:

@@ -1,0 +1,237 @@
+"""decode.cpp from Python: its structures, weights in its layout, and a step over threads.
+
+A structure holds addresses: whoever makes a `Program` keeps the tensors behind them alive (`Program.keep`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.cpu.build import library
+
+_INT, _REAL, _AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+ROWS_AT_ONCE = 128
+"""Rows that go through all layers together: their activations stay in the cache."""
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [("panels", _AT), *_fields(_INT, "inner columns")]
+
+
+class Place(ctypes.Structure):
+    """Where a sub-layer reads (a source, or -1: the mix) and where it adds; fresh: it is the first to write there; last: no
+    later token needs more of the rows than their results."""
+
+    _fields_ = _fields(_INT, "source into fresh last")
+
+
+class Step(ctypes.Structure):
+    _fields_ = [*_fields(_AT, "slots positions places pages"), *_fields(_INT, "page_step page_size"),
+                *_fields(_AT, "x out chosen"), ("chosen_step", _INT)]  # fmt: skip
+
+
+class Measure(ctypes.Structure):
+    KIND = 0
+    _fields_ = [("source", _INT), ("eps", _REAL)]
+
+
+class Mix(ctypes.Structure):
+    KIND = 1
+    _fields_ = [("sources", _INT), ("query", _AT)]
+
+
+class Kda(ctypes.Structure):
+    KIND = 2
+    _fields_ = [("place", Place), *_fields(_REAL, "eps qk_eps out_eps lower_bound"), *_fields(_INT, "heads dim taps"),
+                *_fields(Matrix, "joint f_up gate_up out"), *_fields(_AT, "conv bias rate state past")]  # fmt: skip
+
+
+class Mla(ctypes.Structure):
+    KIND = 3
+    _fields_ = [("place", Place), *_fields(_REAL, "eps query_eps latent_eps"),
+                *_fields(_INT, "heads rank shared nope value low gated"),
+                *_fields(Matrix, "joint store query k_up v_up out"), *_fields(_AT, "latent_norm latents")]  # fmt: skip
+
+
+class Mlp(ctypes.Structure):
+    KIND = 4
+    _fields_ = [("place", Place), ("eps", _REAL), *_fields(Matrix, "gate_up down")]
+
+
+class Moe(ctypes.Structure):
+    KIND = 5
+    _fields_ = [("place", Place), *_fields(_REAL, "eps scaling"), *_fields(_INT, "experts choices renormalize index"),
+                *_fields(_AT, "norm bias"), *_fields(Matrix, "joint up down shared_down")]  # fmt: skip
+
+
+class Finish(ctypes.Structure):
+    KIND = 6
+    _fields_ = [("source", _INT), ("eps", _REAL), ("norm", _AT)]
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = [("kind", _INT), ("what", _AT)]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [*_fields(_INT, "hidden sources count"), ("operations", _AT)]
+
+
+def _compiled() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise RuntimeError("decode.cpp is not compiled on this machine; ask build.library() first")
+    return _declared(found)
+
+
+@cache
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    found.panel_width.restype = _INT
+    found.decode.argtypes = (_AT, _AT, _INT, _INT, _INT)
+    found.product.argtypes = (_INT, _AT, _INT, _AT, _AT, _INT, _INT)
+    found.apply.argtypes = (_INT, _INT, _AT, _AT)
+    for function in (found.decode, found.product, found.apply):
+        function.restype = None
+    return found
+
+
+def panel_width() -> int:
+    """Columns of a packed weight that lie together: two vectors."""
+    return int(_compiled().panel_width())
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Panels of a weight [inner, columns], or of several [.., inner, columns]: contiguous float32 [.., panels, inner, width].
+
+    The last panel is filled up with zeros.
+    """
+    width = panel_width()
+    columns = weight.shape[-1]
+    panels = -(-columns // width)
+    padded = torch.nn.functional.pad(weight.detach().float(), (0, panels * width - columns))
+    return padded.unflatten(-1, (panels, width)).transpose(-3, -2).contiguous()
+
+
+def product(x_RA: Tensor, w_AB: Tensor, into: Tensor | None = None) -> Tensor:
+    """x w by decode.cpp's product, added to `into` if given; rows may lie apart. For tests."""
+    panels = pack(w_AB)
+    matrix = Matrix(panels.data_ptr(), *w_AB.shape)
+    out = x_RA.new_full((x_RA.shape[0], w_AB.shape[1]), float("nan")) if into is None else into
+    _compiled().product(
+        x_RA.shape[0],
+        x_RA.data_ptr(),
+        x_RA.stride(0),
+        ctypes.byref(matrix),
+        out.data_ptr(),
+        out.stride(0),
+        into is not None,
+    )
+    return out
+
+
+def function(name: str, x: Tensor) -> Tensor:
+    """exp, sigmoid or softplus of contiguous numbers, as decode.cpp computes them. For tests."""
+    y = torch.full_like(x, float("nan"))
+    _compiled().apply(("exp", "sigmoid", "softplus").index(name), x.numel(), x.data_ptr(), y.data_ptr())
+    return y
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+
+class Program:
+    """A list of operations over a residual stream of `hidden` numbers in so many `sources`. Fill it, then `build`."""
+
+    def __init__(self, hidden: int, sources: int) -> None:
+        self.hidden, self.sources = hidden, sources
+        self.operations: list[ctypes.Structure] = []
+        self.kept: list[Any] = []
+        self._built: _Program | None = None
+
+    def keep(self, tensor: Tensor) -> int:
+        """The address of a contiguous float32 tensor, which lives as long as the program."""
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ValueError(
+                f"expected contiguous float32 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+        self.kept.append(tensor)
+        return int(tensor.data_ptr())
+
+    def matrix(self, weight: Tensor | None) -> Matrix:
+        """A weight [inner, columns], several of one shape [.., inner, columns], or none."""
+        return Matrix() if weight is None else Matrix(self.keep(pack(weight)), *weight.shape[-2:])
+
+    def add(self, operation: ctypes.Structure) -> None:
+        self.operations.append(operation)
+
+    def build(self) -> None:
+        each = [_Operation(op.KIND, ctypes.addressof(op)) for op in self.operations]  # type: ignore[attr-defined]
+        operations = (_Operation * len(each))(*each)
+        self.kept.append(operations)
+        self._built = _Program(self.hidden, self.sources, len(each), ctypes.addressof(operations))
+
+    def run(self, step: Step, starts: Sequence[int], threads: int) -> None:
+        """All rows of a step, the sequences shared out over threads. starts: first row of each, and the number of rows."""
+        assert self._built is not None
+        decode, program, about = _compiled().decode, ctypes.byref(self._built), ctypes.byref(step)
+        shares = _shares(starts, threads)
+        others = [
+            _pool(len(shares) - 1).submit(decode, program, about, start, end, ROWS_AT_ONCE) for start, end in shares[1:]
+        ]
+        decode(program, about, *shares[0], ROWS_AT_ONCE)
+        for other in others:
+            other.result()
+
+
+def _shares(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
+    """Rows of each thread: whole sequences, about as many rows each."""
+    rows, borders = starts[-1], [0]
+    for thread in range(1, threads):
+        nearest = starts[bisect_left(starts, rows * thread / threads)]
+        if borders[-1] < nearest < rows:
+            borders.append(nearest)
+    return list(zip(borders, [*borders[1:], rows]))
+
+
+def step_of(
+    slots_T: Tensor,
+    positions_T: Tensor,
+    places_T: Tensor,
+    table_SP: Tensor,
+    page_size: int,
+    x_TD: Tensor,
+    results: int,
+    chosen_LTJ: Tensor | None = None,
+) -> tuple[Step, Tensor]:
+    """A step and the tensor [results, D] that its results will lie in.
+
+    int64: slot and position of every row's token, and the row of the result that is to hold what comes of it (-1: nobody
+    asks); pages by slot. chosen: receives the experts of every MoE layer.
+    """
+    for name, tensor in (("slots", slots_T), ("positions", positions_T), ("places", places_T), ("table", table_SP)):
+        if tensor.dtype != torch.int64 or tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: expected int64 with unit stride, got {tensor.dtype} {tensor.stride()}")
+    x_TD = x_TD.contiguous()
+    out_RD = x_TD.new_zeros(results, x_TD.shape[1])
+    step = Step(
+        slots_T.data_ptr(), positions_T.data_ptr(), places_T.data_ptr(), table_SP.data_ptr(), table_SP.stride(0), page_size,
+        x_TD.data_ptr(), out_RD.data_ptr(), None if chosen_LTJ is None else chosen_LTJ.data_ptr(),
+        0 if chosen_LTJ is None else chosen_LTJ.stride(0),
+    )  # fmt: skip
+    step.behind = (slots_T, positions_T, places_T, table_SP, x_TD, chosen_LTJ)  # type: ignore[attr-defined]  # kept alive
+    return step, out_RD

@@ -1,0 +1,147 @@
+"""The C++ under the decode step: products, exponentials, and a library that is built once or done without."""
+
+import os
+import platform
+import shutil
+import stat
+import warnings
+
+import pytest
+import torch
+
+from earlyfusion.kernels.cpu import build
+from earlyfusion.kernels.cpu import program as cpp
+
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
+ROUNDING = 3e-7  # fp32: two units in the last place, relative
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 31, 64])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (7, 5), (33, 32), (128, 452), (300, 97)])
+def test_products_of_any_shape(rows, inner, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inner + 3, generator=generator)[:, 2 : 2 + inner]  # rows that lie apart
+    w = torch.randn(inner, columns, generator=generator)
+    exact = x.double() @ w.double()
+    tolerance = 1e-6 * inner**0.5 * 4  # a running sum of `inner` terms of size 1
+    torch.testing.assert_close(cpp.product(x, w).double(), exact, atol=tolerance, rtol=0)
+    around = torch.full((rows, columns + 4), float("nan"))
+    around[:, 2:-2] = 1.0
+    cpp.product(x, w, around[:, 2:-2])
+    torch.testing.assert_close(around[:, 2:-2].double(), exact + 1, atol=2 * tolerance, rtol=0)
+    assert around[:, :2].isnan().all() and around[:, -2:].isnan().all()  # nothing beside it was touched
+
+
+@needs_compiler
+def test_a_row_of_a_product_has_its_bits_whatever_stands_around_it():
+    x, w = torch.randn(40, 70), torch.randn(70, 50)
+    whole = cpp.product(x, w)
+    for first, end in [(0, 1), (3, 5), (7, 20), (39, 40), (11, 40)]:
+        assert torch.equal(cpp.product(x[first:end], w), whole[first:end])
+
+
+@needs_compiler
+def test_exponentials():
+    """Every float in coarse steps over the range where results are normal numbers, and odd counts."""
+    x = torch.linspace(-86.9, 87.9, 1_000_003)
+    exact = x.double().exp()
+    assert float(((cpp.function("exp", x).double() - exact) / exact).abs().max()) < ROUNDING
+    sigmoid = 1 / (1 + (-x.double()).exp())
+    assert float(((cpp.function("sigmoid", x).double() - sigmoid) / sigmoid).abs().max()) < 2 * ROUNDING
+    softplus = torch.nn.functional.softplus(x.double(), threshold=1000)
+    assert float(((cpp.function("softplus", x).double() - softplus) / softplus).abs().max()) < 2 * ROUNDING
+    for count in range(1, 40):
+        assert torch.equal(cpp.function("exp", x[:count].clone()), cpp.function("exp", x)[:count])
+
+
+@needs_compiler
+def test_exponentials_at_the_borders():
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([-inf, -1e4, -87.5, 0.0, 88.5, 1e4, inf, nan])
+    got = cpp.function("exp", x)
+    assert (got[:3] > 0).all() and (got[:3] < 2e-38).all() and float(got[3]) == 1.0
+    assert got[4:7].isfinite().all() and (got[4:7] > 1e38).all() and got[7].isnan()
+    torch.testing.assert_close(cpp.function("sigmoid", x)[:7], x.sigmoid()[:7], atol=1e-37, rtol=1e-6)
+    torch.testing.assert_close(
+        cpp.function("softplus", x)[1:6], torch.nn.functional.softplus(x)[1:6], atol=1e-37, rtol=1e-6
+    )
+    assert cpp.function("sigmoid", x)[7].isnan() and cpp.function("softplus", x)[7].isnan()
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(5, 7), (3, 16, 40), (2, 4, 33)])
+def test_panels_hold_the_weight(shape):
+    weight = torch.randn(shape)
+    panels = cpp.pack(weight)
+    wide = panels.transpose(-3, -2).flatten(-2)
+    assert torch.equal(wide[..., : shape[-1]], weight) and (wide[..., shape[-1] :] == 0).all()
+
+
+@needs_compiler
+def test_other_dtypes_are_refused():
+    program = cpp.Program(8, 1)
+    with pytest.raises(ValueError, match="contiguous float32 on the CPU, got torch"):
+        program.keep(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="contiguous"):
+        program.keep(torch.zeros(3, 4).T)
+    ids = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="slots: expected int64"):
+        cpp.step_of(ids, ids, ids, ids, 8, torch.zeros(2, 8), 2)
+
+
+@needs_compiler
+def test_the_library_is_built_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.library() is not None
+    [made] = (tmp_path / "earlyfusion").iterdir()
+    assert stat.S_IMODE((tmp_path / "earlyfusion").stat().st_mode) == 0o700
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    build._built.cache_clear()
+    assert build.library() is not None and list((tmp_path / "earlyfusion").iterdir()) == [made]
+    build._built.cache_clear()
+
+
+def test_without_a_compiler_or_a_wish_there_is_none(monkeypatch):
+    monkeypatch.setenv("EF_COMPILED", "0")
+    assert build.library() is None and "EF_COMPILED=0" in build.status()
+    monkeypatch.delenv("EF_COMPILED")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build.library() is None and "no C++ compiler" in build.status()
+    with pytest.raises(RuntimeError, match="not compiled on this machine"):
+        cpp.pack(torch.zeros(2, 2))
+
+
+@pytest.mark.skipif(os.name == "nt" or shutil.which("sh") is None, reason="needs a shell")
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path):
+    broken = tmp_path / "broken-cxx"
+    broken.write_text("#!/bin/sh\necho 'vector.h: what is this?' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="what is this") as said:
+        assert build.library() is None
+    assert "EF_COMPILED=0" in str(said[0].message) and not list((tmp_path / "earlyfusion").iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert build.library() is None  # told once
+    assert "does not compile" in build.status()
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-march=x86-64-v3",), ("-Wall", "-Wextra", "-Werror")])
+def test_narrower_vectors(options, monkeypatch, tmp_path):
+    """As on a processor with AVX2, and on one without."""
+    if platform.machine() != "x86_64" or (options[0].startswith("-march") and not torch.cpu._is_avx2_supported()):
+        pytest.skip("needs an x86-64 processor with AVX2")
+    monkeypatch.setattr(build, "NATIVE", (options,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpp.panel_width() == (16 if options[0].startswith("-march") else 8)
+    test_products_of_any_shape(31, 33, 97, 0)
+    test_a_row_of_a_product_has_its_bits_whatever_stands_around_it()
+    test_exponentials()
+    test_exponentials_at_the_borders()
