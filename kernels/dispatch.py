@@ -8,7 +8,8 @@ Every operation has up to three backends with the same signature:
 
 ``resolve`` picks by device: on CUDA ``triton`` if there is one, else ``torch``, else ``naive``; elsewhere ``torch``, else
 ``naive``. The environment variable ``EF_KERNELS`` (``auto``, ``naive``, ``torch`` or ``triton``) caps that choice: the
-named backend is used where it exists and the next simpler one where it does not. Implementations are imported when
+named backend is used where it exists and the next simpler one where it does not. (The engine's C++ for a CPU, kernels/cpu,
+stands beside this table; ``torch`` and ``naive`` turn it off.) Implementations are imported when
 first asked for, so that a CPU machine never imports triton.
 """
 

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.kernels.cpu.build import status
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.kernels.products import quick
 from earlyfusion.pipeline.doctor_cases import CASES, TOLERANCE, TOLERANCES, disagreement
@@ -84,6 +85,7 @@ def devices_table() -> Table:
         out.add_row(f"cuda:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {capability}")
     chosen = "oneDNN (EF_ONEDNN=0: torch's own choice)" if quick() else "torch's own choice"
     out.add_row("float32 products on the cpu", chosen)
+    out.add_row("engine on the cpu", status())
     out.add_row("EF_KERNELS", os.environ.get("EF_KERNELS", "auto (not set)"))
     return out
 

@@ -1,8 +1,10 @@
 """The C++ of this room as a library: compiled for this machine when it is first asked for, and kept.
 
+The engine uses it on a CPU in float32, for the decoder (program.py) and for choosing tokens (sampling.py).
+
 It takes a C++17 compiler (`CXX`, else g++, clang++ or c++ on the path) some seconds, once: the library lies under the
 user's cache directory (`XDG_CACHE_HOME`, else ~/.cache) by the hash of the sources, the compiler and the processor's
-instructions. Without a compiler, or with EF_COMPILED=0, `library` is None and everything runs on torch's operations.
+instructions. Without a compiler, or with EF_KERNELS=torch, `library` is None and everything runs on torch's operations.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-ENVIRONMENT = "EF_COMPILED"
+from earlyfusion.kernels.dispatch import ENVIRONMENT
+
 HERE = Path(__file__).resolve().parent
-SOURCES = ("decode.cpp", "vector.h")
+SOURCES = ("decode.cpp", "sample.cpp")
+HEADERS = ("vector.h",)
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 """Tried in this order: not every compiler knows the first, on every processor."""
@@ -28,7 +32,7 @@ SECONDS = 300
 
 
 def wanted() -> bool:
-    return os.environ.get(ENVIRONMENT) != "0"
+    return os.environ.get(ENVIRONMENT) not in ("torch", "naive")
 
 
 def compiler() -> str | None:
@@ -58,7 +62,14 @@ def _instructions() -> str:
 
 def _key(path: str) -> str:
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
-    parts = [*((HERE / name).read_text() for name in SOURCES), path, version, *FLAGS, str(NATIVE), _instructions()]
+    parts = [
+        *((HERE / name).read_text() for name in SOURCES + HEADERS),
+        path,
+        version,
+        *FLAGS,
+        str(NATIVE),
+        _instructions(),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
@@ -68,7 +79,7 @@ def _compile(path: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, said = Path(folder) / target.name, ""
         for native in NATIVE:
-            command = [path, *FLAGS, *native, str(HERE / SOURCES[0]), "-o", str(made)]
+            command = [path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode == 0:
                 os.replace(made, target)
@@ -79,21 +90,23 @@ def _compile(path: str, target: Path) -> None:
 
 def library() -> ctypes.CDLL | None:
     """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no reason."""
-    path = compiler() if wanted() else None
-    return None if path is None else _built(path, cache_directory())
+    return _library(*(os.environ.get(name) for name in (ENVIRONMENT, "CXX", "PATH", "XDG_CACHE_HOME")))
 
 
 @cache
-def _built(path: str, folder: Path) -> ctypes.CDLL | None:
+def _library(*environment: str | None) -> ctypes.CDLL | None:
+    path = compiler() if wanted() else None
+    if path is None:
+        return None
     try:
-        target = folder / f"decode-{_key(path)}.so"
+        target = cache_directory() / f"cpu-{_key(path)}.so"
         if not target.exists():
             _compile(path, target)
         return ctypes.CDLL(str(target))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"the engine's C++ could not be compiled with {path}, so decoding takes torch's operations, which is slower: "
-            f"{error}. Set CXX to another compiler, or {ENVIRONMENT}=0 to stop trying",
+            f"the engine's C++ could not be compiled with {path}, so it takes torch's operations, which are slower: {error}. "
+            f"Set CXX to another compiler, or {ENVIRONMENT}=torch to stop trying",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -101,9 +114,9 @@ def _built(path: str, folder: Path) -> ctypes.CDLL | None:
 
 
 def status() -> str:
-    """For people: how decoding on a CPU runs."""
+    """For people: how the engine runs on a CPU."""
     if not wanted():
-        return f"torch's operations ({ENVIRONMENT}=0)"
+        return f"torch's operations ({ENVIRONMENT}={os.environ[ENVIRONMENT]})"
     if compiler() is None:
         return "torch's operations (no C++ compiler found; with g++ or CXX it is quicker)"
     return f"compiled ({compiler()})" if library() is not None else "torch's operations (the C++ does not compile)"

@@ -540,16 +540,19 @@ extern "C" {
 
 int64_t panel_width() { return PANEL; }
 
-// y [rows, columns] = x w, or += ; f(x) of n numbers: 0 exp, 1 sigmoid, 2 softplus. For tests.
+// y [rows, columns] = x w, or += ; f(x) of n numbers. For tests.
 void product(int64_t rows, const float* x, int64_t step_x, const Matrix* w, float* y, int64_t step_y, int64_t add) {
   multiply(rows, x, step_x, *w, y, step_y, add);
 }
 void apply(int64_t which, int64_t n, const float* x, float* y) {
-  map(n, y, [=](int64_t i, auto get) { return which == 0 ? exp(get(x + i)) : which == 1 ? sigmoid(get(x + i)) : softplus(get(x + i)); });
+  map(n, y, [=](int64_t i, auto get) {
+    const vec v = get(x + i);
+    return which == 0 ? exp(v) : which == 1 ? sigmoid(v) : which == 2 ? softplus(v) : which == 3 ? log(v) : log_one_minus(v);
+  });
 }
 
 // Rows first .. end - 1 of a step, whole sequences; at most `most` rows at a time.
-void decode(const Program* program, const Step* step, int64_t first, int64_t end, int64_t most) {
+void decode(const Program* program, const Step* step, int64_t most, int64_t first, int64_t end) {
   static thread_local Arena kept, scratch;
   const int64_t D = program->hidden;
   for (int64_t start = first; start < end; start += most) {

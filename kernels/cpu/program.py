@@ -6,16 +6,13 @@ A structure holds addresses: whoever makes a `Program` keeps the tensors behind 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.cpu.build import library
+from earlyfusion.kernels.cpu.library import compiled, run_shared
 
 _INT, _REAL, _AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -90,27 +87,9 @@ class _Program(ctypes.Structure):
     _fields_ = [*_fields(_INT, "hidden sources count"), ("operations", _AT)]
 
 
-def _compiled() -> ctypes.CDLL:
-    found = library()
-    if found is None:
-        raise RuntimeError("decode.cpp is not compiled on this machine; ask build.library() first")
-    return _declared(found)
-
-
-@cache
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.panel_width.restype = _INT
-    found.decode.argtypes = (_AT, _AT, _INT, _INT, _INT)
-    found.product.argtypes = (_INT, _AT, _INT, _AT, _AT, _INT, _INT)
-    found.apply.argtypes = (_INT, _INT, _AT, _AT)
-    for function in (found.decode, found.product, found.apply):
-        function.restype = None
-    return found
-
-
 def panel_width() -> int:
     """Columns of a packed weight that lie together: two vectors."""
-    return int(_compiled().panel_width())
+    return int(compiled().panel_width())
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -130,7 +109,7 @@ def product(x_RA: Tensor, w_AB: Tensor, into: Tensor | None = None) -> Tensor:
     panels = pack(w_AB)
     matrix = Matrix(panels.data_ptr(), *w_AB.shape)
     out = x_RA.new_full((x_RA.shape[0], w_AB.shape[1]), float("nan")) if into is None else into
-    _compiled().product(
+    compiled().product(
         x_RA.shape[0],
         x_RA.data_ptr(),
         x_RA.stride(0),
@@ -142,16 +121,14 @@ def product(x_RA: Tensor, w_AB: Tensor, into: Tensor | None = None) -> Tensor:
     return out
 
 
+FUNCTIONS = ("exp", "sigmoid", "softplus", "log", "log_one_minus")
+
+
 def function(name: str, x: Tensor) -> Tensor:
-    """exp, sigmoid or softplus of contiguous numbers, as decode.cpp computes them. For tests."""
+    """One of FUNCTIONS of contiguous numbers, as vector.h computes them. For tests."""
     y = torch.full_like(x, float("nan"))
-    _compiled().apply(("exp", "sigmoid", "softplus").index(name), x.numel(), x.data_ptr(), y.data_ptr())
+    compiled().apply(FUNCTIONS.index(name), x.numel(), x.data_ptr(), y.data_ptr())
     return y
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
 
 class Program:
@@ -188,24 +165,8 @@ class Program:
     def run(self, step: Step, starts: Sequence[int], threads: int) -> None:
         """All rows of a step, the sequences shared out over threads. starts: first row of each, and the number of rows."""
         assert self._built is not None
-        decode, program, about = _compiled().decode, ctypes.byref(self._built), ctypes.byref(step)
-        shares = _shares(starts, threads)
-        others = [
-            _pool(len(shares) - 1).submit(decode, program, about, start, end, ROWS_AT_ONCE) for start, end in shares[1:]
-        ]
-        decode(program, about, *shares[0], ROWS_AT_ONCE)
-        for other in others:
-            other.result()
-
-
-def _shares(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
-    """Rows of each thread: whole sequences, about as many rows each."""
-    rows, borders = starts[-1], [0]
-    for thread in range(1, threads):
-        nearest = starts[bisect_left(starts, rows * thread / threads)]
-        if borders[-1] < nearest < rows:
-            borders.append(nearest)
-    return list(zip(borders, [*borders[1:], rows]))
+        arguments = (ctypes.byref(self._built), ctypes.byref(step), ROWS_AT_ONCE)
+        run_shared(compiled().decode, arguments, starts, threads)
 
 
 def step_of(

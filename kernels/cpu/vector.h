@@ -79,6 +79,30 @@ static inline vec softplus(vec x) {
   return (x < 0.0f ? vec{} : x) + 2.0f * z * y;
 }
 
+// log x of normal numbers: x = 2^e m, sqrt(1/2) <= m < sqrt(2), log m = 2 artanh(z) with z = (m - 1) / (m + 1), |z| < 0.172.
+static inline vec log(vec x) {
+  ivec bits;
+  memcpy(&bits, &x, sizeof bits);
+  const ivec e = (bits - 0x3F3504F3) >> 23;
+  bits -= e << 23;
+  vec m;
+  memcpy(&m, &bits, sizeof m);
+  const vec f = m - 1.0f, z = f / (2.0f + f), z2 = z * z, n = __builtin_convertvector(e, vec);
+  vec y = all(1.0f / 11);
+  y = y * z2 + 1.0f / 9;
+  y = y * z2 + 1.0f / 7;
+  y = y * z2 + 1.0f / 5;
+  y = y * z2 + 1.0f / 3;
+  y = y * z2 + 1.0f;
+  return n * 0.693359375f + (2.0f * z * y - n * 2.12194440e-4f);
+}
+
+// log(1 - u) for 0 < u < 1: what rounding 1 - u has changed is put right by the slope of the logarithm.
+static inline vec log_one_minus(vec u) {
+  const vec w = 1.0f - u, d = 1.0f - w;
+  return d == 0.0f ? -u : log(w) * (u / d);
+}
+
 // f(i, load) for every vector of 0 .. n - 1, what it returns stored at out + i; `load` fills up the last one with zeros.
 template <class F>
 static inline void map(int64_t n, float* out, F f) {
@@ -115,7 +139,8 @@ struct Matrix {
 };
 
 template <int ROWS>
-static inline void tile(const float* x, int64_t step_x, const float* panel, int64_t inner, float* y, int64_t step_y, int64_t columns, bool add) {
+static inline void tile(const float* x, int64_t step_x, const float* panel, int64_t inner, float* y, int64_t step_y,
+                        int64_t columns, bool add) {
   vec s[ROWS][2] = {};
   for (int64_t k = 0; k < inner; k++) {
     const vec w0 = load(panel + k * PANEL), w1 = load(panel + k * PANEL + WIDTH);
@@ -142,7 +167,8 @@ static inline void tile(const float* x, int64_t step_x, const float* panel, int6
 }
 
 // y [rows, columns] = x [rows, inner] w, or += with `add`; rows lie step_x and step_y numbers apart.
-static void multiply(int64_t rows, const float* x, int64_t step_x, const Matrix& w, float* y, int64_t step_y, bool add = false) {
+static inline void multiply(int64_t rows, const float* x, int64_t step_x, const Matrix& w, float* y, int64_t step_y,
+                            bool add = false) {
   const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
   for (int64_t column = 0; column < w.columns; column += PANEL) {
     const float* panel = w.panels + column * w.inner;

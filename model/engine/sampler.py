@@ -19,6 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.cpu.build import library
+from earlyfusion.kernels.cpu.sampling import sample
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -131,9 +134,15 @@ def likeliest(scores_BV: Tensor) -> Tensor:
 def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
     """Chosen ids and their log-probabilities as one float64 tensor [3, B] (ids are exact in it; one copy to the host).
 
-    banned: int64 ids for all rows, or bool [B, V]. fp32 logits are overwritten unless needs.logprobs. Row 1: log-probability under the distribution drawn from (0 for
-    greedy rows). Row 2: log softmax of the untouched logits. Rows 1 and 2 are NaN unless needs.logprobs.
+    banned: int64 ids for all rows, or bool [B, V]. fp32 logits are overwritten unless needs.logprobs. Row 1: log-probability
+    under the distribution drawn from (0 for greedy rows). Row 2: log softmax of the untouched logits. Rows 1 and 2 are NaN
+    unless needs.logprobs. On a CPU with a C++ compiler kernels/cpu/sample.cpp does this for fp32 logits; its noise differs
+    from `gumbel` by rounding.
     """
+    if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and library() is not None:
+        each = (controls.keys_B, controls.positions_B, controls.temperature_B, controls.top_p_B, controls.min_p_B)
+        needs = controls.needs
+        return sample(logits_BV, *each, banned, drawn=needs.drawn, logprobs=needs.logprobs)
     raw_BV, known = logits_BV.float(), controls.needs.logprobs
     # without log-probabilities nobody looks at the logits again, and they may be overwritten
     allowed_BV = raw_BV.clone() if known else raw_BV

@@ -52,6 +52,12 @@ def test_exponentials():
     assert float(((cpp.function("sigmoid", x).double() - sigmoid) / sigmoid).abs().max()) < 2 * ROUNDING
     softplus = torch.nn.functional.softplus(x.double(), threshold=1000)
     assert float(((cpp.function("softplus", x).double() - softplus) / softplus).abs().max()) < 2 * ROUNDING
+    y = torch.cat([torch.logspace(-30, 30, 300_001), torch.linspace(0.5, 2, 300_001)])
+    near_one = y.double().log().abs() + 1e-30  # relative to the result also where it is near zero
+    assert float(((cpp.function("log", y).double() - y.double().log()).abs() / near_one).max()) < 2 * ROUNDING
+    u = torch.cat([torch.logspace(-9.6, -0.01, 300_001), 1 - torch.logspace(-7.2, -1, 300_001)])
+    minus = torch.log1p(-u.double())
+    assert float(((cpp.function("log_one_minus", u).double() - minus) / minus).abs().max()) < 2 * ROUNDING
     for count in range(1, 40):
         assert torch.equal(cpp.function("exp", x[:count].clone()), cpp.function("exp", x)[:count])
 
@@ -98,15 +104,15 @@ def test_the_library_is_built_once(monkeypatch, tmp_path):
     [made] = (tmp_path / "earlyfusion").iterdir()
     assert stat.S_IMODE((tmp_path / "earlyfusion").stat().st_mode) == 0o700
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
-    build._built.cache_clear()
+    build._library.cache_clear()
     assert build.library() is not None and list((tmp_path / "earlyfusion").iterdir()) == [made]
-    build._built.cache_clear()
+    build._library.cache_clear()
 
 
 def test_without_a_compiler_or_a_wish_there_is_none(monkeypatch):
-    monkeypatch.setenv("EF_COMPILED", "0")
-    assert build.library() is None and "EF_COMPILED=0" in build.status()
-    monkeypatch.delenv("EF_COMPILED")
+    monkeypatch.setenv("EF_KERNELS", "torch")
+    assert build.library() is None and "EF_KERNELS=torch" in build.status()
+    monkeypatch.delenv("EF_KERNELS")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -124,7 +130,7 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(RuntimeWarning, match="what is this") as said:
         assert build.library() is None
-    assert "EF_COMPILED=0" in str(said[0].message) and not list((tmp_path / "earlyfusion").iterdir())
+    assert "EF_KERNELS=torch" in str(said[0].message) and not list((tmp_path / "earlyfusion").iterdir())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert build.library() is None  # told once

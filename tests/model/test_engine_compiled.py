@@ -116,10 +116,10 @@ def _alone(prefill, threads: int, *arguments, **options):
 def test_chosen_experts_are_recorded(monkeypatch):
     net = model(0, **SHAPES["many_experts"])
     found = []
-    for wanted in ("1", "0"):
-        monkeypatch.setenv("EF_COMPILED", wanted)
+    for kernels in ("auto", "torch"):
+        monkeypatch.setenv("EF_KERNELS", kernels)
         engine = Engine(net, TOKENIZER, max_slots=4, page_size=PAGE)
-        assert (engine.runner.compiled is not None) == (wanted == "1")
+        assert (engine.runner.compiled is not None) == (kernels == "auto")
         done = engine.generate(requests([5, 8, 3], drawn(9), capture_routing=True))
         found.append([(c.ids, np.sort(c.routing, axis=-1).tolist()) for c in done])
         all_returned(engine)

@@ -1,0 +1,57 @@
+"""sample.cpp from Python. What is chosen and why: model/engine/sampler.py.
+
+Shapes: B rows of a batch, V vocabulary, N banned ids.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.cpu.library import compiled, run_shared
+
+_INT, _AT = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("vocabulary", "drawn", "known")),
+        *((name, _AT) for name in ("logits", "keys", "positions", "temperature", "top_p", "min_p", "banned")),
+        ("count", _INT), ("masks", _AT), ("out", _AT), ("rows", _INT),
+    ]  # fmt: skip
+
+
+def sample(
+    logits_BV: Tensor, keys_B: Tensor, positions_B: Tensor, temperature_B: Tensor, top_p_B: Tensor, min_p_B: Tensor,
+    banned: Tensor, *, drawn: bool, logprobs: bool,
+) -> Tensor:  # fmt: skip
+    """`sampler.choose` of fp32 logits, which are not changed: float64 [3, B].
+
+    keys, positions int64, the other controls fp32; without `drawn` every row is greedy and they are not looked at. banned:
+    int64 ids [N] for all rows, or bool [B, V].
+    """
+    rows, vocabulary = logits_BV.shape
+    mask = banned.dtype == torch.bool
+    wanted = (
+        (logits_BV, torch.float32), (keys_B, torch.int64), (positions_B, torch.int64), (temperature_B, torch.float32),
+        (top_p_B, torch.float32), (min_p_B, torch.float32), (banned, torch.bool if mask else torch.int64),
+    )  # fmt: skip
+    for tensor, dtype in wanted:
+        if tensor.dtype != dtype or tensor.device.type != "cpu":
+            raise ValueError(
+                f"expected {dtype} on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    if mask and banned.shape != logits_BV.shape:
+        raise ValueError(f"banned: expected a mask {tuple(logits_BV.shape)}, got {tuple(banned.shape)}")
+    # kept under a name: the structure holds addresses alone
+    dense = [tensor.contiguous() for tensor, _ in wanted]
+    logits, *controls, banned_at = (tensor.data_ptr() for tensor in dense)
+    out_3B = torch.empty(3, rows, dtype=torch.float64)
+    about = _Sampling(
+        vocabulary, drawn, logprobs, logits, *controls, None if mask else banned_at, 0 if mask else len(banned),
+        banned_at if mask else None, out_3B.data_ptr(), rows,
+    )  # fmt: skip
+    run_shared(compiled().sample, (ctypes.byref(about),), range(rows + 1), torch.get_num_threads())
+    return out_3B
