@@ -282,44 +282,88 @@ void run(const Kda& op, Rows& rows) {
 
 constexpr int64_t KEYS = 64;  // looked at together; borders depend on the position alone
 
-// Scores of a query against the keys: four at a time, so that the query is loaded once for them.
-void scores(const float* q, const float* const* keys, int64_t n, int64_t size, float* s) {
-  int64_t key = 0;
-  for (; key + 4 <= n; key += 4) {
-    vec sums[4] = {};
+constexpr int TOGETHER = WIDTH == 16 ? 4 : 2;  // heads that share what is loaded of a key
+
+// p [B, keys] = <q of B heads, keys>, K keys at a time
+template <int B, int K>
+int64_t scores(const float* q, const float* const* keys, int64_t key, int64_t n, int64_t size, float (*p)[KEYS]) {
+  for (; key + K <= n; key += K) {
+    vec sums[B][K] = {};
+    float rest[B][K] = {};
     int64_t i = 0;
     for (; i + WIDTH <= size; i += WIDTH) {
-      const vec part = load(q + i);
-      for (int j = 0; j < 4; j++) sums[j] += part * load(keys[key + j] + i);
+      vec part[B];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) part[b] = load(q + b * size + i);
+#pragma GCC unroll 4
+      for (int k = 0; k < K; k++) {
+        const vec of_key = load(keys[key + k] + i);
+#pragma GCC unroll 4
+        for (int b = 0; b < B; b++) sums[b][k] += part[b] * of_key;
+      }
     }
-    for (int j = 0; j < 4; j++) {
-      float rest = 0;
-      for (int64_t k = i; k < size; k++) rest += q[k] * keys[key + j][k];
-      s[key + j] = sum(sums[j]) + rest;
-    }
+    for (; i < size; i++)
+      for (int b = 0; b < B; b++)
+        for (int k = 0; k < K; k++) rest[b][k] += q[b * size + i] * keys[key + k][i];
+    for (int b = 0; b < B; b++)
+      for (int k = 0; k < K; k++) p[b][key + k] = sum(sums[b][k]) + rest[b][k];
   }
-  for (; key < n; key++) {
-    vec total{};
-    int64_t i = 0;
-    for (; i + WIDTH <= size; i += WIDTH) total += load(q + i) * load(keys[key] + i);
-    float rest = 0;
-    for (; i < size; i++) rest += q[i] * keys[key][i];
-    s[key] = sum(total) + rest;
-  }
+  return key;
 }
 
-template <int N>
-void mix_keys(const float* p, const float* const* keys, int64_t n, int64_t at, float scale, float* out) {
-  vec s[N];
+// out [B, R] = scale out + p keys[:, :R], columns `at` .. at + N vectors
+template <int B, int N>
+void mix_keys(const float (*p)[KEYS], const float* const* keys, int64_t n, int64_t at, const float* scale, float* out, int64_t R) {
+  vec s[B][N];
 #pragma GCC unroll 4
-  for (int j = 0; j < N; j++) s[j] = load(out + at + j * WIDTH) * scale;
+  for (int b = 0; b < B; b++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) s[b][j] = load(out + b * R + at + j * WIDTH) * scale[b];
   for (int64_t key = 0; key < n; key++) {
-    const vec weight = all(p[key]);
+    vec part[N];
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) s[j] += weight * load(keys[key] + at + j * WIDTH);
+    for (int j = 0; j < N; j++) part[j] = load(keys[key] + at + j * WIDTH);
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) {
+      const vec weight = all(p[b][key]);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) s[b][j] += weight * part[j];
+    }
   }
 #pragma GCC unroll 4
-  for (int j = 0; j < N; j++) store(out + at + j * WIDTH, s[j]);
+  for (int b = 0; b < B; b++)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) store(out + b * R + at + j * WIDTH, s[b][j]);
+}
+
+// One tile of keys for B heads of one row: q [B, size], out [B, R] and the statistics of the softmax so far.
+template <int B>
+void attend_tile(const float* q, const float* const* keys, int64_t n, int64_t size, int64_t R, float* largest, float* total, float* out) {
+  float p[B][KEYS], scale[B];
+  scores<B, 1>(q, keys, scores<B, 4>(q, keys, 0, n, size, p), n, size, p);
+  for (int b = 0; b < B; b++) {
+    std::fill(p[b] + n, p[b] + KEYS, -INFINITY);
+    float top = largest[b];
+    for (int64_t k = 0; k < n; k++) top = std::max(top, p[b][k]);
+    vec sums{};
+    for (int64_t k = 0; k < KEYS; k += WIDTH) {
+      const vec s = load(p[b] + k), e = s == all(-INFINITY) ? vec{} : exp(s - top);
+      store(p[b] + k, e);
+      sums += e;
+    }
+    scale[b] = std::exp(largest[b] - top);
+    total[b] = total[b] * scale[b] + sum(sums);
+    largest[b] = top;
+  }
+  int64_t c = 0;
+  for (; c + 4 * WIDTH <= R; c += 4 * WIDTH) mix_keys<B, 4>(p, keys, n, c, scale, out, R);
+  for (; c + WIDTH <= R; c += WIDTH) mix_keys<B, 1>(p, keys, n, c, scale, out, R);
+  for (; c < R; c++)
+    for (int b = 0; b < B; b++) {
+      float s = out[b * R + c] * scale[b];
+      for (int64_t k = 0; k < n; k++) s += p[b][k] * keys[k][c];
+      out[b * R + c] = s;
+    }
 }
 
 // out [n, H, R] = softmax(q latents^T) latents[:, :R] of n rows of one sequence that stand one after the other, the first at
@@ -332,34 +376,20 @@ void attend(const Mla& op, int64_t n, int64_t position, const int64_t* pages, in
   std::fill(largest, largest + n * heads, -INFINITY);
   std::fill(total, total + n * heads, 0.0f);
   const float* keys[KEYS];
-  float p[KEYS];
   for (int64_t start = 0; start < position + n; start += KEYS) {
     for (int64_t at = start; at < std::min(start + KEYS, position + n); at++)
       keys[at - start] = op.latents + (pages[at / page_size] * page_size + at % page_size) * size;
-    for (int64_t i = std::max<int64_t>(0, start - position) * heads; i < n * heads; i++) {
-      const int64_t row = i / heads, seen = std::min(KEYS, position + row + 1 - start);
-      scores(q + row * step_q + i % heads * size, keys, seen, size, p);
-      std::fill(p + seen, p + KEYS, -INFINITY);
-      float top = largest[i];
-      for (int64_t k = 0; k < seen; k++) top = std::max(top, p[k]);
-      vec sums{};
-      for (int64_t k = 0; k < KEYS; k += WIDTH) {
-        const vec e = load(p + k) == all(-INFINITY) ? vec{} : exp(load(p + k) - top);
-        store(p + k, e);
-        sums += e;
-      }
-      const float scale = std::exp(largest[i] - top);
-      total[i] = total[i] * scale + sum(sums);
-      largest[i] = top;
-      float* mixed = out + i * op.rank;
-      int64_t c = 0;
-      for (; c + 4 * WIDTH <= op.rank; c += 4 * WIDTH) mix_keys<4>(p, keys, seen, c, scale, mixed);
-      for (; c + WIDTH <= op.rank; c += WIDTH) mix_keys<1>(p, keys, seen, c, scale, mixed);
-      for (; c < op.rank; c++) {
-        float s = mixed[c] * scale;
-        for (int64_t k = 0; k < seen; k++) s += p[k] * keys[k][c];
-        mixed[c] = s;
-      }
+    for (int64_t row = std::max<int64_t>(0, start - position); row < n; row++) {
+      const int64_t seen = std::min(KEYS, position + row + 1 - start);
+      int64_t h = 0;
+      const auto each = [&](auto attend_some, int64_t count) {
+        for (; h + count <= heads; h += count) {
+          const int64_t i = row * heads + h;
+          attend_some(q + row * step_q + h * size, keys, seen, size, op.rank, largest + i, total + i, out + i * op.rank);
+        }
+      };
+      each(attend_tile<TOGETHER>, TOGETHER);
+      each(attend_tile<1>, 1);
     }
   }
   for (int64_t i = 0; i < n * heads; i++) {

@@ -23,7 +23,7 @@ SHAPES = {
     "no_attnres_low_rank_query": PLAIN,
     "kda_last": dict(PLAIN, num_hidden_layers=2, linear_attn_config={**LINEAR, "kda_layers": [1, 2]}),
     "wide_latents": dict(SHAPE, kv_lora_rank=64, num_shared_experts=0),
-    "odd_widths": dict(PLAIN, hidden_size=44, kv_lora_rank=21, qk_rope_head_dim=0, v_head_dim=7, linear_attn_config=ODD),
+    "odd_widths": dict(PLAIN, hidden_size=44, num_attention_heads=5, kv_lora_rank=21, qk_rope_head_dim=0, v_head_dim=7, linear_attn_config=ODD),
     "odd_widths_gated": dict(SHAPE, hidden_size=52, kv_lora_rank=9, v_head_dim=7, qk_nope_head_dim=33, moe_intermediate_size=11),
     "many_experts": dict(SHAPE, num_experts=33, num_experts_per_token=7, num_shared_experts=2, moe_renormalize=False),
     "dense": dict(SHAPE, num_experts=0),
