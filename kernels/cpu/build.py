@@ -103,7 +103,7 @@ def _library(*environment: str | None) -> ctypes.CDLL | None:
         if not target.exists():
             _compile(path, target)
         return ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
         warnings.warn(
             f"the engine's C++ could not be compiled with {path}, so it takes torch's operations, which are slower: {error}. "
             f"Set CXX to another compiler, or {ENVIRONMENT}=torch to stop trying",

@@ -570,6 +570,12 @@ extern "C" {
 
 int64_t panel_width() { return PANEL; }
 
+// Bytes of the structures, by Kind, then Step: program.py must agree.
+int64_t structure_size(int64_t which) {
+  const size_t sizes[] = {sizeof(Measure), sizeof(Mix), sizeof(Kda), sizeof(Mla), sizeof(Mlp), sizeof(Moe), sizeof(Finish), sizeof(Step)};
+  return sizes[which];
+}
+
 // y [rows, columns] = x w, or += ; f(x) of n numbers. For tests.
 void product(int64_t rows, const float* x, int64_t step_x, const Matrix* w, float* y, int64_t step_y, int64_t add) {
   multiply(rows, x, step_x, *w, y, step_y, add);

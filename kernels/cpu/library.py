@@ -34,7 +34,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, types in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
-    found.panel_width.restype = _INT
+    found.structure_size.argtypes = (_INT,)
+    for name in ("panel_width", "structure_size", "sampling_size"):
+        getattr(found, name).restype = _INT
     return found
 
 

@@ -114,6 +114,8 @@ int64_t draw(const float* x, int64_t n, bool noisy, uint64_t word) {
 
 }  // namespace
 
+extern "C" int64_t sampling_size() { return sizeof(Sampling); }
+
 extern "C" void sample(const Sampling* s, int64_t first, int64_t end) {
   const int64_t V = s->vocabulary;
   std::vector<float> scaled(V), limited;

@@ -15,7 +15,7 @@ from earlyfusion.kernels.cpu.library import compiled, run_shared
 _INT, _AT = ctypes.c_int64, ctypes.c_void_p
 
 
-class _Sampling(ctypes.Structure):
+class Sampling(ctypes.Structure):
     _fields_ = [
         *((name, _INT) for name in ("vocabulary", "drawn", "known")),
         *((name, _AT) for name in ("logits", "keys", "positions", "temperature", "top_p", "min_p", "banned")),
@@ -49,7 +49,7 @@ def sample(
     dense = [tensor.contiguous() for tensor, _ in wanted]
     logits, *controls, banned_at = (tensor.data_ptr() for tensor in dense)
     out_3B = torch.empty(3, rows, dtype=torch.float64)
-    about = _Sampling(
+    about = Sampling(
         vocabulary, drawn, logprobs, logits, *controls, None if mask else banned_at, 0 if mask else len(banned),
         banned_at if mask else None, out_3B.data_ptr(), rows,
     )  # fmt: skip

@@ -8,7 +8,8 @@ CPU, multiples of ROWS.
 Why multiples, on a CPU: a matrix product of one, two or three rows sums in another order than one of more, and an
 elementwise operation treats what is left over after whole vectors (32 numbers) by other code. With ROWS rows at least,
 and widths that are multiples of 4 (heads, hidden size, vocabulary), a row's bits do not depend on how many rows there
-are or where it stands: the engine gives bit-equal results whatever the batch (tests/model/test_engine_invariance.py).
+are or where it stands: the engine gives bit-equal results whatever the batch (tests/model/test_engine_invariance.py). Where
+kernels/cpu is compiled, the decoder and the sampler promise that by themselves, and the products of the logits are left.
 
 Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, V vocabulary, L key positions.
 """

@@ -1,6 +1,7 @@
 """The C++ under the decode step: products, exponentials, and a library that is built once or done without."""
 
 import os
+import ctypes
 import platform
 import shutil
 import stat
@@ -11,6 +12,8 @@ import torch
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.cpu import program as cpp
+from earlyfusion.kernels.cpu.library import compiled
+from earlyfusion.kernels.cpu.sampling import Sampling
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 ROUNDING = 3e-7  # fp32: two units in the last place, relative
@@ -83,6 +86,16 @@ def test_panels_hold_the_weight(shape):
     panels = cpp.pack(weight)
     wide = panels.transpose(-3, -2).flatten(-2)
     assert torch.equal(wide[..., : shape[-1]], weight) and (wide[..., shape[-1] :] == 0).all()
+
+
+@needs_compiler
+def test_structures_are_of_one_size_on_both_sides():
+    """One field forgotten on one side, and addresses are read from beside it."""
+    kinds = (cpp.Measure, cpp.Mix, cpp.Kda, cpp.Mla, cpp.Mlp, cpp.Moe, cpp.Finish)
+    assert [kind.KIND for kind in kinds] == list(range(7))
+    for which, structure in enumerate((*kinds, cpp.Step)):
+        assert ctypes.sizeof(structure) == compiled().structure_size(which), structure
+    assert ctypes.sizeof(Sampling) == compiled().sampling_size()
 
 
 @needs_compiler
