@@ -1,7 +1,7 @@
 """The C++ under the decode step: products, exponentials, and a library that is built once or done without."""
 
-import os
 import ctypes
+import os
 import platform
 import shutil
 import stat
