@@ -90,12 +90,12 @@ def _compile(path: str, target: Path) -> None:
 
 def library() -> ctypes.CDLL | None:
     """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no reason."""
-    return _library(*(os.environ.get(name) for name in (ENVIRONMENT, "CXX", "PATH", "XDG_CACHE_HOME")))
+    return _library() if wanted() else None
 
 
 @cache
-def _library(*environment: str | None) -> ctypes.CDLL | None:
-    path = compiler() if wanted() else None
+def _library() -> ctypes.CDLL | None:
+    path = compiler()
     if path is None:
         return None
     try:

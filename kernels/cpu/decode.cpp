@@ -587,6 +587,11 @@ void apply(int64_t which, int64_t n, const float* x, float* y) {
   });
 }
 
+// y [rows, columns] = x [rows, inner] w of rows first .. end - 1.
+void logits(const Matrix* w, const float* x, float* y, int64_t first, int64_t end) {
+  multiply(end - first, x + first * w->inner, w->inner, *w, y + first * w->columns, w->columns);
+}
+
 // Rows first .. end - 1 of a step, whole sequences; at most `most` rows at a time.
 void decode(const Program* program, const Step* step, int64_t most, int64_t first, int64_t end) {
   static thread_local Arena kept, scratch;

@@ -27,6 +27,7 @@ def compiled() -> ctypes.CDLL:
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
         "decode": (_AT, _AT, _INT, _INT, _INT),
+        "logits": (_AT, _AT, _AT, _INT, _INT),
         "sample": (_AT, _INT, _INT),
         "product": (_INT, _AT, _INT, _AT, _AT, _INT, _INT),
         "apply": (_INT, _INT, _AT, _AT),

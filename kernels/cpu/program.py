@@ -139,6 +139,7 @@ class Program:
         self.operations: list[ctypes.Structure] = []
         self.kept: list[Any] = []
         self._built: _Program | None = None
+        self._library = compiled()
 
     def keep(self, tensor: Tensor) -> int:
         """The address of a contiguous float32 tensor, which lives as long as the program."""
@@ -162,11 +163,18 @@ class Program:
         self.kept.append(operations)
         self._built = _Program(self.hidden, self.sources, len(each), ctypes.addressof(operations))
 
+    def logits(self, head: Matrix, x_RD: Tensor, threads: int) -> Tensor:
+        """x w [R, V] of contiguous rows, one of `matrix`'s weights."""
+        out_RV = x_RD.new_empty(x_RD.shape[0], head.columns)
+        arguments = (ctypes.byref(head), x_RD.data_ptr(), out_RV.data_ptr())
+        run_shared(self._library.logits, arguments, range(x_RD.shape[0] + 1), threads)
+        return out_RV
+
     def run(self, step: Step, starts: Sequence[int], threads: int) -> None:
         """All rows of a step, the sequences shared out over threads. starts: first row of each, and the number of rows."""
         assert self._built is not None
         arguments = (ctypes.byref(self._built), ctypes.byref(step), ROWS_AT_ONCE)
-        run_shared(compiled().decode, arguments, starts, threads)
+        run_shared(self._library.decode, arguments, starts, threads)
 
 
 def step_of(

@@ -57,6 +57,7 @@ class CompiledDecoder:
         norm = lean.decoder.norm
         self.program.add(cpp.Finish(last, norm.eps, self.program.keep(lean.final_D.contiguous())))
         self.program.build()
+        self.head = self.program.matrix(lean.decoder.head_weight().T)
 
     def _attention_residuals(self, blocks: list[Tensor], parts: Iterator[object]) -> int:
         """As `LeanDecoder._attention_residuals`; returns what the final norm reads."""
@@ -121,6 +122,10 @@ class CompiledDecoder:
             matrix(part.joint), matrix(experts.gate_up_proj.transpose(1, 2)), matrix(experts.down_proj.transpose(1, 2)),
             matrix(part.shared_down),
         ))  # fmt: skip
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Next-token logits [R, V] of hidden states."""
+        return self.program.logits(self.head, hidden_RD.contiguous(), torch.get_num_threads())
 
     def run(
         self, x_TD: Tensor, slots_T: Tensor, positions_T: Tensor, places_T: Tensor, starts: Sequence[int], table_SP: Tensor,

@@ -9,7 +9,7 @@ Why multiples, on a CPU: a matrix product of one, two or three rows sums in anot
 elementwise operation treats what is left over after whole vectors (32 numbers) by other code. With ROWS rows at least,
 and widths that are multiples of 4 (heads, hidden size, vocabulary), a row's bits do not depend on how many rows there
 are or where it stands: the engine gives bit-equal results whatever the batch (tests/model/test_engine_invariance.py). Where
-kernels/cpu is compiled, the decoder and the sampler promise that by themselves, and the products of the logits are left.
+kernels/cpu is compiled, it promises that by itself for any rows and widths.
 
 Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, V vocabulary, L key positions.
 """
@@ -196,7 +196,7 @@ class Runner:
         x_BD = self.model.decoder.embed_tokens(self.last_S[slots_B])
         positions_B, places_B = self.length_S[slots_B], torch.arange(slots_B.shape[0])
         starts = range(live + 1)
-        return self.model.logits(
+        return self.compiled.logits(
             self.compiled.run(x_BD, slots_B, positions_B, places_B, starts, self.table_SP, slots_B.shape[0])
         )
 
@@ -322,7 +322,7 @@ class Runner:
         missing = whole_rows(len(rows)) - len(rows)
         places = torch.tensor(list(rows) + [rows[0]] * missing).to(self.device)
         slots_B = torch.tensor([sample.slot for sample in samples] + [0] * missing).to(self.device)
-        logits_BV = self.model.logits(hidden_ND[places])
+        logits_BV = (self.model if self.compiled is None else self.compiled).logits(hidden_ND[places])
         controls = self._controls(slots_B, _needs(samples))
         chosen = choose(logits_BV, controls, self._banned(samples, slots_B.shape[0]))
         self.last_S[slots_B] = chosen[0].long()

@@ -15,6 +15,15 @@ from earlyfusion.kernels.cpu import program as cpp
 from earlyfusion.kernels.cpu.library import compiled
 from earlyfusion.kernels.cpu.sampling import Sampling
 
+
+@pytest.fixture
+def anew():
+    """For tests that set the environment of the compiler: nothing is known from before, and nothing afterwards."""
+    build._library.cache_clear()
+    yield
+    build._library.cache_clear()
+
+
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 ROUNDING = 3e-7  # fp32: two units in the last place, relative
 
@@ -111,7 +120,7 @@ def test_other_dtypes_are_refused():
 
 
 @needs_compiler
-def test_the_library_is_built_once(monkeypatch, tmp_path):
+def test_the_library_is_built_once(anew, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.library() is not None
     [made] = (tmp_path / "earlyfusion").iterdir()
@@ -122,7 +131,7 @@ def test_the_library_is_built_once(monkeypatch, tmp_path):
     build._library.cache_clear()
 
 
-def test_without_a_compiler_or_a_wish_there_is_none(monkeypatch):
+def test_without_a_compiler_or_a_wish_there_is_none(anew, monkeypatch):
     monkeypatch.setenv("EF_KERNELS", "torch")
     assert build.library() is None and "EF_KERNELS=torch" in build.status()
     monkeypatch.delenv("EF_KERNELS")
@@ -135,7 +144,7 @@ def test_without_a_compiler_or_a_wish_there_is_none(monkeypatch):
 
 
 @pytest.mark.skipif(os.name == "nt" or shutil.which("sh") is None, reason="needs a shell")
-def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path):
+def test_a_compiler_that_fails_is_told_and_leaves_nothing(anew, monkeypatch, tmp_path):
     broken = tmp_path / "broken-cxx"
     broken.write_text("#!/bin/sh\necho 'vector.h: what is this?' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -153,7 +162,7 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(monkeypatch, tmp_path)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-march=x86-64-v3",), ("-Wall", "-Wextra", "-Werror")])
-def test_narrower_vectors(options, monkeypatch, tmp_path):
+def test_narrower_vectors(options, anew, monkeypatch, tmp_path):
     """As on a processor with AVX2, and on one without."""
     if platform.machine() != "x86_64" or (options[0].startswith("-march") and not torch.cpu._is_avx2_supported()):
         pytest.skip("needs an x86-64 processor with AVX2")

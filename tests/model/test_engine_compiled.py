@@ -151,13 +151,15 @@ def test_it_stands_aside(monkeypatch):
     assert Engine(net, TOKENIZER).runner.compiled is None
 
 
-def test_without_a_compiler_the_engine_answers_the_same(monkeypatch):
+def test_without_a_compiler_the_engine_answers_the_same(monkeypatch, request):
+    request.addfinalizer(build._library.cache_clear)
     net = model()
     given = requests([1, 8, 31, 70], drawn(12))
     found = []
     for compiler in (None, "no-such-compiler"):
         if compiler is not None:
             monkeypatch.setenv("CXX", compiler)
+            build._library.cache_clear()
         engine = Engine(net, TOKENIZER, max_slots=3, page_size=PAGE)
         if compiler is not None:
             assert engine.runner.compiled is None
