@@ -24,7 +24,7 @@ from earlyfusion.kernels.dispatch import ENVIRONMENT
 
 HERE = Path(__file__).resolve().parent
 SOURCES = ("decode.cpp", "sample.cpp")
-HEADERS = ("vector.h",)
+HEADERS = ("vector.h", "rows.h", "kda.h", "mla.h", "feed.h")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 """Tried in this order: not every compiler knows the first, on every processor."""

@@ -138,6 +138,12 @@ struct Matrix {
   int64_t inner, columns;
 };
 
+// One of several weights of one shape that lie one after the other.
+static inline Matrix one_of(const Matrix& many, int64_t index) {
+  const int64_t padded = (many.columns + PANEL - 1) / PANEL * PANEL;
+  return {many.panels + index * padded * many.inner, many.inner, many.columns};
+}
+
 template <int ROWS>
 static inline void tile(const float* x, int64_t step_x, const float* panel, int64_t inner, float* y, int64_t step_y,
                         int64_t columns, bool add) {
