@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, requests, serve, tokens, trained_logits
 
+from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.engine import Engine
@@ -21,6 +22,15 @@ SHAPES = {
 }
 
 
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def way(request, monkeypatch):
+    """The engine's C++, and what is taken where there is no compiler."""
+    if request.param == "torch":
+        monkeypatch.setenv("EF_KERNELS", "torch")
+    elif build.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+
+
 class Watched(Engine):
     """Keeps the logits that chose every token."""
 
@@ -28,14 +38,15 @@ class Watched(Engine):
         super().__init__(*arguments, **options)
         self.seen: dict[tuple[str, int], list[torch.Tensor]] = {}
         plain_decode, plain_first = self.runner.decode, self.runner.choose_first
-        logits_of = self.model.logits
+        self.head = self.model if self.runner.compiled is None else self.runner.compiled
+        logits_of = self.head.logits
         last: list[torch.Tensor] = []
 
         def logits(hidden):
             last.append(logits_of(hidden))
             return last[-1].clone()  # the sampler may overwrite what it gets
 
-        object.__setattr__(self.model, "logits", logits)
+        object.__setattr__(self.head, "logits", logits)
 
         def note(samples):
             for sample, row in zip(samples, last.pop()):
@@ -53,6 +64,9 @@ class Watched(Engine):
 
         self.runner.decode, self.runner.choose_first = decode, first
 
+    def look_away(self) -> None:
+        del self.head.logits
+
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,7 +77,7 @@ def test_logits_equal_the_training_forward_at_every_position(shape, seed):
     given += [Request("picture", pictured(seed), drawn(20, n=3)), Request("two", pictured(seed, images=2), drawn(9))]
     engine = Watched(net, TOKENIZER, max_slots=9, page_size=8, prefill_chunk=32)
     done = engine.generate(given)
-    del net.logits
+    engine.look_away()
     prompts = {request.id: request.prompt for request in given}
     for completion in done:
         expected = trained_logits(net, prompts[completion.request_id], completion.ids)
@@ -79,7 +93,7 @@ def test_double_precision_agrees_to_ten_digits():
     given = requests([3, 70], drawn(16))
     engine = Watched(net, TOKENIZER, max_slots=2, page_size=4, prefill_chunk=16)
     done = engine.generate(given)
-    del net.logits
+    engine.look_away()
     for request, completion in zip(given, done):
         whole = torch.cat([request.prompt.ids, torch.tensor(completion.ids)])
         with torch.no_grad():
@@ -165,7 +179,7 @@ def test_a_needle_at_the_beginning_of_a_long_prompt_is_found_after_chunked_readi
         ids[10] = needle
         engine = Watched(net, TOKENIZER, max_slots=1, max_pages=200, page_size=16, prefill_chunk=100)
         engine.generate([Request("r", TokenPrompt(ids), SamplingParams(1, 0.0, ignore_eos=True))])
-        del net.logits
+        engine.look_away()
         found.append(engine.seen["r", 0][0])
         expected.append(trained_logits(net, TokenPrompt(ids), [0])[0])
     found, expected = torch.stack(found), torch.stack(expected)
