@@ -157,13 +157,9 @@ class Collector:
             self._ahead.result()
             self._ahead = None
         world, rank = self.runtime.world, self.runtime.rank
-        rollout = self.config.rollout
-        if rollout.token_cap is None and rollout.fraction >= 1:  # nothing is ever carried: no need to ask
-            needs = torch.tensor([self._due(count, each) for each in range(world)], dtype=torch.float64)
-        else:
-            needs = torch.zeros(world, dtype=torch.float64)
-            needs[rank] = max(0, self._due(count, rank) - len(self.carried))
-            needs = self.runtime.sum(needs)
+        needs = torch.zeros(world, dtype=torch.float64)
+        needs[rank] = max(0, self._due(count, rank) - len(self.carried))
+        needs = self.runtime.sum(needs)
         total, first = int(needs.sum()), int(needs[:rank].sum())
         share = slice(first, first + int(needs[rank]))
         asks = self.book.draw(total, update, share, self.runtime.sum) if total else []

@@ -1,9 +1,9 @@
 // Tokens through the decoder for inference, on a CPU in float32: a list of operations over rows, one row a token.
 //
-// A step of a small model is a few hundred small operations; sent one by one from Python, half of the time is not spent
+// A step of a small model is a few hundred small operations; sent one by one from Python, much of the time is not spent
 // computing. Here a model is a `Program`, made once per set of weights (model/engine/compiled.py), and a step one call.
 // The rows of one sequence stand in the order of its tokens; one row each is a decode step, many are a prompt. KDA takes them
-// one after the other, its state in the cache, where a recurrence costs a hundredth of the products around it. A row's bits
+// one after the other, its state in the cache, where a recurrence costs little beside the products around it. A row's bits
 // depend on its sequence alone: not on other rows, and not on how many tokens a call reads. So threads take sequences, and a
 // thread a few rows at a time through all layers.
 //

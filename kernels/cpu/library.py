@@ -12,7 +12,8 @@ from typing import Any
 
 from earlyfusion.kernels.cpu.build import library
 
-_INT, _AT = ctypes.c_int64, ctypes.c_void_p
+INT, REAL, AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+"""int64_t, double, an address."""
 
 
 def compiled() -> ctypes.CDLL:
@@ -26,18 +27,18 @@ def compiled() -> ctypes.CDLL:
 @cache
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
-        "decode": (_AT, _AT, _INT, _INT, _INT),
-        "logits": (_AT, _AT, _AT, _INT, _INT),
-        "sample": (_AT, _INT, _INT),
-        "product": (_INT, _AT, _INT, _AT, _AT, _INT, _INT),
-        "apply": (_INT, _INT, _AT, _AT),
+        "decode": (AT, AT, INT, INT, INT),
+        "logits": (AT, AT, AT, INT, INT),
+        "sample": (AT, INT, INT),
+        "product": (INT, AT, INT, AT, AT, INT, INT),
+        "apply": (INT, INT, AT, AT),
     }
     for name, types in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
-    found.structure_size.argtypes = (_INT,)
+    found.structure_size.argtypes = (INT,)
     for name in ("panel_width", "structure_size", "sampling_size"):
-        getattr(found, name).restype = _INT
+        getattr(found, name).restype = INT
     return found
 
 

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.cpu.library import compiled, run_shared
-
-_INT, _REAL, _AT = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+from earlyfusion.kernels.cpu.library import AT, INT, REAL, compiled, run_shared
 
 ROWS_AT_ONCE = 128
 """Rows that go through all layers together: their activations stay in the cache."""
@@ -25,66 +23,66 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = [("panels", _AT), *_fields(_INT, "inner columns")]
+    _fields_ = [("panels", AT), *_fields(INT, "inner columns")]
 
 
 class Place(ctypes.Structure):
     """Where a sub-layer reads (a source, or -1: the mix) and where it adds; fresh: it is the first to write there; last: no
     later token needs more of the rows than their results."""
 
-    _fields_ = _fields(_INT, "source into fresh last")
+    _fields_ = _fields(INT, "source into fresh last")
 
 
 class Step(ctypes.Structure):
-    _fields_ = [*_fields(_AT, "slots positions places pages"), *_fields(_INT, "page_step page_size"),
-                *_fields(_AT, "x out chosen"), ("chosen_step", _INT)]  # fmt: skip
+    _fields_ = [*_fields(AT, "slots positions places pages"), *_fields(INT, "page_step page_size"),
+                *_fields(AT, "x out chosen"), ("chosen_step", INT)]  # fmt: skip
 
 
 class Measure(ctypes.Structure):
     KIND = 0
-    _fields_ = [("source", _INT), ("eps", _REAL)]
+    _fields_ = [("source", INT), ("eps", REAL)]
 
 
 class Mix(ctypes.Structure):
     KIND = 1
-    _fields_ = [("sources", _INT), ("query", _AT)]
+    _fields_ = [("sources", INT), ("query", AT)]
 
 
 class Kda(ctypes.Structure):
     KIND = 2
-    _fields_ = [("place", Place), *_fields(_REAL, "eps qk_eps out_eps lower_bound"), *_fields(_INT, "heads dim taps"),
-                *_fields(Matrix, "joint f_up gate_up out"), *_fields(_AT, "conv bias rate state past")]  # fmt: skip
+    _fields_ = [("place", Place), *_fields(REAL, "eps qk_eps out_eps lower_bound"), *_fields(INT, "heads dim taps"),
+                *_fields(Matrix, "joint f_up gate_up out"), *_fields(AT, "conv bias rate state past")]  # fmt: skip
 
 
 class Mla(ctypes.Structure):
     KIND = 3
-    _fields_ = [("place", Place), *_fields(_REAL, "eps query_eps latent_eps"),
-                *_fields(_INT, "heads rank shared nope value low gated"),
-                *_fields(Matrix, "joint store query k_up v_up out"), *_fields(_AT, "latent_norm latents")]  # fmt: skip
+    _fields_ = [("place", Place), *_fields(REAL, "eps query_eps latent_eps"),
+                *_fields(INT, "heads rank shared nope value low gated"),
+                *_fields(Matrix, "joint store query k_up v_up out"), *_fields(AT, "latent_norm latents")]  # fmt: skip
 
 
 class Mlp(ctypes.Structure):
     KIND = 4
-    _fields_ = [("place", Place), ("eps", _REAL), *_fields(Matrix, "gate_up down")]
+    _fields_ = [("place", Place), ("eps", REAL), *_fields(Matrix, "gate_up down")]
 
 
 class Moe(ctypes.Structure):
     KIND = 5
-    _fields_ = [("place", Place), *_fields(_REAL, "eps scaling"), *_fields(_INT, "experts choices renormalize index"),
-                *_fields(_AT, "norm bias"), *_fields(Matrix, "joint up down shared_down")]  # fmt: skip
+    _fields_ = [("place", Place), *_fields(REAL, "eps scaling"), *_fields(INT, "experts choices renormalize index"),
+                *_fields(AT, "norm bias"), *_fields(Matrix, "joint up down shared_down")]  # fmt: skip
 
 
 class Finish(ctypes.Structure):
     KIND = 6
-    _fields_ = [("source", _INT), ("eps", _REAL), ("norm", _AT)]
+    _fields_ = [("source", INT), ("eps", REAL), ("norm", AT)]
 
 
 class _Operation(ctypes.Structure):
-    _fields_ = [("kind", _INT), ("what", _AT)]
+    _fields_ = [("kind", INT), ("what", AT)]
 
 
 class _Program(ctypes.Structure):
-    _fields_ = [*_fields(_INT, "hidden sources count"), ("operations", _AT)]
+    _fields_ = [*_fields(INT, "hidden sources count"), ("operations", AT)]
 
 
 def panel_width() -> int:

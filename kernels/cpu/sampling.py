@@ -10,16 +10,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.cpu.library import compiled, run_shared
-
-_INT, _AT = ctypes.c_int64, ctypes.c_void_p
+from earlyfusion.kernels.cpu.library import AT, INT, compiled, run_shared
 
 
 class Sampling(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("vocabulary", "drawn", "known")),
-        *((name, _AT) for name in ("logits", "keys", "positions", "temperature", "top_p", "min_p", "banned")),
-        ("count", _INT), ("masks", _AT), ("out", _AT), ("rows", _INT),
+        *((name, INT) for name in ("vocabulary", "drawn", "known")),
+        *((name, AT) for name in ("logits", "keys", "positions", "temperature", "top_p", "min_p", "banned")),
+        ("count", INT), ("masks", AT), ("out", AT), ("rows", INT),
     ]  # fmt: skip
 
 

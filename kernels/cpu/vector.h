@@ -65,18 +65,20 @@ static inline vec exp(vec x) {
 static inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
 static inline vec silu(vec x) { return x * sigmoid(x); }
 
+// 2 artanh(z) = 2 (z + z^3 / 3 + z^5 / 5 + ...)
+template <int TERMS>
+static inline vec twice_artanh(vec z) {
+  const vec z2 = z * z;
+  vec y = all(1.0f / (2 * TERMS - 1));
+#pragma GCC unroll 8
+  for (int term = TERMS - 1; term; term--) y = y * z2 + 1.0f / (2 * term - 1);
+  return 2.0f * z * y;
+}
+
 // log(1 + e^x) = max(x, 0) + log(1 + t), t = e^-|x| in (0, 1], and log(1 + t) = 2 artanh(z) with z = t / (2 + t) <= 1/3.
 static inline vec softplus(vec x) {
-  const vec t = exp(x < 0.0f ? x : -x), z = t / (2.0f + t), z2 = z * z;
-  vec y = all(1.0f / 15);
-  y = y * z2 + 1.0f / 13;
-  y = y * z2 + 1.0f / 11;
-  y = y * z2 + 1.0f / 9;
-  y = y * z2 + 1.0f / 7;
-  y = y * z2 + 1.0f / 5;
-  y = y * z2 + 1.0f / 3;
-  y = y * z2 + 1.0f;
-  return (x < 0.0f ? vec{} : x) + 2.0f * z * y;
+  const vec t = exp(x < 0.0f ? x : -x);
+  return (x < 0.0f ? vec{} : x) + twice_artanh<8>(t / (2.0f + t));
 }
 
 // log x of normal numbers: x = 2^e m, sqrt(1/2) <= m < sqrt(2), log m = 2 artanh(z) with z = (m - 1) / (m + 1), |z| < 0.172.
@@ -87,14 +89,8 @@ static inline vec log(vec x) {
   bits -= e << 23;
   vec m;
   memcpy(&m, &bits, sizeof m);
-  const vec f = m - 1.0f, z = f / (2.0f + f), z2 = z * z, n = __builtin_convertvector(e, vec);
-  vec y = all(1.0f / 11);
-  y = y * z2 + 1.0f / 9;
-  y = y * z2 + 1.0f / 7;
-  y = y * z2 + 1.0f / 5;
-  y = y * z2 + 1.0f / 3;
-  y = y * z2 + 1.0f;
-  return n * 0.693359375f + (2.0f * z * y - n * 2.12194440e-4f);
+  const vec f = m - 1.0f, n = __builtin_convertvector(e, vec);
+  return n * 0.693359375f + (twice_artanh<6>(f / (2.0f + f)) - n * 2.12194440e-4f);
 }
 
 // log(1 - u) for 0 < u < 1: what rounding 1 - u has changed is put right by the slope of the logarithm.

@@ -301,11 +301,9 @@ class Runner:
             self.page_tables([part.sample for part in parts])
             rows = Reading.of(parts)
             x_TD = embed(parts, rows.starts[-1], self.model)
-            results = whole_rows(rows.ends)
-            hidden_RD = self.compiled.run(
-                x_TD, rows.slots_T, rows.positions_T, rows.places_T, rows.starts, self.table_SP, results
-            )
-            return hidden_RD[: rows.ends] if rows.ends else None
+            where = (rows.slots_T, rows.positions_T, rows.places_T, rows.starts)
+            hidden_RD = self.compiled.run(x_TD, *where, self.table_SP, rows.ends)
+            return hidden_RD if rows.ends else None
         segments, plan = prefill_plan(parts, self.pools, self.device)
         x_TD = embed(parts, segments.total, self.model)
         ends = [end - 1 for end, part in zip(segments.offsets[1:], parts) if part.completes]

@@ -24,21 +24,11 @@ from engine_cases import (
     tokens,
 )
 
-from earlyfusion.kernels.cpu import build
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.paused import PausedRequest
 from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
 
-
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def way(request, monkeypatch):
-    """The engine's C++, and what is taken where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setenv("EF_KERNELS", "torch")
-    elif build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
-
-
+pytestmark = pytest.mark.usefixtures("way")
 LENGTHS = [1, 5, 17, 40, 90, 33, 2, 64]
 ROUNDING = 2e-5
 SHAPES = {"block_attnres": SHAPE, "k3_options": K3, "no_attnres_low_rank_query": PLAIN}

@@ -6,13 +6,13 @@ import pytest
 import torch
 from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, requests, serve, tokens, trained_logits
 
-from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt, prompts_from_padded
 from earlyfusion.model.engine.stores import KdaSlots
 
+pytestmark = pytest.mark.usefixtures("way")
 TOLERANCE = 1e-4  # fp32, absolute: recurrent against chunked KDA, absorbed against expanded attention
 SHAPES = {
     "block_attnres": SHAPE,
@@ -20,15 +20,6 @@ SHAPES = {
     "no_attnres_low_rank_query": PLAIN,
     "full_attnres": dict(SHAPE, attn_res="full"),
 }
-
-
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def way(request, monkeypatch):
-    """The engine's C++, and what is taken where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setenv("EF_KERNELS", "torch")
-    elif build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
 
 
 class Watched(Engine):

@@ -5,19 +5,9 @@ import math
 import pytest
 import torch
 
-from earlyfusion.kernels.cpu import build
 from earlyfusion.model.engine.sampler import Controls, Needs, choose, gumbel, restrict, sequence_key
 
-
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
-def way(request, monkeypatch):
-    """The engine's C++, and what is taken where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setenv("EF_KERNELS", "torch")
-    elif build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
-
-
+pytestmark = pytest.mark.usefixtures("way")
 NOTHING = torch.zeros(0, dtype=torch.long)
 
 
