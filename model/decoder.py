@@ -69,14 +69,26 @@ class DecoderLayer(nn.Module):
             nn.init.zeros_(self.mlp_res_query)
 
     def attend(
-        self, h_TD: Tensor, segments: Segments, memory: Memory | None = None, plan: CallPlan | None = None
+        self,
+        h_TD: Tensor,
+        segments: Segments,
+        memory: Memory | None = None,
+        plan: CallPlan | None = None,
+        counted_T: Tensor | None = None,
     ) -> Tensor:
-        return self.attend_normed(self.input_layernorm(h_TD), segments, memory, plan)
+        return self.attend_normed(self.input_layernorm(h_TD), segments, memory, plan, counted_T)
 
     def attend_normed(
-        self, x_TD: Tensor, segments: Segments, memory: Memory | None = None, plan: CallPlan | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        memory: Memory | None = None,
+        plan: CallPlan | None = None,
+        counted_T: Tensor | None = None,
     ) -> Tensor:
-        return self.self_attn(x_TD, segments, memory, plan)  # type: ignore[arg-type]
+        if self.kind == "kda":
+            return self.self_attn(x_TD, segments, memory, plan)  # type: ignore[arg-type]
+        return self.self_attn(x_TD, segments, memory, plan, counted_T)  # type: ignore[arg-type]
 
     def feed_forward(self, h_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
         return self.feed_forward_normed(self.post_attention_layernorm(h_TD), counted_T)
@@ -93,7 +105,7 @@ class DecoderLayer(nn.Module):
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """The plain residual form. x keeps its dtype (fp32 embeddings make an fp32 stream under autocast)."""
-        x_TD = x_TD + self.attend(x_TD, segments, memory, plan)
+        x_TD = x_TD + self.attend(x_TD, segments, memory, plan, counted_T)
         return x_TD + self.feed_forward(x_TD, counted_T)
 
     def mixes(self) -> tuple[Mix, Mix]:
@@ -151,7 +163,8 @@ class Decoder(nn.Module):
         """Embeddings x_TD -> hidden states h_TD after the final norm.
 
         segments: the packed documents, or with a cache the new tokens of each of its sequences, in order.
-        counted_T: bool, tokens that count for expert load (None: all). recorder: collects AttnRes weights.
+        counted_T: bool, tokens that count for expert load and QK-Clip's maximum (None: all).
+        recorder: collects AttnRes weights.
         Raises ValueError when x and segments (or segments and cache) disagree.
         """
         if x_TD.shape[0] != segments.total:
@@ -193,7 +206,7 @@ class Decoder(nn.Module):
         for layer, memory in zip(self.layers, memories):
             assert isinstance(layer, DecoderLayer)
             before_attention, before_mlp = layer.mixes()
-            attend = bind(layer.attend_normed, segments=segments, memory=memory, plan=plan)
+            attend = bind(layer.attend_normed, segments=segments, memory=memory, plan=plan, counted_T=counted_T)
             yield before_attention, SubLayer(layer.input_layernorm, attend)
             feed_forward = bind(layer.feed_forward_normed, counted_T=counted_T)
             yield before_mlp, SubLayer(layer.post_attention_layernorm, feed_forward)

@@ -67,15 +67,23 @@ class MultiHeadLatentAttention(Fp32State):
         self.max_logit.fill_(float("-inf"))
 
     def forward(
-        self, x_TD: Tensor, segments: Segments, memory: MlaStore | None = None, plan: CallPlan | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        memory: MlaStore | None = None,
+        plan: CallPlan | None = None,
+        counted_T: Tensor | None = None,
     ) -> Tensor:
-        """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended."""
+        """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended.
+
+        counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip shrink a head.
+        """
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.low_rank_query else self.q_proj(x_TD)
         q_THQ = query.view(-1, self.num_heads, self.qk_head_dim)
         c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         c_TR = self.kv_a_layernorm(c_TR)
         if memory is None or plan is None:
-            o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
+            o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
         else:
             memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), plan)
             if plan.fresh:
@@ -87,7 +95,9 @@ class MultiHeadLatentAttention(Fp32State):
             y = y * self.g_proj(x_TD).sigmoid()
         return self.o_proj(y)
 
-    def _attend(self, q_THQ: Tensor, c_TR: Tensor, rope_T1: Tensor, segments: Segments) -> Tensor:
+    def _attend(
+        self, q_THQ: Tensor, c_TR: Tensor, rope_T1: Tensor, segments: Segments, counted_T: Tensor | None = None
+    ) -> Tensor:
         kv = self.kv_b_proj(c_TR).view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         k_nope, v_THV = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         shared = rope_T1.unsqueeze(1).expand(-1, self.num_heads, -1).to(k_nope.dtype)
@@ -98,6 +108,9 @@ class MultiHeadLatentAttention(Fp32State):
         )
         if track:
             with torch.no_grad():
+                if counted_T is not None:
+                    # A row without a normaliser holds no maximum (kernels/attention/max_logit.py).
+                    lse_TH = lse_TH.masked_fill(~counted_T[:, None], float("-inf"))
                 largest = resolve("max_logit", q_THQ.device)(
                     q_THQ, k_THQ, lse_TH, segments, causal=True, scale=self.scale, tau=self.qk_clip_tau
                 )

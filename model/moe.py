@@ -2,7 +2,7 @@
 
     s = sigmoid(W_r x)                       fp32
     chosen = top-k of s + b                  b balances the load and never enters the weights
-    w = s[chosen] / (sum s[chosen] + 1e-20) * routed_scaling_factor
+    w = s[chosen] / (sum s[chosen] + 1e-20) * routed_scaling_factor      (k = 1: w = s[chosen] * that factor)
     y = sum_chosen w_e expert_e(x) + shared(x)
 
 Two rules move b, once per optimizer step, without an auxiliary loss:
@@ -52,7 +52,9 @@ class Router(Fp32State):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.top_k, self.num_experts = config.num_experts_per_token, config.num_experts
-        self.renormalize, self.scaling = config.moe_renormalize, config.routed_scaling_factor
+        # One weight divided by itself is 1 whatever the score: the router would get no gradient.
+        self.renormalize = config.moe_renormalize and config.num_experts_per_token > 1
+        self.scaling = config.routed_scaling_factor
         self.std = config.initializer_range
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.empty(self.num_experts, dtype=torch.float32))

@@ -169,6 +169,9 @@ class TrainSection(Section):
     """Autocast dtype of the forward and backward pass."""
     compile: bool = False
     """torch.compile the decoder blocks."""
+    recompute: bool = False
+    """Keep no activations inside a layer (inside an AttnRes block) and compute them again in the backward pass: less
+    memory for about a third more arithmetic."""
     threads: PositiveInt | None = None
     """torch CPU threads; "null" keeps torch's choice."""
     loss_weights: dict[str, float] = {}

@@ -56,6 +56,7 @@ class Pretraining:
         start = self.checkpoints.start(resume)
 
         self.fusion = self._build_model()
+        self.fusion.decoder.recompute = config.train.recompute
         build.check_frozen(config, self.fusion)
         self.model = runtime.prepare_model(self.fusion)
         self.optimizer = build.optimizer(config, self.fusion)

@@ -52,6 +52,7 @@ class VisionConfig(BaseModel):
 
     # projector
     projector: Literal["v1", "v2"] = Field("v2", description="v1 LayerNorm before and biases; v2 RMSNorm after, none")
+    projector_ln_eps: float = Field(1e-5, gt=0, description="of the projector's norm in every release, V2 included")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

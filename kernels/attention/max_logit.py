@@ -73,7 +73,8 @@ def max_logit(
     """Largest scaled logit over visible pairs, float32 [H], exact whenever some head could exceed ``tau``.
 
     Args:
-        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` with ``return_lse``.
+        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` with ``return_lse``. Rows set to -inf are
+            left out of the maximum (filler).
         tau: the clipping threshold.
     Returns:
         If no head's largest log-sum-exp exceeds tau: that log-sum-exp, an upper bound of S_h that is <= tau.

@@ -279,7 +279,11 @@ def kda(
         group=v_TGV.shape[1] // q_THK.shape[1],
         grid=chunk_grid(segments, chunk, aligned, dtype, q_THK.device),
     )
-    o_TGV, final_NGKV = _ChunkKDA.apply(
-        q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK, initial_state_NGKV, options
-    )
+    inputs = (q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK, initial_state_NGKV)
+    o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
+    if not aligned and segments.num > 1 and not o_TGV.detach().sum().isfinite():
+        # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours through
+        # the masked products. The aligned grid gives no chunk to two documents.
+        options = options._replace(grid=chunk_grid(segments, chunk, True, dtype, q_THK.device))
+        o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
     return o_TGV, final_NGKV if output_final_state else None

@@ -26,6 +26,7 @@ SHAPES = {
     "odd_widths": dict(PLAIN, hidden_size=44, num_attention_heads=5, kv_lora_rank=21, qk_rope_head_dim=0, v_head_dim=7, linear_attn_config=ODD),
     "odd_widths_gated": dict(SHAPE, hidden_size=52, kv_lora_rank=9, v_head_dim=7, qk_nope_head_dim=33, moe_intermediate_size=11),
     "many_experts": dict(SHAPE, num_experts=33, num_experts_per_token=7, num_shared_experts=2, moe_renormalize=False),
+    "one_expert_a_token": dict(SHAPE, num_experts=5, num_experts_per_token=1),
     "dense": dict(SHAPE, num_experts=0),
     "wide_heads": dict(SHAPE, linear_attn_config=dict(num_heads=2, head_dim=80, short_conv_kernel_size=2)),
 }  # fmt: skip

@@ -56,6 +56,27 @@ def test_max_logit_is_exact_above_tau_and_a_harmless_bound_below(seed):
     assert torch.isinf(mla.max_logit).all()
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_filler_does_not_enter_the_maximum(seed):
+    """Filler far larger than the documents: with it every head would be clipped, without it the documents' own maximum
+    stands, exact or as a bound. (Sums of 26 rows may differ from those of 20 in the last bits.)"""
+    mla, documents = layer(seed), Segments((7, 13))
+    x = torch.randn(26, 24)
+    x[20:] *= 1e3
+    counted = torch.arange(26) < 20
+    for tau in (1e-3, 1e6):
+        mla.qk_clip_tau = tau
+        mla(x[:20], documents)
+        alone = mla.max_logit.clone()
+        mla.reset_max_logit()
+        mla(x, Segments((7, 13, 6)), counted_T=counted)
+        torch.testing.assert_close(mla.max_logit, alone, rtol=1e-5, atol=0)
+        mla.reset_max_logit()
+        mla(x, Segments((7, 13, 6)))
+        assert (mla.max_logit > alone).all()
+        mla.reset_max_logit()
+
+
 def test_max_logit_rests_outside_training():
     mla = layer()
     x, segments = torch.randn(5, 24), Segments((5,))

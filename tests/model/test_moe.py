@@ -22,7 +22,9 @@ def by_hand(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     for token in x:
         score = torch.sigmoid(moe.gate.weight @ token)
         chosen = torch.argsort(score + moe.gate.e_score_correction_bias, descending=True)[: moe.gate.top_k]
-        weight = score[chosen] / score[chosen].sum() * moe.gate.scaling
+        weight = score[chosen] * moe.gate.scaling
+        if moe.gate.top_k > 1:
+            weight = weight / score[chosen].sum()
         y = moe.shared_experts(token)
         for e, w in zip(chosen, weight):
             gate, up = (moe.experts.gate_up_proj[e] @ token).split(width)
@@ -31,14 +33,16 @@ def by_hand(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_layer_equals_its_equations_with_gradients(seed):
-    moe = layer(seed).double()
+def test_layer_equals_its_equations_with_gradients(seed, choices):
+    moe = layer(seed, num_experts_per_token=choices).double()
     moe.gate.e_score_correction_bias.normal_(0, 0.3)
     x = torch.randn(13, 24, dtype=torch.float64, requires_grad=True)
     target = torch.randn(13, 24, dtype=torch.float64)
     (moe(x) * target).sum().backward()
     got = [x.grad.clone(), *(p.grad.clone() for p in moe.parameters())]
+    assert moe.gate.weight.grad.abs().max() > 1e-3  # a single expert's weight is its score: the router learns
     x.grad = None
     moe.zero_grad()
     expected = by_hand(moe, x)

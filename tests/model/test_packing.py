@@ -97,6 +97,28 @@ def test_text_only_batch_gives_vision_gradients_of_zero():
             assert torch.isfinite(gradient).all(), name
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("shape", ["kimi_linear", "bounded_gate_block_attnres"])
+def test_a_broken_token_stays_in_its_document(shape, value):
+    """Documents shorter than a chunk share one; what is broken in the middle one must reach neither neighbour."""
+    config = tiny_fusion(**MODELS[shape])
+    model = build(config)
+    segments = text_documents([9, 20, 7, 40], config).segments
+    x_TD = torch.randn(76, config.text.hidden_size, requires_grad=True)
+    broken = x_TD.detach().clone()
+    broken[15, 3] = value
+    broken.requires_grad_()
+    others = torch.ones(76, dtype=torch.bool)
+    others[9:29] = False
+    whole, damaged = model.decoder(x_TD, segments), model.decoder(broken, segments)
+    # Where a token is broken, chunks begin at documents, as they do where states are kept: other sums, fp32.
+    torch.testing.assert_close(damaged[others], whole[others], atol=2e-5, rtol=0)
+    assert not damaged[15:29].isfinite().any(-1).all()
+    whole[others].square().sum().backward()
+    damaged[others].square().sum().backward()
+    torch.testing.assert_close(broken.grad[others], x_TD.grad[others], atol=2e-4, rtol=0)
+
+
 def test_image_only_batch_trains_the_tower():
     config = tiny_fusion()
     model = build(config)

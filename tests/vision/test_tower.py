@@ -157,8 +157,25 @@ def test_bytes_are_normalised_inside():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_projector_v2_is_its_formula(seed):
-    projector = lively(Projector(V2, 40), seed).double()
+@pytest.mark.parametrize("last", [1.0, 0.05])
+def test_projector_v2_is_its_formula_with_an_eps_of_its_own(seed, last):
+    """Against torch's own rms_norm with the released `projector_ln_eps`; a small last layer makes the eps matter, and the
+    tower's wide 2^-7 in its place would be off by a factor."""
+    projector = lively(Projector(VisionConfig.preset("moonvit_v2", hidden_size=64), 40), seed).double()
+    with torch.no_grad():
+        projector.proj[2].weight *= last
+    torch.manual_seed(seed)
+    features = torch.randn(5, 4, 64, dtype=torch.float64)
+    state = projector.state_dict()
+    hidden = F.gelu(F.linear(features.flatten(1), state["proj.0.weight"]))
+    out = F.linear(hidden, state["proj.2.weight"])
+    expected = F.rms_norm(out, (40,), state["post_norm.weight"], eps=1e-5)
+    torch.testing.assert_close(projector(features), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_projector_v2_keeps_a_configured_eps(seed):
+    projector = lively(Projector(V2.model_copy(update={"projector_ln_eps": 2.0**-7}), 40), seed).double()
     torch.manual_seed(seed)
     features = torch.randn(5, 4, 64, dtype=torch.float64)
     state = projector.state_dict()
