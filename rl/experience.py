@@ -70,8 +70,8 @@ def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> R
 
 
 def score(rewards: Rewards, groups: Sequence[Asked]) -> list[Scored]:
-    """The task's judgement of every answer, in order."""
-    return rewards([(g.problem, t.completion.text) for g in groups for t in g.trajectories])
+    """The task's judgement of every answer, in order; one that did not end by itself counts as none (Trajectory.answer)."""
+    return rewards([(g.problem, t.answer) for g in groups for t in g.trajectories])
 
 
 def experience(

@@ -59,7 +59,7 @@ def look(config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, rewards: R
 
 
 def _judged(questions: Sequence[Any], answers: Sequence[Sequence[Written]], way: str, rewards: Rewards) -> list[Held]:
-    items = [(question.problem, one.text) for question, own in zip(questions, answers) for one in own]
+    items = [(question.problem, one.answer) for question, own in zip(questions, answers) for one in own]
     scored = iter(rewards(items))
     out = []
     for question, own in zip(questions, answers):

@@ -5,7 +5,8 @@
 
 Problem i of (task, difficulty, seed) is the same scene in every form, so forms and models pair by `Measured.key`.
 
-    accuracy    share of greedy answers that are solved (`SOLVED_FROM`)
+    accuracy    share of greedy answers that are solved (`SOLVED_FROM`); one cut off by the limit is no answer
+    ended       share of greedy answers that ended by themselves; accuracy_4x, ended_4x: with four times the limit
     p_target    probability of exactly the target's tokens and the end after them, over the whole vocabulary
     pass@k      1 - C(n - c, k) / C(n, k) for c solved of n samples: unbiased (Chen et al. 2021, arXiv 2107.03374)
     ece         sum over bins of n_b / n |accuracy - confidence|, bins of equal mass (Nguyen and O'Connor 2015)
@@ -26,9 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.data.encode import Encoded, encode
+from earlyfusion.data.encode import Encoded
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Sample
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.fusion import NativeFusion
@@ -36,6 +36,8 @@ from earlyfusion.model.generate import evaluating
 from earlyfusion.rl.measure_files import load_measured as load_measured
 from earlyfusion.rl.measure_files import write_measured as write_measured
 from earlyfusion.rl.measure_forward import Reading, Written, forced, write
+from earlyfusion.rl.measure_pictures import Pictures, pictures_of, suffix_of, ways
+from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.records import Measured
 from earlyfusion.rl.tasks.problem import Problem, Task
@@ -51,6 +53,8 @@ SEED_STEP = 1_000_003
 ANSWER_MARK = "answer:"
 """What stands between a thought and its answer (Problem.solution)."""
 BINS = 10
+LONGER = 4
+"""Greedy answers are also judged with this many times the tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,13 @@ class Question:
     prompt: Encoded
     target: tuple[int, ...]
     budget: int
+    suffix: str = ""
+    """Of the label, for another picture than the problem's own."""
+
+    @property
+    def label(self) -> str:
+        """The entry's, with what is shown instead of the true picture."""
+        return self.entry.label + self.suffix
 
     @property
     def id(self) -> str:
@@ -78,6 +89,8 @@ class Asked:
     model: NativeFusion
     questions: list[Question]
     greedy: list[Written] = field(default_factory=list)
+    longer: list[Written] = field(default_factory=list)
+    """The greedy answers with LONGER times the tokens."""
     samples: list[list[Written]] = field(default_factory=list)
     marks: list[int | None] = field(default_factory=list)
     """Tokens of the greedy answer up to its answer mark; 0 without a thought; None where the mark never came."""
@@ -109,16 +122,16 @@ class Asked:
 
     def only(self, label: str) -> Asked:
         """The part of one entry. Raises DataError for a label that was not asked."""
-        chosen = [i for i, question in enumerate(self.questions) if question.entry.label == label]
+        chosen = [i for i, question in enumerate(self.questions) if question.label == label]
         if not chosen:
-            raise DataError(f"{label!r} was not measured; known: {sorted({q.entry.label for q in self.questions})}")
-        parts = (self.questions, self.greedy, self.samples, self.marks, self.target_MD)
+            raise DataError(f"{label!r} was not measured; known: {sorted({q.label for q in self.questions})}")
+        parts = (self.questions, self.greedy, self.longer, self.samples, self.marks, self.target_MD)
         return Asked(self.model, *([part[i] for i in chosen] for part in parts))  # type: ignore[arg-type]
 
     def _record(self, i: int, greedy: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor] | None) -> Measured:
         question, problem = self.questions[i], self.questions[i].problem
-        score = question.task.reward(problem, self.greedy[i].text)
-        sampled = tuple(question.task.reward(problem, done.text) for done in self.samples[i])
+        score, longer = (question.task.reward(problem, done.answer) for done in (self.greedy[i], self.longer[i]))
+        sampled = tuple(question.task.reward(problem, done.answer) for done in self.samples[i])
         return Measured(
             task=problem.task,
             form=question.entry.form,
@@ -134,7 +147,10 @@ class Asked:
             entropy=float(greedy[1].mean()) if len(greedy[1]) else 0.0,
             sampled=sampled,
             picture=problem.picture if question.entry.form == "picture" else None,
-            label=question.entry.label,
+            label=question.label,
+            ended=self.greedy[i].ended,
+            solved_4x=solved(problem.task, longer),
+            ended_4x=self.longer[i].ended,
         )
 
 
@@ -163,16 +179,18 @@ def measure(
     max_new_tokens: int = 8,
     temperature: float = 1.0,
     slots: int = 128,
+    pictures: Sequence[Pictures] = ("true",),
 ) -> list[Measured]:
     """Answers to `problems` held-out problems of every entry, in the order of the entries.
 
     samples: sampled answers for each problem at `temperature`, with the same noise for every model; the probabilities
     are at `temperature` too. max_new_tokens: raised for an entry whose targets (or thoughts) would not fit. slots:
-    answers written at a time. Raises DataError for counts below 1, TaskError as the tasks do.
+    answers written at a time. pictures: what is shown in the problem's place (measure_pictures.py), one after the other
+    for every entry with pictures; the labels of others than "true" end in it. Raises DataError for counts below 1, TaskError as the tasks do.
     """
     asked = ask(
         model, tokenizer, entries, problems=problems, seed=seed, samples=samples, max_new_tokens=max_new_tokens,
-        temperature=temperature, slots=slots,
+        temperature=temperature, slots=slots, pictures=pictures,
     )  # fmt: skip
     return asked.measured(temperature)
 
@@ -188,6 +206,7 @@ def ask(
     max_new_tokens: int = 8,
     temperature: float = 1.0,
     slots: int = 128,
+    pictures: Sequence[Pictures] = ("true",),
 ) -> Asked:
     """As `measure`, but keeps what is needed for other temperatures."""
     check_counts(problems, samples, max_new_tokens, slots, temperature)
@@ -195,7 +214,12 @@ def ask(
         raise DataError(
             "entries with tools need the sandbox; measure them with rl.tool_measure.measure_tools or `earlyfusion measure`"
         )
-    questions = [q for entry in entries for q in questions_of(entry, tokenizer, model, problems, seed, max_new_tokens)]
+    questions = [
+        question
+        for entry in entries
+        for how in ways(entry, pictures)
+        for question in questions_of(entry, tokenizer, model, problems, seed, max_new_tokens, how)
+    ]
     if not questions:
         raise DataError("no task entries to measure; give at least one")
     asked = Asked(model, questions)
@@ -218,8 +242,9 @@ def held_out(entry: TaskEntry, problems: int, seed: int) -> tuple[Task, list[Pro
 
 
 def questions_of(
-    entry: TaskEntry, tokenizer: Any, model: NativeFusion, problems: int, seed: int, max_new_tokens: int
-) -> list[Question]:
+    entry: TaskEntry, tokenizer: Any, model: NativeFusion, problems: int, seed: int, max_new_tokens: int,
+    pictures: Pictures = "true",
+) -> list[Question]:  # fmt: skip
     """The questions of one entry."""
     task, drawn = held_out(entry, problems, seed)
     ends = [(*tokenizer.encode(problem.solution().text), tokenizer.eos_id) for problem in drawn]
@@ -227,10 +252,10 @@ def questions_of(
     if entry.thought:  # a thought may be told in more words than the shortest way
         longest = math.ceil(1.5 * max(len(tokenizer.encode(problem.solution(True).text)) + 1 for problem in drawn))
     made = []
-    for problem, target in zip(drawn, ends):
-        sample = Sample(list(problem.prompt(entry.form, entry.thought)), entry.label, problem.key)
-        prompt = encode(sample, tokenizer, model.config.vision, eos=False)
-        made.append(Question(entry, task, problem, prompt, target, max(max_new_tokens, longest)))
+    for problem, target, picture in zip(drawn, ends, pictures_of(entry, drawn, pictures)):
+        prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, picture)
+        budget = max(max_new_tokens, longest)
+        made.append(Question(entry, task, problem, prompt, target, budget, suffix_of(pictures)))
     return made
 
 
@@ -242,12 +267,14 @@ def _answers(asked: Asked, tokenizer: Any, samples: int, temperature: float, slo
             part = asked.questions[start : start + many]
             reading = Reading.of(model, house, [question.prompt for question in part])
             budgets = [question.budget for question in part]
-            greedy = write(reading, budgets)
+            longer = write(reading, [LONGER * budget for budget in budgets])
+            greedy = [done.within(house, budget) for done, budget in zip(longer, budgets)]
             drawn: list[Written] = []
             if samples:
                 drawn = write(reading, budgets, ids=[q.id for q in part], samples=samples, temperature=temperature)
             marks = [_mark(question, done, tokenizer) for question, done in zip(part, greedy)]
             asked.greedy += greedy
+            asked.longer += longer
             asked.samples += [drawn[i * samples : (i + 1) * samples] for i in range(len(part))]
             asked.marks += marks
             asked.target_MD += _target_states(reading, part, greedy, marks)
@@ -323,7 +350,8 @@ def summary(measured: Iterable[Measured], bins: int = BINS) -> dict[str, dict[st
 
 
 def _summary(part: Sequence[Measured], bins: int) -> dict[str, float]:
-    names = {"accuracy": "solved", "score": "score", "p_target": "p_target", "confidence": "confidence"}
+    names = {"accuracy": "solved", "ended": "ended", "accuracy_4x": "solved_4x", "ended_4x": "ended_4x"}
+    names |= {"score": "score", "p_target": "p_target", "confidence": "confidence"}
     out: dict[str, float] = {"n": len(part)}
     out |= {name: float(np.mean([float(getattr(one, key)) for one in part])) for name, key in names.items()}
     out["ece"] = ece([one.confidence for one in part], [one.solved for one in part], bins)

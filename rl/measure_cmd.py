@@ -3,7 +3,10 @@
     earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
     earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out runs/after
     earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
-    earlyfusion measure --model SFT --tasks counting/0/picture/tools --samples 8
+    earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none --samples 8
+
+An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by themselves; "acc 4x"
+and "end 4x" are accuracy and that share with four times the limit, where a policy that does not end is found out.
 
 With --out the answers are kept (measured.jsonl) with the table (summary.json). --against pairs every problem with an
 earlier measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm over the rows.
@@ -24,9 +27,12 @@ from earlyfusion.eval.results import write_json
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 
-SHOWN = ("n", "accuracy", "p_target", "ece", "entropy")
+SHOWN = ("n", "accuracy", "ended", "accuracy_4x", "ended_4x", "p_target", "ece", "entropy")
 TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
-HEADS = {"accuracy": "acc", "p_target": "p", "temperature": "T", "entropy": "nats"}
+HEADS = {
+    "accuracy": "acc", "accuracy_4x": "acc 4x", "ended_4x": "end 4x", "p_target": "p", "temperature": "T",
+    "entropy": "nats",
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,6 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-new-tokens", type=int, metavar="N",
         help=f"longest answer, in tokens; if not given the recipe's, or {TOKENS}, with tools {TOKENS_WITH_TOOLS}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pictures", default="true", metavar="LIST",
+        help="what is shown, one after the other: true, grey, swapped (another problem's), none; tools keep the true one",
     )  # fmt: skip
     parser.add_argument("--slots", type=int, default=128, metavar="N", help="answers written at a time")
     parser.add_argument(
@@ -78,11 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from earlyfusion.pipeline.generate_cmd import device_of
     from earlyfusion.rl.measure import ask, summary
     from earlyfusion.rl.measure_entropy import match_entropy
+    from earlyfusion.rl.measure_pictures import parse_pictures
     from earlyfusion.rl.tool_measure import measure_tools
 
     folder = model_folder(options.model)
     model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
     shared = {name: getattr(options, name) for name in ("problems", "seed", "samples", "temperature", "slots")}
+    shared["pictures"] = parse_pictures(options.pictures)
     measured = []
     if plain:
         tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)

@@ -47,6 +47,8 @@ def load_measured(path: str | Path) -> list[Measured]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             fields = json.loads(line)
+            if "ended" not in fields:
+                raise KeyError("ended: it was made when answers that a limit cut off were judged by their beginning")
             found.append(Measured(**{**fields, "sampled": tuple(fields["sampled"])}))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path} line {number}: not a measurement ({error}); measure again") from None

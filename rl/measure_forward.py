@@ -64,11 +64,24 @@ class Reading:
 
 @dataclass(frozen=True)
 class Written:
-    """One answer: its tokens, the stop token included, their states [tokens, D] (None for samples), and the text."""
+    """One answer: its tokens, the stop token included, their states [tokens, D] (None for samples), and the text.
+    ended: it ends with a stop token, not because its budget was used up."""
 
     ids: list[int]
     states: Tensor | None
     text: str
+    ended: bool = True
+
+    @property
+    def answer(self) -> str:
+        """What is judged: the text, and "" where it did not end by itself (see rollout.Trajectory.answer)."""
+        return self.text if self.ended else ""
+
+    def within(self, house: House, budget: int) -> Written:
+        """This greedy answer as it is with a smaller budget."""
+        if len(self.ids) <= budget:
+            return self
+        return _written(house, self.ids[:budget], [] if self.states is None else list(self.states[:budget]))
 
 
 def write(
@@ -112,9 +125,10 @@ def write(
 
 
 def _written(house: House, ids: list[int], states: list[Tensor]) -> Written:
-    said = ids[:-1] if ids[-1] in house.ends else ids
+    ended = ids[-1] in house.ends
+    said = ids[:-1] if ended else ids
     text = house.tokenizer.decode(said, skip_special=True) if house.tokenizer is not None else ""
-    return Written(ids, torch.stack(states) if states else None, text)
+    return Written(ids, torch.stack(states) if states else None, text, ended)
 
 
 def forced(reading: Reading, tokens: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -15,7 +15,12 @@ ALPHA = 0.05
 
 
 def _metrics(one: Measured) -> dict[str, float]:
-    found = {"accuracy": float(one.solved), "score": one.score, "p_target": one.p_target}
+    found = {
+        "accuracy": float(one.solved),
+        "accuracy_4x": float(one.solved_4x),
+        "score": one.score,
+        "p_target": one.p_target,
+    }
     if one.sampled:
         found["pass@1"] = sum(solved(one.task, score) for score in one.sampled) / len(one.sampled)
     return found

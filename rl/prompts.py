@@ -10,8 +10,8 @@ Legend: P bins.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,8 +22,9 @@ from earlyfusion.data.chat import encode_chat
 from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.order import digest64
-from earlyfusion.data.sample import Sample, Segment, Text
+from earlyfusion.data.sample import Image, Sample, Segment, Text
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.rl.measure_pictures import replaced
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.sampling import draw, prompt_weights
 from earlyfusion.rl.tasks.problem import Problem, Task
@@ -51,12 +52,18 @@ class Ask:
         return iter((self.bin, self.entry, self.number))
 
 
-def encode_prompt(problem: Problem, entry: TaskEntry, tokenizer: Tokenizer, vision: VisionConfig) -> Encoded:
+def encode_prompt(
+    problem: Problem, entry: TaskEntry, tokenizer: Tokenizer, vision: VisionConfig, shown: Sequence[Image] | None = None
+) -> Encoded:
     """The prompt of a problem as an open document, exactly as in training data of kind "problems"; with tools as in that
-    of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to speak."""
+    of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to speak.
+
+    shown: what stands in the picture's place, if not the picture (measure_pictures.py)."""
     if entry.tools:
-        return encode_chat(tool_messages(problem, entry.form), tokenizer, vision, key=problem.key)
-    return encode(Sample(prompt_segments(problem, entry), entry.name, problem.key), tokenizer, vision, eos=False)
+        said = [replace(m, content=tuple(replaced(m.content, shown))) for m in tool_messages(problem, entry.form)]
+        return encode_chat(said, tokenizer, vision, key=problem.key)
+    segments = replaced(prompt_segments(problem, entry), shown)
+    return encode(Sample(segments, entry.name, problem.key), tokenizer, vision, eos=False)
 
 
 def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:

@@ -70,3 +70,8 @@ class Measured:
     picture: PILImage.Image | None = None
     label: str = ""
     """TaskEntry.label of what was measured."""
+    ended: bool = True
+    """Whether the greedy answer ended by itself within the limit; one that was cut off counts as no answer."""
+    solved_4x: bool = False
+    ended_4x: bool = True
+    """The same with a limit four times as long: a policy that does not end its answers does not gain by the limit."""

@@ -36,7 +36,7 @@ from earlyfusion.rl.rollout_log import read_rollouts
 _SPLIT_COLOURS = {"rollout": "#3aa6c2", "score": "#8b5cc7", "train": "#2a9d6e", "other": "#8a93a5"}
 CHARTS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("Length of an answer, tokens", "tokens", ("length", "length_max"), False),
-    ("Share of answers cut off", "share", ("cut",), False),
+    ("Share of answers cut off, which earn nothing", "share", ("cut", "cut/"), False),
     ("Entropy of the next token", "nats", ("entropy",), False),
     ("Mismatch of engine and trainer, KL", "nats a token", ("mismatch_kl", "mismatch_max"), True),
     ("Share of tokens clipped or masked", "share", ("clip_share",), False),
@@ -186,7 +186,8 @@ def _number_charts(run: Run, charts: Sequence[tuple[str, str, tuple[str, ...], b
     figures = []
     marks = _marks(run)
     for title, ylabel, keys, log in charts:
-        series = {key: run.series(key) for key in keys if run.series(key)[0]}
+        names = [name for key in keys for name in (run.keys(key) if key.endswith("/") else [key])]
+        series = {name: run.series(name) for name in names if run.series(name)[0]}
         values = [value for _, ys in series.values() for value in ys]
         if not series or len(set(values)) == 1:  # what never changes is told in words
             continue

@@ -98,7 +98,8 @@ def pairs_by_label(first: Sequence[Record], last: Sequence[Record]) -> dict[str,
 @dataclass(frozen=True)
 class Change:
     """One line of the table. before, after: mean scores; delta: their paired difference; p: of the sign-flip test;
-    won, lost: problems solved only after, only before; the rest are (before, after) means, nan where not measured."""
+    won, lost: problems solved only after, only before; ended: share of answers that ended by themselves; solved_4x: share
+    solved with four times the limit; the rest are (before, after) means, nan where not measured."""
 
     label: str
     before: float
@@ -111,6 +112,8 @@ class Change:
     p_target: tuple[float, float]
     entropy: tuple[float, float]
     sampled: tuple[float, float]
+    ended: tuple[float, float]
+    solved_4x: tuple[float, float]
 
     @property
     def verdict(self) -> str:
@@ -138,6 +141,8 @@ def change(label: str, pairs: Sequence[Pair]) -> Change:
         _means(pairs, "p_target"),
         _means(pairs, "entropy"),
         (_mean(_best(before) for before, _ in pairs), _mean(_best(after) for _, after in pairs)),
+        _means(pairs, "ended"),
+        _means(pairs, "solved_4x"),
     )
 
 
@@ -152,7 +157,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _means(pairs: Sequence[Pair], key: str) -> tuple[float, float]:
-    before, after = ([pair[side][key] for pair in pairs if is_number(pair[side].get(key))] for side in (0, 1))
+    before, after = (
+        [pair[side][key] for pair in pairs if isinstance(pair[side].get(key), (bool, int, float))] for side in (0, 1)
+    )
     return _mean(before), _mean(after)
 
 
@@ -184,7 +191,8 @@ def measured_part(measured: Mapping[int, Sequence[Record]]) -> str:
         f"Greedy answers to the same held-out problems after update {first:,} and after update {last:,}; scores in points "
         "of 100. The interval is that of the paired difference (95 %, Student t; forms of one problem count as one); p is "
         "of the sign-flip test, after Holm over the kinds of problems. “Gain” and “loss” stand only where the interval "
-        "excludes 0. → right, → wrong: problems solved only after, only before. It all speaks of other problems of these kinds, not of other training seeds."
+        "excludes 0. → right, → wrong: problems solved only after, only before. An answer that the limit cut off counts as none: "
+        "“ended” is the share that ended by themselves, “right, 4×” the share solved with four times the limit. It all speaks of other problems of these kinds, not of other training seeds."
     )
     body = _table(rows) + (_curves(measured) if len(measured) > 2 else "")
     return f'<section><h2>Before and after, on held-out problems</h2><p class="note">{note}</p>{body}</section>'
@@ -193,7 +201,7 @@ def measured_part(measured: Mapping[int, Sequence[Record]]) -> str:
 def _table(rows: Sequence[Change]) -> str:
     with_samples = any(math.isfinite(value) for row in rows for value in row.sampled)
     names = ["problems", "n", "before", "after", "change", "95 %", "p", "", "→ right", "→ wrong", "p(target)"]
-    names += ["entropy"] + (["best sample"] if with_samples else [])
+    names += ["ended", "right, 4×", "entropy"] + (["best sample"] if with_samples else [])
     head = "".join(f"<th>{name}</th>" for name in names)
     claims = holm([row.p for row in rows if row.label != ALL])
     ps = {row.label: p for row, p in zip((row for row in rows if row.label != ALL), claims)}
@@ -213,7 +221,8 @@ def _row(row: Change, ps: Mapping[str, float], with_samples: bool) -> str:
     cells = [html.escape(row.label), f"{delta.n:,}", _points(row.before), _points(row.after)]
     cells += [f"{100 * delta.value:+.1f}", interval, p_text(ps.get(row.label, row.p))]
     cells += [f'<span class="{style}">{row.verdict}</span>', str(row.won), str(row.lost)]
-    cells += [_arrow(row.p_target, 1), _arrow(row.entropy, 2, 1.0)] + ([_arrow(row.sampled, 1)] if with_samples else [])
+    cells += [_arrow(values, 1) for values in (row.p_target, row.ended, row.solved_4x)]
+    cells += [_arrow(row.entropy, 2, 1.0)] + ([_arrow(row.sampled, 1)] if with_samples else [])
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 

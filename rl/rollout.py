@@ -62,8 +62,14 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The whole answer as people read it; what a reward sees is completion.text."""
+        """The whole answer as people read it; what a reward sees is `answer`."""
         return self.shown or self.completion.text
+
+    @property
+    def answer(self) -> str:
+        """What a reward reads: the completion's text, and "" where the policy did not end its answer itself. Paying for
+        the beginning of an answer that a limit cut off would reward not stopping."""
+        return self.completion.text if self.completion.finish_reason == "stop" else ""
 
     @property
     def tail(self) -> list[int]:

@@ -4,7 +4,8 @@
 
 The same problems as without tools, so the two pair by key. confidence is that of the last message given the model's own
 calls and what the programs said; p_target is the same number where that message is the target word for word, else 0 (the
-target is not forced into a conversation that would not have led to it). entropy: over all generated tokens.
+target is not forced into a conversation that would not have led to it). entropy: over the generated tokens within the
+limit. Greedy conversations are held once, with LONGER times the tokens: what they are at the limit is their beginning.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from earlyfusion.data.encode import Encoded
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
-from earlyfusion.rl.measure import check_counts, held_out, solved, token_log_probs
+from earlyfusion.rl.measure import LONGER, check_counts, held_out, solved, token_log_probs
+from earlyfusion.rl.measure_pictures import Pictures, pictures_of, suffix_of, ways
 from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.records import Measured
@@ -38,44 +41,54 @@ class _Question:
     entry: TaskEntry
     task: Task
     problem: Problem
+    prompt: Encoded
+    pictures: Pictures = "true"
     greedy: Trajectory | None = None
     sampled: list[Trajectory] = field(default_factory=list)
 
     @property
     def id(self) -> str:
-        return f"{self.entry.label}|{self.problem.key}"
+        return f"{self.label}|{self.problem.key}"
+
+    @property
+    def label(self) -> str:
+        return self.entry.label + suffix_of(self.pictures)
 
 
 def measure_tools(
     model: NativeFusion, tokenizer: Tokenizer, entries: Sequence[TaskEntry], rollout: RolloutSection, *, problems: int,
     seed: int, samples: int = 0, temperature: float = 1.0, slots: int = 128,
+    pictures: Sequence[Pictures] = ("true",),
 ) -> list[Measured]:  # fmt: skip
     """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order of the
-    entries. rollout: its limits of turns, tokens and programs hold. Raises SandboxError where no sandbox can be
+    entries. rollout: its limits of turns, tokens and programs hold. pictures: as in measure.ask; programs always find
+    the true one. Raises SandboxError where no sandbox can be
     started, DataError without entries or for numbers out of range."""
     check_counts(problems, samples, rollout.max_new_tokens, slots, temperature)
     if not entries:
         raise DataError("no task entries with tools to measure; give at least one")
-    questions = [_Question(entry, *made) for entry in entries for made in _problems(entry, problems, seed)]
+    questions = []
+    for entry in entries:
+        task, drawn = held_out(entry, problems, seed)
+        for how in ways(entry, pictures):
+            for problem, shown in zip(drawn, pictures_of(entry, drawn, how)):
+                prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
+                questions.append(_Question(entry, task, problem, prompt, how))
     desk = ToolDesk(rollout)
     try:
         with evaluating(model):
-            greedy = SamplingParams(rollout.max_new_tokens, 0.0, logprobs=True)
-            for question, answers in zip(questions, play(model, tokenizer, questions, rollout, desk, greedy, slots)):
+            longer = rollout.model_copy(update={"max_new_tokens": LONGER * rollout.max_new_tokens})
+            greedy = SamplingParams(longer.max_new_tokens, 0.0, logprobs=True)
+            for question, answers in zip(questions, play(model, tokenizer, questions, longer, desk, greedy, slots)):
                 question.greedy = answers[0]
             if samples:
                 drawn = SamplingParams(rollout.max_new_tokens, temperature, logprobs=True, n=samples)
                 every = play(model, tokenizer, questions, rollout, desk, drawn, max(slots, samples))
                 for question, answers in zip(questions, every):
                     question.sampled = answers
-            return [_record(model, question) for question in questions]
+            return [_record(model, question, rollout.max_new_tokens) for question in questions]
     finally:
         desk.close()
-
-
-def _problems(entry: TaskEntry, problems: int, seed: int) -> list[tuple[Task, Problem]]:
-    task, found = held_out(entry, problems, seed)
-    return [(task, problem) for problem in found]
 
 
 def play(
@@ -84,7 +97,7 @@ def play(
 ) -> list[list[Trajectory]]:  # fmt: skip
     """`params.n` answers to every question, all side by side."""
     vision = model.config.vision
-    prompts = [encode_prompt(question.problem, question.entry, tokenizer, vision) for question in questions]
+    prompts = [question.prompt for question in questions]
     behind = rollout.max_new_tokens + rollout.tool_turns * rollout.tool_output_tokens
     longest = max(len(prompt) for prompt in prompts) + behind
     engine = Engine(
@@ -104,11 +117,13 @@ def play(
     return [tools.answers(question.id) or [] for question in questions]
 
 
-def _record(model: NativeFusion, question: _Question) -> Measured:
+def _record(model: NativeFusion, question: _Question, limit: int) -> Measured:
     problem, answer = question.problem, question.greedy
     assert answer is not None
-    text = answer.completion.text
-    score = question.task.reward(problem, text)
+    text, whole = answer.completion.text, answer.completion.finish_reason == "stop"
+    ended = whole and len(answer.ids) <= limit
+    longer = question.task.reward(problem, answer.answer)
+    score = longer if ended else 0.0
     logp = entropy = torch.zeros(0)
     if answer.ids:
         with torch.no_grad():
@@ -116,6 +131,7 @@ def _record(model: NativeFusion, question: _Question) -> Measured:
             states = model.hidden(row).index_select(0, places.positions_M)
         ((logp, entropy),) = token_log_probs(model, [states], [answer.ids], 1.0)
     last = answer.inserted[-1].at if answer.inserted else 0
+    logp, entropy = logp[:limit], entropy[:limit]
     confidence = float(logp[last:].sum().exp())
     return Measured(
         task=problem.task,
@@ -127,10 +143,13 @@ def _record(model: NativeFusion, question: _Question) -> Measured:
         answer=text.strip(),
         score=score,
         solved=solved(problem.task, score),
-        p_target=confidence if text.strip() == problem.target else 0.0,
+        p_target=confidence if ended and text.strip() == problem.target else 0.0,
         confidence=confidence,
         entropy=float(entropy.mean()) if len(entropy) else 0.0,
-        sampled=tuple(question.task.reward(problem, one.completion.text) for one in question.sampled),
+        sampled=tuple(question.task.reward(problem, one.answer) for one in question.sampled),
         picture=problem.picture if question.entry.form == "picture" else None,
-        label=question.entry.label,
+        label=question.label,
+        ended=ended,
+        solved_4x=solved(problem.task, longer),
+        ended_4x=whole,
     )

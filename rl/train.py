@@ -180,12 +180,11 @@ class Reinforcement:
     def _seen(self, collected: Collected, seen: Experience, score_s: float) -> dict[str, Any]:
         """Numbers of the rollouts, over all processes."""
         labels = [entry.label for entry in self.config.tasks]
-        by_task = torch.zeros(len(labels), 3, dtype=torch.float64)
+        by_task = torch.zeros(len(labels), 4, dtype=torch.float64)
         for group, (start, end) in zip(seen.groups, seen.bounds):
             row = by_task[group.ask.entry]
-            row += torch.tensor(
-                [float(seen.scores_N[start:end].sum()), float(seen.rewards_N[start:end].sum()), float(end - start)]
-            )
+            sums_N = (part_N[start:end].sum() for part_N in (seen.scores_N, seen.rewards_N, seen.cut_N))
+            row += torch.tensor([*map(float, sums_N), float(end - start)])
         versions = [v for g in seen.groups for t in g.trajectories for v in t.completion.versions]
         lag = float(sum(self.update - v for v in versions))
         surprise = -float(sum(p for g in seen.groups for t in g.trajectories for p in t.completion.logprobs))
@@ -197,14 +196,15 @@ class Reinforcement:
         ]  # fmt: skip
         flat = self.runtime.sum(torch.cat([by_task.flatten(), torch.tensor(usual, dtype=torch.float64)]))
         longest = float(self.runtime.max(max(lengths, default=0.0)))
-        sums = flat[: by_task.numel()].view(-1, 3).tolist()
+        sums = flat[: by_task.numel()].view(-1, 4).tolist()
         total, cut, told, answers, lag, aged, tokens, work, works, carried, working, seconds, surprise = flat[
             by_task.numel() :
         ].tolist()
         record: dict[str, Any] = {}
-        for label, (scores, rewards, count) in zip(labels, sums):
+        for label, (scores, rewards, ended_late, count) in zip(labels, sums):
             if count:
                 record |= {f"score/{label}": scores / count, f"reward/{label}": rewards / count}
+                record[f"cut/{label}"] = ended_late / count
         every = max(1.0, answers)
         record |= {"reward": sum(s[1] for s in sums) / every, "score": sum(s[0] for s in sums) / every}
         record |= {"length": total / every, "length_max": longest, "cut": cut / every, "informative": told / every}

@@ -50,7 +50,7 @@ class Arithmetic(BaseTask):
 
     def score(self, problem: Problem, said: str) -> float:
         """See scoring.number; "3 + 4 = 7" says 7."""
-        return scoring.number(said, problem.answer)
+        return scoring.number(said, problem.answer, problem.question)
 
 
 def evaluate(numbers: list[int], signs: list[str]) -> int:
@@ -118,7 +118,7 @@ class Geometry(BaseTask):
 
     def score(self, problem: Problem, said: str) -> float:
         """See scoring.number."""
-        return scoring.number(said, problem.answer)
+        return scoring.number(said, problem.answer, problem.question)
 
 
 def _sheet(side: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:

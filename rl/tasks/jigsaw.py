@@ -129,6 +129,6 @@ class Jigsaw(BaseTask):
     def score(self, problem: Problem, said: str) -> float:
         """See the class."""
         numbers = [int(part) for part in re.findall(r"\d+", scoring.tame(said))]
-        if sorted(numbers) != sorted(problem.answer):
+        if sorted(numbers) != sorted(problem.answer) or not scoring.ends(said):
             return 0.0
         return sum(a == b for a, b in zip(numbers, problem.answer)) / len(numbers)

@@ -145,6 +145,12 @@ def draw_maze(doors: frozenset[Door], rows: int, columns: int, start: Cell, goal
     return picture
 
 
+def ends_with_a_move(text: str) -> bool:
+    """Whether nothing follows the last move but punctuation."""
+    last = (re.findall(r"\w+", text) or [""])[-1]
+    return last.lower() in MOVES or (bool(last) and set(last) <= set(_LETTERS))
+
+
 def parse_moves(text: str) -> list[str]:
     """The moves of a text: the words up, down, left, right, or else its longest run of the capitals U, D, L, R."""
     text = scoring.tame(text)
@@ -197,7 +203,7 @@ class Maze(BaseTask):
         """See the class."""
         moves, meta = parse_moves(said), problem.meta
         doors, start, goal = meta["doors"], meta["start"], meta["goal"]
-        if not moves or len(moves) > LONGEST * meta["rows"] * meta["columns"]:
+        if not moves or not ends_with_a_move(said) or len(moves) > LONGEST * meta["rows"] * meta["columns"]:
             return 0.0
         end, _ = walk(doors, start, goal, moves)
         if end == goal:

@@ -82,5 +82,6 @@ class OddOneOut(BaseTask):
         return found if all(pair in train for pair in found) else None
 
     def score(self, problem: Problem, said: str) -> float:
-        """1 for exactly the two numbers, row first."""
-        return float([int(part) for part in re.findall(r"\d+", scoring.tame(said))] == problem.answer)
+        """1 for exactly the two numbers, row first, with nothing behind them."""
+        numbers = [int(part) for part in re.findall(r"\d+", scoring.tame(said))]
+        return float(numbers == problem.answer and scoring.ends(said))

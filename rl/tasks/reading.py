@@ -87,4 +87,4 @@ class ChartValue(BaseTask):
         """See scoring.value and scoring.words."""
         if isinstance(problem.answer, str):
             return scoring.words(said, problem.answer)
-        return scoring.value(said, problem.answer)
+        return scoring.value(said, problem.answer, problem.question)

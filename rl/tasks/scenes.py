@@ -97,7 +97,7 @@ class Counting(BaseTask):
 
     def score(self, problem: Problem, said: str) -> float:
         """1 - |difference| / gold; see scoring.counting."""
-        return scoring.counting(said, problem.answer)
+        return scoring.counting(said, problem.answer, problem.question)
 
 
 class ColourShape(BaseTask):

@@ -9,6 +9,10 @@
     points        the same with exp(-d^2 / 2 sigma^2), sigma relative to the object
     polygon       IoU of two masks, a pixel being inside when its centre is (even-odd rule)
 
+What was asked ends the answer. Behind a number, a place or a list of places only closing punctuation may stand, behind
+a number also words of the question ("3 red circles."): "row 1, column 2wsslonment for" says the right place and is no
+answer. A scorer that read the beginning alone would pay a policy for not ending its answers.
+
 Degenerate cases. Nothing said, or nothing that can be read: 0. No object in gold: 1 for saying so ("none", "[]"), 0 for
 anything else, silence included. Saying several different numbers, or more boxes than MAX_ITEMS, is no answer: 0. Numbers
 that are no numbers (nan, inf) or beyond ten times the picture match nothing. Forms: Kimi K2.5 report, section 4.4.2.
@@ -26,7 +30,7 @@ from numpy.typing import NDArray
 
 from earlyfusion.data.grounding import parse_regions
 from earlyfusion.eval.answers import normal_number
-from earlyfusion.eval.metrics import exact_match, first_line, levenshtein, normalise, parse_count
+from earlyfusion.eval.metrics import levenshtein, normalise, parse_count
 from earlyfusion.eval.metrics_boxes import Box, best_assignment, centre, matched_f1, parse_boxes, tame
 
 Point = tuple[float, float]
@@ -40,6 +44,10 @@ _ANNOUNCED = re.compile(r"(?:final answer|answer)(?: is)?\s?[:=]|\banswer is\b",
 _BOXED = "\\boxed{"
 _WORD = re.compile(r"-?\d[\d,]*(?:\.\d+)?|[a-z]+", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_CLOSING = " \n\t.,;:!?\"'`*$)]}>"
+"""What may follow the last word of an answer."""
+_LABEL = re.compile(r',? ?"\w+" ?: ?"[^"]*"')
+"""A field of words in the JSON form of places, wherever it stands."""
 _PAIR = re.compile(r"[\[(] ?([-+]?[\d.]{1,12}) ?[, ] ?([-+]?[\d.]{1,12}) ?[\])]")
 
 
@@ -55,6 +63,8 @@ def final_answer(text: str) -> str:
     if (start := text.rfind(_BOXED)) >= 0:
         inside = text[start + len(_BOXED) :]
         text = _balanced(inside)
+        if re.search(r"\w", inside[len(text) + 1 :]):  # what follows the box is no part of an answer that has ended
+            return ""
     else:
         end = 0
         for match in _ANNOUNCED.finditer(text):
@@ -74,6 +84,25 @@ def _balanced(text: str) -> str:
     return ""
 
 
+def ends(said: str, question: str = "", spelled: bool = False) -> bool:
+    """Whether an answer ends with its last number: what follows is punctuation, or words of the question. spelled: a
+    number may also be a word."""
+    asked = set(re.findall(r"\w+", question.lower()))
+    for word in reversed(re.findall(r"\w+", said.lower())):
+        if word[-1].isdigit() or (spelled and parse_count(word) is not None):
+            return True
+        if word not in asked:
+            return False
+    return False
+
+
+def ends_with_places(said: str) -> bool:
+    """Whether a list of numbers, or of numbers in brackets, ends the answer."""
+    bare = _LABEL.sub("", said)
+    kept = bare.rstrip(_CLOSING)
+    return kept[-1:].isdigit() and (any(c in bare[len(kept) :] for c in ")]>") or not any(c in bare for c in ")]>"))
+
+
 def sole_count(said: str) -> int | None:
     """The one whole number that is said, however often; None for none, several, or a fraction."""
     found = {parse_count(word.replace(",", "")) for word in _WORD.findall(tame(said)) if not word.isalpha()}
@@ -83,9 +112,9 @@ def sole_count(said: str) -> int | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
-def counting(said: str, gold: int) -> float:
+def counting(said: str, gold: int, question: str = "") -> float:
     """See the file's head."""
-    number = sole_count(said)
+    number = sole_count(said) if ends(said, question, spelled=True) else None
     return 0.0 if number is None else max(0.0, 1.0 - abs(number - gold) / max(abs(gold), 1))
 
 
@@ -96,21 +125,21 @@ def sole_number(said: str) -> Decimal | None:
     return next(iter(values)) if len(values) == 1 and None not in found else None
 
 
-def number(said: str, gold: int | float | str) -> float:
+def number(said: str, gold: int | float | str, question: str = "") -> float:
     """See the file's head; gold as a number or as its text."""
     value = sole_number(said)
-    return float(value is not None and value == Decimal(str(gold)))
+    return float(value is not None and value == Decimal(str(gold)) and ends(said, question))
 
 
-def value(said: str, gold: float) -> float:
+def value(said: str, gold: float, question: str = "") -> float:
     """See the file's head."""
-    found = sole_number(said)
+    found = sole_number(said) if ends(said, question) else None
     return 0.0 if found is None else max(0.0, 1.0 - abs(float(found) - gold) / max(abs(gold), 1.0))
 
 
 def words(said: str, gold: str) -> float:
     """See the file's head."""
-    return float(exact_match(said, gold))
+    return float(normalise(said) == normalise(gold))
 
 
 def reading(said: str, gold: str) -> float:
@@ -122,7 +151,7 @@ def reading(said: str, gold: str) -> float:
 
 def says_none(said: str) -> bool:
     """Whether an answer says that there is nothing."""
-    return normalise(first_line(said)) in _NONE
+    return normalise(said) in _NONE
 
 
 def _within_reach(numbers: Sequence[float], width: float, height: float) -> bool:
@@ -135,7 +164,7 @@ def boxes(said: str, gold: Sequence[Box], width: float, height: float, units: st
     found = parse_boxes(tame(said), width, height, units)
     if not gold:
         return float(not found and says_none(said))
-    if not found or len(found) > MAX_ITEMS:
+    if not found or len(found) > MAX_ITEMS or not ends_with_places(said):
         return 0.0
     nowhere: Box = (0.0, 0.0, 0.0, 0.0)  # matches nothing, and is still one box said
     return matched_f1([box if _within_reach(box, width, height) else nowhere for box in found], gold)
@@ -177,7 +206,7 @@ def points(
     found = parse_points(said, width, height, units)
     if not gold:
         return float(not found and says_none(said))
-    if not found or len(found) > MAX_ITEMS:
+    if not found or len(found) > MAX_ITEMS or not ends_with_places(said):
         return 0.0
     table = [[_weight(point, target, sigma, width, height) for point in found] for target, sigma in zip(gold, sigmas)]
     if len(table) > len(found):
@@ -219,6 +248,8 @@ def polygon(said: str, gold: Sequence[Point], width: int, height: int) -> float:
     if not corners:
         numbers = [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
         corners = list(zip(numbers[::2], numbers[1::2])) if len(numbers) % 2 == 0 else []
+    if not ends_with_places(said):
+        return 0.0
     if not 3 <= len(corners) <= MAX_ITEMS or not all(_within_reach(point, width, height) for point in corners):
         return 0.0
     return mask_iou(mask(corners, width, height), mask(gold, width, height))

@@ -16,7 +16,7 @@ from typing import Any
 from earlyfusion.eval.answers import gsm8k_number
 from earlyfusion.eval.tasks import read_rows
 from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem, TaskError
-from earlyfusion.rl.tasks.scoring import MAX_CHARS, tame
+from earlyfusion.rl.tasks.scoring import MAX_CHARS, ends, tame
 
 QUESTIONS, ANSWERS = ("question", "problem", "prompt"), ("answer", "solution", "target")
 ASK = "what is the answer, as a number?"
@@ -81,5 +81,8 @@ class TextMath(BaseTask):
         return super().reward(problem, response_text[-MAX_CHARS:])
 
     def score(self, problem: Problem, said: str) -> float:
-        """See the class."""
-        return float(gsm8k_number(tame(said)) == problem.answer)
+        """The number of the last line, which ends with it where it is marked by "####": a worked answer may say anything
+        before, nothing after."""
+        last = tame(said.splitlines()[-1])
+        marked = "####" in last
+        return float(gsm8k_number(last) == problem.answer and (not marked or ends(last)))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
-from engine_cases import TOKENIZER, model
+from engine_cases import TOKENIZER, model, tokens
 
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import pack_prompts
 from earlyfusion.model.hub import save_model
 from earlyfusion.pipeline.compose import merge, validate
 from earlyfusion.rl import parts, train
@@ -16,8 +19,19 @@ from earlyfusion.rl.tasks.problem import Problem
 
 
 def model_directory(folder: Path, seed: int = 0) -> Path:
-    """The tiny model of the engine's tests as a model directory."""
-    return save_model(model(seed), TOKENIZER, folder / f"model-{seed}")
+    """The tiny model of the engine's tests as a model directory; it ends its answers after a few tokens."""
+    return save_model(ending(model(seed)), TOKENIZER, folder / f"model-{seed}")
+
+
+@torch.no_grad()
+def ending(net: NativeFusion, logit: float = 6.0) -> NativeFusion:
+    """`net` with an end token of about this logit, the others lying around 0 (vocabulary 300): random weights end their
+    answers once in 150 tokens, and what a limit cuts off earns nothing."""
+    hidden_TD = net.eval().hidden(pack_prompts(net, [tokens(40, seed) for seed in range(8)]))
+    eye_DD = 0.1 * torch.eye(hidden_TD.shape[1])
+    mean_D = torch.linalg.solve(hidden_TD.T @ hidden_TD + eye_DD, hidden_TD.sum(0))
+    net.decoder.head_weight()[TOKENIZER.eos_id] = mean_D * logit / (hidden_TD @ mean_D).mean()
+    return net
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
     assert told["tasks"] == json.loads(json.dumps(m.summary(measured)))
     assert main([*common, *tasks, "--against", str(out / "measured.jsonl"), "--out", str(out / "b")]) == 0
     rows = json.loads((out / "b" / "summary.json").read_text())["against"]["rows"]
-    assert len(rows) == 6 and all(row["value"] == 0 and not row["clear"] for row in rows)
+    assert len(rows) == 8 and all(row["value"] == 0 and not row["clear"] for row in rows)
     capsys.readouterr()
     assert guarded(lambda: main([*common, "--tasks", "countin"])) == 2
     assert "did you mean 'counting'" in capsys.readouterr().err

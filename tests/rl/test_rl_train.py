@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_cases import TOKENIZER, model
 from rl_cases import config, model_directory, recipe, run, training
 from safetensors.torch import load_file
 
+from earlyfusion.model.hub import save_model
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
@@ -333,8 +335,9 @@ def test_dry_run_prints_the_plan(folder, tmp_path, capsys):
     assert config(folder, tmp_path).total_updates == 4
 
 
-def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(folder, tmp_path, monkeypatch):
-    """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token."""
+def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_path, monkeypatch):
+    """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token. The model hardly ends."""
+    folder = save_model(model(0), TOKENIZER, tmp_path / "model")
     monkeypatch.setattr("earlyfusion.rl.collect.repeat_period", lambda config, ids: ids[0] % 2 or None)
     changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
     made = training(folder, tmp_path / "run", **changes)

@@ -196,6 +196,28 @@ def test_numbers_must_be_the_number():
     assert scoring.number("-1,204", -1204) == 1.0
 
 
+def test_nothing_may_stand_behind_what_was_asked():
+    """A scorer that reads the beginning pays a policy for going on; closing punctuation and the question's words do."""
+    for name in ("odd_one_out", "counting", "arithmetic", "geometry", "chart_value", "colour_shape", "relation", "ocr",
+                 "jigsaw", "maze", "grounding", "pointing", "polygon"):  # fmt: skip
+        task = make_task(name)
+        for level in range(len(task.levels)):
+            for seed in range(6):
+                problem = task.sample(seed, "test", level)
+                full = task.reward(problem, problem.target)
+                for closing in (".", "\n", " ", '."', "!"):
+                    if name != "ocr":  # what is read is compared character by character
+                        assert task.reward(problem, problem.target + closing) == full, (problem.key, closing)
+                for more in ("wsslonment for", " wsslonment for", "\nQ: wss", ", and then some"):
+                    assert task.reward(problem, problem.target + more) < min(full, 0.999), (problem.key, more)
+    odd = make_task("odd_one_out").sample(0)
+    assert make_task("odd_one_out").reward(odd, f"{odd.target}wsslonment for") == 0.0
+    assert scoring.counting("There are 3 red circles.", 3, "how many red circles are there?") == 1.0
+    assert scoring.counting("three red circles", 3, "how many red circles are there?") == 1.0
+    assert scoring.counting("3 blue dogs", 3, "how many red circles are there?") == 0.0
+    assert scoring.final_answer("\\boxed{3}.") == "3" and scoring.final_answer("\\boxed{3} wsslonment") == ""
+
+
 def test_final_answers():
     cases = {
         " red": "red", "<think>blue</think> red": "red", "<think>red": "", "scene: a red circle. Answer: red": "red",
