@@ -19,7 +19,6 @@ from earlyfusion.data.sample import Image, Segment
 from earlyfusion.eval.vision_questions import grey
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.tasks.problem import Problem
-from earlyfusion.rl.tasks.rendering import render_text
 
 Pictures: TypeAlias = Literal["true", "grey", "swapped", "none"]
 PICTURES: tuple[Pictures, ...] = get_args(Pictures)
@@ -46,9 +45,9 @@ def suffix_of(pictures: Pictures) -> str:
 
 def pictures_of(entry: TaskEntry, problems: Sequence[Problem], pictures: Pictures) -> list[Sequence[Image] | None]:
     """For every problem what stands in its picture's place: None leaves it as it is."""
-    if pictures == "true" or not problems or problems[0].picture is None:
+    own = [segment for p in problems for segment in p.prompt(entry.form) if isinstance(segment, Image)]
+    if pictures == "true" or not own:
         return [None] * len(problems)
-    own = [Image(render_text(p.description) if entry.form == "rendered" else p.picture) for p in problems]
     if pictures == "none":
         return [()] * len(own)
     if pictures == "grey":

@@ -213,7 +213,7 @@ class Kit:
         if config.eval.problems and self.runtime.is_main:
             self.model.eval()
             plain, tools = ([e for e in config.measured if e.tools is wanted] for wanted in (False, True))
-            shared = {
+            shared: dict[str, Any] = {
                 "problems": config.eval.problems, "seed": config.eval.seed, "samples": config.eval.samples,
                 "slots": config.rollout.slots,
             }  # fmt: skip

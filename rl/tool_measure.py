@@ -69,9 +69,9 @@ def measure_tools(
         raise DataError("no task entries with tools to measure; give at least one")
     questions = []
     for entry in entries:
-        task, drawn = held_out(entry, problems, seed)
+        task, found = held_out(entry, problems, seed)
         for how in ways(entry, pictures):
-            for problem, shown in zip(drawn, pictures_of(entry, drawn, how)):
+            for problem, shown in zip(found, pictures_of(entry, found, how)):
                 prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
                 questions.append(_Question(entry, task, problem, prompt, how))
     desk = ToolDesk(rollout)
