@@ -4,7 +4,7 @@
     save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, .png and sheet
 
 A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int, "samples":
-[{"image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
+[{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from PIL import Image as PilImage
 from PIL import ImageDraw
 
 from earlyfusion.data.encode import encode
-from earlyfusion.data.sample import Image, Sample, Text, Video, open_picture
+from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.video import decode_video
 from earlyfusion.eval.results import STEP_DIGITS, write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import generate
+from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.patches import unpatchify
 
 THUMBNAIL = 256  # longest side of a saved picture, pixels
 COLUMNS, CELL, CAPTION = 4, 224, 76  # contact sheet: cells a row, picture side and caption height in pixels
 LINE_CHARACTERS = 36
+OPENING, GOES_ON = 160, 160  # characters of a text alone: what is shown of its beginning, what it is compared with
 
 
 def split_reference(sample: Sample) -> tuple[Sample, str]:
@@ -35,6 +39,28 @@ def split_reference(sample: Sample) -> tuple[Sample, str]:
     if not isinstance(last, Text) or len(sample.segments) < 2:
         raise ValueError(f"sample {sample.key!r} of {sample.source!r} does not end in a text after its prompt")
     return Sample(segments=sample.segments[:-1], source=sample.source, key=sample.key), last.text
+
+
+def prompted(sample: Sample) -> Sample | None:
+    """The sample up to its last learned text, a text alone cut in two; None when nothing is asked or nothing stands before.
+
+    So a caption is asked for by its picture, an answer by its question, and a text goes on from its opening.
+    """
+    segments = list(sample.segments)
+    while segments and not (isinstance(segments[-1], Text) and segments[-1].loss > 0 and segments[-1].text.strip()):
+        segments.pop()
+    if len(segments) == 1:
+        text = segments[0].text
+        cut = text.rfind(" ", 1, OPENING) if len(text) > OPENING else text.rfind(" ")
+        if cut < 1:
+            return None
+        segments = [Text(text[:cut], 0.0), Text(text[cut : cut + GOES_ON])]
+    return Sample(segments, sample.source, sample.key) if segments else None
+
+
+def has_media(sample: Sample) -> bool:
+    """Whether the sample shows a picture or video."""
+    return any(isinstance(segment, Image | Video | VideoFile) for segment in sample.segments)
 
 
 def answer_samples(
@@ -54,7 +80,8 @@ def answer_samples(
     )  # fmt: skip
     records = []
     for (prompt, reference), answer in zip(split, answers):
-        record = {"prompt": prompt.text.strip(), "answer": answer.strip(), "reference": reference.strip()}
+        record = {"source": prompt.source, "prompt": prompt.text.strip(), "answer": answer.strip()}
+        record["reference"] = reference.strip()
         records.append({**record, "picture": _first_picture(prompt)})
     return records
 
@@ -65,6 +92,9 @@ def _first_picture(sample: Sample) -> PilImage.Image | None:
             return segment.open()
         if isinstance(segment, Video):
             return open_picture(segment.frames[0])
+        if isinstance(segment, VideoFile):
+            patches, grid = decode_video(segment, VisionConfig.preset("moonvit_v2")).items[0]
+            return PilImage.fromarray(unpatchify(patches, grid)[0])
     return None
 
 
@@ -82,7 +112,8 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
             name = f"samples/picture_{index:03d}.png"
             if not (Path(run_dir) / name).exists():
                 thumbnail(record["picture"]).save(Path(run_dir) / name)
-        plain.append({"image": name, **{key: record[key] for key in ("prompt", "answer", "reference")}})
+        told = {key: record[key] for key in ("source", "prompt", "answer", "reference") if key in record}
+        plain.append({"image": name, **told})
     stem = f"step_{int(step):0{STEP_DIGITS}d}"
     contact_sheet(records).save(folder / f"{stem}.png")
     return write_json(folder / f"{stem}.json", {"step": int(step), "samples": plain})

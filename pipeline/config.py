@@ -211,8 +211,11 @@ class EvalSection(Section):
     """Evaluations to run: easy_vqa, bpb, and every task of `earlyfusion eval`, as name or name:form."""
     data: dict[str, str] = {}
     """Task -> file or folder with its questions, for tasks that need one."""
+    heldout: NonNegativeInt = 128
+    """Held-out samples of each source whose loss is measured, up to one micro-batch of tokens; the last evaluation takes
+    four times as many. 0: none."""
     samples: NonNegativeInt = 4
-    """Captioned sample pictures per evaluation."""
+    """Sample pictures with answers per evaluation, one of each source at least; a text goes on for sources of text."""
     limits: dict[str, int] = {}
     """Most examples per task; easy_vqa and bpb use all of them in the last evaluation."""
 

@@ -4,16 +4,21 @@ Tasks of `eval.tasks`: easy_vqa (official test split, with the image-blind contr
 Python reference, beside gzip): their limits hold during training only, the last evaluation uses everything. Every other
 task of `earlyfusion eval` can be named as well ("mmlu_pro:mcf", "counting"; files through eval.data); its limit holds
 always. Rank 0 works, the other ranks wait.
+
+Besides, every source is measured on what it holds out (eval.heldout: loss, blind loss, bits per byte; eval/heldout.py) and
+asked for answers (eval.samples). The sources are built anew for it, so that nothing of the training data moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
@@ -21,9 +26,10 @@ from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.bpb import bits_per_byte
 from earlyfusion.eval.easy_vqa import evaluate_easy_vqa
 from earlyfusion.eval.harness import evaluate_in_memory
+from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TASKS as BENCHMARKS
 from earlyfusion.eval.results import save_result, write_json
-from earlyfusion.eval.samples import answer_samples, save_samples
+from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import save_model
 from earlyfusion.pipeline.config import RunConfig
@@ -32,6 +38,8 @@ from earlyfusion.pipeline.report import write_report
 from earlyfusion.pipeline.runtime import Runtime
 
 TASKS = ("easy_vqa", "bpb")
+FINAL = 4
+"""How many times more of its held-out samples a source is measured on in the last evaluation."""
 LICENCES = {
     "easy_vqa": ("MIT", "pictures and questions of the PyPI package easy-vqa"),
     "pydoc": ("PSF-2.0", "topics of the installed Python's reference manual"),
@@ -54,6 +62,7 @@ class Evaluator:
                 raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
+        self._shown: list[Sample] | None = None
 
     def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> dict[str, Any]:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.
@@ -62,6 +71,7 @@ class Evaluator:
         """
         headline: dict[str, Any] = {}
         if self.runtime.is_main:
+            headline |= self._heldout(step, final)
             for task in self.config.eval.tasks:
                 limit = self.config.eval.limits.get(task)
                 if task in self.own_tasks:
@@ -72,10 +82,40 @@ class Evaluator:
             if final and loader is not None:
                 self._attnres(step, loader)
             if headline:
-                shown = ", ".join(f"{key} {value:.3f}" for key, value in headline.items() if value is not None)
+                plain = [(key, value) for key, value in headline.items() if not key.startswith("heldout/")]
+                shown = ", ".join(f"{key} {value:.3f}" for key, value in plain if value is not None)
+                shown = "; ".join(part for part in (shown, heldout_told(headline)) if part)
                 tracker.event(step, "eval", **headline, message=shown)
         self.runtime.barrier()
         return headline
+
+    def _heldout(self, step: int, final: bool) -> dict[str, float]:
+        """Every source's loss on what it holds out, and that of all pictures and all texts together.
+
+        A source is read up to eval.heldout samples or one micro-batch of tokens, at the end FINAL times as far.
+        """
+        times = FINAL if final else 1
+        limit, most = times * self.config.eval.heldout, times * max(stage.tokens for stage in self.config.stages)
+        whole, sources = Loss(), {}
+        for source in self.config.data.sources if limit else ():
+            results = self.measure(heldout_getters(self._source(source.name), limit), most)
+            if (numbers := summary(results)) is not None:
+                sources[source.name] = numbers
+                for result in results:
+                    if isinstance(result, Loss):
+                        whole.add(result)
+        if not sources:
+            return {}
+        save_result(self.out, "heldout", step, {"sources": sources, "all": whole.numbers()})
+        return heldout_headline(sources, whole.numbers())
+
+    def measure(
+        self, samples: Iterable[Getter], most_tokens: int | None = None, *, blind: bool = True
+    ) -> list[Loss | BadSample]:
+        """The losses of samples of a source, cut and packed as in the stage with the longest documents."""
+        stage, data = max(self.config.stages, key=lambda stage: stage.length), self.config.data
+        room = Room(stage.tokens, stage.max_patches, stage.length, data.overlong, data.decode)
+        return measure(self.fusion, self.tokens, samples, room, most_tokens=most_tokens, blind=blind)
 
     def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
         result = evaluate_easy_vqa(self.fusion, self.tokens, limit=limit)
@@ -104,21 +144,35 @@ class Evaluator:
         }
 
     def _samples(self, step: int) -> None:
-        samples = list(islice(self._pictures(), self.config.eval.samples))
-        if samples:
-            save_samples(self.out, step, answer_samples(self.fusion, self.tokens, samples))
+        if self._shown is None:
+            self._shown = self._choose(self.config.eval.samples) if self.config.eval.samples else []
+        if self._shown:
+            save_samples(self.out, step, answer_samples(self.fusion, self.tokens, self._shown))
 
-    def _pictures(self) -> Any:
-        """Held-out samples that end in an answer, one source with pictures after the other, round robin."""
-        names = [s.name for s in self.config.data.sources if s.kind == "easy_vqa" or s.kind.startswith("synth_")]
-        streams = [iter(self._source(name).heldout_samples(self.config.eval.samples)) for name in names]
-        while streams:
-            for stream in list(streams):
-                sample = next(stream, None)
-                if sample is None:
-                    streams.remove(stream)
-                elif _asks(sample):
-                    yield sample
+    def _choose(self, wanted: int) -> list[Sample]:
+        """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of each; then
+        one of each source of text alone."""
+        streams, texts = [], []
+        for source in self.config.data.sources:
+            found = self._prompts(source.name, wanted)
+            seen = [sample for sample in found if has_media(sample)]
+            streams += [seen] if seen else []
+            texts += found[:1] if not seen else []
+        turns = [sample for turn in zip_longest(*streams) for sample in turn if sample is not None]
+        return turns[: max(wanted, len(streams))] + texts
+
+    def _prompts(self, name: str, wanted: int) -> list[Sample]:
+        """Held-out samples of a source that can be read and end in something to answer with; those with pictures first."""
+        source, most = self._source(name), max(stage.tokens for stage in self.config.stages)
+        usable: list[Sample] = []
+        for index in range(min(source.heldout_len(), 4 * wanted)):
+            try:
+                sample = prompted(source.heldout(index))
+                fits = sample is not None and len(encode(sample, self.tokens, self.config.vision)) <= most
+            except BadSample:
+                continue
+            usable += [sample] if fits and sample is not None else []
+        return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]
 
     def _attnres(self, step: int, loader: Any) -> None:
         pictures = [s.name for s in self.config.data.sources if s.kind == "easy_vqa" or s.kind.startswith("synth_")]
@@ -138,10 +192,32 @@ class Evaluator:
         return self._sources[name]
 
 
-def _asks(sample: Sample) -> bool:
-    """Whether a sample shows a picture and ends in a text to answer with."""
-    kinds = [type(segment).__name__ for segment in sample.segments]
-    return len(kinds) > 1 and kinds[-1] == "Text" and kinds[0] != "Text"
+def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, float]) -> dict[str, float]:
+    """Held-out losses by modality (all sources together) and by source, as metrics.jsonl and trackers name them.
+
+    heldout/image, heldout/image_blind, heldout/text; heldout/source/<name>, heldout/blind/<name> (of the tokens beside a
+    picture; heldout/seen/<name> is theirs with it, where the source has others as well), heldout/bits_per_byte/<name>.
+    """
+    names = {"seen_loss": "image", "blind_loss": "image_blind", "text_loss": "text"}
+    headline = {f"heldout/{label}": overall[key] for key, label in names.items() if key in overall}
+    for name, found in sources.items():
+        headline[f"heldout/source/{name}"] = found["loss"]
+        mixed = "seen_loss" in found and "text_loss" in found
+        for key, label in (("seen_loss", "seen"), ("blind_loss", "blind"), ("bits_per_byte", "bits_per_byte")):
+            if key in found and (mixed or key != "seen_loss"):
+                headline[f"heldout/{label}/{name}"] = found[key]
+    return headline
+
+
+def heldout_told(headline: Mapping[str, float]) -> str:
+    """The held-out losses of a headline as part of one line for the terminal."""
+    told = []
+    for key, value in headline.items():
+        if key.startswith("heldout/source/"):
+            name = key.removeprefix("heldout/source/")
+            blind = headline.get(f"heldout/blind/{name}")
+            told.append(f"{name} {value:.3f}" + ("" if blind is None else f" (blind {blind:.3f})"))
+    return f"held-out loss: {', '.join(told)}" if told else ""
 
 
 def run_facts(config: RunConfig, step: int, meter: Any, headline: dict[str, Any], shares: dict[str, float]) -> dict:

@@ -14,9 +14,10 @@ What it reads (every part optional; other keys and files are ignored):
   other events   listed in the run's diary if they carry `message`
 `eval/*.json`    files of `eval/results.py`:
   name "easy_vqa"  the dict of `EasyVqaResult.to_dict()`     name "bpb"  the dict of `BpbResult.to_dict()`
+  name "heldout"   {"sources": {name: `eval.heldout.summary`}, "all": numbers of all together}
   name "answer_loss", "tool_talks_<source>"  of a chat stage (pipeline/sft_eval.py)
   name "attnres"   the dict of `eval.attnres_probe.attnres_weights`
-`samples/*.json` files of `eval/samples.py`: `{"step": int, "samples": [{"image", "prompt", "answer", "reference"}]}`,
+`samples/*.json` files of `eval/samples.py`: `{"step": int, "samples": [{"source", "image", "prompt", "answer", "reference"}]}`,
                  `image` = data URI or a path relative to the run folder
 `recipe.toml` or `recipe.json`, `versions.json` (name -> version), `facts.json` (name -> value; shown in the head)
 """
@@ -37,6 +38,7 @@ from earlyfusion.pipeline.report_chat import chat_part
 from earlyfusion.pipeline.report_data import data_part
 from earlyfusion.pipeline.report_parts import (
     evaluation_part,
+    heldout_part,
     inside_part,
     loss_part,
     optimisation_part,
@@ -132,8 +134,8 @@ def read_run(run_dir: str | Path) -> Run:
 def write_report(run_dir: str | Path) -> Path:
     """Write `<run_dir>/report.html` and return its path. The page loads nothing: pictures and drawings are inline."""
     run = read_run(run_dir)
-    parts = [evaluation_part(run), chat_part(run, _image_source), samples_part(run, _image_source), loss_part(run)]
-    parts += [text_part(run)]
+    parts = [evaluation_part(run), heldout_part(run), chat_part(run, _image_source), samples_part(run, _image_source)]
+    parts += [loss_part(run), text_part(run)]
     parts += [data_part(run), inside_part(run), optimisation_part(run), _diary_part(run), _recipe_part(run)]
     title = str(run.facts.get("name", run.directory.resolve().name))
     page = (

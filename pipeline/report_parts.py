@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from earlyfusion.eval.results import load_results
 from earlyfusion.pipeline.report_charts import Series, heat_map, line_chart
 
 if TYPE_CHECKING:
     from earlyfusion.pipeline.report import Run
-
-PICTURES = 12
 
 
 def _section(title: str, note: str, body: str) -> str:
@@ -69,26 +68,73 @@ def _kind_row(kind: str, row: Mapping[str, Any], columns: Sequence[str]) -> str:
     return f"<tr><td>{html.escape(kind)}</td><td>{row.get('questions', '')}</td>{cells}</tr>"
 
 
+def heldout_part(run: Run) -> str:
+    """Held-out loss of every source over steps, and the last table with its image-blind row."""
+    records = load_results(run.directory, "heldout")
+    if not records:
+        return ""
+    names = list(dict.fromkeys(name for record in records for name in record.get("sources", {})))
+    series = {}
+    for name in names:
+        rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
+        series[name] = _points(rows, "loss")
+        if (blind := _points(rows, "blind_loss"))[0]:
+            series[f"{name}, grey picture"] = blind
+    drawing = line_chart(series, ylabel="nats a token", points=True, description="held-out loss over steps")
+    columns = {
+        "samples": "samples",
+        "tokens": "learned tokens",
+        "loss": "loss",
+        "seen_loss": "beside a picture",
+        "blind_loss": "the same, grey picture",
+        "text_loss": "text alone",
+        "bits_per_byte": "bits per byte",
+    }
+    last = records[-1]
+    rows = {**last["sources"], "all": last.get("all", {})}
+    body = "".join(
+        f"<tr><td>{html.escape(name)}</td>" + "".join(f"<td>{_plain(row.get(key))}</td>" for key in columns) + "</tr>"
+        for name, row in rows.items()
+    )
+    head = "".join(f"<th>{label}</th>" for label in columns.values())
+    left = {name: row["left_out"] for name, row in last["sources"].items() if row.get("left_out")}
+    note = (
+        f"Samples that every source holds out of training, at step {last['step']:,}: nats a learned token. Grey picture: the "
+        "same tokens with every pixel grey; what seeing adds is the distance between the two. Bits per byte: where a "
+        "sample is learned text throughout."
+    )
+    note += f" Left out as unreadable: {html.escape(str(left))}." if left else ""
+    table = f"<table><tr><th>source</th>{head}</tr>{body}</table>"
+    return _section("Held-out loss by source", note, f"{drawing}{table}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if isinstance(value, float) else "–"
+
+
 def samples_part(run: Run, source: Callable[[Run, Any], str | None]) -> str:
     """The latest sample pictures with prompt, answer and reference; earlier answers of the same picture beneath."""
     if not run.samples:
         return ""
     latest = run.samples[-1]
     cards = []
-    for index, sample in enumerate(latest["samples"][:PICTURES]):
+    for index, sample in enumerate(latest["samples"]):
         image = source(run, sample.get("image"))
         picture = f'<img src="{html.escape(image)}" alt="">' if image else ""
+        name = f'<div class="q">{html.escape(str(sample["source"]))}</div>' if sample.get("source") else ""
         answer, reference = str(sample.get("answer", "")).strip(), str(sample.get("reference", "")).strip()
         verdict = "good" if answer == reference else "bad"
         earlier = _earlier_answers(run.samples[:-1], index, sample)
         cards.append(
-            f'<div class="picture">{picture}<div class="q">{html.escape(str(sample.get("prompt", "")))}</div>'
+            f'<div class="picture">{picture}{name}<div class="q">{html.escape(str(sample.get("prompt", "")))}</div>'
             f'<div class="{verdict if reference else ""}">{html.escape(answer) or "(nothing)"}</div>'
             + (f'<div class="q">expected: {html.escape(reference)}</div>' if reference and verdict == "bad" else "")
             + earlier
             + "</div>"
         )
-    note = f"Held-out pictures and greedy answers at step {latest['step']:,}; green where answer and reference agree."
+    note = f"Held-out samples of the sources and greedy answers at step {latest['step']:,}; green where answer and reference agree."
     return _section("What it says", note, f'<div class="pictures">{"".join(cards)}</div>')
 
 

@@ -9,18 +9,15 @@ A source of weight 0 is measured and never trained on. Every task of pretraining
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
-from earlyfusion.data.encode import Encoded, encode
-from earlyfusion.data.errors import BadSample
-from earlyfusion.data.pack import pack_all
 from earlyfusion.data.zero_vision import ZeroVision
+from earlyfusion.eval import heldout
 from earlyfusion.eval.results import save_result
 from earlyfusion.eval.samples import thumbnail
 from earlyfusion.eval.sandbox import Sandbox
 from earlyfusion.eval.tool_talks import MEASURES, Played, play_talks, summary, transcript
 from earlyfusion.eval.tool_turns import picture_files
-from earlyfusion.model.generate import evaluating
 from earlyfusion.pipeline.evaluate import Evaluator
 
 HELDOUT = 64
@@ -51,32 +48,14 @@ class ChatEvaluator(Evaluator):
 
         None for a source that holds nothing out.
         """
-        stage = max(self.config.stages, key=lambda stage: stage.length)
-        batches = pack_all(
-            self._heldout(name, limit, stage.length, stage.max_patches), tokens=stage.tokens,
-            max_patches=stage.max_patches, pad_id=self.tokens.pad_id, sources=[name],
-            patch_size=self.config.vision.patch_size, length=stage.length,
-        )  # fmt: skip
-        loss = weight = 0.0
-        documents = 0
-        with evaluating(self.fusion):
-            for batch in batches:
-                out = self.fusion(batch.to(self.runtime.device))
-                learned = (batch.labels >= 0) & (batch.loss_weights > 0)
-                loss += float(out.nll_T.double().cpu()[learned].sum())
-                weight += float(learned.sum())
-                documents += len(batch.keys)
-        return {"loss": loss / weight, "tokens": weight, "conversations": documents} if weight else None
-
-    def _heldout(self, name: str, limit: int, length: int, max_patches: int) -> Iterator[Encoded]:
         source = self._source(name)
-        for index in range(min(limit, source.heldout_len())):
-            try:
-                document = encode(source.heldout(index), self.tokens, self.config.vision)
-            except BadSample:
-                continue
-            if len(document) <= length and document.num_patches <= max_patches:
-                yield document
+        chosen = (partial(source.heldout, index) for index in range(min(limit, source.heldout_len())))
+        found = heldout.summary(self.measure(chosen, blind=False))
+        return found and {"loss": found["loss"], "tokens": found["tokens"], "conversations": found["samples"]}
+
+    def _heldout(self, step: int, final: bool) -> dict[str, float]:
+        """Nothing: the task answer_loss is that of this stage, on as many conversations as its recipe says."""
+        return {}
 
     def _tool_talks(self, step: int, limit: int | None) -> dict[str, float]:
         headline: dict[str, float] = {}

@@ -102,19 +102,25 @@ class Tracker:
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
         """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no terminal."""
         self._write(step, "train", numbers)
-        scalars = {key: value for key, value in numbers.items() if isinstance(value, int | float)}
+        self._send(step, numbers)
+        self.tick(step, numbers)
+        if self._live is None:
+            self.say(self.line())
+
+    def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """The numbers among `numbers` to TensorBoard and the trackers."""
+        scalars = {key: value for key, value in numbers.items() if is_number(value)}
         if self._accelerator is not None:
             self._accelerator.log(scalars, step=step)
         if self._board is not None:
             for key, value in scalars.items():
                 self._board.add_scalar(key, value, step)
-        self.tick(step, numbers)
-        if self._live is None:
-            self.say(self.line())
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Any other record; a `message` is also shown."""
+        """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as well."""
         self._write(step, kind, fields)
+        if kind == "eval":
+            self._send(step, fields)
         if fields.get("message"):
             self.say(f"[{kind}] step {step}: {fields['message']}")
 

@@ -47,7 +47,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 def recipe(folder, tokenizer) -> Path:
     one_stage = [{"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}]
     changes = {"stages": one_stage, "optim__lr": 3e-3, "data__prefetch": "thread"}
-    changes |= {"checkpoint__every": 1, "checkpoint__keep": 9}
+    changes |= {"checkpoint__every": 1, "checkpoint__keep": 9, "eval__heldout": 3}
     return tiny_run.write_recipe(folder / "tiny.toml", tiny_run.tiny_recipe(tokenizer, **changes))
 
 
@@ -91,6 +91,11 @@ def assert_same_run(left: Path, right: Path) -> None:
         for key in ("tokens", "patches", "samples", "fill", "lr"):
             assert mine[key] == pytest.approx(other[key], rel=1e-12), (mine["step"], key)
         assert mine["max_logit"]["2"] == pytest.approx(other["max_logit"]["2"], rel=NORM_RTOL)
+    measured, theirs = (read_metrics(out / "metrics.jsonl", "eval")[-1] for out in (left, right))
+    assert measured.keys() == theirs.keys()
+    for key in [key for key in measured if key.startswith("heldout/")]:
+        assert measured[key] == pytest.approx(theirs[key], rel=WEIGHT_RTOL), key
+    assert "heldout/blind/vqa" in measured
     mine, other = weights(left), weights(right)
     assert mine.keys() == other.keys()
     for name in mine:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def test_every_record_is_on_disk_before_the_next_step(tmp_path, runtime):
     assert [r["event"] for r in read_metrics(tmp_path / "metrics.jsonl")] == ["train", "train", "eval"]
     assert read_metrics(tmp_path / "metrics.jsonl", "eval")[0]["accuracy"] == 0.5
     tracker.close()
+
+
+def test_evaluations_reach_the_trackers_too(tmp_path, runtime):
+    tracker, sent = Tracker(tmp_path, runtime, total_steps=9, console=quiet()), []
+    tracker._accelerator = SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)))
+    tracker.event(4, "eval", **{"heldout/source/photos": 1.5}, note="text", message="said", nothing=None)
+    tracker.event(4, "checkpoint", path="step-000004")
+    tracker.close()
+    assert sent == [(4, {"heldout/source/photos": 1.5})]
 
 
 def test_a_resume_drops_later_records_and_a_torn_line(tmp_path, runtime):

@@ -79,7 +79,7 @@ def tiny_recipe(tokenizer: Path, **changes: Any) -> dict[str, Any]:
             },
         ],
         "train": {"threads": 1, "text_loss_weight": 0.7, "loss_weights": {"manual": 0.5}},
-        "eval": {"tasks": [], "samples": 0},
+        "eval": {"tasks": [], "samples": 0, "heldout": 0},
         "checkpoint": {"every": 3, "keep": 2},
         "track": {"log_every": 1},
     }  # fmt: skip
