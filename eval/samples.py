@@ -50,7 +50,7 @@ def prompted(sample: Sample) -> Sample | None:
     while segments and not (isinstance(segments[-1], Text) and segments[-1].loss > 0 and segments[-1].text.strip()):
         segments.pop()
     if len(segments) == 1:
-        text = segments[0].text
+        text = sample.text
         cut = text.rfind(" ", 1, OPENING) if len(text) > OPENING else text.rfind(" ")
         if cut < 1:
             return None
@@ -112,8 +112,10 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
             name = f"samples/picture_{index:03d}.png"
             if not (Path(run_dir) / name).exists():
                 thumbnail(record["picture"]).save(Path(run_dir) / name)
-        told = {key: record[key] for key in ("source", "prompt", "answer", "reference") if key in record}
-        plain.append({"image": name, **told})
+        told: dict[str, Any] = {
+            key: record[key] for key in ("source", "prompt", "answer", "reference") if key in record
+        }
+        plain.append(told | {"image": name})
     stem = f"step_{int(step):0{STEP_DIGITS}d}"
     contact_sheet(records).save(folder / f"{stem}.png")
     return write_json(folder / f"{stem}.json", {"step": int(step), "samples": plain})

@@ -76,9 +76,9 @@ def heldout_part(run: Run) -> str:
     names = list(dict.fromkeys(name for record in records for name in record.get("sources", {})))
     series = {}
     for name in names:
-        rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
-        series[name] = _points(rows, "loss")
-        if (blind := _points(rows, "blind_loss"))[0]:
+        told = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
+        series[name] = _points(told, "loss")
+        if (blind := _points(told, "blind_loss"))[0]:
             series[f"{name}, grey picture"] = blind
     drawing = line_chart(series, ylabel="nats a token", points=True, description="held-out loss over steps")
     columns = {
