@@ -3,16 +3,19 @@
 Colours come from one colour-blind safe list, in a fixed order, so that a modality or source keeps its colour.
 """
 
+from __future__ import annotations
+
 import io
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 INK, MUTED, GRID = "#1d2433", "#6b7487", "#e4e8ef"
 COLOURS = ("#2f6fde", "#d9603b", "#2a9d6e", "#8b5cc7", "#c9a227", "#3aa6c2", "#c2447d", "#7a8450", "#5b6b8c", "#a0522d")
@@ -41,7 +44,17 @@ def smooth(ys: Sequence[float], factor: float = 0.9) -> list[float]:
     return out
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches. matplotlib takes half a second to import: not before something is drawn."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def _svg(figure: Figure, description: str) -> str:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "earlyfusion"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
@@ -80,7 +93,7 @@ def line_chart(
 
     With `smoothing` a long raw curve is drawn pale and its moving average, over a fiftieth of it, on top. Non-finite values are left out.
     """
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(*size)
     axes = _axes(figure, xlabel="step", ylabel=ylabel)
     for index, (label, (xs, ys)) in enumerate(series.items()):
         kept = [(x, y) for x, y in zip(xs, ys) if y is not None and math.isfinite(y) and (not log or y > 0)]
@@ -130,7 +143,7 @@ def heat_map(
     low = min(flat, default=0.0) if low is None else low
     high = max(flat, default=1.0) if high is None else high
     width = max(2.6, cell[0] * len(columns) + 1.0) * len(matrices) + 0.6
-    figure = Figure(figsize=(width, max(1.6, cell[1] * len(rows) + 0.9)), layout="constrained")
+    figure = new_figure(width, max(1.6, cell[1] * len(rows) + 0.9))
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     image = None
     for position, (axes, (title, matrix)) in enumerate(zip(panels, matrices.items())):

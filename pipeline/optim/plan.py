@@ -13,12 +13,12 @@ Shapes: see blocks.py; N blocks, G group, R rows, C columns.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from earlyfusion.pipeline.errors import did_you_mean
 from earlyfusion.pipeline.optim.blocks import (
@@ -32,6 +32,9 @@ from earlyfusion.pipeline.optim.blocks import (
     unit_rows,
 )
 from earlyfusion.pipeline.optim.groups import Owned, check_muon_parameter, owned_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 CHUNK_ELEMENTS = {"cpu": 2**19}
 """Most elements in one stacked Newton-Schulz call by device type: on a CPU what a core's cache holds."""
@@ -101,9 +104,16 @@ class Plan:
         return True
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor. Its module takes a second to import; who shards has imported it, and a process that
+    has not holds none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The rows of a tensor that live on this rank; shares storage with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if is_sharded(tensor) else tensor.detach()
 
 
 def build_plan(param_groups: list[dict[str, Any]], state: Any, model: nn.Module | None) -> Plan:
@@ -159,7 +169,7 @@ def _entry(family: str, fqn: str, param: Tensor, spec: BlockSpec, owned: Owned |
     owner = (owned.module, owned.attribute) if owned is not None else None
     if family == "muon":
         check_muon_parameter(fqn, tuple(param.shape), spec, owned.module if owned is not None else None)
-        if isinstance(param, DTensor):
+        if is_sharded(param):
             _check_placements(fqn, param, spec)
         elif not param.is_contiguous():
             raise RoutingError(f"{fqn} is not contiguous (strides {param.stride()}); Muon updates row blocks in place")
@@ -168,6 +178,8 @@ def _entry(family: str, fqn: str, param: Tensor, spec: BlockSpec, owned: Owned |
 
 def _check_placements(fqn: str, param: DTensor, spec: BlockSpec) -> None:
     """A shard must hold whole blocks: replicated, experts cut along dim 0, or rows cut between blocks."""
+    from torch.distributed.tensor import Replicate, Shard
+
     local = param.to_local()
     cuts = [placement for placement in param.placements if not isinstance(placement, Replicate)]
     if any(type(placement) is not Shard or placement.dim != 0 for placement in cuts):

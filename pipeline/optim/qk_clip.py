@@ -21,12 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.hooks import RemovableHandle
 
 from earlyfusion.pipeline.optim.groups import clean_name
-from earlyfusion.pipeline.optim.plan import local_part
+from earlyfusion.pipeline.optim.plan import is_sharded, local_part
 
 _NEEDED = ("max_logit", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_b_proj")
 
@@ -131,7 +129,9 @@ def _scale_rows(weight: Tensor, factors_R1: Tensor) -> None:
     if not weight.requires_grad:
         return
     local = local_part(weight)
-    if isinstance(weight, DTensor):
+    if is_sharded(weight):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         factors_R1 = factors_R1[offset[0] : offset[0] + shape[0]]
     local.mul_(factors_R1)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from earlyfusion.pipeline.report_charts import COLOURS, GRID, INK, MUTED, _axes, _svg
+from earlyfusion.pipeline.report_charts import COLOURS, GRID, INK, MUTED, _axes, _svg, new_figure
 
 GOOD, BAD = "#1f8a5f", "#c0392b"
 
@@ -18,7 +17,7 @@ def dots(rows: Sequence[Mapping[str, Any]], description: str, xlabel: str) -> st
 
     A row has name, value, low, high, clear and per_seed (start -> run -> difference), all in points.
     """
-    figure = Figure(figsize=(8.6, 0.42 * len(rows) + 1.0), layout="constrained")
+    figure = new_figure(8.6, 0.42 * len(rows) + 1.0)
     axes = _axes(figure, xlabel=xlabel, ylabel="")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.grid(axis="y", visible=False)

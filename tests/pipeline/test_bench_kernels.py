@@ -103,14 +103,14 @@ def test_bad_options_are_named(arguments, match):
         bench_kernels.main(arguments)
 
 
-@pytest.mark.slow
-def test_kda_on_a_cpu_meets_its_bars():
-    """T 2048, forward and backward: 20x the recurrence; 1.5x transformers' pure-torch chunks at a quarter of the memory."""
+def test_the_peers_of_kda_on_a_cpu_compute_the_same_and_are_measured():
+    """What `--only kda` prints ratios of: three forms of one function, forward and backward. The ratios themselves are
+    read from the command at T 2048 (docs/kernels.md), not from a timed test."""
     pytest.importorskip("transformers.models.kimi_linear")
-    case = bench_kernels_kda.case("T2048", (2048,), 4, 32, "R2", setting(["transformers", "recurrence"], check=False))
-    result = measure(case, setting(check=False), rounds=3)
+    case = bench_kernels_kda.case("T96", (96,), 2, 16, "R2", setting(["transformers", "recurrence"]))
+    assert set(errors(case)) == {"ours", "transformers", "recurrence"}
+    assert max(errors(case).values()) < 1e-4  # fp32, sums in another order
+    result = measure(case, setting(), rounds=1)
     assert not result["failed"], result["failed"]
-    sides = {name: passes["both"] for name, passes in result["sides"].items()}
-    assert sides["recurrence"]["p10_ms"] > 20 * sides["ours"]["median_ms"]
-    assert sides["transformers"]["p10_ms"] > 1.5 * sides["ours"]["median_ms"]
-    assert sides["ours"]["peak_mib"] < sides["transformers"]["peak_mib"] / 4
+    for passes in result["sides"].values():
+        assert passes["both"]["median_ms"] > 0 and passes["both"]["peak_mib"] > 0
