@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare_analysis import Options, compare_arms
 from earlyfusion.eval.compare_load import CompareError, load_arm
 from earlyfusion.eval.compare_report import write_html
@@ -98,7 +99,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         if with_control:
             row.append(_delta(unit, entry["difference_in_differences"]))
         table.add_row(*row, f"{p_text(delta['p'])}\n{p_text(delta['p_holm'])}", unit(delta["smallest_delta"]))
-    console.print(table)
+    print_table(console, table)
     for entry in result["tasks"]:
         _show_details(entry, unit, console)
     if result["left_out"]:
@@ -142,7 +143,7 @@ def _show_details(entry: dict[str, Any], unit: Unit, console: Console) -> None:
         row = [c["category"], f"{c['n']:,}", unit(c["base"]), unit(c["treated"])]
         row += [f"{unit(c['value'], True)} ± {unit(c['se'])}", _range(unit, c), p_text(c["p_holm"])]
         shown.add_row(*row, unit(c["smallest_delta"]))
-    console.print(shown)
+    print_table(console, shown)
 
 
 def _range(unit: Unit, interval: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,8 +89,10 @@ def evaluate_easy_vqa(
     controls: Sequence[str] = ("grey",),
     restricted: bool = True,
     tokens_per_batch: int = 8192,
+    progress: Callable[[int, int], None] | None = None,
 ) -> EasyVqaResult:
     """Measure `model`. controls: image-blind variants, of CONTROLS. restricted: also choose among the 13 answers.
+    progress: told (documents scored, all) of a view, now and then.
 
     Raises ValueError for an unknown control.
     """
@@ -99,7 +101,7 @@ def evaluate_easy_vqa(
         raise ValueError(f"unknown control {unknown[0]!r}; known: {', '.join(CONTROLS)}")
     start = time.perf_counter()
     questions = questions_of(split, limit)
-    exam = _Exam(model, tokenizer, split, questions, tokens_per_batch)
+    exam = _Exam(model, tokenizer, split, questions, tokens_per_batch, progress)
     verdicts: dict[str, list[bool]] = {"accuracy": exam.said("seen")}
     verdicts["accuracy_of_13"] = exam.chosen_right() if restricted else []
     verdicts["blind_accuracy"] = exam.said("grey") if "grey" in controls else []
@@ -145,8 +147,15 @@ class _Exam:
     """The questions as documents, with and without their pictures."""
 
     def __init__(
-        self, model: NativeFusion, tokenizer: Tokenizer, split: str, questions: list[Question], tokens_per_batch: int
+        self,
+        model: NativeFusion,
+        tokenizer: Tokenizer,
+        split: str,
+        questions: list[Question],
+        tokens_per_batch: int,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        self.progress = progress
         self.model, self.tokenizer, self.questions = model, tokenizer, questions
         self.tokens_per_batch = tokens_per_batch
         needed = {question.picture for question in questions}
@@ -194,6 +203,7 @@ class _Exam:
             candidates=[ids[0] for ids in self.answer_ids] if self.distinct_starts else (),
             silent_ids=self._silent(),
             tokens_per_batch=self.tokens_per_batch,
+            progress=self.progress,
         )
         found = dict(zip(distinct, scores))
         return [found[document] for document in documents]

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,9 +63,15 @@ def label_of(task: Task) -> str:
 
 
 def run_task(
-    model: Model, task: Task, options: RunOptions | None = None, *, out: Path | None = None, progress: bool = False
+    model: Model,
+    task: Task,
+    options: RunOptions | None = None,
+    *,
+    out: Path | None = None,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> dict[str, Any]:
-    """Ask every question of the task (those not yet answered in `out`); returns the summary.
+    """Ask every question of the task (those not yet answered in `out`); returns the summary. progress: a bar, or a
+    function that is told (answered, all).
 
     Raises EvalError when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
@@ -287,8 +293,11 @@ class _Writer:
 
 
 @contextmanager
-def _bar(shown: bool, label: str, total: int):
+def _bar(shown: bool | Callable[[int, int], None], label: str, total: int):
     """A progress bar on standard error with the running mean score; yields advance(count, records so far)."""
+    if not isinstance(shown, bool):
+        yield lambda count, records: shown(len(records), total)
+        return
     if not shown:
         yield lambda count, records: None
         return
@@ -330,6 +339,7 @@ def evaluate_in_memory(
     batch_tokens: int = 4096,
     seed: int = 0,
     chat: bool = False,
+    progress: bool | Callable[[int, int], None] = False,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
@@ -341,7 +351,7 @@ def evaluate_in_memory(
     for given in tasks:
         task = build_by_name(given, TaskOptions(seed=seed), data or {}) if isinstance(given, str) else given
         options = RunOptions(limit=limit, shots=shots, seed=seed)
-        results[label_of(task)] = run_task(wrapped, task, options, out=out)["metrics"]
+        results[label_of(task)] = run_task(wrapped, task, options, out=out, progress=progress)["metrics"]
     return results
 
 

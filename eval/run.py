@@ -191,6 +191,8 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from earlyfusion.data.tables import print_table
+
     table = Table(title="evaluation")
     for column in ("task", "n", "score", "± SE", "chance", "majority", "unextracted", "more"):
         table.add_column(column, justify="left" if column in ("task", "more") else "right")
@@ -202,7 +204,7 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
             more.append(f"refused (too long) {summary['refused']}")
         cells = [_cell(metrics.get(k)) for k in ("score", "standard_error", "chance", "majority", "unextracted")]
         table.add_row(summary["task"], str(metrics.get("n")), *cells, ", ".join(more))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    print_table(Console(width=None if sys.stdout.isatty() else 160), table)
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,7 @@ Shapes: T tokens, D hidden, V vocabulary, M image tokens, A answer tokens, C can
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,13 @@ def score_answers(
     silent_ids: Sequence[int] = (),
     tokens_per_batch: int = 8192,
     patches_per_batch: int = 16384,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Score]:
     """A Score for every question, in order.
 
     candidates: token ids compared at the first answer position. silent_ids: ids that cannot be produced and so do not
-    compete in the argmax (they keep their share of the likelihood). Raises KeyError for a picture that is not given.
+    compete in the argmax (they keep their share of the likelihood). progress: told (questions scored, all) after every
+    row. Raises KeyError for a picture that is not given.
     """
     scores: list[Score] = []
     with evaluating(model):
@@ -69,6 +71,8 @@ def score_answers(
             if row and size + length > tokens_per_batch:
                 scores += judge(row)
                 row, size = [], 0
+                if progress is not None:
+                    progress(len(scores), len(asked))
             row.append(question)
             size += length
         return scores + (judge(row) if row else [])

@@ -74,7 +74,10 @@ def save_model(
         write_json(folder / "preprocessor_config.json", preprocessor_dict(model.config))
         write_json(folder / "generation_config.json", generation_dict(model.config))
         parameters = sum(p.numel() for p in model.parameters())
-        (folder / "README.md").write_text(model_card(model.config, facts or {}, parameters), encoding="utf-8")
+        card = folder / "README.md"
+        card.write_text(model_card(model.config, facts or {}, parameters), encoding="utf-8")
+        for file in folder.iterdir():  # safetensors writes 600, whatever the umask
+            shutil.copymode(card, file)
     return directory
 
 

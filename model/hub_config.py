@@ -27,17 +27,26 @@ PREFIX = "embedded:"
 
 
 def model_folder(given: str | Path) -> Path:
-    """The folder meant: a path as it is given, or "embedded:NAME" for a model that travels with the package.
+    """The folder meant: a path as it is given, its `model` where that is a run's folder, or "embedded:NAME" for a model
+    that travels with the package.
 
     Raises ModelDirectoryError for an unknown name.
     """
     if not str(given).startswith(PREFIX):
-        return Path(given)
+        path = Path(given)
+        is_run = not (path / "config.json").exists() and (path / "model" / "config.json").is_file()
+        return path / "model" if is_run else path
     names = sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
     name = str(given).removeprefix(PREFIX)
     if name not in names:
         raise ModelDirectoryError(f"{str(given)!r}: embedded models are {', '.join(names) or 'none'}")
     return EMBEDDED / name
+
+
+def model_name(folder: str | Path) -> str:
+    """What to call a model directory: its own name, or the run's for RUN/model."""
+    path = Path(folder).resolve()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def load_config(directory: str | Path) -> FusionConfig:

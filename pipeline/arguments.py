@@ -2,27 +2,34 @@
 
     VERB RECIPE [RECIPE...] [--out DIR] [--steps N] [--init-from DIR] [--resume] [--dry-run] [--section.key VALUE]...
 
-`--help` is made from the pydantic schema, so it cannot disagree with it.
+`--help` is made from the pydantic schema, so it cannot disagree with it. A run keeps what it was started with in
+command.json; `--resume` reads it, so nothing has to be said twice.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from earlyfusion.pipeline.compose import compose
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 
 FLAGS = {
-    "resume": "continue from the newest complete checkpoint in the output folder",
-    "dry-run": "print the resolved recipe, sizes, FLOPs, routing and stages, then leave",
+    "resume": "continue from the newest complete checkpoint in the output folder, with the recipes and overrides of "
+    "that run (but for --steps); overrides given now come on top",
+    "dry-run": "check what can be checked, print sizes and stages, then leave (earlyfusion plan prints everything)",
 }
 OPTIONS = {
     "out": ("run.out", "DIR", "output folder"),
@@ -30,6 +37,10 @@ OPTIONS = {
     "init-from": ("run.init_from", "DIR", "model directory for a warm start (weights only)"),
     "init": ("run.init_from", "DIR", "the same, shorter"),
 }
+STARTED = "command.json"
+"""File in the output folder: {"recipes": [...], "overrides": [[key, text], ...]} of the run."""
+OF_ONE_CALL = ("run.out", "run.steps")
+"""Overrides that a resume does not take over."""
 
 
 @dataclass
@@ -47,7 +58,8 @@ def parse_arguments(
 ) -> RecipeArguments:
     """Read the arguments of a training verb; prints help and leaves with 0 on -h/--help.
 
-    Raises UserError for an unknown option, a missing value or no recipe at all.
+    Raises UserError for an unknown option, a missing value or no recipe at all. With --resume the recipes (where none
+    is named) and the overrides that the run was started with come first.
     """
     parsed = RecipeArguments()
     rest = list(argv)
@@ -78,11 +90,40 @@ def parse_arguments(
         if not has_value:
             value = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
         parsed.overrides.append((name, value))
-    if not parsed.recipes:
+    named = bool(parsed.recipes)
+    if not named:
         if default_recipe is None:
             raise UserError(f"no recipe given; try: earlyfusion {verb} nano")
         parsed.recipes.append(default_recipe)
+    if parsed.resume:
+        _recall(parsed, named)
     return parsed
+
+
+def _recall(parsed: RecipeArguments, named: bool) -> None:
+    """Put what the run in the output folder was started with before what is given now."""
+    given = [item for item in parsed.overrides if item[0] in ("run.out", "run.name")]
+    run = (compose([] if "run.out" in dict(given) else parsed.recipes, given)).get("run") or {}
+    path = Path(run.get("out") or f"runs/{run.get('name', 'run')}") / STARTED
+    if not path.is_file():
+        return
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        recipes, overrides = list(map(str, stored["recipes"])), [(str(k), str(v)) for k, v in stored["overrides"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it and give the overrides of the run again") from None
+    parsed.recipes = parsed.recipes if named else recipes
+    parsed.overrides = overrides + parsed.overrides
+
+
+def remember(folder: str | Path, parsed: RecipeArguments) -> None:
+    """Write command.json: what a resume of the run in `folder` begins with."""
+    recipes = [str(Path(name).resolve()) if name.endswith(".toml") else name for name in parsed.recipes]
+    overrides = {key: text for key, text in parsed.overrides if key not in OF_ONE_CALL}
+    path = Path(folder) / STARTED
+    partial = path.with_name(f"{path.name}.tmp")
+    partial.write_text(json.dumps({"recipes": recipes, "overrides": list(overrides.items())}), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def launch(
@@ -90,18 +131,46 @@ def launch(
     config: Any,
     parsed: RecipeArguments,
     show: Callable[[Any], object] | None = None,
+    check: Callable[[Any], object] | None = None,
 ) -> int:
-    """Show the plan (--dry-run; by `show`, or that of pretraining), or build the stage and train; the exit code."""
-    if parsed.dry_run:
-        from earlyfusion.pipeline.plan import show_plan
+    """Show the plan (--dry-run; by `show`, or that of pretraining), or build the stage and train; the exit code.
 
-        (show or show_plan)(config)
+    What would fail after the set-up, or hours later, is tried first: the output folder, trackers, the launcher's
+    settings, and what `check` looks at (evaluation tasks, the reward). Raises UserError or what `check` raises.
+    """
+    from earlyfusion.pipeline.plan import banner, show_brief
+    from earlyfusion.pipeline.runtime import check_launcher, tie_to_launcher
+    from earlyfusion.pipeline.track import check_trackers
+
+    check_launcher(config.train.mixed_precision)
+    check_folder(config.run.directory)
+    check_trackers(config.track.trackers, config.track.tensorboard)
+    if check is not None:
+        check(config)
+    if parsed.dry_run:
+        (show or show_brief)(config)
         return EXIT_OK
+    tie_to_launcher()
     training = stage(config, parsed.resume)
     try:
+        if training.runtime.is_main:
+            remember(config.run.directory, parsed)
+        if (tracker := getattr(training, "tracker", None)) is not None:
+            tracker.say(banner(training))
         return training.train()
     finally:
         training.close()
+
+
+def check_folder(directory: str | Path) -> None:
+    """UserError when an output folder cannot be made or written; nothing is made."""
+    path = Path(directory)
+    while not path.exists() and not path.is_symlink() and path.parent != path:
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"--out {directory}: {path} is a file; give a folder")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"--out {directory}: {path} cannot be written; give another folder")
 
 
 def _check_dotted(name: str, schema: type[BaseModel], verb: str) -> None:
@@ -111,6 +180,9 @@ def _check_dotted(name: str, schema: type[BaseModel], verb: str) -> None:
     known = [*FLAGS, *OPTIONS, *(f"{key}.<key>" for key in schema.model_fields)]
     if "." in name:
         raise UserError(f"--{name}: no section {section!r} in a recipe; {did_you_mean(section, schema.model_fields)}")
+    meant = [key for key, *_ in describe(schema) if key.rpartition(".")[2] == name]
+    if meant:
+        raise UserError(f"option --{name} is not known; did you mean {' or '.join(f'--{key}' for key in meant[:3])}?")
     raise UserError(f"option --{name} is not known; {did_you_mean(name, known)} (see earlyfusion {verb} --help)")
 
 
@@ -119,7 +191,7 @@ def help_text(schema: type[BaseModel], *, verb: str, about: str) -> str:
     lines = [
         f"usage: earlyfusion {verb} RECIPE [RECIPE...] [options] [--section.key VALUE]...",
         "",
-        about,
+        *about.splitlines(),
         "RECIPE is a shipped name or a path to a TOML file; several compose left to right, later ones win.",
         "",
         "options:",
@@ -129,8 +201,21 @@ def help_text(schema: type[BaseModel], *, verb: str, about: str) -> str:
     lines += ["", "recipe keys (dotted overrides; VALUE is a TOML literal or plain text; null is None;"]
     lines += ["lists of tables are addressed by number or name, e.g. --stages.0.steps 20 or --stages.joint.lr 1e-3):"]
     for key, kind, default, text in describe(schema):
-        lines.append(f"  --{key}  {kind}  [{default}]" + (f"\n        {text}" if text else ""))
-    return "\n".join(lines)
+        lines.append(f"  --{key}  {kind}  [{default}]")
+        lines += [f"        {text}"] if text else []
+    return wrapped(lines)
+
+
+def wrapped(lines: Sequence[str]) -> str:
+    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is cut."""
+    width = min(120, shutil.get_terminal_size().columns)
+    fitted = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        fitted += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        ) or [""]  # fmt: skip
+    return "\n".join(fitted)
 
 
 def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, str, str]]:

@@ -1,19 +1,26 @@
 """The console entry: `earlyfusion VERB ...`. A verb's module is imported only when the verb is called.
 
 Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A mistake of
-the user is one line on stderr; EF_DEBUG=1 shows the traceback as well.
+the user is one line on stderr; EF_DEBUG=1 shows the traceback as well. A reader that goes away (`| head`) ends a verb
+without a word.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
+
+EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
+"""Errors of a path that was given: not there, of another kind, not allowed, full."""
 
 # verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
 VERBS: dict[str, tuple[str, str]] = {
@@ -54,7 +61,8 @@ def _exists(module: str) -> bool:
 
 def usage() -> str:
     lines = ["usage: earlyfusion VERB [options]", "", "verbs:"]
-    lines += [f"  {verb:<10} {text}" for verb, (_, text) in available().items()]
+    for verb, (_, text) in available().items():
+        lines += textwrap.wrap(text, 79, initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
     lines += ["", "earlyfusion VERB --help shows a verb's options; earlyfusion --version the version."]
     return "\n".join(lines)
 
@@ -97,12 +105,16 @@ def run(verb: str, argv: Sequence[str]) -> int:
 def guarded(call: object) -> int:
     """Call a verb; exceptions that are the user's to mend become one line and exit code 2, others pass.
 
-    Recognised without importing their homes: anything with an integer `exit_code`, every class named DataError, and
-    pydantic's ValidationError.
+    Recognised without importing their homes: anything with an integer `exit_code`, every class named DataError,
+    pydantic's ValidationError, and what the system says of a path (PLACES).
     """
     try:
         code = call()  # type: ignore[operator]
+        sys.stdout.flush()
         return EXIT_OK if code is None else int(code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return EXIT_PIPE
     except SystemExit as leave:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
@@ -126,12 +138,16 @@ def exit_code_of(error: BaseException) -> int | None:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
+    if isinstance(error, OSError) and error.errno in PLACES and (error.filename or error.errno == errno.ENOSPC):
+        return EXIT_USER
     names = {kind.__name__ for kind in type(error).__mro__}
     return EXIT_USER if names & {"DataError", "ValidationError"} else None
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line."""
+    """The message on one line; of the system's errors the path and the reason."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
     return " ".join(str(error).split())
 
 

@@ -167,8 +167,6 @@ class StageSection(Section):
 class TrainSection(Section):
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast dtype of the forward and backward pass."""
-    compile: bool = False
-    """torch.compile the decoder blocks."""
     recompute: bool = False
     """Keep no activations inside a layer (inside an AttnRes block) and compute them again in the backward pass: less
     memory for about a third more arithmetic."""
@@ -217,7 +215,9 @@ class EvalSection(Section):
     samples: NonNegativeInt = 4
     """Sample pictures with answers per evaluation, one of each source at least; a text goes on for sources of text."""
     limits: dict[str, int] = {}
-    """Most examples per task; easy_vqa and bpb use all of them in the last evaluation."""
+    """Most examples per task, in every evaluation."""
+    limits_during: dict[str, int] = {}
+    """The same before the end of the schedule: not for the last evaluation, unless run.steps ends the run early."""
 
 
 class CheckpointSection(Section):

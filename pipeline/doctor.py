@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.cpu.build import status
 from earlyfusion.kernels.dispatch import table
 from earlyfusion.kernels.products import quick
@@ -93,26 +94,25 @@ def devices_table() -> Table:
 def kernels_table(device: torch.device) -> tuple[Table, list[str]]:
     """The table of operations with their measured disagreement, and the names of those that break their law."""
     out = Table(title=f"kernels on {device.type} (float32 against the naive float64 law)", title_justify="left")
-    for column in ("operation", "backend", "where", "max relative error", "in", "verdict"):
+    for column in ("operation", "verdict", "max relative error", "in", "backend", "where"):
         out.add_column(column, overflow="fold")
     broken = []
     for op, backend, where in table(device):
         if op not in CASES:
             broken.append(op)
-            out.add_row(op, backend, where, "-", "-", "NO CASE")
+            out.add_row(op, "NO CASE", "-", "-", backend, where)
             continue
         try:
             error, tensor = disagreement(op, device)
         except Exception as failure:
             broken.append(op)
-            out.add_row(op, backend, where, type(failure).__name__, str(failure)[:80], "FAILS")
+            out.add_row(op, "FAILS", type(failure).__name__, str(failure)[:80], backend, where)
             continue
         good = error <= TOLERANCES.get(op, TOLERANCE)
         if not good:
             broken.append(op)
-        out.add_row(
-            op, backend, where.removeprefix("earlyfusion."), f"{error:.1e}", tensor, "ok" if good else "DISAGREES"
-        )
+        verdict = "ok" if good else "DISAGREES"
+        out.add_row(op, verdict, f"{error:.1e}", tensor, backend, where.removeprefix("earlyfusion."))
     return out, broken
 
 
@@ -132,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
     name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(versions_table(), devices_table(), sep="\n")
     kernels, broken = kernels_table(torch.device(name))
-    console.print(kernels)
+    for shown in (versions_table(), devices_table(), kernels):
+        print_table(console, shown)
     for trap in traps():
         console.print(f"warning: {trap}", markup=False, soft_wrap=True)
     if broken:

@@ -1,9 +1,9 @@
 """Evaluation during and after training, and what a finished run leaves: results, samples, model directory, report.
 
 Tasks of `eval.tasks`: easy_vqa (official test split, with the image-blind control) and bpb (held-out topics of the
-Python reference, beside gzip): their limits hold during training only, the last evaluation uses everything. Every other
-task of `earlyfusion eval` can be named as well ("mmlu_pro:mcf", "counting"; files through eval.data); its limit holds
-always. Rank 0 works, the other ranks wait.
+Python reference, beside gzip). Every other task of `earlyfusion eval` can be named as well ("mmlu_pro:mcf", "counting";
+files through eval.data). eval.limits hold always, eval.limits_during until the schedule has ended. Rank 0 works, the
+other ranks wait.
 
 Besides, every source is measured on what it holds out (eval.heldout: loss, blind loss, bits per byte; eval/heldout.py) and
 asked for answers (eval.samples). The sources are built anew for it, so that nothing of the training data moves.
@@ -12,6 +12,7 @@ asked for answers (eval.samples). The sources are built anew for it, so that not
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.bpb import bits_per_byte
 from earlyfusion.eval.easy_vqa import evaluate_easy_vqa
-from earlyfusion.eval.harness import evaluate_in_memory
+from earlyfusion.eval.harness import build_by_name, evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TASKS as BENCHMARKS
+from earlyfusion.eval.protocol import TaskOptions
 from earlyfusion.eval.results import save_result, write_json
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.model.fusion import NativeFusion
@@ -56,13 +58,21 @@ class Evaluator:
     """Whether the other tasks put their prompts as the user's message."""
 
     def __init__(self, config: RunConfig, fusion: NativeFusion, tokens: Tokenizer, runtime: Runtime, out: Path) -> None:
-        for task in config.eval.tasks:
-            known = (*self.own_tasks, *BENCHMARKS)
-            if task.partition(":")[0] not in known:
-                raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
+        self.check(config)
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
         self._shown: list[Sample] | None = None
+        self._told: Any = None
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """What only the first evaluation would notice. Raises UserError, or EvalError for a form or data of a task."""
+        known = (*cls.own_tasks, *BENCHMARKS)
+        for task in config.eval.tasks:
+            if task.partition(":")[0] not in known:
+                raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
+            if task not in cls.own_tasks:
+                build_by_name(task, TaskOptions(), config.eval.data).data_hash()
 
     def run(self, step: int, tracker: Any, *, final: bool, loader: Any = None) -> dict[str, Any]:
         """Evaluate after `step` updates; writes eval/*.json and samples/, returns the headline numbers.
@@ -71,13 +81,17 @@ class Evaluator:
         """
         headline: dict[str, Any] = {}
         if self.runtime.is_main:
+            tracker.busy("evaluating held-out samples")
             headline |= self._heldout(step, final)
-            for task in self.config.eval.tasks:
-                limit = self.config.eval.limits.get(task)
+            for number, task in enumerate(self.config.eval.tasks, 1):
+                self._told = partial(tracker.busy, f"evaluating {task} ({number}/{len(self.config.eval.tasks)})")
+                self._told()
+                limit = self._limit(task, step)
                 if task in self.own_tasks:
-                    headline |= getattr(self, f"_{task}")(step, None if final else limit)
+                    headline |= getattr(self, f"_{task}")(step, limit)
                 else:
                     headline |= self._benchmark(task, step, limit)
+            tracker.busy("answering samples")
             self._samples(step)
             if final and loader is not None:
                 self._attnres(step, loader)
@@ -117,8 +131,15 @@ class Evaluator:
         room = Room(stage.tokens, stage.max_patches, stage.length, data.overlong, data.decode)
         return measure(self.fusion, self.tokens, samples, room, most_tokens=most_tokens, blind=blind)
 
+    def _limit(self, task: str, step: int) -> int | None:
+        """Most examples of a task after `step` updates; None for all."""
+        given = [self.config.eval.limits.get(task)]
+        if step < sum(stage.steps for stage in self.config.stages):
+            given.append(self.config.eval.limits_during.get(task))
+        return min((limit for limit in given if limit is not None), default=None)
+
     def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
-        result = evaluate_easy_vqa(self.fusion, self.tokens, limit=limit)
+        result = evaluate_easy_vqa(self.fusion, self.tokens, limit=limit, progress=self._told)
         save_result(self.out, "easy_vqa", step, result.to_dict())
         return {"easy_vqa": result.accuracy, "easy_vqa_blind": result.blind_accuracy}
 
@@ -131,7 +152,7 @@ class Evaluator:
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
         results = evaluate_in_memory(
-            self.fusion, self.tokens, [task], limit, data=self.config.eval.data, chat=self.chat
+            self.fusion, self.tokens, [task], limit, data=self.config.eval.data, chat=self.chat, progress=self._told
         )
         for name, metrics in results.items():
             save_result(self.out, name, step, metrics)

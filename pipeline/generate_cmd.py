@@ -102,7 +102,7 @@ def _picture(path: str) -> Image:
     try:
         return Image(open_picture(path))
     except BadSample as error:
-        raise UserError(f"--image {str(error).split(';')[0]}") from None
+        raise UserError(f"--{str(error).split(';')[0]}") from None
 
 
 def device_of(name: str) -> torch.device:

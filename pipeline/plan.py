@@ -1,7 +1,8 @@
 """`earlyfusion plan RECIPE` and `--dry-run`: what a recipe will build and do, without data and without weights.
 
-Prints the resolved recipe, parameters and FLOPs by room, how the optimizer routes every weight, and the stages with
-their tokens and learning rates. The model is built on the meta device, so the 48B recipe prints about as fast as nano.
+Prints parameters and FLOPs by room and the stages with their tokens and learning rates (that much is `--dry-run`), how
+the optimizer routes every weight, and the resolved recipe. The model is built on the meta device, so the 48B recipe
+prints about as fast as nano. `banner` is the head of a run.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -26,8 +29,11 @@ from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start
 from earlyfusion.pipeline.stage_data import describe_mix
+from earlyfusion.pipeline.track import duration
 
 VISION_ROOMS = ("vision", "projector")
+USUAL_MFU = 0.3
+"""Share of the peak that training reaches where it runs well; for the time that a banner expects."""
 SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14 pixels a patch
 
 
@@ -60,11 +66,11 @@ def room_table(config: RunConfig, model: NativeFusion) -> Table:
     decoder = sum(value for room, value in per.items() if room not in VISION_ROOMS)
     vision = sum(per.get(room, 0.0) for room in VISION_ROOMS)
     table = Table(
-        title=f"sizes: FLOPs per token in documents of {length} tokens, per patch of {side} x {side} patches",
+        title=f"sizes; FLOPs (forward + backward) a token of {length}, a patch of {side} x {side}",
         title_justify="left",
     )
-    for column in ("room", "parameters", "share", "FLOPs (forward + backward)", "share"):
-        table.add_column(column, justify="left" if column == "room" else "right")
+    for column in ("room", "parameters", "share", "FLOPs", "share"):
+        table.add_column(column, justify="left" if column == "room" else "right", no_wrap=column in ("share", "FLOPs"))
     for room, parameters in count.by_room.items():
         if not parameters and not per.get(room):
             continue
@@ -151,15 +157,48 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def show_plan(config: RunConfig, console: Console | None = None) -> None:
-    """Print the whole plan. Raises UserError or RoutingError where the run itself would."""
+def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool = False) -> None:
+    """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself would."""
     config = with_given_vocabulary(config)
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     model = meta_model(config)
+    tables = [room_table(config, model), stage_table(config), routing_table(config, model)]
+    for table in tables[: 2 if brief else 3]:
+        print_table(console, table)
+    if brief:
+        console.print(f"output folder: {config.run.directory}", markup=False, soft_wrap=True)
+        console.print("checked; nothing was written. Routing and the whole recipe: earlyfusion plan", markup=False)
+        return
     console.print(f"# resolved recipe {config.run.name}, hash {recipe_hash(config)}", markup=False)
     console.print(render(config), markup=False, soft_wrap=True)
-    for table in (room_table(config, model), routing_table(config, model), stage_table(config)):
-        console.print(table)
+
+
+def show_brief(config: RunConfig) -> None:
+    """What --dry-run prints."""
+    show_plan(config, brief=True)
+
+
+def banner(training: Any) -> str:
+    """Two lines on a run (pipeline/pretrain.py) that begins: model, device, processes; steps, tokens, time, folder."""
+    config, runtime, model = training.config, training.runtime, training.fusion
+    count, threads = count_parameters(model), torch.get_num_threads()
+    where = f"{runtime.world} x {threads} threads" if runtime.device.type == "cpu" else f"{runtime.world} processes"
+    stages = StageTable(config.stages, config.optim.lr)
+    tokens = flops = 0.0
+    for step in range(training.step, training.total):
+        stage = config.stages[stages.place(step).index]
+        tokens += stage.tokens * stage.lanes
+    length = config.stages[0].length
+    rooms = training_flops(model.config, [length], [])
+    flops = tokens * sum(cost for room, cost in rooms.items() if room not in VISION_ROOMS) / length
+    peak = training.meter.peak
+    time = duration(flops / (USUAL_MFU * peak * runtime.world)) if peak else "unknown"
+    begun = f", from step {training.step}" if training.step else ""
+    return (
+        f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active), {runtime.device} {where}\n"
+        f"{training.total - training.step:,} steps{begun}, {scaled(tokens)} tokens, expected time {time}, "
+        f"to {config.run.directory}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -237,7 +237,8 @@ class Pretraining:
 def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
-    return launch(Pretraining, load_config(parsed.recipes, parsed.overrides), parsed)
+    config = load_config(parsed.recipes, parsed.overrides)
+    return launch(Pretraining, config, parsed, check=evaluate.Evaluator.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

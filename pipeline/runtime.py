@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
@@ -29,6 +30,10 @@ from earlyfusion.pipeline.errors import UserError, require_python
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+OTHER_TRAINERS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+"""What `accelerate launch` announces as ACCELERATE_USE_<name>=true."""
+COUNTS_OF_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def check_versions(torch_version: str = torch.__version__) -> None:
@@ -42,6 +47,51 @@ def check_versions(torch_version: str = torch.__version__) -> None:
         requested_backend()
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def check_launcher(mixed_precision: str, environment: Mapping[str, str] = os.environ) -> None:
+    """UserError for settings of `accelerate launch` that the recipe contradicts or that nothing here would obey.
+
+    mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing.
+    """
+    said = {key.removeprefix("ACCELERATE_"): value for key, value in environment.items()}
+    precision = said.get("MIXED_PRECISION", "no")
+    if precision not in ("no", mixed_precision):
+        raise UserError(
+            f"accelerate was given mixed precision {precision!r}, the recipe says {mixed_precision!r}: "
+            "set train.mixed_precision and launch with --mixed_precision no"
+        )
+    if said.get("GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise UserError(
+            f"accelerate was given {said['GRADIENT_ACCUMULATION_STEPS']} gradient accumulation steps: "
+            "the recipe decides; raise the stage's lanes instead (--stages.NAME.lanes)"
+        )
+    for name in OTHER_TRAINERS:
+        if said.get(f"USE_{name}", "false").lower() == "true":
+            raise UserError(
+                f"accelerate was configured for {name}: data parallel (DDP) alone is here; launch without it"
+            )
+    if said.get("DYNAMO_BACKEND", "NO").upper() != "NO":
+        raise UserError(f"accelerate was given the dynamo backend {said['DYNAMO_BACKEND']}: launch with no")
+    several = "MASTER_ADDR" in environment and "MIXED_PRECISION" in said
+    if several and not any(name in environment for name in COUNTS_OF_PROCESSES):
+        raise UserError(
+            "accelerate was asked for several processes but starts one on a CPU: "
+            "use torchrun --standalone --nproc-per-node N -m ..., or --num_processes 1"
+        )
+
+
+def tie_to_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Under accelerate or torchrun: SIGTERM for this process when the launcher ends, so that no orphan trains on.
+
+    Linux only; True where it was done. A run without a launcher outlives its shell, as nohup wants it.
+    """
+    if not any(name in environment for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")):
+        return False
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def installed(package: str) -> str | None:

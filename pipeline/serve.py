@@ -14,14 +14,13 @@ import ipaddress
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat import template_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import model_folder
+from earlyfusion.model.hub_config import model_folder, model_name
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
@@ -35,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="earlyfusion serve", description=__doc__, formatter_class=BenchFormatter)
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
-    add("--name", default="", help="name of the model in the API; empty: the directory's")
+    add("--name", default="", help="name of the model in the API; empty: the run's")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="port; 0 takes a free one")
     add("--api-key", default="", help=f"clients must send it as bearer token; better given as {KEY_VARIABLE}")
@@ -81,7 +80,7 @@ def build_service(options: argparse.Namespace) -> Any:
         worker=EngineWorker(engine, max_open=options.queue),
         tokenizer=tokenizer,
         vision=model.config.vision,
-        name=options.name or Path(options.model).resolve().name,
+        name=options.name or model_name(options.model),
         template=template_of(options.model) if options.template == "auto" else options.template,
         api_key=options.api_key or os.environ.get(KEY_VARIABLE) or None,
         limits=Limits(

@@ -88,7 +88,8 @@ class FineTuning(Pretraining):
 def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RunConfig, verb="sft", about=__doc__ or "", default_recipe="sft-zero-vision")
-    return launch(FineTuning, validate(with_start(compose(parsed.recipes, parsed.overrides))), parsed)
+    config = validate(with_start(compose(parsed.recipes, parsed.overrides)))
+    return launch(FineTuning, config, parsed, check=ChatEvaluator.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -21,10 +22,36 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from earlyfusion.pipeline.errors import UserError
+from earlyfusion.pipeline.errors import UserError, did_you_mean
 from earlyfusion.pipeline.runtime import Runtime
 
 FILE = "metrics.jsonl"
+
+
+TRACKERS = {
+    "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim",
+    "clearml": "clearml", "dvclive": "dvclive", "swanlab": "swanlab",
+}  # fmt: skip
+"""accelerate's trackers -> the module each needs."""
+
+
+def check_trackers(trackers: Sequence[str], tensorboard: bool) -> None:
+    """UserError for a tracker that is unknown or not installed: accelerate would only warn and go on untracked."""
+    for name in trackers:
+        if name == "tensorboard":
+            raise UserError("track.trackers: for TensorBoard set track.tensorboard = true instead")
+        if name not in TRACKERS:
+            raise UserError(f"track.trackers: unknown tracker {name!r}; {did_you_mean(name, TRACKERS)}")
+        if importlib.util.find_spec(TRACKERS[name]) is None:
+            raise UserError(f"track.trackers: {name} is not installed; pip install {name}, or take it off the list")
+    if tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(NO_TENSORBOARD)
+
+
+NO_TENSORBOARD = (
+    "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', or leave it off "
+    "(metrics.jsonl is always written)"
+)
 
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
@@ -108,9 +135,9 @@ class Tracker:
             self.say(self.line())
 
     def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """The numbers among `numbers` to TensorBoard and the trackers."""
+        """The plain numbers to TensorBoard and the trackers."""
         scalars = {key: value for key, value in numbers.items() if is_number(value)}
-        if self._accelerator is not None:
+        if self._accelerator is not None and scalars:
             self._accelerator.log(scalars, step=step)
         if self._board is not None:
             for key, value in scalars.items():
@@ -120,7 +147,7 @@ class Tracker:
         """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as well."""
         self._write(step, kind, fields)
         if kind == "eval":
-            self._send(step, fields)
+            self._send(step, flatten(fields))
         if fields.get("message"):
             self.say(f"[{kind}] step {step}: {fields['message']}")
 
@@ -134,33 +161,51 @@ class Tracker:
         """Refresh the live line; cheap enough for every step. `numbers` adds to what is shown."""
         self.step = step
         self._shown |= numbers
-        if not self.main or not self.console.is_terminal:
-            return
+        if self.main and self.console.is_terminal:
+            self._draw(self.line(self.console.width))
+
+    def busy(self, text: str, done: int = 0, total: int = 0) -> None:
+        """What goes on between two steps, in place of the live line until the next `tick`; `done` of `total` of it."""
+        if self.main and self.console.is_terminal:
+            self._draw(f"step {self.step}/{self.total_steps} | {text} " + (f"{done:,}/{total:,}" if total else "..."))
+        elif not total:
+            self.say(f"{text} ...")
+
+    def _draw(self, text: str) -> None:
         if self._live is None:
             self._live = Live(console=self.console, transient=True, refresh_per_second=4)
             self._live.start()
-        self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True))
+        self._live.update(Text(text, overflow="ellipsis", no_wrap=True))
 
-    def line(self) -> str:
-        """The progress line: step, stage, losses, learning rate, rates, MFU, memory, time left."""
+    def line(self, width: int | None = None) -> str:
+        """The progress line: step, stage, losses, learning rate, rates, MFU, memory, time left.
+
+        With a width, the parts that fit in it, taken in the order of what one looks for; none is cut.
+        """
         shown = self._shown
-        parts = [f"step {self.step}/{self.total_steps}"]
+        number = {key: float(value) for key, value in shown.items() if is_number(value)}
+        rank = {"loss": "loss", "loss/image": "img", "loss/text": "txt", "grad_norm": "|g|"}
+        parts = {"step": f"step {self.step}/{self.total_steps}"}
         if "stage" in shown:
-            parts.append(str(shown["stage"]))
-        short = {"loss": "loss", "loss/image": "img", "loss/text": "txt", "grad_norm": "|g|"}
-        parts += [f"{label} {shown[key]:.3f}" for key, label in short.items() if is_number(shown.get(key))]
-        if is_number(shown.get("lr")):
-            parts.append(f"lr {shown['lr']:.2e}")
-        for key, label in (("tokens_per_s", "tok/s"), ("patches_per_s", "patch/s")):
-            if is_number(shown.get(key)):
-                parts.append(f"{shown[key]:,.0f} {label}")
-        if is_number(shown.get("mfu")):
-            parts.append(f"MFU {100 * shown['mfu']:.1f}%")
-        if is_number(shown.get("memory_gib")):
-            parts.append(f"{shown['memory_gib']:.2f} GiB")
-        if is_number(shown.get("step_s")):
-            parts.append(f"ETA {duration(shown['step_s'] * max(0, self.total_steps - self.step))}")
-        return " | ".join(parts)
+            parts["stage"] = str(shown["stage"])
+        parts |= {key: f"{label} {number[key]:.3f}" for key, label in rank.items() if key in number}
+        for key, form in (("lr", "lr {:.2e}"), ("tokens_per_s", "{:,.0f} tok/s"), ("patches_per_s", "{:,.0f} patch/s")):
+            if key in number:
+                parts[key] = form.format(number[key])
+        if "mfu" in number:
+            parts["mfu"] = f"MFU {100 * number['mfu']:.1f}%"
+        if "memory_gib" in number:
+            parts["memory"] = f"{number['memory_gib']:.2f} GiB"
+        if "step_s" in number:
+            parts["eta"] = f"ETA {duration(number['step_s'] * max(0, self.total_steps - self.step))}"
+        if width is not None:
+            first = ("step", "loss", "eta", "tokens_per_s", "loss/image", "loss/text", "stage")
+            kept: list[str] = []
+            for key in dict.fromkeys((*first, *parts)):
+                if key in parts and len(" | ".join(parts[k] for k in (*kept, key))) <= width:
+                    kept.append(key)
+            parts = {key: text for key, text in parts.items() if key in kept}
+        return " | ".join(parts.values())
 
     def say(self, text: str) -> None:
         """One line on the terminal (rank 0), above the live line."""
@@ -188,10 +233,7 @@ def open_tensorboard(folder: Path, start_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError(
-            "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', "
-            "or leave it off (metrics.jsonl is always written)"
-        ) from None
+        raise UserError(NO_TENSORBOARD) from None
     return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
 
 

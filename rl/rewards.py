@@ -17,8 +17,10 @@ from __future__ import annotations
 import importlib
 import math
 import multiprocessing
+import os
 import pickle
 import queue
+import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -96,6 +98,8 @@ def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[Reward
     if ":" not in name:
         raise RewardError(f"reward {name!r}; {did_you_mean(name, ('task', 'random'))}, or package.module:function")
     module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:  # the console script, unlike `python -m`, does not look in the working directory
+        sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

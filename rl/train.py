@@ -39,6 +39,7 @@ from earlyfusion.rl.experience import Experience, experience, records, score
 from earlyfusion.rl.learn import Sums, minibatches
 from earlyfusion.rl.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rewards import make_reward
 from earlyfusion.rl.sampling import temperature
 
 
@@ -287,7 +288,10 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
     parsed = parse_arguments(arguments, RLConfig, verb="rl", about=__doc__ or "", default_recipe="vision-rl")
     config: RLConfig = validate(compose(parsed.recipes, parsed.overrides), RLConfig)
-    return launch(Reinforcement, config, parsed, lambda resolved: print(parts.plan(resolved)))
+    return launch(
+        Reinforcement, config, parsed, show=lambda resolved: print(parts.plan(resolved)),
+        check=lambda resolved: make_reward(resolved.reward.name, ()),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

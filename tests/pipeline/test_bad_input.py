@@ -1,5 +1,6 @@
 """What cannot work is refused in one line with exit code 2, before anything is written."""
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,15 +10,19 @@ import tiny_run
 from tiny_run import finish, run_here, start
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.pipeline.arguments import parse_arguments
+from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.runtime import check_launcher
 
 
 def refused(capsys, code: int) -> str:
     """The one line on stderr of a refused run."""
     assert code == EXIT_USER
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+    errors = [line for line in lines if not line.startswith(("tiny: ", "2 steps, "))]  # the head of a run that began
+    assert len(errors) == 1 and errors[0].startswith("error: "), lines
+    return errors[0]
 
 
 BAD = {
@@ -27,6 +32,12 @@ BAD = {
     "unknown recipe option": (("--reusme",), ["--reusme", "resume"]),
     "unknown frozen name": (("--stages.short.frozen", '["visoin"]'), ["visoin", "matches no parameter", "vision"]),
     "unknown eval task": (("--eval.tasks", '["easy_vqs"]'), ["easy_vqs", "did you mean 'easy_vqa'?"]),
+    "unknown form of a task": (("--eval.tasks", '["mmlu_pro:mfc"]'), ["mmlu_pro", "mfc", "mcf"]),
+    "task without its data": (("--eval.tasks", '["mmlu_pro"]'), ["mmlu_pro", "data"]),
+    "unknown tracker": (("--track.trackers", '["wandbb"]'), ["wandbb", "did you mean 'wandb'?"]),
+    "absent tracker": (("--track.trackers", '["aim"]'), ["aim is not installed", "pip install aim"]),
+    "tensorboard as a tracker": (("--track.trackers", '["tensorboard"]'), ["track.tensorboard = true"]),
+    "an option without its section": (("--lr", "1"), ["--lr", "did you mean --optim.lr"]),
     "unknown source in a mixture": (("--stages.long.weights", "{vqs = 1.0}"), ["vqs", "did you mean 'vqa'?"]),
     "missing tokenizer": (("--tokenizer.path", "/nowhere/at/all"), ["/nowhere/at/all"]),
     "missing model": (("--init-from", "/nowhere/at/all"), ["/nowhere/at/all"]),
@@ -41,6 +52,48 @@ def test_bad_input_is_one_line_exit_code_2_and_nothing_written(run, recipe, tmp_
     line = refused(capsys, run(recipe, tmp_path / "out", *words))
     assert all(part in line for part in parts), line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["unknown form of a task", "unknown eval task", "unknown tracker"])
+def test_a_dry_run_finds_what_the_run_would(run, recipe, tmp_path, capsys, case):
+    words, parts = BAD[case]
+    line = refused(capsys, run(recipe, tmp_path / "out", *words, "--dry-run"))
+    assert all(part in line for part in parts), line
+
+
+def test_an_output_folder_that_cannot_be_is_told_first(run, recipe, tmp_path, capsys):
+    (tmp_path / "file").write_text("a file")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        for words in ((), ("--dry-run",)):
+            line = refused(capsys, run(recipe, out, *words))
+            assert f"{tmp_path / 'file'} is a file" in line and "--out" in line
+
+
+LAUNCHED = {
+    "precision": ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed precision 'bf16', the recipe says 'no'"),
+    "accumulation": ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "lanes"),
+    "fsdp": ({"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+    "deepspeed": ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED"),
+    "dynamo": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "INDUCTOR"),
+    "processes": ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}, "torchrun"),
+}
+
+
+@pytest.mark.parametrize("case", list(LAUNCHED))
+def test_settings_of_a_launcher_that_nothing_obeys_are_refused(run, recipe, tmp_path, capsys, monkeypatch, case):
+    settings, part = LAUNCHED[case]
+    for name in ("MASTER_ADDR", "WORLD_SIZE", *(key for key in os.environ if key.startswith("ACCELERATE_"))):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert part in refused(capsys, run(recipe, tmp_path / "out", "--dry-run"))
+
+
+def test_settings_of_a_launcher_that_agree_pass():
+    check_launcher("bf16", {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"})
+    check_launcher("bf16", {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+    check_launcher("no", {"MASTER_ADDR": "node0", "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"})
+    check_launcher("no", {"MASTER_ADDR": "node0"})
 
 
 def test_missing_data_is_told_before_anything_is_written(run, tokenizer, tmp_path, capsys):
@@ -92,6 +145,25 @@ def test_a_recipe_changed_under_a_resume_is_refused_by_key(run, recipe, stopped,
     line = refused(capsys, run(recipe, stopped, "--resume", "--optim.lr", "0.5", "--stages.short.length", "64"))
     assert "optim.lr: 0.01 -> 0.5" in line and "stages.0.length: 96 -> 64" in line
     assert files(stopped) == before
+
+
+def test_a_resume_takes_the_run_s_own_overrides_and_refuses_others(run, recipe, tmp_path, capsys):
+    """As a README reader types it: the override is said once."""
+    out = tmp_path / "mine"
+    words = ("--optim.lr", "4e-3", "--eval.every", "0")
+    assert run(recipe, out, "--steps", "2", *words) == EXIT_OK
+    assert run(recipe, out, "--steps", "3", "--resume") == EXIT_OK
+    assert [record["step"] for record in tiny_run.numbers(out)] == [1, 2, 3]
+    assert "lr = 0.004" in (out / "recipe.toml").read_text()
+    capsys.readouterr()
+    line = refused(capsys, run(recipe, out, "--resume", "--optim.lr", "1e-3"))
+    assert "optim.lr: 0.004 -> 0.001" in line and "put these back" in line
+    parsed = parse_arguments(
+        ["--out", str(out), "--resume"], RunConfig, verb="pretrain", about="", default_recipe="nano"
+    )
+    assert parsed.recipes == [str(recipe)], "without a recipe on the line it is the run's own"
+    (out / "command.json").write_text("{")
+    assert "command.json" in refused(capsys, run(recipe, out, "--resume"))
 
 
 def test_another_vocabulary_under_a_resume_is_refused_with_both_sizes(run, recipe, stopped, folder, capsys):

@@ -159,7 +159,6 @@ def test_other_lists_are_replaced_not_joined():
         ("stages.joint.frozen", '["vision"]', lambda c: c.stages[0].frozen == ["vision"]),
         ("stages.joint.weights", "{manual = 1.0, code = 3}", lambda c: c.stages[0].weights["code"] == 3.0),
         ("data.sources.code.weight", "2", lambda c: c.data.sources[1].weight == 2),
-        ("train.compile", "true", lambda c: c.train.compile is True),
         ("optim.qk_clip", "null", lambda c: c.optim.qk_clip is None),
         ("model.attn_res", "none", lambda c: c.model.attn_res == "none"),
         (
