@@ -91,12 +91,6 @@ def exact_match(said: str, gold: str) -> bool:
     return normalise(first_line(said)) == normalise(gold)
 
 
-def first_word(text: str) -> str:
-    """The first word of an answer in lower case, without punctuation; "" when there is none."""
-    found = re.search(r"[a-z0-9]+", text.lower())
-    return found[0] if found else ""
-
-
 def relaxed_match(said: str, gold: str, tolerance: float = 0.05) -> bool:
     """ChartQA's relaxed correctness: both numbers and within `tolerance` of gold relative, else equal without case."""
     value, target = _as_float(said), _as_float(gold)

@@ -37,7 +37,7 @@ MAX_MESSAGES = 3
 
 @dataclass
 class Played:
-    """One question as it went; `said` are the messages after the question, `cut` the texts of those cut at the limit."""
+    """One question as it went; `said` are the messages after the question; `ended`: the last one ended by itself."""
 
     talk: Talk
     said: list[Message] = field(default_factory=list)
@@ -45,6 +45,7 @@ class Played:
     ran: bool = False
     result: bool = False
     done: bool = False
+    ended: bool = True
 
     @property
     def prompt(self) -> list[Message]:
@@ -58,7 +59,7 @@ class Played:
         called = formed and self.first is not None and any(_runnable(call) for call in self.first.message.calls)
         last = self.said[-1] if self.said else None
         answered = last is not None and last.role == "assistant" and not last.calls
-        right = answered and last is not None and last.text.strip() == self.talk.turns[0].answer
+        right = answered and self.ended and last is not None and last.text.strip() == self.talk.turns[0].answer
         ran = called and self.ran
         return dict(zip(MEASURES, (formed, called, ran, ran and self.result, right), strict=True))
 
@@ -91,14 +92,15 @@ def play_talks(
             engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
             requests = [Request(f"{turn}/{i}", prompt, params) for (i, _), prompt in zip(active, prompts, strict=True)]
             for (_, game), completion in zip(active, engine.generate(requests), strict=True):
-                _take(game, parse_assistant(completion.ids, tokenizer), sandbox)
+                _take(game, parse_assistant(completion.ids, tokenizer), sandbox, completion.finish_reason == "stop")
     return played
 
 
-def _take(game: Played, parsed: Parsed, sandbox: Sandbox) -> None:
-    """One message of the assistant, and the tool's answers to it."""
+def _take(game: Played, parsed: Parsed, sandbox: Sandbox, ended: bool) -> None:
+    """One message of the assistant, and the tool's answers to it. ended: the message did, not its limit."""
     game.first = game.first or parsed
     game.said.append(parsed.message)
+    game.ended = ended
     if not parsed.well_formed or not parsed.message.calls:
         game.done = True
         return

@@ -4,7 +4,8 @@
     blind_score    a grey picture of the same size in its place: what can be guessed from the words of the question
     words_score    the text twin in its place: what the model can do once the picture is read for it
 
-A record keeps all three; `seeing` = score - blind_score is what the picture adds.
+A record keeps all three; `seeing` = score - blind_score is what the picture adds. An answer that the token limit cut
+off is no answer: its beginning may be right by luck of where the cut fell.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.sample import Text
 from earlyfusion.data.source_easy_vqa import question_text
 from earlyfusion.eval.metrics import first_line
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Prompt, Question, Record, TaskOptions
+from earlyfusion.eval.protocol import (
+    EvalError,
+    GenerateRequest,
+    Generation,
+    Model,
+    Prompt,
+    Question,
+    Record,
+    TaskOptions,
+)
 from earlyfusion.eval.tasks import request_seed, sampling, standard_error
 from earlyfusion.eval.twins import twin_prompt
 from earlyfusion.eval.vision_questions import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Item, make_items
@@ -39,7 +49,7 @@ class PictureTask:
     """
 
     kind = "generate"
-    version = "1"
+    version = "2"  # 1 judged answers that the limit cut off by their beginning
     private = False
 
     def __init__(
@@ -96,8 +106,9 @@ class PictureTask:
         return record
 
     def judged(self, question: Question, output: Any) -> Record:
-        """extracted, score, metrics and target of one answer."""
-        extracted, score, metrics = self.judge(question.meta["item"], output.text)
+        """extracted, score, metrics (with `cut`: the limit ended it) and target of one answer."""
+        extracted, score, metrics = self.judge(question.meta["item"], whole(output))
+        metrics = {**metrics, "cut": float(output.finish == "length")}
         return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
@@ -143,6 +154,11 @@ def _whole(name: str, given: Any) -> int:
     if count < 1:
         raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
     return count
+
+
+def whole(output: Generation) -> str:
+    """The text of an answer that ended by itself, "" of one that the limit cut off."""
+    return "" if output.finish == "length" else output.text
 
 
 def answer_line(text: str) -> str | None:

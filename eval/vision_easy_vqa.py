@@ -1,6 +1,6 @@
 """easy-VQA through the evaluator: the official test split (9,673 questions), a third party's pictures and questions.
 
-Forms: "generate" (default), the first word of the answer must be gold, as greedy decoding says it; "choice", the
+Forms: "generate" (default), the answer must be gold and end, as greedy decoding says it; "choice", the
 likeliest of the 13 answers. Every question is asked again with a grey picture (blind_score). eval/easy_vqa.py measures
 the same for our own models inside the training loop, by teacher forcing; both give the same verdicts.
 """
@@ -18,9 +18,9 @@ import numpy as np
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.source_easy_vqa import answer_text, load_split, picture_of, question_text
 from earlyfusion.eval.easy_vqa import ANSWERS, majority_answers, questions_of
-from earlyfusion.eval.metrics import first_word
+from earlyfusion.eval.metrics import first_line, normalise
 from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request, ScoreRequest, TaskOptions
-from earlyfusion.eval.vision_base import aggregate, generate_request, views_of
+from earlyfusion.eval.vision_base import aggregate, generate_request, views_of, whole
 from earlyfusion.eval.vision_questions import grey
 
 FORMS = ("generate", "choice")
@@ -36,7 +36,7 @@ class EasyVqaTask:
     """See the module. options.extra "views": "blind" (default) or nothing."""
 
     name = "easy_vqa"
-    version = "1"
+    version = "2"  # 1 read the first word alone, also of answers that the limit cut off
     private = False
     needs = frozenset({"image"})
     forms = FORMS
@@ -105,7 +105,7 @@ class EasyVqaTask:
 
     def _answers(self, outputs: Sequence[Any]) -> list[str | None]:
         if self.form == "generate":
-            words = [first_word(output.text) for output in outputs]
+            words = [normalise(first_line(whole(output))) for output in outputs]
             return [word if word in ANSWERS else None for word in words]
         rows = [outputs[i : i + len(ANSWERS)] for i in range(0, len(outputs), len(ANSWERS))]
         return [ANSWERS[max(range(len(ANSWERS)), key=lambda i: row[i].sum)] for row in rows]

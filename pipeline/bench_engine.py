@@ -23,7 +23,7 @@ from rich.table import Table
 
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_engine_context import context_table, measure_contexts
-from earlyfusion.pipeline.bench_engine_peer import DTYPES, GROUP, KEPT, SIDES
+from earlyfusion.pipeline.bench_engine_peer import DTYPES, GROUP, KEPT, SIDES, TUNED
 from earlyfusion.pipeline.bench_record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
@@ -54,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--new", type=int, default=64, help="tokens to generate")
     engine.add_argument("--rounds", type=int, default=1, help="rounds, each side once a round")
     engine.add_argument(
-        "--sides", default="generate,static,continuous,generate-kept", help="of transformers; empty leaves part 1 out"
+        "--sides",
+        default="generate,static,continuous,generate-kept,generate-tuned",
+        help="of transformers; empty leaves part 1 out",
     )
     engine.add_argument(
         "--contexts", type=numbers, default=[4096, 32768, 131072, 524288, 1048576], help="part 2: context lengths"
@@ -138,7 +140,7 @@ def _record(
             "clock": found[0]["clock"],
             "equal_tokens": sum(same) / len(same),
         }
-    ratio = _ratio(sides, [name for name in sides if name not in ("engine", KEPT)])
+    ratio = _ratio(sides, [name for name in sides if name not in ("engine", KEPT, TUNED)])
     return {
         "batch": batch,
         "prompt": prompt,
@@ -146,6 +148,7 @@ def _record(
         "sides": sides,
         "ratio_to_best": ratio,
         "ratio_to_kept": _ratio(sides, [name for name in sides if name == KEPT]),
+        "ratio_to_tuned": _ratio(sides, [name for name in sides if name == TUNED]),
         "refused": dict(refused),
     }
 
@@ -160,13 +163,22 @@ def comparison_table(records: list[dict[str, Any]], new: int) -> Table:
     """Part 1 as a table."""
     table = Table(title=f"greedy generation, {new} new tokens, tokens/s (prompts read included)", title_justify="left")
     names = list(dict.fromkeys(name for record in records for name in record["sides"]))
-    headings = ("batch", "prompt", "lengths", *names, "engine / best", "engine / kept", "engine, decode only")
+    headings = (
+        "batch",
+        "prompt",
+        "lengths",
+        *names,
+        "engine / best",
+        "engine / kept",
+        "engine / tuned",
+        "engine, decode only",
+    )
     for heading in (*headings, "equal answers"):
         table.add_column(heading, justify="right")
     for record in records:
         shown = [f"{record['sides'][n]['tokens_per_s']:,.0f}" if n in record["sides"] else "refused" for n in names]
         equal = min((s["equal_tokens"] for n, s in record["sides"].items() if n != "engine"), default=1.0)
-        ratios = [record["ratio_to_best"], record["ratio_to_kept"]]
+        ratios = [record[f"ratio_to_{name}"] for name in ("best", "kept", "tuned")]
         shown += ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
         shown += [f"{record['sides']['engine']['decode_tokens_per_s']:,.0f}", f"{100 * equal:.0f} %"]
         table.add_row(str(record["batch"]), str(record["prompt"]), record["lengths"], *shown)

@@ -1,9 +1,13 @@
 """One side of `earlyfusion bench engine`, in a process of its own so that its peak memory is its own.
 
-    python -m earlyfusion.pipeline.bench_engine_peer '{"side": "engine" | "generate" | "static" | "continuous" | "generate-kept", ...}'
+    python -m earlyfusion.pipeline.bench_engine_peer '{"side": "engine" | "generate" | "static" | "continuous" | "generate-kept" |
+        "generate-tuned", ...}'
 
 Every side generates greedily from equal weights and equal prompts: `engine` is ours; `generate` is transformers'
-generate with its dynamic cache, `static` with a static cache, `continuous` its continuous batching. A side that
+generate with its dynamic cache, `static` with a static cache, `continuous` its continuous batching. `generate-kept` is
+generate in a process that keeps freed buffers, as ours does; `generate-tuned` is that with the chunk rule of its linear
+attention replaced by its own recurrent one, which a CPU computes faster for short prompts: what somebody gets who tunes
+it by hand. A side that
 transformers refuses for this model answers {"refused": reason}. Prints one JSON line.
 
 In a grouped case GROUP neighbours have the same prompt, as the samples of one rollout group do: the engine reads it once
@@ -33,6 +37,8 @@ FIRST_TOKEN = 6
 GROUP = 16
 KEPT = "generate-kept"
 """transformers' generate in a process that keeps freed buffers, as ours does."""
+TUNED = "generate-tuned"
+"""The same with the recurrent rule in the place of the chunk rule."""
 LENGTHS = ("equal", "ragged", "groups")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -170,6 +176,10 @@ def their_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def transformers_side(request: dict[str, Any], device: torch.device) -> Generate:
     """transformers' generate, with a dynamic or static cache."""
     model = reference(request, device)
+    if request["side"] == TUNED:
+        from transformers.models.kimi_linear import modeling_kimi_linear as theirs
+
+        theirs.chunk_kimi_delta_attention = theirs.recurrent_kimi_delta_attention
     options = {"cache_implementation": "static"} if request["side"] == "static" else {}
 
     def generate(case: Case) -> list[list[int]]:
@@ -214,6 +224,7 @@ SIDES = {
     "static": transformers_side,
     "continuous": continuous_side,
     KEPT: transformers_side,
+    TUNED: transformers_side,
 }
 
 
@@ -221,7 +232,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """Seconds of the case and of one new token for the same prompts (what reading costs), and what was generated."""
     torch.set_num_threads(request["threads"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and request["side"] in ("engine", KEPT):
+    if device.type == "cpu" and request["side"] in ("engine", KEPT, TUNED):
         keep_freed_memory()
     case = Case.make(
         request["batch"],

@@ -27,11 +27,11 @@ def talks(kind, count):
     return [source.talk(index, heldout=True) for index in range(count)]
 
 
-def play(talk, box, *messages, formed=True):
+def play(talk, box, *messages, formed=True, ended=True):
     game = Played(talk)
     for message in messages:
         if not game.done:
-            _take(game, Parsed(message, formed), box)
+            _take(game, Parsed(message, formed), box, ended)
     return game
 
 
@@ -68,6 +68,7 @@ def test_each_mark_falls_where_it_should(box):
     }
     for name, (messages, marks) in cases.items():
         assert play(talk, box, *messages).marks == dict(zip(MEASURES, map(bool, marks))), name
+    assert not play(talk, box, answer, ended=False).marks["answered"], "the limit ended it"
     broken = play(talk, box, replace(talk.messages[2], calls=()), formed=False)
     assert broken.marks == dict.fromkeys(MEASURES, False) and broken.done
 

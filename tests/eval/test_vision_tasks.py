@@ -48,6 +48,19 @@ def pixels(prompt):
     return found
 
 
+@pytest.mark.parametrize("name", [*GENERATED, "easy_vqa"])
+def test_an_answer_that_the_limit_cut_off_is_no_answer(name):
+    """Its beginning is right; where it would have gone is not known."""
+    task = build_task(name)
+    for question in task.questions(8, None, 0):
+        outputs = [Generation(f" {question.target}", 8, "length") for _ in task.requests(question, 0)]
+        record = task.score(question, 0, outputs)
+        assert record["score"] == record["blind_score"] == 0.0 and record["extracted"] is None
+        assert name == "easy_vqa" or record["metrics"]["cut"] == 1.0
+    if name == "easy_vqa":
+        assert task.score(question, 0, [Generation(f" {question.target} wss\n", 8, "stop")] * 2)["score"] == 0.0
+
+
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_model_that_knows_the_answers_scores_one(name):
     records, sums = run(build_task(name), lambda question, request: f" {question.target}\n", 40)

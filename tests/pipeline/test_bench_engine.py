@@ -57,11 +57,12 @@ def test_engine_and_transformers_give_the_same_tokens(tmp_path):
         "--steps",
         "0",
         "--sides",
-        "generate",
+        "generate,generate-tuned",
     ]
     assert main([*options, "--out", str(out)]) == 0
     records = json.loads(out.read_text())["comparison"]
     assert [(r["batch"], r["lengths"]) for r in records] == [(16, "equal"), (16, "ragged"), (16, "groups")]
     for record in records:
         assert record["sides"]["generate"]["equal_tokens"] >= 0.9  # transformers' padding may flip a near tie
-        assert record["ratio_to_best"] > 0
+        assert record["sides"]["generate-tuned"]["equal_tokens"] >= 0.9, "the recurrent rule is another function"
+        assert record["ratio_to_best"] > 0 and record["ratio_to_tuned"] > 0 and record["ratio_to_kept"] is None
