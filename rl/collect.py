@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,9 @@ class Collector:
             name = paused.request.id
             names[name] = ask
             before += len(paused.finished)
+            # What is still to be written is drawn at today's temperature, as the new prompts are.
+            today = replace(paused.request, params=replace(paused.request.params, temperature=temperature))
+            paused = replace(paused, request=today)
             handles[name] = self.engine.resume(paused, keep_state=self.config.rollout.resume == "keep")
         self.carried = []
         waiting = [(f"{update}.{round_}/{first + i}", ask) for i, ask in enumerate(asks)]

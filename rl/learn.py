@@ -30,6 +30,7 @@ from earlyfusion.rl.experience import Experience
 from earlyfusion.rl.objectives import policy_loss, ptx_loss
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollout import Trajectory, pack, used_experts
+from earlyfusion.rl.sampling import temperature
 from earlyfusion.rl.sequences import Totals, sequence_sums
 
 
@@ -96,8 +97,8 @@ def rows(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
 class Learner:
     """Computes gradients of `model` from experience.
 
-    The policy in the loss is the one that sampled: at its temperature, over the tokens that may be drawn (`silent`
-    ids never are). With top_p or min_p the sampler's distribution has holes that a gradient must not see: then pi_old is
+    The policy in the loss is the one that sampled: every token at the temperature of the update that drew it, over the
+    tokens that may be drawn (`silent` ids never are). With top_p or min_p the sampler's distribution has holes that a gradient must not see: then pi_old is
     the trainer's own, from a pass before the first update. reference: a frozen model for objective.kl_coef, or None.
     """
 
@@ -115,34 +116,43 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------ forward passes
 
-    def log_probs(self, model: NativeFusion, row: Sequence[Piece], temperature: float, replay: bool) -> Tensor:
-        """Log-probabilities of the answers' tokens, [U] in nats, differentiable."""
+    def heat(self, row: Sequence[Piece]) -> Tensor:
+        """float32 [U]: the temperature every token was drawn at. The schedule is a function of the update, and the update
+        is the version that stands beside every token, so a partial rollout has as many temperatures as versions."""
+        versions = [version for piece in row for version in piece.trajectory.completion.versions]
+        return torch.tensor([temperature(self.config.temperature, version) for version in versions])
+
+    def log_probs(self, model: NativeFusion, row: Sequence[Piece], heat_U: Tensor, replay: bool) -> Tensor:
+        """Log-probabilities of the answers' tokens at their temperatures, [U] in nats, differentiable."""
         prompts = {p.group: p.trajectory.prompt for p in row}
         bare = [_without_patches(p.trajectory) for p in row]
         packed, places = pack(model, bare)
         with used_experts(model, places) if replay else nullcontext(), self.runtime.accelerator.autocast():
             x_TD = self._embed(model, row, packed, prompts)
             hidden_TD = model.decoder(x_TD, packed.segments, None, counted_T=packed.ids >= 0)
-            labels_T = torch.full_like(packed.ids, -100)
-            labels_T[places.positions_M] = places.ids_M
-            logp_T, _ = resolve("token_log_probs", hidden_TD.device)(
-                hidden_TD, model.decoder.head_weight(), labels_T, temperature=temperature
-            )
+            logp_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=torch.float32)
+            for degree in heat_U.unique().tolist():  # only labelled rows cost, so several passes cost as much as one
+                chosen_U = (heat_U == degree).to(places.positions_M.device)
+                labels_T = torch.full_like(packed.ids, -100)
+                labels_T[places.positions_M[chosen_U]] = places.ids_M[chosen_U]
+                part_T, _ = resolve("token_log_probs", hidden_TD.device)(
+                    hidden_TD, model.decoder.head_weight(), labels_T, temperature=degree
+                )
+                logp_T = logp_T + part_T  # 0 where there is no label
         hidden_UD = hidden_TD.index_select(0, places.positions_M)
         logp_U = logp_T.index_select(0, places.positions_M)
-        logp_U = self._without_silent(model, hidden_UD, places.ids_M, logp_U, temperature)
-        return logp_U
+        return self._without_silent(model, hidden_UD, places.ids_M, logp_U, heat_U.to(logp_U))
 
     def _without_silent(
-        self, model: NativeFusion, hidden_UD: Tensor, ids_U: Tensor, logp_U: Tensor, temperature: float
+        self, model: NativeFusion, hidden_UD: Tensor, ids_U: Tensor, logp_U: Tensor, heat_U: Tensor
     ) -> Tensor:
         """log pi(id) - log(1 - pi(silent ids)): over what the sampler may draw. The softmax's normaliser comes from the
         chosen token's own logit, so only a few columns of the vocabulary are needed."""
         if not self.silent_S.numel():
             return logp_U
         head_VD = model.decoder.head_weight()
-        own_U = (hidden_UD.float() * head_VD.index_select(0, ids_U).float()).sum(1) / temperature
-        silent_US = hidden_UD.float() @ head_VD.index_select(0, self.silent_S).float().T / temperature
+        own_U = (hidden_UD.float() * head_VD.index_select(0, ids_U).float()).sum(1) / heat_U
+        silent_US = hidden_UD.float() @ head_VD.index_select(0, self.silent_S).float().T / heat_U.unsqueeze(1)
         mass_U = (silent_US - (own_U - logp_U).unsqueeze(1)).exp().sum(1)
         return logp_U - torch.log1p(-mass_U.clamp(max=1 - 1e-6))
 
@@ -168,7 +178,7 @@ class Learner:
         return x_TD.index_copy(0, packed.media_positions, features_FD.index_select(0, index_F).to(x_TD.dtype))
 
     @torch.no_grad()
-    def prepare(self, seen: Experience, temperature: float) -> float:
+    def prepare(self, seen: Experience) -> float:
         """Log-probabilities that must be known before the first update: of the trainer's own old policy, where the
         objective or the correction asks for it, and of the reference. Returns the largest |trainer - engine|."""
         self._old, self._ref, largest = {}, {}, 0.0
@@ -177,7 +187,7 @@ class Learner:
             wanted.append((self.reference, self._ref))
         for model, kept in wanted:
             for row in rows(distinct(seen, range(len(seen.groups))), self.config.train.row_tokens):
-                logp_U = self.log_probs(model, row, temperature, self.replay and model is self.model)
+                logp_U = self.log_probs(model, row, self.heat(row), self.replay and model is self.model)
                 for piece, part in zip(row, logp_U.cpu().split([len(p.trajectory.ids) for p in row])):
                     kept.update(dict.fromkeys(piece.answers, part))
                     if model is self.model:
@@ -187,16 +197,19 @@ class Learner:
 
     # ------------------------------------------------------------------------------------------------ gradients
 
-    def gradients(self, seen: Experience, groups: Sequence[int], temperature: float, version: int, sums: Sums) -> None:
+    def gradients(self, seen: Experience, groups: Sequence[int], version: int, sums: Sums) -> None:
         """Add the gradients of the objective over these groups of this process (and the others' shares of the same
-        minibatch: every process calls it). version: of the weights that are trained, for stale tokens."""
+        minibatch: every process calls it); none where no token of any process is trained. version: of the weights that
+        are trained, for stale tokens."""
         pieces = distinct(seen, groups)
         mask, tokens, answers = self._masks(seen, pieces, version)
         counts = self.runtime.sum(torch.tensor([tokens, answers], dtype=torch.float64))
         total = Totals(counts[0], counts[1])
+        if not float(total.tokens):
+            return
         pieces = [piece for piece in pieces if not self._settled(seen, piece, version)]
         for row in rows(pieces, self.config.train.row_tokens):
-            loss = self._row_loss(seen, row, mask, temperature, total, sums)
+            loss = self._row_loss(seen, row, mask, total, sums)
             if loss.requires_grad:
                 loss.backward()
 
@@ -225,10 +238,9 @@ class Learner:
         return dict(zip(numbers, mask_M.split(lengths))), float(mask_M.sum()), float(told.sum())
 
     def _row_loss(
-        self, seen: Experience, row: Sequence[Piece], mask: dict[int, Tensor], temperature: float, total: Totals,
-        sums: Sums,
-    ) -> Tensor:  # fmt: skip
-        logp_U = self.log_probs(self.model, row, temperature, self.replay)
+        self, seen: Experience, row: Sequence[Piece], mask: dict[int, Tensor], total: Totals, sums: Sums
+    ) -> Tensor:
+        logp_U = self.log_probs(self.model, row, self.heat(row), self.replay)
         device = logp_U.device
         order = [(piece, n) for piece in row for n in piece.answers]
         starts, start = {}, 0
@@ -278,17 +290,19 @@ class Learner:
         return mean
 
     def exchange(self) -> None:
-        """Sum the gradients over processes (the losses are already divided by the totals of all)."""
+        """Sum the gradients over processes (the losses are already divided by the totals of all). A parameter without a
+        gradient on every process keeps none: for an optimizer 0 is a gradient, by which its old momentum goes on."""
         if self.runtime.world == 1:
             return
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        flat = torch.cat(
-            [grad.reshape(-1) for grad in grads]
-        )  # one message: two hundred small ones cost more than the sum
+        known_P = grads[0].new_tensor([float(p.grad is not None) for p in trained])
+        # One message: two hundred small ones cost more than the sum.
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), known_P])
         torch.distributed.all_reduce(flat)
-        for parameter, part in zip(trained, flat.split([grad.numel() for grad in grads])):
-            parameter.grad = part.view_as(parameter)
+        *sums, known_P = flat.split([*(grad.numel() for grad in grads), len(trained)])
+        for parameter, part, known in zip(trained, sums, known_P.tolist()):
+            parameter.grad = part.view_as(parameter) if known else None
 
 
 def _without_patches(trajectory: Trajectory) -> Trajectory:

@@ -167,8 +167,9 @@ class PreferenceLearner:
 
     def _sums(self, model: NativeFusion, row: Sequence[Piece]) -> Tensor:
         """Log-probabilities [N] of whole answers."""
-        logp_U = self.learner.log_probs(model, row, 1.0, replay=False)
-        return sequence_sums(logp_U, Segments.from_lengths([len(piece.trajectory.ids) for piece in row]))
+        lengths = [len(piece.trajectory.ids) for piece in row]
+        logp_U = self.learner.log_probs(model, row, torch.ones(sum(lengths)), replay=False)
+        return sequence_sums(logp_U, Segments.from_lengths(lengths))
 
     def _rows(self, batch: Sequence[int]) -> Iterator[list[int]]:
         """Pairs in rows of at most row_tokens; both answers of a pair stand in one row, equal ones once."""

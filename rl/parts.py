@@ -143,10 +143,18 @@ class Kit:
         return lr
 
     def step(self, sums: Sums) -> tuple[float, Verdict]:
-        """Guard, clip, update: (gradient norm, verdict). Gradients are gone afterwards."""
+        """Guard, clip, update: (gradient norm, verdict). Gradients are gone afterwards.
+
+        Norm 0, where no process had anything to learn: no step. Momentum and moments stand, for a step on zeros would be
+        one along an old direction, and the guard, which compares norms, does not hear of it.
+        """
         drop_frozen_gradients(self.model, self.frozen)
         limit = self.config.optim.clip_grad_norm
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
+        if norm == 0:
+            build.forget_step(self.model, self.optimizer)
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm, Verdict("go")
         values = sums.reduced(self.runtime)
         loss = values["loss"] + values["ptx"]
         # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it is finite does.

@@ -161,7 +161,8 @@ class RewardSection(Section):
 
 class TrainSection(Section):
     updates: PositiveInt = 100
-    """Iterations: rollouts, then training on them."""
+    """Iterations: rollouts, then training on them. One whose answers teach nothing counts (and so do the schedules of
+    learning rate, temperature and curriculum, which are functions of its number), but makes no step: "empty" of the log."""
     epochs: PositiveInt = 1
     """Passes over the answers of one iteration."""
     minibatches: PositiveInt = 1

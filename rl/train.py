@@ -92,7 +92,7 @@ class Reinforcement:
         start = time.perf_counter()
         if config.ptx.only:
             seen = experience(config, [], [], update, {})
-            record |= self._learn(seen, heat)
+            record |= self._learn(seen)
             return record | {"time/train_s": time.perf_counter() - start}
         kit.refresh_engine(update)
         collected, seen, score_s = self._experience(heat, update)
@@ -100,7 +100,7 @@ class Reinforcement:
         if update + 1 < config.total_updates:
             kit.collector.prefetch(update + 1)
         start = time.perf_counter()
-        record |= self._learn(seen, heat)
+        record |= self._learn(seen)
         return record | {"time/train_s": time.perf_counter() - start}
 
     def _experience(self, heat: float, update: int) -> tuple[Collected, Experience, float]:
@@ -130,25 +130,26 @@ class Reinforcement:
             collected.lengths += more.lengths
         return collected, seen, score_s
 
-    def _learn(self, seen: Experience, heat: float) -> dict[str, Any]:
+    def _learn(self, seen: Experience) -> dict[str, Any]:
         """The updates of this iteration."""
         kit, train, ptx = self.kit, self.config.train, self.config.ptx
         self.model.train()
         coef = 1.0 if ptx.only else ptx.coef
         lr = kit.set_lr(self.update)
         record: dict[str, Any] = {"lr": lr}
-        gap = kit.learner.prepare(seen, heat) if seen.answers else 0.0
+        gap = kit.learner.prepare(seen) if seen.answers else 0.0
         first: dict[str, float] | None = None
-        total, norms, ptx_losses, refused = Sums(), [], [], 0
+        total, norms, ptx_losses, refused, empty = Sums(), [], [], 0, 0
         for _ in range(train.epochs):
             for part in minibatches(len(seen.groups), train.minibatches, self._order):
                 sums = Sums()
                 if not ptx.only:
-                    kit.learner.gradients(seen, part, heat, self.update, sums)
+                    kit.learner.gradients(seen, part, self.update, sums)
                 if coef:
                     ptx_losses.append(kit.learner.ptx_gradients(kit.curated(), coef, sums))
                 kit.learner.exchange()
                 norm, verdict = kit.step(sums)
+                empty += norm == 0
                 refused += verdict.action != "go"
                 if verdict.action == "stop":
                     raise TrainingStopped(f"stopped by the guard at update {self.update}: {verdict.reason}")
@@ -162,7 +163,8 @@ class Reinforcement:
         self.model.eval()
         values = total.reduced(self.runtime)
         tokens = max(1.0, values["tokens"])
-        record |= {"grad_norm": sum(norms) / len(norms), "loss": values["loss"] / len(norms), "refused": refused}
+        record |= {"grad_norm": sum(norms) / len(norms), "loss": values["loss"] / len(norms)}
+        record |= {"refused": refused, "empty": empty}
         if seen.answers and first is not None:
             record |= {"clip_share": values["outside"] / tokens}
             record |= {"k3": values["k3"] / tokens, "touched": values["touched"] / tokens}

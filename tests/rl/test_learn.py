@@ -22,7 +22,10 @@ def folder(tmp_path_factory):
 
 def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
     """(run, experience) of a few groups, some answers made equal by a low temperature."""
-    made = training(folder, tmp_path / "run", objective=objective, rollout={"prompts": 5, "group_size": 6, **rollout})
+    made = training(
+        folder, tmp_path / "run", objective=objective, rollout={"prompts": 5, "group_size": 6, **rollout},
+        temperature={"start": temperature, "end": temperature},
+    )  # fmt: skip
     made.kit.refresh_engine(0)
     groups = made.kit.collector.collect(0, temperature, 5).groups
     answers = [t for g in groups for t in g.trajectories]
@@ -66,7 +69,7 @@ def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itsel
             object.__setattr__(made.config.train, "row_tokens", row_tokens)
             net.zero_grad(set_to_none=True)
             sums = Sums()
-            made.kit.learner.gradients(seen, range(len(seen.groups)), temperature, 0, sums)
+            made.kit.learner.gradients(seen, range(len(seen.groups)), 0, sums)
             assert sums.reduced(made.runtime)["loss"] == pytest.approx(want_loss, abs=1e-6)
             got = gradients(net)
             for key, grad in want.items():
@@ -125,7 +128,7 @@ def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
         try:
             sums = Sums()
             made.model.train()
-            made.kit.learner.gradients(seen, range(len(seen.groups)), temperature, 0, sums)
+            made.kit.learner.gradients(seen, range(len(seen.groups)), 0, sums)
             assert sums.largest < 1e-4
         finally:
             made.close()

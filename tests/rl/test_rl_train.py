@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import TOKENIZER, model
-from rl_cases import config, model_directory, recipe, run, training
+from rl_cases import config, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 
 from earlyfusion.model.hub import save_model
@@ -45,6 +45,10 @@ def numbers(out: Path) -> list[dict]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(str(out / "model" / "model.safetensors"))
+
+
+def tensors(state: dict) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -82,6 +86,54 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
     if changes is PARTIAL:
         assert any(record["carried"] for record in numbers(tmp_path / "cut"))
         assert any(record["staleness"] > 0 for record in numbers(tmp_path / "cut"))
+
+
+def test_a_partial_rollout_under_a_schedule_knows_the_temperature_of_every_token(folder, tmp_path):
+    """Weights that stand still: trainer and sampler are one policy, so every log ratio is rounding."""
+    changes = {**PARTIAL, "stale": {}, "temperature": {"start": 1.5, "end": 0.5, "updates": 5}, "train": {"updates": 6}}
+    assert run(folder, tmp_path / "run", **{**changes, "optim": {"name": "adamw", "lr": 1e-12}}) == 0
+    seen = [record for record in numbers(tmp_path / "run") if record["answers"]]
+    assert any(record["staleness"] > 0 for record in seen) and len({record["temperature"] for record in seen}) > 1
+    assert max(record["mismatch_kl"] for record in seen) < 1e-9
+    assert max(record["mismatch_max"] for record in seen) < 1e-3
+    assert all(record["clip_share"] == 0 for record in seen)
+
+
+@pytest.mark.parametrize("name", ["muonclip", "adamw"])
+def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_path, monkeypatch, name):
+    """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is none."""
+    constant = {"now": False}
+    judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)  # noqa: E731
+    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (judge, "inline"))
+    made = training(folder, tmp_path / "run", optim={"name": name})
+    try:
+        assert [made._iterate()["empty"] for _ in range(2)] == [0, 0]
+        before = [p.clone() for p in made.model.parameters()]
+        held = [value.clone() for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        constant["now"] = True
+        for world in (1, 2):
+            monkeypatch.setattr(made.runtime, "world", world)
+            monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None: values)
+            monkeypatch.setattr(made.kit.collector, "_due", lambda count, rank: count if rank == 0 else 0)
+            record = made._iterate()
+            assert record["empty"] == 1 and record["grad_norm"] == 0 and record["informative"] == 0
+        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
+        now = [value for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        assert all(torch.equal(p, q) for p, q in zip(now, held, strict=True))
+    finally:
+        monkeypatch.setattr(made.runtime, "world", 1)
+        made.close()
+
+
+def test_a_batch_of_which_nothing_is_trained_makes_no_step(folder, tmp_path):
+    """Every answer cut at the limit and filtered: its gradients would be zeros."""
+    made = training(folder, tmp_path / "run", overlong={"mode": "filter"}, rollout={"max_new_tokens": 2})
+    try:
+        before = [p.clone() for p in made.model.parameters()]
+        assert made._iterate()["empty"] == 1
+        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
+    finally:
+        made.close()
 
 
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_path):
@@ -297,30 +349,46 @@ def share(problem, response):
 """
 
 
+def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess:
+    """A run of the recipe by `world` processes."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+        "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder), "--out", str(out), *extra,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(file.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+LINEAR = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
+"""With an epsilon of 1 AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to
+5 % after one update), and the next samples would differ."""
+IN_PIECES = {
+    "rollout": {"prompts": 5, "token_cap": 3, "max_new_tokens": 6},
+    "temperature": {"start": 1.3, "end": 0.9, "updates": 5},
+    "train": {"updates": 6},
+}
+"""Nothing is finished in every second iteration: batches without a gradient, before and after there is momentum."""
+
+
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(folder, tmp_path):
-    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums. With an epsilon of 1
-    AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to 5 % after one
-    update), and the next samples would differ."""
+@pytest.mark.parametrize(
+    "changes", [{"rollout": {"prompts": 5}, "train": {"updates": 3}}, IN_PIECES], ids=["whole", "in pieces"]
+)
+def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
+    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums."""
     file = tmp_path / "recipe.toml"
-    linear = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
     (tmp_path / "vowels.py").write_text(VOWELS)  # a reward that random weights earn, so that gradients are no rounding
-    file.write_text(
-        to_toml(recipe(reward={"name": "vowels:share"}, rollout={"prompts": 5}, train={"updates": 3}, optim=linear))
-    )
+    file.write_text(to_toml(recipe(reward={"name": "vowels:share"}, optim=LINEAR, **changes)))
     for world, name in ((1, "one"), (2, "two")):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
-            str(29571 + world), "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder),
-            "--out", str(tmp_path / name),
-        ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        launched(world, file, folder, tmp_path / name)
     ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
     for mine, other in zip(ours, theirs, strict=True):
-        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative"):
+        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative", "empty", "carried"):
             assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (mine["step"], key)
+    if changes is IN_PIECES:
+        assert [mine["empty"] for mine in ours] == [1, 0, 1, 0, 1, 0]
     left, right = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in left:
         difference = (left[name] - right[name]).float().norm() / right[name].float().norm().clamp(min=1e-6)

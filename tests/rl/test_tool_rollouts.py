@@ -173,7 +173,7 @@ def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_con
         seen = experience(made.config, groups, scored, 0, {})
         assert seen.lengths_N.tolist() == [len(t.ids) for t in answers] != [len(t.tail) for t in answers]
         net, sums = made.model.train(), Sums()
-        made.kit.learner.gradients(seen, range(len(groups)), 1.0, 0, sums)
+        made.kit.learner.gradients(seen, range(len(groups)), 0, sums)
         got = {key: p.grad.clone() for key, p in net.named_parameters() if p.grad is not None}
         tokens = sums.reduced(made.runtime)["tokens"]
         assert tokens == sum(len(t.ids) for t in answers)
