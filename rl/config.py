@@ -187,8 +187,8 @@ class OverlongConfig(Section):
     mode: Literal["none", "filter", "soft", "hard"] = "none"
     """filter: no loss on cut answers; soft: penalty that grows inside the last `buffer_tokens` (DAPO); hard: the whole
     penalty for every cut answer (K2's budget)."""
-    max_tokens: PositiveInt = 1024
-    """Token limit of an answer."""
+    max_tokens: PositiveInt | None = None
+    """Where the soft penalty is whole, tokens; "null": rollout.max_new_tokens, beyond which no answer goes."""
     buffer_tokens: NonNegativeInt = 128
     """Tokens before the limit over which the soft penalty grows."""
     penalty: NonNegativeFloat = 1.0
@@ -196,22 +196,35 @@ class OverlongConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> OverlongConfig:
-        if self.mode == "soft" and not 0 < self.buffer_tokens < self.max_tokens:
+        limit = self.max_tokens
+        if self.mode == "soft" and limit is not None and not 0 < self.buffer_tokens < limit:
             raise ValueError(
-                f"buffer_tokens={self.buffer_tokens}: the soft penalty needs 1 to max_tokens-1={self.max_tokens - 1}"
+                f"buffer_tokens={self.buffer_tokens}: the soft penalty needs 1 to max_tokens-1={limit - 1}"
             )
         return self
 
+    def within(self, max_new_tokens: int) -> OverlongConfig:
+        """The same with its limit known. Raises ValueError for one that no answer reaches."""
+        if (self.max_tokens or 0) > max_new_tokens:
+            raise ValueError(
+                f"overlong.max_tokens {self.max_tokens} is more than rollout.max_new_tokens {max_new_tokens}: no answer "
+                "would ever be overlong; leave it out to use that limit"
+            )
+        if self.mode != "soft":
+            return self
+        return OverlongConfig(**{**self.model_dump(), "max_tokens": self.max_tokens or max_new_tokens})
+
 
 class ToggleConfig(Section):
-    """K2.5 Toggle: `every` updates with a budget on prompts that are solved, `every` updates without."""
+    """K2.5 Toggle: `every` updates with a budget on prompts that are solved, `every` updates without. Budgets are those of
+    problems, so it needs rollout.pool."""
 
     every: NonNegativeInt = 0
     """Updates of one phase (m); 0 turns Toggle off."""
     percentile: float = Field(50.0, ge=0, le=100)
     """The budget of a prompt: this percentile (rho) of the lengths of its right answers."""
     min_accuracy: float = Field(0.8, ge=0, le=1)
-    """The budget holds only for groups with at least this mean reward (lambda)."""
+    """The budget holds only for groups with at least this mean reward (lambda), as a share of reward.low to reward.high."""
 
 
 class RepeatConfig(Section):

@@ -25,12 +25,12 @@ from earlyfusion.rl.length import (
 from earlyfusion.rl.prompts import prompt_segments
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 from earlyfusion.rl.records import AnswerRecord, GroupRecord
-from earlyfusion.rl.rewards import OnTop, Rewards, Scored, make_reward
+from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.rl.tasks.problem import Task
 from earlyfusion.rl.tasks.rendering import render_text
 
 RIGHT = 0.999
-"""Scores from here on count as right answers (length reward, Toggle)."""
+"""Scores from this share of their range on count as right answers (length reward, Toggle)."""
 
 
 @dataclass
@@ -65,8 +65,9 @@ def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> R
         isolation = "threads"
     memory = section.memory_mb if isolation == "process" else None
     return Rewards(
-        function, isolation=isolation, timeout_s=section.timeout_s, workers=section.workers, memory_mb=memory
-    )
+        function, isolation=isolation, timeout_s=section.timeout_s, workers=section.workers, memory_mb=memory,
+        span=Range(section.low, section.high),
+    )  # fmt: skip
 
 
 def score(rewards: Rewards, groups: Sequence[Asked]) -> list[Scored]:
@@ -86,10 +87,13 @@ def experience(
     groups_N = torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories], dtype=torch.int64)
     bins_N = torch.tensor([g.ask.bin for g in groups for _ in g.trajectories], dtype=torch.int64)
     power_N = torch.tensor([config.tasks[g.ask.entry].power for g in groups for _ in g.trajectories])
-    rewards_N = scores_N**power_N if answers else scores_N
+    # The sign stays: a power of a negative number may be none, or a positive one.
+    rewards_N = scores_N.sign() * scores_N.abs() ** power_N if answers else scores_N
     if answers:
-        rewards_N = toggle_rewards(config.toggle, rewards_N, lengths_N, bins_N, groups_N, budgets, update)
-        rewards_N = with_length_rewards(config.length, rewards_N, lengths_N, scores_N >= RIGHT, groups_N, update)
+        span = (config.reward.low, config.reward.high)
+        rewards_N = toggle_rewards(config.toggle, rewards_N, lengths_N, bins_N, groups_N, budgets, update, span)
+        right_N = shares(config.reward, scores_N) >= RIGHT
+        rewards_N = with_length_rewards(config.length, rewards_N, lengths_N, right_N, groups_N, update)
         rewards_N = overlong_rewards(config.overlong, rewards_N, lengths_N, cut_N)
         if config.repeat is not None:
             rewards_N = repeat_rewards(config.repeat, rewards_N, [t.ids for t in answers])
@@ -105,6 +109,11 @@ def experience(
         list(groups), list(scored), scores_N, rewards_N, advantages_N, groups_N, lengths_N, cut_N,
         trained_answers(config.overlong, cut_N), informative_N, bounds,
     )  # fmt: skip
+
+
+def shares(section: RewardSection, scores_N: Tensor) -> Tensor:
+    """How far each score is on the way from the lowest to the highest of the declared range, in [0, 1]."""
+    return ((scores_N - section.low) / (section.high - section.low)).clamp(0, 1)
 
 
 def records(config: RLConfig, seen: Experience, update: int, limit: int) -> list[GroupRecord]:

@@ -69,27 +69,32 @@ def toggle_rewards(
     groups_N: Tensor,
     budgets: dict[int, float],
     update: int,
+    span: tuple[float, float] = (0.0, 1.0),
 ) -> Tensor:
     """K2.5 Toggle. Budget phase: r if the group's mean reward is below `min_accuracy` or the answer keeps within the
-    budget of its prompt, else 0. Other phase, Toggle off, or no budget known: r."""
+    budget of its prompt, else the lowest reward. Other phase, Toggle off, or no budget known: r. span: lowest and
+    highest reward; `min_accuracy` is a share of the way between them."""
     rewards_N = wide(rewards_N)
     if not budget_phase(config, update):
         return rewards_N
     groups = group(groups_N, rewards_N, lengths_N, prompts_N)
-    mean_N = groups.spread(groups.sums(rewards_N) / groups.counts())
+    low, high = span
+    mean_N = (groups.spread(groups.sums(rewards_N) / groups.counts()) - low) / (high - low)
     limit_N = torch.tensor([budgets.get(int(prompt), float("inf")) for prompt in prompts_N.tolist()])
     kept_N = (mean_N < config.min_accuracy) | (_lengths(lengths_N) <= limit_N.to(lengths_N.device)).to(mean_N.device)
-    return torch.where(kept_N, rewards_N, torch.zeros_like(rewards_N))
+    return torch.where(kept_N, rewards_N, torch.full_like(rewards_N, low))
 
 
 def overlong_rewards(config: OverlongConfig, rewards_N: Tensor, lengths_N: Tensor, cut_N: Tensor) -> Tensor:
     """Rewards after the penalty for length. cut_N: bool, the answer was ended by the token limit.
 
     soft (DAPO): 0 up to max_tokens - buffer_tokens, then evenly down to -penalty at max_tokens and beyond.
-    hard (K2): -penalty for every cut answer. none, filter: unchanged.
+    hard (K2): -penalty for every cut answer. none, filter: unchanged. Raises DataError for soft without max_tokens.
     """
     rewards_N = wide(rewards_N)
     if config.mode == "soft":
+        if config.max_tokens is None:
+            raise DataError("overlong.mode 'soft' without max_tokens; RLConfig fills in rollout.max_new_tokens")
         over_N = _lengths(lengths_N) - (config.max_tokens - config.buffer_tokens)
         return rewards_N - config.penalty * (over_N / config.buffer_tokens).clamp(0, 1).to(rewards_N.device)
     if config.mode == "hard":

@@ -30,7 +30,7 @@ from earlyfusion.pipeline.step import drop_frozen_gradients
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.rl import measure
 from earlyfusion.rl.collect import Collector
-from earlyfusion.rl.experience import Experience, build_rewards
+from earlyfusion.rl.experience import Experience, build_rewards, shares
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.live import LiveView
 from earlyfusion.rl.prompts import PromptBook
@@ -176,9 +176,10 @@ class Kit:
     def note(self, seen: Experience) -> None:
         """Tell the curriculum how the prompts went, on all processes."""
         bins = self.book.solved_P.numel()
+        solved_N = shares(self.config.reward, seen.scores_N).double()
         table = torch.zeros(2, bins, dtype=torch.float64)
         for group, (start, end) in zip(seen.groups, seen.bounds):
-            table[0, group.ask.bin] += float(seen.scores_N[start:end].double().sum())
+            table[0, group.ask.bin] += float(solved_N[start:end].sum())
             table[1, group.ask.bin] += end - start
         table = self.runtime.sum(table)
         self.book.note(table[0], table[1])

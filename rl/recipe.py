@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import (
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -63,7 +64,7 @@ class TaskEntry(Section):
     tools: bool = False
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture as a file."""
     power: PositiveFloat = 1.0
-    """Its rewards are scores to this power. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and
+    """Its rewards are scores to this power, with the sign they had. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and
     3 are likely); a high power pays for right answers alone."""
     options: dict[str, Any] = {}
     """Options of the task, such as { path = "gsm8k" } of text_math."""
@@ -148,7 +149,12 @@ class JudgeSection(Section):
 
 class RewardSection(Section):
     name: str = "task"
-    """task (each task's own), random (control arm), or package.module:function of (problem, response)."""
+    """task (each task's own), random (control arm), or package.module:function of (problem, response), which may return any
+    finite number."""
+    low: FiniteFloat = 0.0
+    """Lowest of your rewards: what an answer earns that could not be scored, or that exceeds Toggle's budget."""
+    high: FiniteFloat = 1.0
+    """Highest of your rewards: what a right answer earns. Rewards outside are not cut, but counted."""
     judge: JudgeSection | None = None
     """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
     timeout_s: PositiveFloat = 10.0
@@ -157,6 +163,14 @@ class RewardSection(Section):
     """Calls at a time."""
     memory_mb: PositiveInt | None = 512
     """Memory of one worker process beyond its imports; "null" for no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardSection:
+        if not self.low < self.high:
+            raise ValueError(f"reward.low={self.low:g}, reward.high={self.high:g}: expected low below high")
+        if self.name in ("task", "random") and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError(f"reward.name={self.name!r} pays 0 to 1; leave out low and high")
+        return self
 
 
 class TrainSection(Section):
@@ -260,7 +274,9 @@ class RLConfig(Section):
             raise ValueError(f"ptx.length {self.ptx.length} is more than ptx.tokens {self.ptx.tokens}")
         if self.rollout.group_size == 1 and self.objective.baseline != "none" and not self.ptx.only:
             raise ValueError("rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none")
-        if self.has_tools and (self.rollout.token_cap is not None or self.rollout.fraction < 1):
+        object.__setattr__(self, "overlong", self.overlong.within(self.rollout.max_new_tokens))
+        self._check_silent()
+        if self.has_tools and self.partial:
             raise ValueError(
                 "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction, or tools"
             )
@@ -274,6 +290,34 @@ class RLConfig(Section):
                 f"train.minibatches {self.train.minibatches} is more than rollout.prompts {self.rollout.prompts}"
             )
         return self
+
+    def _check_silent(self) -> None:
+        """ValueError for settings that would do nothing, or another thing than they say."""
+        rollout, train = self.rollout, self.train
+        own = "train.old_policy 'trainer'" if train.old_policy == "trainer" else ""
+        if rollout.top_p < 1 or rollout.min_p > 0:
+            own = f"rollout.top_p {rollout.top_p:g}, min_p {rollout.min_p:g}"
+        if own and self.partial and self.correction.mode == "none":
+            raise ValueError(
+                f"{own} in partial rollouts: pi_old is then the trainer's own, and tokens of older weights would count as "
+                "drawn by it; set correction.mode (tis, mis or reject)"
+            )
+        if self.objective.reset_optimizer and train.epochs * train.minibatches == 1 and not self.ptx.only:
+            raise ValueError(
+                "objective.reset_optimizer with one update in an iteration: the first step of an optimizer without memory "
+                "goes by the gradient's sign alone; set train.epochs or train.minibatches above 1 (k1.5 takes many), or "
+                "reset_optimizer = false"
+            )
+        if self.toggle.every and not rollout.pool:
+            raise ValueError(
+                "toggle with rollout.pool = 0: every prompt is a new problem, so there is no budget of a problem; set "
+                "rollout.pool"
+            )
+
+    @property
+    def partial(self) -> bool:
+        """Whether answers may go on in a later iteration."""
+        return self.rollout.token_cap is not None or self.rollout.fraction < 1
 
     @property
     def has_tools(self) -> bool:
@@ -290,7 +334,7 @@ class RLConfig(Section):
     @property
     def watched(self) -> bool:
         """Whether answers are looked at while they are written: partial rollouts, and answers that run in circles."""
-        return self.rollout.token_cap is not None or self.rollout.fraction < 1 or self.repeat is not None
+        return self.partial or self.repeat is not None
 
     @property
     def measured(self) -> list[TaskEntry]:

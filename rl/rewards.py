@@ -4,8 +4,9 @@
         scored = rewards([(problem, text), ...])        # one Scored each, in order; never raises for one answer
         rewards.report()                                # {"ok": 63, "timeout": 1, ..., "by_task": {"maze": 0.41}}
 
-A reward that raises, hangs, dies, returns no number or leaves [0, 1] costs its own answer (`fallback`, 0 by default) and
-a count, never the run. Three ways to run a function:
+A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the lowest
+of the declared range, 0 by default) and a count, never the run; one outside the declared range stands, and is counted.
+Three ways to run a function:
     inline    in this thread: for rewards known to return (the tasks of rl/tasks)
     threads   side by side with a deadline: for rewards that wait for a server (rl/judge.py)
     process   in worker processes that are killed at the deadline and started anew: for everything else; `memory_mb`
@@ -38,7 +39,7 @@ RewardFunction: TypeAlias = Callable[[Problem, str], float]
 Isolation: TypeAlias = Literal["inline", "threads", "process"]
 Item: TypeAlias = tuple[Problem, str]
 ISOLATIONS = ("inline", "threads", "process")
-STATUSES = ("ok", "clipped", "invalid", "error", "timeout", "died")
+STATUSES = ("ok", "outside", "invalid", "error", "timeout", "died")
 START_S = 120.0
 """Most a worker process may take to import its reward."""
 
@@ -77,7 +78,7 @@ class RandomReward:
 
 
 class OnTop:
-    """A second opinion on verified answers: (1 - weight) * base + weight * extra where base > 0, else 0."""
+    """A second opinion on verified answers: (1 - weight) * base + weight * extra where base > 0, else base."""
 
     def __init__(self, base: RewardFunction, extra: RewardFunction, weight: float = 0.2) -> None:
         if not 0 <= weight <= 1:
@@ -86,7 +87,7 @@ class OnTop:
 
     def __call__(self, problem: Problem, response: str) -> float:
         base = self.base(problem, response)
-        return (1 - self.weight) * base + self.weight * self.extra(problem, response) if base > 0 else 0.0
+        return (1 - self.weight) * base + self.weight * self.extra(problem, response) if base > 0 else base
 
 
 def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[RewardFunction, Isolation]:
@@ -109,54 +110,60 @@ def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[Reward
     return function, "process"
 
 
-def judged(value: Any, fallback: float) -> Scored:
-    """A returned value as Scored: numbers are cut to [0, 1] ("clipped"), everything else is "invalid"."""
+@dataclass(frozen=True)
+class Range:
+    """What rewards are expected to be. low: what an answer earns that could not be scored."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+
+def judged(value: Any, span: Range) -> Scored:
+    """A returned value as Scored: every finite number as it is ("outside" beyond the range), all else "invalid"."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        return Scored(fallback, "invalid", f"returned {type(value).__name__}, expected a number")
+        return Scored(span.low, "invalid", f"returned {type(value).__name__}, expected a number")
     if not math.isfinite(number):
-        return Scored(fallback, "invalid", f"returned {number}")
-    if not 0.0 <= number <= 1.0:
-        return Scored(min(1.0, max(0.0, number)), "clipped", f"returned {number}, expected 0 to 1")
+        return Scored(span.low, "invalid", f"returned {number}")
+    if not span.low <= number <= span.high:
+        return Scored(
+            number, "outside", f"returned {number:g}; reward.low and reward.high say {span.low:g} to {span.high:g}"
+        )
     return Scored(number)
 
 
-def attempt(function: RewardFunction, item: Item, fallback: float) -> Scored:
+def attempt(function: RewardFunction, item: Item, span: Range) -> Scored:
     """Call the function; an exception becomes a Scored (also SystemExit, which would end the run)."""
     try:
-        return judged(function(*item), fallback)
+        return judged(function(*item), span)
     except (Exception, SystemExit) as error:
-        return Scored(fallback, "error", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        return Scored(span.low, "error", " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
 class Rewards:
     """See the file's head.
 
     function: any callable of (problem, response). isolation: how it runs. timeout_s: deadline of one call (threads and
-    process). workers: calls in flight. fallback: the reward of an answer that could not be scored.
+    process). workers: calls in flight. span: the range that rewards are declared to have.
     """
 
     def __init__(
         self, function: RewardFunction, *, isolation: Isolation = "inline", timeout_s: float = 10.0, workers: int = 2,
-        fallback: float = 0.0, memory_mb: int | None = None,
+        span: Range = Range(), memory_mb: int | None = None,
     ) -> None:  # fmt: skip
         if isolation not in ISOLATIONS:
             raise RewardError(f"isolation {isolation!r}; {did_you_mean(str(isolation), ISOLATIONS)}")
-        if not timeout_s > 0 or workers < 1 or not 0 <= fallback <= 1:
-            raise RewardError(
-                f"timeout_s {timeout_s}, workers {workers}, fallback {fallback}: expected > 0, >= 1 and 0 to 1"
-            )
+        if not timeout_s > 0 or workers < 1:
+            raise RewardError(f"timeout_s {timeout_s}, workers {workers}: expected > 0 and >= 1")
         self.function, self.isolation, self.timeout_s = function, isolation, timeout_s
-        self.workers, self.fallback = workers, fallback
+        self.workers, self.span = workers, span
         self.counts: Counter[str] = Counter()
         self.last_failures: list[str] = []
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._seconds = 0.0
         self._processes = (
-            [_Worker(function, timeout_s, fallback, memory_mb) for _ in range(workers)]
-            if isolation == "process"
-            else []
+            [_Worker(function, timeout_s, span, memory_mb) for _ in range(workers)] if isolation == "process" else []
         )
 
     def __call__(self, items: Sequence[Item]) -> list[Scored]:
@@ -180,7 +187,7 @@ class Rewards:
         return {**counts, "by_task": means, "seconds": self._seconds, "last_failures": list(self.last_failures)}
 
     def _inline(self, items: Sequence[Item]) -> list[Scored]:
-        return [attempt(self.function, item, self.fallback) for item in items]
+        return [attempt(self.function, item, self.span) for item in items]
 
     def _threads(self, items: Sequence[Item]) -> list[Scored]:
         """A daemon thread for each call; one past its deadline is left behind and its result ignored."""
@@ -189,7 +196,7 @@ class Rewards:
         waiting, running = list(range(len(items)))[::-1], dict[int, float]()
 
         def call(index: int) -> None:
-            done.put((index, attempt(self.function, items[index], self.fallback)))
+            done.put((index, attempt(self.function, items[index], self.span)))
 
         while waiting or running:
             while waiting and len(running) < self.workers:
@@ -204,7 +211,7 @@ class Rewards:
                 now = time.monotonic()
                 for index in [index for index, deadline in running.items() if deadline <= now]:
                     del running[index]
-                    found[index] = Scored(self.fallback, "timeout", f"no reward within {self.timeout_s:g} s")
+                    found[index] = Scored(self.span.low, "timeout", f"no reward within {self.timeout_s:g} s")
         return [found[index] for index in range(len(items))]
 
     def _process(self, items: Sequence[Item]) -> list[Scored]:
@@ -237,19 +244,19 @@ class Rewards:
 class _Worker:
     """One process that scores one answer at a time; started when needed, killed at a deadline."""
 
-    def __init__(self, function: RewardFunction, timeout_s: float, fallback: float, memory_mb: int | None) -> None:
+    def __init__(self, function: RewardFunction, timeout_s: float, span: Range, memory_mb: int | None) -> None:
         try:
             self._function = pickle.dumps(function)
         except Exception as error:
             raise RewardError(f"isolation process needs a reward that another process can import: {error}") from None
-        self._timeout_s, self._fallback, self._memory_mb = timeout_s, fallback, memory_mb
+        self._timeout_s, self._span, self._memory_mb = timeout_s, span, memory_mb
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, self._function, self._fallback, self._memory_mb)
+        arguments = (theirs, self._function, self._span, self._memory_mb)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -273,11 +280,11 @@ class _Worker:
             pipe.send(item)
             if not pipe.poll(self._timeout_s):
                 self.stop()
-                return Scored(self._fallback, "timeout", f"no reward within {self._timeout_s:g} s")
+                return Scored(self._span.low, "timeout", f"no reward within {self._timeout_s:g} s")
             return pipe.recv()
         except (EOFError, OSError):
             code = self.stop()
-            return Scored(self._fallback, "died", f"the reward's process ended with code {code}")
+            return Scored(self._span.low, "died", f"the reward's process ended with code {code}")
 
     def stop(self) -> int | None:
         """Kill the process; its exit code, None if there was none."""
@@ -293,7 +300,7 @@ class _Worker:
         return process.exitcode
 
 
-def _serve(pipe: Connection, pickled: bytes, fallback: float, memory_mb: int | None) -> None:
+def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None) -> None:
     """The worker's loop: None once ready (or why not), then one Scored for each item."""
     try:
         function = pickle.loads(pickled)
@@ -308,7 +315,7 @@ def _serve(pipe: Connection, pickled: bytes, fallback: float, memory_mb: int | N
             item = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        pipe.send(attempt(function, item, fallback))
+        pipe.send(attempt(function, item, span))
 
 
 def _limit_memory(megabytes: int) -> None:

@@ -35,7 +35,7 @@ from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
 from earlyfusion.rl.collect import Collected
-from earlyfusion.rl.experience import Experience, experience, records, score
+from earlyfusion.rl.experience import RIGHT, Experience, experience, records, score, shares
 from earlyfusion.rl.learn import Sums, minibatches
 from earlyfusion.rl.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig
@@ -249,7 +249,8 @@ class Reinforcement:
         collected = kit.collector.collect(0, temperature(config.temperature, 0), max(bins, config.rollout.prompts), 99)
         seen = experience(config, collected.groups, score(kit.rewards, collected.groups), 0, {})
         bins_N = torch.tensor([g.ask.bin for g in seen.groups for _ in g.trajectories])
-        own = estimate_budgets(toggle, seen.lengths_N, seen.scores_N >= 0.999, bins_N) if seen.answers else {}
+        right_N = shares(config.reward, seen.scores_N) >= RIGHT
+        own = estimate_budgets(toggle, seen.lengths_N, right_N, bins_N) if seen.answers else {}
         table = torch.zeros(bins, 2, dtype=torch.float64)
         for bin, budget in own.items():
             table[bin] = torch.tensor([budget, 1.0])

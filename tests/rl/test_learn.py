@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
     """(run, experience) of a few groups, some answers made equal by a low temperature."""
     made = training(
-        folder, tmp_path / "run", objective=objective, rollout={"prompts": 5, "group_size": 6, **rollout},
+        folder, tmp_path / "run", objective={**objective, "reset_optimizer": False}, rollout={"prompts": 5, "group_size": 6, **rollout},
         temperature={"start": temperature, "end": temperature},
     )  # fmt: skip
     made.kit.refresh_engine(0)

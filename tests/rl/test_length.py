@@ -77,6 +77,9 @@ def test_toggle_takes_the_reward_of_long_answers_only_where_the_prompt_is_solved
     on = toggle_rewards(cfg, rewards, lengths, prompts, prompts, budgets, update=0)
     assert on.tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
     assert torch.equal(toggle_rewards(cfg, rewards, lengths, prompts, prompts, budgets, update=1), rewards)
+    # The same rewards on a scale of -1 to 0: an answer over its budget earns the lowest, which is not 0.
+    moved = toggle_rewards(cfg, rewards - 1, lengths, prompts, prompts, budgets, 0, span=(-1.0, 0.0))
+    assert torch.equal(moved, on - 1)
     assert rewards.tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 1, 1]
 
 

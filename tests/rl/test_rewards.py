@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from earlyfusion.rl.rewards import OnTop, RandomReward, RewardError, Rewards, TaskReward, make_reward, mean_by
+from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward, mean_by
 from earlyfusion.rl.tasks.registry import make_task, mixture
 
 TIMEOUT_S = 0.5
@@ -34,7 +34,7 @@ def nasty(problem, response):
 
 WANTED = {
     "fine": (0.5, "ok"), "raise": (0.0, "error"), "exit": (0.0, "error"), "nan": (0.0, "invalid"), "inf": (0.0, "invalid"),
-    "high": (1.0, "clipped"), "low": (0.0, "clipped"), "none": (0.0, "invalid"), "text": (0.0, "invalid"), "yes": (1.0, "ok"),
+    "high": (3.0, "outside"), "low": (-1.0, "outside"), "none": (0.0, "invalid"), "text": (0.0, "invalid"), "yes": (1.0, "ok"),
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_wrong_rewards_are_contained_and_counted(problem, isolation):
         scored = rewards([(problem, text) for text in WANTED])
     assert [(one.value, one.status) for one in scored] == list(WANTED.values())
     report = rewards.report()
-    assert (report["ok"], report["clipped"], report["invalid"], report["error"]) == (2, 2, 4, 2)
+    assert (report["ok"], report["outside"], report["invalid"], report["error"]) == (2, 2, 4, 2)
     assert report["by_task"] == {"arithmetic": pytest.approx(sum(v for v, _ in WANTED.values()) / len(WANTED))}
     assert any("ValueError: two lines" in line for line in report["last_failures"])
     assert all("\n" not in line for line in report["last_failures"])
@@ -80,7 +80,7 @@ def test_processes_survive_hanging_dying_and_greedy_rewards(problem):
 
 def test_threads_leave_a_hanging_call_behind(problem):
     begun = time.perf_counter()
-    with Rewards(nasty, isolation="threads", timeout_s=TIMEOUT_S, workers=4, fallback=0.25) as rewards:
+    with Rewards(nasty, isolation="threads", timeout_s=TIMEOUT_S, workers=4, span=Range(0.25, 1)) as rewards:
         scored = rewards([(problem, text) for text in ("sleep", "fine", "sleep", "fine", "fine")])
     assert [one.value for one in scored] == [0.25, 0.5, 0.25, 0.5, 0.5]
     assert [one.status for one in scored] == ["timeout", "ok", "timeout", "ok", "ok"]
@@ -113,6 +113,7 @@ def test_a_second_opinion_counts_only_for_verified_answers(problem):
     both = OnTop(make_task("arithmetic").reward, lambda problem, response: 1.0, weight=0.25)
     assert both(problem, problem.target) == 1.0 and both(problem, "no idea") == 0.0
     assert OnTop(make_task("arithmetic").reward, lambda p, r: 0.0, weight=0.25)(problem, problem.target) == 0.75
+    assert OnTop(lambda p, r: -0.5, lambda p, r: 1.0)(problem, "badly formed") == -0.5
 
 
 def test_rewards_by_name_and_bad_settings():

@@ -1,6 +1,7 @@
 """Settings of reinforcement learning: presets, and one clear line for what cannot work."""
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from earlyfusion.rl.config import (
@@ -12,6 +13,8 @@ from earlyfusion.rl.config import (
     TemperatureConfig,
     check_together,
 )
+from earlyfusion.rl.length import overlong_rewards
+from earlyfusion.rl.recipe import RewardSection, RLConfig
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -77,6 +80,8 @@ def test_token_corrections_do_not_fit_ratios_of_whole_answers():
 @pytest.mark.parametrize(
     "model,given,message",
     [
+        (RewardSection, {"name": "a:b", "low": 1.0}, "expected low below high"),
+        (RewardSection, {"low": -1.0}, "pays 0 to 1"),
         (CorrectionConfig, {"low": 1.5, "high": 3.0}, "must lie between"),
         (CorrectionConfig, {"high": 0.5}, "must lie between"),
         (CorrectionConfig, {"mode": "tiss"}, "tis"),
@@ -89,3 +94,50 @@ def test_other_sections_name_what_is_wrong(model, given, message):
     with pytest.raises(ValidationError) as error:
         model.model_validate(given)
     assert message in str(error.value)
+
+
+def whole(**changes):
+    return RLConfig.model_validate({"tasks": [{"name": "counting"}], **changes})
+
+
+def test_an_overlong_answer_is_one_that_reaches_the_limit_of_the_rollouts():
+    cfg = whole(overlong={"mode": "soft", "buffer_tokens": 4})
+    lengths, cut = torch.tensor([4.0, 6.0, 8.0]), torch.tensor([False, False, True])
+    assert overlong_rewards(cfg.overlong, torch.ones(3), lengths, cut).tolist() == [1.0, 0.5, 0.0]
+    own = whole(overlong={"mode": "soft", "max_tokens": 6, "buffer_tokens": 4})
+    assert overlong_rewards(own.overlong, torch.ones(3), lengths, cut).tolist() == [0.5, 0.0, 0.0]
+
+
+STALE = {"fraction": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"overlong": {"mode": "soft"}}, "1 to max_tokens-1=7"),  # the default buffer is wider than the default answer
+        ({"overlong": {"mode": "soft", "max_tokens": 1024}}, "no answer would ever be overlong"),
+        ({"rollout": {**STALE, "top_p": 0.9}}, "set correction.mode"),
+        ({"rollout": {"token_cap": 3, "min_p": 0.1}}, "set correction.mode"),
+        ({"rollout": STALE, "train": {"old_policy": "trainer"}}, "set correction.mode"),
+        ({"objective": {"name": "k1.5"}}, "one update in an iteration"),
+        ({"toggle": {"every": 5}}, "set rollout.pool"),
+    ],
+)
+def test_settings_that_would_do_nothing_in_silence_are_refused(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        whole(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {**STALE, "top_p": 0.9}, "correction": {"mode": "tis"}},
+        {"rollout": STALE, "train": {"old_policy": "trainer"}, "correction": {"mode": "mis"}},
+        {"objective": {"name": "k1.5"}, "train": {"minibatches": 2}},
+        {"objective": {"name": "k1.5", "reset_optimizer": False}},
+        {"toggle": {"every": 5}, "rollout": {"pool": 9}},
+        {"reward": {"name": "package.module:function", "low": -1.0}},
+    ],
+)
+def test_the_same_settings_with_what_they_need_are_taken(changes):
+    assert whole(**changes)

@@ -21,7 +21,9 @@ from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
 from earlyfusion.rl.collect import LOOK_EVERY
+from earlyfusion.rl.experience import experience
 from earlyfusion.rl.prompts import PromptBook
+from earlyfusion.rl.rewards import Scored
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -103,7 +105,7 @@ def test_a_partial_rollout_under_a_schedule_knows_the_temperature_of_every_token
 def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_path, monkeypatch, name):
     """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is none."""
     constant = {"now": False}
-    judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)  # noqa: E731
+    judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)
     monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (judge, "inline"))
     made = training(folder, tmp_path / "run", optim={"name": name})
     try:
@@ -301,6 +303,37 @@ def test_a_reward_that_raises_costs_its_answers_and_a_count_not_the_run(folder, 
     assert run(folder, tmp_path / "run", reward={"name": f"{__name__}:raising"}, train={"updates": 1}) == 0
     (record,) = numbers(tmp_path / "run")
     assert record["score"] == 0 and record["rewards/error"] == 16
+
+
+def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path):
+    """-1 to 0, as of a penalty: the advantages and the success rates of the same rewards at 0 to 1, nothing cut off."""
+    for name, low in (("zero", 0.0), ("below", -1.0)):
+        made = training(folder, tmp_path / name, reward={"low": low, "high": low + 1.0}, length={"weight": 0.5})
+        try:
+            made.kit.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
+            made.kit.refresh_engine(0)
+            _, seen, _ = made._experience(1.0, 0)
+            rate = made.kit.book.solved_P / made.kit.book.tried_P.clamp(min=1)
+            if name == "zero":
+                wanted, rates = seen, rate
+            assert made.kit.rewards.counts.keys() == {"ok"} and float(seen.scores_N.std()) > 0.01
+        finally:
+            made.close()
+    assert torch.allclose(seen.advantages_N, wanted.advantages_N, atol=1e-6)
+    assert torch.allclose(seen.scores_N + 1, wanted.scores_N, atol=1e-6)
+    assert torch.allclose(rate, rates, atol=1e-6) and 0 < float(rate.max()) < 1
+
+
+def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
+    made = training(folder, tmp_path / "run", tasks=[{"name": "counting", "power": 2.5}], reward={"low": -1.0})
+    try:
+        made.kit.refresh_engine(0)
+        groups = made.kit.collector.collect(0, 1.0, 1).groups
+        scored = [Scored(value) for value in (-1.0, -0.25, 0.25, 2.0)]
+        rewards_N = experience(made.config, groups, scored, 0, {}).rewards_N
+        assert rewards_N.tolist() == pytest.approx([-1.0, -0.03125, 0.03125, 2**2.5])
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(
