@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.pipeline.errors import UserError, require_python
@@ -237,6 +237,10 @@ class Runtime:
         if self.world > 1:
             dist.all_reduce(reduced, op=op)
         return reduced
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in their order, on every rank; for small things that can be pickled."""
+        return [value] if self.world == 1 else list(gather_object([value]))
 
     def agree(self, code: int) -> int:
         """The largest `code` of all ranks: how a decision of one becomes the decision of all."""

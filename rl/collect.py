@@ -1,11 +1,11 @@
 """Rollouts of one iteration, whole or partial.
 
 An iteration keeps N prompts with K answers each in the engine. Without partial rollout it ends when all are finished.
-With `rollout.token_cap` an answer that has written that many tokens in this iteration is put aside (k1.5); with
-`rollout.fraction` all are put aside as soon as that share is finished (K3). What is put aside goes on first in the next
-iteration, from its state or by reading its text again; a prompt is trained when its K answers are complete, and every
-token knows the version of the weights that made it. Prompts with tools are answered in several turns
-(rl/tool_rollouts.py), in the same batches as the others.
+With `rollout.token_cap` a prompt whose unfinished answers, which are written side by side, have all written that many tokens
+in this iteration is put aside (k1.5); with `rollout.fraction` all are put aside as soon as that share is finished (K3).
+What is put aside goes on first in the next iteration, from its state or by reading its text again; a prompt is trained when
+its K answers are complete, and every token knows the version of the weights that made it. Prompts with tools are answered
+in several turns (rl/tool_rollouts.py), in the same batches as the others.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ from earlyfusion.rl.rollout import Trajectory
 from earlyfusion.rl.tasks.problem import Problem
 from earlyfusion.rl.tool_desk import NAMES, ToolDesk
 from earlyfusion.rl.tool_prompts import tool_files
-from earlyfusion.rl.tool_rollouts import ToolRollouts
+from earlyfusion.rl.tool_rollouts import ToolRollouts, Turn
 
 LOOK_EVERY = 8
 """Tokens between two looks for an answer that runs in circles."""
+
+
+class Interrupted(Exception):
+    """A signal asked some process to stop while answers were collected."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Collector:
         rollout = self.config.rollout
         if not rollout.prefetch or rollout.token_cap is not None or rollout.fraction < 1:
             return
-        shares = [self._due(rollout.prompts, rank) for rank in range(self.runtime.world)]
+        shares = [self.due(rollout.prompts, rank) for rank in range(self.runtime.world)]
         first = sum(shares[: self.runtime.rank])
         asks = self.book.coming(rollout.prompts, update)[first : first + shares[self.runtime.rank]]
         self._ahead = self._thread.submit(self._make, asks)
@@ -108,13 +112,18 @@ class Collector:
             with suppress(BadSample):  # `draw` meets it again, counts it and takes another
                 self.book.prompt(ask)
 
-    def _due(self, count: int, rank: int) -> int:
+    def due(self, count: int, rank: int) -> int:
+        """How many of `count` prompts are a process's."""
         world = self.runtime.world
         return count // world + (rank < count % world)
 
     def collect(self, update: int, temperature: float, count: int, round_: int = 0) -> Collected:
         """Keep `count` prompts (of all processes) in work; every process calls it. round_: which of several calls in one
-        update, for the names of the requests."""
+        update, for the names of the requests.
+
+        Raises Interrupted on every process when any was asked to stop meanwhile; the prompts are drawn and what was carried
+        is gone then, so the caller goes back to what was before.
+        """
         start = time.perf_counter()
         asks, first = self._new_asks(update, count)
         names: dict[str, Ask] = {}
@@ -139,6 +148,8 @@ class Collector:
         if self.desk is not None:
             tools = ToolRollouts(rollout, self.desk, book.tokenizer, book.vision, params, self._replay)
         self._serve(collected, waiting, names, handles, params, math.ceil(rollout.fraction * unfinished), tools)
+        if self.runtime.should_stop():
+            raise Interrupted
         for name, ask in names.items():
             if handles[name].done:
                 problem, prompt = self.book.prompt(ask)
@@ -161,7 +172,7 @@ class Collector:
             self._ahead = None
         world, rank = self.runtime.world, self.runtime.rank
         needs = torch.zeros(world, dtype=torch.float64)
-        needs[rank] = max(0, self._due(count, rank) - len(self.carried))
+        needs[rank] = max(0, self.due(count, rank) - len(self.carried))
         needs = self.runtime.sum(needs)
         total, first = int(needs.sum()), int(needs[:rank].sum())
         share = slice(first, first + int(needs[rank]))
@@ -185,15 +196,17 @@ class Collector:
         written: dict[tuple[str, int], list[int]] = {}
         made: Counter[tuple[str, int]] = Counter()
         finished = 0
-        turns: list[Request] = []
+        turns: list[Turn] = []
         while (waiting or self.engine.has_work or (tools is not None and tools.waits)) and finished < goal:
+            if self.runtime.stop.received is not None:
+                return
             if tools is not None:
                 more, ended = tools.due(idle=not (waiting or self.engine.has_work))
                 turns += more
                 finished += ended
             while (turns or waiting) and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
                 if turns:
-                    self.engine.submit(turns.pop(0))
+                    self.engine.submit(*turns.pop(0))
                     continue
                 name, ask = waiting.pop(0)
                 names[name] = ask
@@ -201,7 +214,8 @@ class Collector:
                 entry = self.config.tasks[ask.entry]
                 if tools is not None and entry.tools:
                     tools.open(name, prompt, tool_files(problem, entry.form))
-                handles[name] = self.engine.submit(Request(name, prompt, params, self._replay, pieces=watched))
+                request = Request(name, prompt, params, self._replay, pieces=watched, keep_state=entry.tools)
+                handles[name] = self.engine.submit(request)
             begun = time.perf_counter()
             events = self.engine.step()
             out.working_s += time.perf_counter() - begun
@@ -211,7 +225,7 @@ class Collector:
                 made[key] += new
                 out.tokens += new
                 if event.completion is not None:
-                    finished += tools is None or tools.take(event.completion)
+                    finished += tools is None or tools.take(event.completion, event.left)
                 if repeat is not None and event.completion is None:
                     ids = written.setdefault(key, [])
                     ids += [one.id for one in event.tokens]

@@ -257,20 +257,22 @@ class CurriculumConfig(Section):
     """Which prompts are drawn, and how often."""
 
     mode: Literal["uniform", "hard_after_warmup", "easy_to_hard"] = "uniform"
-    """hard_after_warmup: all prompts alike, then only the hard (k1.5); easy_to_hard: the hardest allowed difficulty
-    grows evenly from `start_difficulty` to 1."""
+    """hard_after_warmup: all prompts alike, then only those that are seldom solved (k1.5); easy_to_hard: the hardest
+    allowed level of the tasks grows evenly from `start_difficulty` to 1."""
     warmup_updates: NonNegativeInt = 0
     """Updates until only hard prompts are left, or until all are allowed."""
     hard_from: float = Field(0.5, ge=0, le=1)
-    """Difficulty from which a prompt is hard."""
+    """Failure rate from which a prompt is hard."""
     start_difficulty: float = Field(0.3, ge=0, le=1)
-    """Hardest prompts at the start of easy_to_hard."""
+    """Hardest level at the start of easy_to_hard, as a share of the task's highest."""
     prioritised: bool = False
     """Draw prompts in proportion to 1 - success rate."""
     floor: float = Field(0.05, ge=0, le=1)
     """Smallest weight of a prompt that is allowed, so that no skill is forgotten unseen."""
     prior_trials: PositiveFloat = 2.0
     """Imagined trials, half of them successes, before a prompt was tried."""
+    memory_answers: PositiveFloat = 100.0
+    """Answers to a prompt (with rollout.pool = 0: of a task entry) after which older ones count 1/e: the policy changes."""
 
 
 def check_together(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.sample import Text
+from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.advantages import advantages, informative
 from earlyfusion.rl.collect import Asked
 from earlyfusion.rl.judge import Judge
@@ -116,19 +117,30 @@ def shares(section: RewardSection, scores_N: Tensor) -> Tensor:
     return ((scores_N - section.low) / (section.high - section.low)).clamp(0, 1)
 
 
-def records(config: RLConfig, seen: Experience, update: int, limit: int) -> list[GroupRecord]:
-    """`limit` groups, as they are logged and shown: of every entry in turn, the worst, the best, the next worst, ..."""
+def records(config: RLConfig, seen: Experience, update: int, limit: int, runtime: Runtime) -> list[GroupRecord]:
+    """`limit` groups of all processes, as they are logged and shown: of every entry in turn, the worst, the best, the next
+    worst, ... Every process calls it and gets the same."""
+    own = [
+        (group.ask.entry, float(seen.scores_N[slice(*bounds)].mean()))
+        for group, bounds in zip(seen.groups, seen.bounds)
+    ]
+    shares = runtime.gather(own)
+    first = sum(map(len, shares[: runtime.rank]))
+    every = [one for share in shares for one in share]
     chosen: list[int] = []
-    lines = [_extremes(seen, entry) for entry in range(len(config.tasks))]
+    lines = [_extremes(every, entry) for entry in range(len(config.tasks))]
     while any(lines) and len(chosen) < limit:
         chosen += [line.pop(0) for line in lines if line]
-    return [_record(config, seen, update, g) for g in chosen[:limit]]
+    mine = [g for g in chosen[:limit] if first <= g < first + len(own)]
+    made = runtime.gather({g: _record(config, seen, update, g - first) for g in mine})
+    told = {g: record for share in made for g, record in share.items()}
+    return [told[g] for g in chosen[:limit]]
 
 
-def _extremes(seen: Experience, entry: int) -> list[int]:
-    """Groups of an entry: lowest mean score, highest, second lowest, ..."""
-    own = [g for g, group in enumerate(seen.groups) if group.ask.entry == entry]
-    own.sort(key=lambda g: float(seen.scores_N[slice(*seen.bounds[g])].mean()))
+def _extremes(groups: Sequence[tuple[int, float]], entry: int) -> list[int]:
+    """Groups (entry, mean score) of an entry, by number: lowest score, highest, second lowest, ..."""
+    own = [g for g, group in enumerate(groups) if group[0] == entry]
+    own.sort(key=lambda g: groups[g][1])
     return [own[i // 2] if i % 2 == 0 else own[-1 - i // 2] for i in range(len(own))]
 
 

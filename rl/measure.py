@@ -180,17 +180,19 @@ def measure(
     temperature: float = 1.0,
     slots: int = 128,
     pictures: Sequence[Pictures] = ("true",),
+    share: tuple[int, int] = (0, 1),
 ) -> list[Measured]:
     """Answers to `problems` held-out problems of every entry, in the order of the entries.
 
     samples: sampled answers for each problem at `temperature`, with the same noise for every model; the probabilities
     are at `temperature` too. max_new_tokens: raised for an entry whose targets (or thoughts) would not fit. slots:
     answers written at a time. pictures: what is shown in the problem's place (measure_pictures.py), one after the other
-    for every entry with pictures; the labels of others than "true" end in it. Raises DataError for counts below 1, TaskError as the tasks do.
+    for every entry with pictures; the labels of others than "true" end in it. share: (rank, world), one of world equal
+    parts: questions rank, rank + world, ... Raises DataError for counts below 1, TaskError as the tasks do.
     """
     asked = ask(
         model, tokenizer, entries, problems=problems, seed=seed, samples=samples, max_new_tokens=max_new_tokens,
-        temperature=temperature, slots=slots, pictures=pictures,
+        temperature=temperature, slots=slots, pictures=pictures, share=share,
     )  # fmt: skip
     return asked.measured(temperature)
 
@@ -207,6 +209,7 @@ def ask(
     temperature: float = 1.0,
     slots: int = 128,
     pictures: Sequence[Pictures] = ("true",),
+    share: tuple[int, int] = (0, 1),
 ) -> Asked:
     """As `measure`, but keeps what is needed for other temperatures."""
     check_counts(problems, samples, max_new_tokens, slots, temperature)
@@ -222,7 +225,7 @@ def ask(
     ]
     if not questions:
         raise DataError("no task entries to measure; give at least one")
-    asked = Asked(model, questions)
+    asked = Asked(model, questions[share[0] :: share[1]])
     _answers(asked, tokenizer, samples, temperature, max(slots, samples))
     return asked
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from rich.console import Console
 
 from earlyfusion.data.chat import ChatTokenizer
-from earlyfusion.data.loader import Loader
+from earlyfusion.data.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
@@ -35,6 +37,7 @@ from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.live import LiveView
 from earlyfusion.rl.prompts import PromptBook
 from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.records import Measured
 from earlyfusion.rl.report import write_rl_report
 from earlyfusion.rl.rewards import Rewards
 from earlyfusion.rl.rollout_log import RolloutLog
@@ -109,14 +112,15 @@ class Kit:
         )  # fmt: skip
 
     def _loader(self) -> Loader | None:
-        """The curated documents of the PTX loss: one row a process and update."""
+        """The curated documents of the PTX loss: in every update one row for each process that the run began with."""
         ptx, data = self.config.ptx, self.config.data
         if data is None or not (ptx.coef or ptx.only):
             return None
         world = self.runtime.world
+        lanes = world if self.start is None else self.start.lanes[0]["ptx"]["identity"]["lanes"]
         return Loader(
             data, self.tokenizer, self.model.config.vision, length=ptx.length, tokens=ptx.tokens,
-            max_patches=ptx.max_patches, lanes=world, rank=self.runtime.rank, world_size=world,
+            max_patches=ptx.max_patches, lanes=lanes, rank=self.runtime.rank, world_size=world,
         )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------- what a step needs
@@ -216,30 +220,37 @@ class Kit:
             self._live.say(f"update {update}: {message}")
 
     def measure(self, update: int) -> dict[str, Any]:
-        """Answers to held-out problems, by rank 0; written to eval/update-NNNNNN.jsonl."""
-        config = self.config
-        found: dict[str, Any] = {}
-        if config.eval.problems and self.runtime.is_main:
-            self.model.eval()
-            plain, tools = ([e for e in config.measured if e.tools is wanted] for wanted in (False, True))
-            shared: dict[str, Any] = {
-                "problems": config.eval.problems, "seed": config.eval.seed, "samples": config.eval.samples,
-                "slots": config.rollout.slots,
-            }  # fmt: skip
-            measured, longest = [], config.rollout.max_new_tokens
-            if plain:
-                measured += measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
-            if tools:
-                measured += measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared)
-            found = measure.summary(measured)
+        """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank 0."""
+        config, runtime = self.config, self.runtime
+        if not config.eval.problems:
+            return {}
+        self.model.eval()
+        plain, tools = ([e for e in config.measured if e.tools is wanted] for wanted in (False, True))
+        shared: dict[str, Any] = {
+            "problems": config.eval.problems, "seed": config.eval.seed, "samples": config.eval.samples,
+            "slots": config.rollout.slots, "share": (runtime.rank, runtime.world),
+        }  # fmt: skip
+        measured, longest = [], config.rollout.max_new_tokens
+        if plain:
+            own = measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
+            measured += self._of_all(own)
+        if tools:
+            measured += self._of_all(measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared))
+        found = measure.summary(measured)
+        if runtime.is_main:
             measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
             if self._tracker is not None:
                 self._tracker.event(update, "eval", **{label: dict(row) for label, row in found.items()})
             if self._live is not None:
                 self._live.say(f"update {update}: greedy accuracy on held-out problems: {told}")
-        self.runtime.barrier()
         return found
+
+    def _of_all(self, own: Sequence[Measured]) -> list[Measured]:
+        """What the processes measured of the problems that were dealt to them, in the problems' order; no pictures."""
+        shares = self.runtime.gather([replace(one, picture=None) for one in own])
+        world = self.runtime.world
+        return [shares[i % world][i // world] for i in range(sum(map(len, shares)))]
 
     # ---------------------------------------------------------------------------------------------- state, and the end
 
@@ -255,41 +266,72 @@ class Kit:
             "ptx": None if self.loader is None else self.loader.state_dict(),
             "rewards": dict(self.rewards.counts),
         }  # fmt: skip
-        return self.checkpoints.save(
+        path = self.checkpoints.save(
             update, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
             lanes={rank: own},
         )  # fmt: skip
+        if self.config.checkpoint.models and self.runtime.is_main:
+            self._save_model(self.out / "models" / f"update-{update:06d}", self._facts(update, trainer["seconds"]))
+        return path
 
-    def load_state_dict(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint. Raises UserError when the number of processes differs."""
-        if loaded.world != self.runtime.world:
-            raise UserError(
-                f"cannot resume {loaded.path} with {self.runtime.world} processes: it was saved by {loaded.world}, and "
-                "unfinished rollouts belong to their process; start as many"
-            )
-        self.model.load_state_dict(loaded.model)
-        self.optimizer.load_state_dict(loaded.optimizer)
-        self.guard.load_state_dict(loaded.trainer["guard"])
-        self.book.load_state_dict(loaded.trainer["book"])
-        own = loaded.lanes[self.runtime.rank]
-        self.collector.load_state_dict(own["carried"])
-        self.generator.set_state(own["generator"])
-        self.rewards.counts.update(own["rewards"])
-        if self.loader is not None:
-            self.loader.load_state_dict(own["ptx"])
-        loaded.restore_rng(self.runtime.rank, self.config.run.seed)
-
-    def write_outputs(self, update: int, seconds: float) -> None:
-        """The model directory and the report."""
+    def _facts(self, update: int, seconds: float) -> dict[str, Any]:
+        """For the model's card."""
         config = self.config
-        facts = {
+        return {
             "name": config.run.name, "recipe": config.run.name, "steps": update, "seconds": round(seconds, 1),
             "device": str(self.runtime.device), "seed": config.run.seed, "precision": config.train.mixed_precision,
             "sources": {}, "evals": {},
         }  # fmt: skip
+
+    def _save_model(self, directory: Path, facts: dict[str, Any]) -> Path:
+        """The trained weights as a model directory, with the chat template where the start had one."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
         chat = (self.folder / "chat_template.jinja").is_file()
-        tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
-        directory = save_model(self.model, tokenizer, self.out / "model", facts)
+        return save_model(self.model, ChatTokenizer(self.tokenizer) if chat else self.tokenizer, directory, facts)
+
+    def load_state_dict(self, loaded: Loaded) -> None:
+        """Go on from a checkpoint: bit for bit by as many processes as saved it, by others with the unfinished answers dealt
+        anew. Raises DataError for PTX rows that these processes cannot share."""
+        self.model.load_state_dict(loaded.model)
+        self.optimizer.load_state_dict(loaded.optimizer)
+        self.guard.load_state_dict(loaded.trainer["guard"])
+        self.book.load_state_dict(loaded.trainer["book"])
+        rank, world = self.runtime.rank, self.runtime.world
+        lanes = [loaded.lanes[saved] for saved in range(loaded.world)]
+        counts: Counter[str] = Counter()
+        if world == loaded.world:
+            self.collector.load_state_dict(lanes[rank]["carried"])
+            counts.update(lanes[rank]["rewards"])
+        else:
+            carried = [one for lane in lanes for one in lane["carried"]]
+            shares = [self.collector.due(len(carried), other) for other in range(rank + 1)]
+            self.collector.load_state_dict(carried[sum(shares[:-1]) : sum(shares)])
+            for lane in lanes if rank == 0 else []:
+                counts.update(lane["rewards"])
+        self.rewards.counts = counts
+        if rank < loaded.world:
+            self.generator.set_state(lanes[rank]["generator"])
+        if self.loader is not None:
+            self.loader.load_state_dict(merge_states([lane["ptx"] for lane in lanes]))
+        loaded.restore_rng(rank, self.config.run.seed)
+
+    def mark(self) -> dict[str, Any]:
+        """What collecting answers changes, as it is now."""
+        return {
+            "book": self.book.state_dict(),
+            "carried": list(self.collector.carried),
+            "counts": self.rewards.counts.copy(),
+        }
+
+    def go_back(self, mark: dict[str, Any]) -> None:
+        """As at `mark`: for an iteration that a signal ended."""
+        self.book.load_state_dict(mark["book"])
+        self.collector.carried, self.rewards.counts = mark["carried"], mark["counts"]
+
+    def write_outputs(self, update: int, seconds: float) -> None:
+        """The model directory and the report."""
+        facts = self._facts(update, seconds)
+        directory = self._save_model(self.out / "model", facts)
         facts_shown = {key: facts[key] for key in ("name", "steps", "seconds", "device", "precision", "seed")}
         facts_shown["parameters"] = sum(p.numel() for p in self.model.parameters())
         write_text(self.out / "facts.json", json.dumps(facts_shown, indent=1))

@@ -9,10 +9,9 @@ Legend: P bins.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +31,9 @@ from earlyfusion.rl.tasks.registry import make_task
 from earlyfusion.rl.tool_prompts import tool_messages
 from earlyfusion.vision.config import VisionConfig
 
-KEPT = 4096
-"""Encoded prompts that are remembered (a pool asks the same again)."""
+KEPT_BYTES = 1 << 30
+"""Memory of encoded prompts that are kept (a pool asks the same again, and an iteration's are made ahead). Pictures are
+what counts: 16,384 patches of 14 x 14 pixels take 9.6 MB."""
 OBJECTIONS = ("", "too_long", *REASONS)
 """Why a prompt is left out; 0 is none."""
 TRIES = 50
@@ -74,6 +74,37 @@ def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
     return list(problem.prompt(entry.form, entry.thought))
 
 
+def prompt_bytes(made: tuple[Problem, Encoded]) -> int:
+    """Memory of a problem and its prompt: the picture, its patches and the ids."""
+    problem, prompt = made
+    tensors = [prompt.ids, prompt.loss_weights, prompt.media_positions]
+    tensors += [] if prompt.patches is None else [prompt.patches]
+    picture = problem.picture
+    pixels = 0 if picture is None else picture.width * picture.height * len(picture.getbands())
+    return pixels + sum(tensor.nbytes for tensor in tensors)
+
+
+class Remembered:
+    """`make(ask)`, with the latest results kept: as many as fit in `limit` bytes, the last one in any case. One thread at a
+    time (a collector waits for the thread that makes prompts ahead before it asks). made: calls of `make`."""
+
+    def __init__(self, make: Callable[[Ask], tuple[Problem, Encoded]], limit: int) -> None:
+        self.make, self.limit = make, limit
+        self.bytes = self.made = 0
+        self._known: OrderedDict[Ask, tuple[Problem, Encoded]] = OrderedDict()
+
+    def __call__(self, ask: Ask) -> tuple[Problem, Encoded]:
+        if ask in self._known:
+            self._known.move_to_end(ask)
+            return self._known[ask]
+        self.made += 1
+        found = self._known[ask] = self.make(ask)
+        self.bytes += prompt_bytes(found)
+        while self.bytes > self.limit and len(self._known) > 1:
+            self.bytes -= prompt_bytes(self._known.popitem(last=False)[1])
+        return found
+
+
 class PromptBook:
     """See the file's head.
 
@@ -85,18 +116,22 @@ class PromptBook:
         self.entries = config.tasks
         self.tasks: list[Task] = [make_task(entry.name, **entry.options) for entry in self.entries]
         self.pool = config.rollout.pool
+        own = [share_of_levels(task, entry.difficulty) for task, entry in zip(self.tasks, self.entries)]
+        self.difficulty_P = torch.tensor(own, dtype=torch.float64).repeat_interleave(max(1, self.pool))
         bins = len(self.entries) * max(1, self.pool)
         self.solved_P, self.tried_P = torch.zeros(bins, dtype=torch.float64), torch.zeros(bins, dtype=torch.float64)
         self.made_E = [0] * len(self.entries)
         self.generator = torch.Generator().manual_seed(config.run.seed)
         self.left_out: Counter[str] = Counter()
-        self.prompt = lru_cache(KEPT)(self._prompt)
+        self.prompt = Remembered(self._prompt, KEPT_BYTES)
 
     def weights(self, update: int) -> Tensor:
         """Probability of every bin at this update, float64 [P]."""
         shares = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float64)
         shares_P = shares.repeat_interleave(max(1, self.pool))
-        weights_P = prompt_weights(self.config.curriculum, self.solved_P, self.tried_P, update) * shares_P
+        curriculum = self.config.curriculum
+        own_P = self.difficulty_P if curriculum.mode == "easy_to_hard" else None
+        weights_P = prompt_weights(curriculum, self.solved_P, self.tried_P, update, own_P) * shares_P
         total = weights_P.sum()
         # The curriculum may allow only bins whose entries have weight 0: then the recipe's own weights decide.
         return weights_P / total if float(total) > 0 else shares_P / shares_P.sum()
@@ -173,14 +208,16 @@ class PromptBook:
         return problem, encode_prompt(problem, entry, self.tokenizer, self.vision)
 
     def note(self, solved_P: Tensor, tried_P: Tensor) -> None:
-        """Add what all processes saw at this update: sums of scores and numbers of answers by bin."""
-        self.solved_P += solved_P.cpu()
-        self.tried_P += tried_P.cpu()
+        """Add what all processes saw at this update: sums of scores and numbers of answers by bin. What was there before
+        fades by the answers that were added, so that a rate follows the policy."""
+        kept_P = (-tried_P.cpu() / self.config.curriculum.memory_answers).exp()
+        self.solved_P = self.solved_P * kept_P + solved_P.cpu()
+        self.tried_P = self.tried_P * kept_P + tried_P.cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint; equal on all processes."""
         return {
-            "solved": self.solved_P, "tried": self.tried_P, "made": list(self.made_E),
+            "solved": self.solved_P.clone(), "tried": self.tried_P.clone(), "made": list(self.made_E),
             "generator": self.generator.get_state(), "left_out": dict(self.left_out),
         }  # fmt: skip
 
@@ -189,6 +226,12 @@ class PromptBook:
         self.solved_P, self.tried_P = state["solved"].clone(), state["tried"].clone()
         self.made_E, self.left_out = list(state["made"]), Counter(state["left_out"])
         self.generator.set_state(state["generator"])
+
+
+def share_of_levels(task: Task, level: int) -> float:
+    """A level of difficulty as a share of the task's highest, in [0, 1]; 0 for a task with one level."""
+    highest = len(getattr(task, "levels", ())) - 1
+    return level / highest if highest > 0 else 0.0
 
 
 def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]:

@@ -109,7 +109,8 @@ class RolloutSection(Section):
     pool: NonNegativeInt = 0
     """Problems that are drawn again and again, for each task entry; 0 makes a new problem for every prompt."""
     token_cap: PositiveInt | None = None
-    """Partial rollout (k1.5): tokens of one answer in one iteration; what is longer goes on in the next; "null": off."""
+    """Partial rollout (k1.5): a prompt whose unfinished answers have each written this many tokens in this iteration is put
+    aside and goes on in the next; "null": off."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit."""
     fraction: float = Field(1.0, gt=0, le=1)
@@ -224,6 +225,11 @@ class EvalSection(Section):
     """Sampled answers for each problem (pass@k), beside the greedy one."""
 
 
+class RLCheckpointSection(CheckpointSection):
+    models: bool = False
+    """A model directory (models/update-NNNNNN) at every checkpoint too, to be measured, served or started from."""
+
+
 class LogSection(Section):
     rollouts_every: PositiveInt = 10
     """Updates between records of rollouts (rollouts.jsonl, with their pictures)."""
@@ -256,7 +262,7 @@ class RLConfig(Section):
     train: TrainSection = TrainSection()
     guard: GuardSection = GuardSection()
     eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: RLCheckpointSection = RLCheckpointSection()
     track: TrackSection = TrackSection()
     log: LogSection = LogSection()
 

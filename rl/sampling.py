@@ -41,8 +41,8 @@ def success_rates(solved_P: Tensor, tried_P: Tensor, prior_trials: float) -> Ten
 
 
 def allowed(config: CurriculumConfig, difficulty_P: Tensor, update: int) -> Tensor:
-    """bool [P]: prompts that the curriculum offers at this update. difficulty_P in [0, 1], from the task or from
-    1 - success rate.
+    """bool [P]: prompts that the curriculum offers at this update. difficulty_P in [0, 1]: for easy_to_hard the task's
+    own, which a prompt has before it was ever tried; for hard_after_warmup 1 - success rate.
 
     hard_after_warmup (k1.5): all, then from `warmup_updates` on those of at least `hard_from`. easy_to_hard: those of at
     most a difficulty that grows evenly from `start_difficulty` to 1. Never nobody: where no prompt fits, all are offered.

@@ -58,11 +58,11 @@ class _Question:
 def measure_tools(
     model: NativeFusion, tokenizer: Tokenizer, entries: Sequence[TaskEntry], rollout: RolloutSection, *, problems: int,
     seed: int, samples: int = 0, temperature: float = 1.0, slots: int = 128,
-    pictures: Sequence[Pictures] = ("true",),
+    pictures: Sequence[Pictures] = ("true",), share: tuple[int, int] = (0, 1),
 ) -> list[Measured]:  # fmt: skip
     """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order of the
     entries. rollout: its limits of turns, tokens and programs hold. pictures: as in measure.ask; programs always find
-    the true one. Raises SandboxError where no sandbox can be
+    the true one. share: as in measure.measure. Raises SandboxError where no sandbox can be
     started, DataError without entries or for numbers out of range."""
     check_counts(problems, samples, rollout.max_new_tokens, slots, temperature)
     if not entries:
@@ -74,6 +74,9 @@ def measure_tools(
             for problem, shown in zip(found, pictures_of(entry, found, how)):
                 prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
                 questions.append(_Question(entry, task, problem, prompt, how))
+    questions = questions[share[0] :: share[1]]
+    if not questions:
+        return []
     desk = ToolDesk(rollout)
     try:
         with evaluating(model):
@@ -107,13 +110,13 @@ def play(
     tools = ToolRollouts(rollout, desk, tokenizer, vision, params, replay=False)
     for question, prompt in zip(questions, prompts):
         tools.open(question.id, prompt, tool_files(question.problem, question.entry.form))
-        engine.submit(Request(question.id, prompt, params))
+        engine.submit(Request(question.id, prompt, params, keep_state=True))
     while engine.has_work or tools.waits:
-        for request in tools.due(idle=not engine.has_work)[0]:
-            engine.submit(request)
+        for turn in tools.due(idle=not engine.has_work)[0]:
+            engine.submit(*turn)
         for event in engine.step():
             if event.completion is not None:
-                tools.take(event.completion)
+                tools.take(event.completion, event.left)
     return [tools.answers(question.id) or [] for question in questions]
 
 

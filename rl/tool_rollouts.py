@@ -4,7 +4,8 @@
 
 Tokens in, tokens out: generated ids are kept as they are and never made anew from text; a tool turn is encoded once and
 put behind them (rollout.Inserted), and the next turn is a request whose prompt is all of it. Its noise is a function of
-(seed, request, sample, turn) and its result joins the engine a fixed number of engine steps after the call, whenever the
+(seed, request, sample, turn); it goes on from the state that the turn before left in the engine, so a conversation is read
+once, however many turns it has. A result joins the engine a fixed number of engine steps after the call, whenever the
 program was ready: neither the clock nor the batch decides what is generated.
 
 An answer ends with a message without calls, with one whose markup is broken, after `tool_turns` messages with calls, or
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from earlyfusion.data.chat_parse import Parsed, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox import ProgramResult
+from earlyfusion.model.engine.paused import PausedSample
 from earlyfusion.model.engine.request import Completion, FinishReason, Prompt, Request, SamplingParams, TokenPrompt
 from earlyfusion.rl.recipe import RolloutSection
 from earlyfusion.rl.rollout import Inserted, Trajectory
@@ -34,6 +37,10 @@ from earlyfusion.vision.config import VisionConfig
 
 STEPS = 16
 """Engine steps between a call and its result: time for the program while other answers are written."""
+
+
+Turn: TypeAlias = tuple[Request, PausedSample | None]
+"""What is asked, and what it goes on from."""
 
 
 @dataclass
@@ -50,6 +57,7 @@ class Talk:
     turns: int = 0
     valid: bool = False
     done: Trajectory | None = None
+    left: PausedSample | None = None
 
     @property
     def made(self) -> int:
@@ -86,8 +94,9 @@ class ToolRollouts:
             return None
         return [talk.done for talk in self.talks[name] if talk.done is not None]
 
-    def take(self, completion: Completion) -> bool:
-        """A turn that the engine has finished, of any request; True when an answer is complete by it."""
+    def take(self, completion: Completion, left: PausedSample | None = None) -> bool:
+        """A turn that the engine has finished, of any request, with the state it left; True when an answer is complete by
+        it."""
         talk = self._asked.pop(completion.request_id, None)
         if talk is None:
             if completion.request_id not in self.talks:
@@ -106,23 +115,25 @@ class ToolRollouts:
             return self._end(talk, "")
         if talk.made >= self.rollout.max_new_tokens:
             return self._end(talk, "", "length")
-        talk.turns += 1
+        talk.turns, talk.left = talk.turns + 1, left
         self._running.append((self._step + STEPS, talk, self.desk.start(parsed.message, talk.files)))
         return False
 
-    def due(self, idle: bool) -> tuple[list[Request], int]:
-        """Called once before every engine step: (next turns of the answers whose time has come, answers that ended
-        instead). idle: the engine has nothing else to do."""
+    def due(self, idle: bool) -> tuple[list[Turn], int]:
+        """Called once before every engine step: (next turns of the answers whose time has come, arguments of
+        `Engine.submit`; answers that ended instead). idle: the engine has nothing else to do."""
         self._step += 1
         if idle and self._running:
             self._step = max(self._step, self._running[0][0])
-        requests, ended = [], 0
+        turns: list[Turn] = []
+        ended = 0
         while self._running and self._running[0][0] <= self._step:
             _, talk, future = self._running.popleft()
             request = self._go_on(talk, *future.result())
             ended += request is None
-            requests += [request] if request is not None else []
-        return requests, ended
+            turns += [(request, talk.left)] if request is not None else []
+            talk.left = None
+        return turns, ended
 
     def _go_on(
         self, talk: Talk, messages: Sequence[Message], results: Sequence[ProgramResult | None] | None
@@ -143,7 +154,8 @@ class ToolRollouts:
         name = f"{talk.name}#{talk.index}.{talk.turns}"
         params = replace(self.params, n=1, max_new_tokens=self.rollout.max_new_tokens - talk.made)
         self._asked[name] = talk
-        return Request(name, TokenPrompt(whole, prompt.patches, grids, places), params, self.replay)
+        prompt = TokenPrompt(whole, prompt.patches, grids, places)
+        return Request(name, prompt, params, self.replay, keep_state=True)
 
     def _end(self, talk: Talk, answer: str, reason: FinishReason | None = None) -> bool:
         self.desk.counts["answers"] += 1

@@ -8,8 +8,9 @@ One iteration: prompts drawn by the curriculum -> K answers each from the engine
 going on in the next iteration) -> rewards of the task -> shaping by length -> advantages in the group -> updates of the
 objective with the trainable encoder in the graph, an optional PTX loss beside it -> MuonClip (or AdamW) with QK-Clip.
 Everything a resume needs lies in the checkpoint: weights, optimizer, tallies and generator of the prompts, unfinished
-answers with their states, the curated data's cursor. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75;
-`--resume` goes on bit for bit.
+answers with their states, the curated data's cursor. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75:
+after the updates of this iteration, or, while answers are collected, at once and as the iteration began. `--resume` goes on
+bit for bit, or by another number of processes, with the same prompts and answers.
 
 The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/ and
 report.html.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
-from earlyfusion.rl.collect import Collected
+from earlyfusion.rl.collect import Collected, Interrupted
 from earlyfusion.rl.experience import RIGHT, Experience, experience, records, score, shares
 from earlyfusion.rl.learn import Sums, minibatches
 from earlyfusion.rl.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rewards import make_reward
+from earlyfusion.rl.rewards import STATUSES, make_reward
 from earlyfusion.rl.sampling import temperature
 
 
@@ -52,7 +53,7 @@ class Reinforcement:
         self.out, self.runtime, self.model = kit.out, kit.runtime, kit.model
         self.budgets: dict[int, float] = {}
         self.latest: Experience | None = None
-        self.seconds = 0.0
+        self.seconds, self.begun = 0.0, False
         if kit.start is not None:
             self._restore(kit.start)
         kit.open_log(self.update)
@@ -64,12 +65,13 @@ class Reinforcement:
     def train(self) -> int:
         """All iterations that are left, then the last measurement, the model directory and the report."""
         config, total = self.config, self.config.total_updates
-        if self.update == 0:
-            self.kit.measure(0)
-            self._budgets()
+        if not self.begun and self._unless_stopped(self._begin) is None:
+            return self._leave_early()
         while self.update < total:
             begun = time.perf_counter()
-            record = self._iterate()
+            record = self._unless_stopped(self._iterate)
+            if record is None:
+                return self._leave_early()
             self.update += 1
             self.seconds += time.perf_counter() - begun
             self._log(record, time.perf_counter() - begun)
@@ -81,6 +83,22 @@ class Reinforcement:
             if config.checkpoint.every and self.update % config.checkpoint.every == 0 and not last:
                 self._save()
         return self._finish()
+
+    def _begin(self) -> dict[str, Any]:
+        """What comes before the first iteration."""
+        found = self.kit.measure(0)
+        self._budgets()
+        self.begun = True
+        return found
+
+    def _unless_stopped(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """What `action` gives; None where a signal came while it collected answers, and then nothing has changed."""
+        mark = self.kit.mark()
+        try:
+            return action()
+        except Interrupted:
+            self.kit.go_back(mark)
+            return None
 
     def _iterate(self) -> dict[str, Any]:
         """One iteration; returns its numbers."""
@@ -219,8 +237,9 @@ class Reinforcement:
             "engine_idle": 1 - working / max(seconds, 1e-9),
             "tokens_per_s": tokens / max(collected.seconds, 1e-9),
         }
-        bad = {name: count for name, count in self.kit.rewards.counts.items() if name != "ok" and count}
-        record |= {f"rewards/{name}": float(count) for name, count in bad.items()}
+        counted = self.runtime.sum(torch.tensor([float(self.kit.rewards.counts[name]) for name in STATUSES]))
+        bad = {name: count for name, count in zip(STATUSES, counted.tolist()) if name != "ok" and count}
+        record |= {f"rewards/{name}": count for name, count in bad.items()}
         record |= {f"prompts/{name}": float(count) for name, count in self.kit.book.left_out.items()}
         record |= self.kit.collector.tool_metrics()
         self.latest = seen
@@ -235,8 +254,10 @@ class Reinforcement:
         last = self.update == config.total_updates
         kit.show(self.update, record, write=self.update % config.track.log_every == 0 or last)
         due = self.update == 1 or self.update % config.log.rollouts_every == 0 or last
-        if due and self.latest is not None and kit.rollouts is not None:
-            kit.rollouts.write(records(config, self.latest, self.update, config.log.groups))
+        if due and self.latest is not None:
+            told = records(config, self.latest, self.update, config.log.groups, self.runtime)
+            if kit.rollouts is not None:
+                kit.rollouts.write(told)
 
     def _budgets(self) -> None:
         """Toggle's budgets, once, from answers of the policy it starts from."""
@@ -260,13 +281,15 @@ class Reinforcement:
     # ------------------------------------------------------------------------------------------- state, and the end
 
     def _save(self) -> Path:
-        trainer = self.kit.state_dict() | {"budgets": self.budgets, "seconds": self.seconds}
+        trainer = self.kit.state_dict() | {
+            "budgets": self.budgets, "seconds": self.seconds, "begun": self.begun,
+        }  # fmt: skip
         return self.kit.save(self.update, trainer)
 
     def _restore(self, loaded: Loaded) -> None:
         self.update = loaded.step
         self.budgets = {int(k): float(v) for k, v in loaded.trainer["budgets"].items()}
-        self.seconds = float(loaded.trainer["seconds"])
+        self.seconds, self.begun = float(loaded.trainer["seconds"]), bool(loaded.trainer["begun"])
         self.kit.load_state_dict(loaded)
 
     def _leave_early(self) -> int:

@@ -20,7 +20,7 @@ from earlyfusion.model.engine import swap
 from earlyfusion.model.engine.images import ImageMemory
 from earlyfusion.model.engine.ledger import Ledger
 from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.paused import PausedRequest, narrow
+from earlyfusion.model.engine.paused import PausedRequest, PausedSample, narrow
 from earlyfusion.model.engine.prefill import Part
 from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.request import Completion, EngineFull, Event, Handle, Request, RequestError
@@ -92,11 +92,14 @@ class Engine:
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Handle:
-        """Take a request. Raises RequestError (it can never be served) or EngineFull (not now)."""
+    def submit(self, request: Request, after: PausedSample | None = None) -> Handle:
+        """Take a request. after: what a sample left behind (`Event.left`) whose prompt and tokens the prompt begins with:
+        only what follows them is read. Raises RequestError (it can never be served) or EngineFull (not now)."""
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
         ticket = self._new_ticket(request)
+        if after is not None:
+            swap.go_on(self.pools, ticket, after)
         self.scheduler.check(ticket)
         self.ledger.tickets[request.id] = ticket
         if request.params.max_new_tokens == 0:
@@ -195,7 +198,8 @@ class Engine:
                 self.model.train()
 
     def _begin(self, tickets: list[Ticket]) -> None:
-        reading = {sample.ticket.request.id for sample in self.scheduler.reading}
+        last = lambda ticket: ticket.media_positions[-1] if ticket.media_positions else -1
+        reading = {s.ticket.request.id for s in self.scheduler.reading if s.length <= last(s.ticket)}
         new = [ticket for ticket in tickets if ticket.request.id in reading]
         for ticket, features in zip(new, self.images.features([(each.request.prompt, each.digests) for each in new])):
             ticket.features = features

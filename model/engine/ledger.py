@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.paused import pause_sample
 from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.request import Event, FinishReason
 from earlyfusion.model.engine.runner import Runner
@@ -74,7 +75,10 @@ class Ledger:
         text += sample.stream.close()
         if sample.stream.stopped and reason == "length":
             reason = "stop"
+        left = None
         if self.scheduler.runs(sample):
+            if ticket.request.keep_state and reason == "stop":
+                left = pause_sample(sample, self.scheduler.pools.export(sample.slot, sample.pages, sample.length))
             if reason in ("stop", "length"):
                 self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
             self.scheduler.release(sample)
@@ -85,7 +89,7 @@ class Ledger:
         ticket.handle.completions.sort(key=lambda each: each.index)
         self.counts[f"finished_{reason}"] += 1
         told = sample.untold() if ticket.request.pieces else ()
-        self.events.append(Event(ticket.request.id, sample.index, told, text, completion))
+        self.events.append(Event(ticket.request.id, sample.index, told, text, completion, left))
         if not ticket.alive:
             del self.tickets[ticket.request.id]
 

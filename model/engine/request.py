@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from earlyfusion.model.engine.paused import PausedSample
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`; error: the request's grammar failed or
@@ -146,6 +149,7 @@ class Request:
 
     capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell tokens and text
     as they come; without, a sample has one event, its end with the completion, and less is done for every token.
+    keep_state: a sample that stops by itself leaves its state behind (`Event.left`), for a request that goes on from it.
     """
 
     id: str
@@ -154,6 +158,7 @@ class Request:
     capture_routing: bool = False
     noise: str = ""
     pieces: bool = True
+    keep_state: bool = False
 
 
 class Token(NamedTuple):
@@ -203,6 +208,8 @@ class Event:
     tokens: tuple[Token, ...]
     text: str
     completion: Completion | None = None
+    left: PausedSample | None = None
+    """With the completion, where the request keeps states: what `Engine.submit` goes on from."""
 
 
 @dataclass

@@ -111,7 +111,10 @@ class Scheduler:
             self.take_page(sample)
         self.pools.restore(sample.saved, sample.slot, sample.pages, sample.length)
         sample.saved = None
-        self.run(sample)
+        if sample.length < sample.context - 1:  # a prompt that goes on where another sample stopped
+            self.reading.append(sample)
+        else:
+            self.run(sample)
 
     # ---- pages --------------------------------------------------------------------------------------------------
 

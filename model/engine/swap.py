@@ -55,6 +55,25 @@ def resume(
     return ticket.handle
 
 
+def go_on(pools: Pools, ticket: Ticket, after: PausedSample) -> None:
+    """See `Engine.submit`."""
+    request = ticket.request
+    if len(ticket.samples) != 1 or not 0 < after.length < len(ticket.ids):
+        raise RequestError(
+            f"request {request.id!r} goes on after {after.length} tokens: expected one sample (has {len(ticket.samples)}) "
+            f"and a longer prompt (has {len(ticket.ids)})"
+        )
+    if request.capture_routing and after.routing is None:
+        raise RequestError(f"request {request.id!r}: capture_routing, but the state it goes on from knows no routing")
+    try:
+        pools.check(after.state, after.length)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    (sample,) = ticket.samples
+    sample.saved, sample.length, ticket.cached_tokens = after.state, after.length, after.length
+    sample.routing = [] if after.routing is None else [after.routing]
+
+
 def _recall(ledger: Ledger, pools: Pools, sample: Sample, paused: PausedSample, keep_state: bool) -> None:
     for name in ("ids", "logprobs", "logprobs1", "versions", "resumes"):
         setattr(sample, name, list(getattr(paused, name)))

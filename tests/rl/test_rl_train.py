@@ -1,12 +1,6 @@
 """The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over processes."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,15 +9,16 @@ from engine_cases import TOKENIZER, model
 from rl_cases import config, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub import load_model, save_model
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
 from earlyfusion.rl.collect import LOOK_EVERY
 from earlyfusion.rl.experience import experience
-from earlyfusion.rl.prompts import PromptBook
+from earlyfusion.rl.prompts import PromptBook, prompt_bytes
 from earlyfusion.rl.rewards import Scored
+from earlyfusion.rl.sampling import success_rates
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -47,10 +42,6 @@ def numbers(out: Path) -> list[dict]:
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(str(out / "model" / "model.safetensors"))
-
-
-def tensors(state: dict) -> list[torch.Tensor]:
-    return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def assert_same(left: Path, right: Path) -> None:
@@ -101,43 +92,6 @@ def test_a_partial_rollout_under_a_schedule_knows_the_temperature_of_every_token
     assert all(record["clip_share"] == 0 for record in seen)
 
 
-@pytest.mark.parametrize("name", ["muonclip", "adamw"])
-def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_path, monkeypatch, name):
-    """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is none."""
-    constant = {"now": False}
-    judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (judge, "inline"))
-    made = training(folder, tmp_path / "run", optim={"name": name})
-    try:
-        assert [made._iterate()["empty"] for _ in range(2)] == [0, 0]
-        before = [p.clone() for p in made.model.parameters()]
-        held = [value.clone() for state in made.kit.optimizer.state.values() for value in tensors(state)]
-        constant["now"] = True
-        for world in (1, 2):
-            monkeypatch.setattr(made.runtime, "world", world)
-            monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None: values)
-            monkeypatch.setattr(made.kit.collector, "_due", lambda count, rank: count if rank == 0 else 0)
-            record = made._iterate()
-            assert record["empty"] == 1 and record["grad_norm"] == 0 and record["informative"] == 0
-        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
-        now = [value for state in made.kit.optimizer.state.values() for value in tensors(state)]
-        assert all(torch.equal(p, q) for p, q in zip(now, held, strict=True))
-    finally:
-        monkeypatch.setattr(made.runtime, "world", 1)
-        made.close()
-
-
-def test_a_batch_of_which_nothing_is_trained_makes_no_step(folder, tmp_path):
-    """Every answer cut at the limit and filtered: its gradients would be zeros."""
-    made = training(folder, tmp_path / "run", overlong={"mode": "filter"}, rollout={"max_new_tokens": 2})
-    try:
-        before = [p.clone() for p in made.model.parameters()]
-        assert made._iterate()["empty"] == 1
-        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
-    finally:
-        made.close()
-
-
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_path):
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         assert run(folder, tmp_path / name, run={"seed": seed}, train={"updates": 2}) == 0
@@ -168,26 +122,6 @@ def test_pictures_train_the_encoder_and_frozen_parts_stay(folder, tmp_path):
         assert any("decoder" in name or "layers" in name for name in changed if "vision" not in name)
 
 
-def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
-    made = training(folder, tmp_path / "run", train={"updates": 5})
-    real, count = made._iterate, []
-
-    def iterate():
-        count.append(1)
-        if len(count) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real()
-
-    made._iterate = iterate
-    try:
-        assert made.train() == 75
-    finally:
-        made.close()
-    assert run(folder, tmp_path / "run", resume=True, train={"updates": 5}) == 0
-    assert run(folder, tmp_path / "whole", train={"updates": 5}) == 0
-    assert_same(tmp_path / "whole", tmp_path / "run")
-
-
 def test_ptx_alone_asks_nothing_and_learns_the_documents(folder, tmp_path):
     changes = {**PTX, "ptx": {"only": True, "tokens": 256, "length": 96}, "train": {"updates": 12}, "objective": {}}
     changes["correction"], changes["rollout"] = {}, {}
@@ -207,6 +141,36 @@ def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
         assert weights_P[0] < weights_P[1] / 5 and weights_P.sum() == pytest.approx(1)
         first, again = book.prompt(book.draw(4, 0)[0]), book.prompt(book.draw(9, 0)[0])
         assert first[0].task in {"colour_shape", "counting", "odd_one_out"} and again is not None
+    finally:
+        made.close()
+
+
+def test_easy_to_hard_goes_by_the_tasks_own_levels_whatever_was_solved(folder, tmp_path):
+    tasks = [{"name": "counting", "difficulty": level} for level in (0, 1, 3)]
+    ladder = {"mode": "easy_to_hard", "warmup_updates": 10, "start_difficulty": 0.0}
+    made = training(folder, tmp_path / "run", tasks=tasks, curriculum=ladder)
+    try:
+        book = made.kit.book
+        assert book.difficulty_P.tolist() == pytest.approx([0, 1 / 3, 1])
+        # Never tried, always solved, never solved: neither decides what is easy.
+        book.note(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
+        assert book.weights(0).tolist() == pytest.approx([1, 0, 0])
+        assert book.weights(5).tolist() == pytest.approx([0.5, 0.5, 0])
+        assert book.weights(10).tolist() == pytest.approx([1 / 3] * 3)
+    finally:
+        made.close()
+
+
+def test_success_rates_follow_the_policy_and_forget_what_it_was(folder, tmp_path):
+    """Right in .2 of 1,000 answers, then in all of 300; a mean over everything would stand at .38."""
+    made = training(folder, tmp_path / "run", tasks=[{"name": "counting"}])
+    try:
+        book = made.kit.book
+        for solved, updates in ((2.0, 100), (10.0, 30)):
+            for _ in range(updates):
+                book.note(torch.tensor([solved]).double(), torch.tensor([10.0]).double())
+        rate = success_rates(book.solved_P, book.tried_P, made.config.curriculum.prior_trials)
+        assert 0.9 < float(rate) < 1
     finally:
         made.close()
 
@@ -242,39 +206,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tm
         made.close()
 
 
-def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path):
-    """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and no more."""
-    tasks = [{"name": "counting"}, {"name": "colour_shape"}]
-    made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=tasks)
-    try:
-        kit = made.kit
-        books = [PromptBook(made.config, kit.book.tokenizer, kit.book.vision) for _ in range(3)]
-        whole = [books[0].draw(30, 0), books[0].draw(31, 1)]
-        assert books[0].left_out["too_long"] > 0
-        sums, meet = [None, None], threading.Barrier(2)
-
-        def process(rank):
-            def agree(found_N):
-                sums[rank] = found_N
-                meet.wait(60)
-                total = sums[0] + sums[1]
-                meet.wait(60)
-                return total
-
-            shares = slice(0, 13) if rank == 0 else slice(13, None)
-            return [books[1 + rank].draw(30, 0, shares, agree), books[1 + rank].draw(31, 1, shares, agree)]
-
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(process, range(2))
-        assert first == second == whole
-        assert books[1].left_out == books[2].left_out == books[0].left_out
-        assert books[1].made_E == books[2].made_E == books[0].made_E
-        made_by = [book.prompt.cache_info().misses for book in books]
-        assert made_by[1] + made_by[2] == made_by[0] and min(made_by[1:]) >= 26
-    finally:
-        made.close()
-
-
 @pytest.mark.parametrize("rollout", [{}, {"pool": 5}, {"max_prompt_tokens": LIMIT}])
 def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, rollout):
     """Oracle: the run without the thread."""
@@ -282,6 +213,33 @@ def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, ro
         tasks = [{"name": "counting"}, {"name": "colour_shape"}]
         run(folder, tmp_path / name, rollout={**rollout, "prefetch": prefetch}, train={"updates": 3}, tasks=tasks)
     assert_same(tmp_path / "ahead", tmp_path / "at once")
+
+
+def test_prompts_are_kept_within_a_number_of_bytes(folder, tmp_path):
+    """However many are asked; the oldest go first, and what is made again is what was forgotten."""
+    made = training(folder, tmp_path / "run", tasks=[{"name": "counting"}])
+    try:
+        asks = made.kit.book.draw(30, 0)
+        sizes = [prompt_bytes(made.kit.book.prompt(ask)) for ask in asks]
+        book = PromptBook(made.config, made.kit.book.tokenizer, made.kit.book.vision)
+        book.prompt.limit = sum(sizes[-4:])
+        first = [book.prompt(ask) for ask in asks]
+        assert min(sizes) > 40 * 40 * 3 and book.prompt.bytes <= book.prompt.limit
+        again = [book.prompt(ask)[1] for ask in asks[-4:]]
+        assert book.prompt.made == 30 and all(kept is old[1] for kept, old in zip(again, first[-4:]))
+        assert torch.equal(book.prompt(asks[0])[1].ids, first[0][1].ids) and book.prompt.made == 31
+    finally:
+        made.close()
+
+
+def test_every_checkpoint_can_be_a_model_directory(folder, tmp_path):
+    out = tmp_path / "run"
+    assert run(folder, out, train={"updates": 2}, checkpoint={"every": 1, "models": True}) == 0
+    assert sorted(path.name for path in (out / "models").iterdir()) == ["update-000001", "update-000002"]
+    first, last = (load_model(out / "models" / f"update-00000{n}").state_dict() for n in (1, 2))
+    end = load_model(out / "model").state_dict()
+    assert all(torch.equal(last[name], end[name]) for name in end)
+    assert any(not torch.equal(first[name], end[name]) for name in end)
 
 
 def test_what_is_coming_is_what_is_drawn(folder, tmp_path):
@@ -308,7 +266,8 @@ def test_a_reward_that_raises_costs_its_answers_and_a_count_not_the_run(folder, 
 def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path):
     """-1 to 0, as of a penalty: the advantages and the success rates of the same rewards at 0 to 1, nothing cut off."""
     for name, low in (("zero", 0.0), ("below", -1.0)):
-        made = training(folder, tmp_path / name, reward={"low": low, "high": low + 1.0}, length={"weight": 0.5})
+        scale, rollout = {"low": low, "high": low + 1.0}, {"max_new_tokens": 24}
+        made = training(folder, tmp_path / name, reward=scale, rollout=rollout, length={"weight": 0.5})
         try:
             made.kit.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
             made.kit.refresh_engine(0)
@@ -374,58 +333,6 @@ def test_rollouts_are_logged_with_their_pictures(folder, tmp_path):
         if line["image"]:
             assert (tmp_path / "run" / line["image"]).is_file()
         assert sum(a["advantage"] for a in line["answers"]) == pytest.approx(0, abs=1e-5)
-
-
-VOWELS = """
-def share(problem, response):
-    return sum(c in "aeiou" for c in response.lower()) / max(1, len(response))
-"""
-
-
-def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess:
-    """A run of the recipe by `world` processes."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-        "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder), "--out", str(out), *extra,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(file.parent)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-LINEAR = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
-"""With an epsilon of 1 AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to
-5 % after one update), and the next samples would differ."""
-IN_PIECES = {
-    "rollout": {"prompts": 5, "token_cap": 3, "max_new_tokens": 6},
-    "temperature": {"start": 1.3, "end": 0.9, "updates": 5},
-    "train": {"updates": 6},
-}
-"""Nothing is finished in every second iteration: batches without a gradient, before and after there is momentum."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{"rollout": {"prompts": 5}, "train": {"updates": 3}}, IN_PIECES], ids=["whole", "in pieces"]
-)
-def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
-    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums."""
-    file = tmp_path / "recipe.toml"
-    (tmp_path / "vowels.py").write_text(VOWELS)  # a reward that random weights earn, so that gradients are no rounding
-    file.write_text(to_toml(recipe(reward={"name": "vowels:share"}, optim=LINEAR, **changes)))
-    for world, name in ((1, "one"), (2, "two")):
-        launched(world, file, folder, tmp_path / name)
-    ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative", "empty", "carried"):
-            assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (mine["step"], key)
-    if changes is IN_PIECES:
-        assert [mine["empty"] for mine in ours] == [1, 0, 1, 0, 1, 0]
-    left, right = weights(tmp_path / "one"), weights(tmp_path / "two")
-    for name in left:
-        difference = (left[name] - right[name]).float().norm() / right[name].float().norm().clamp(min=1e-6)
-        assert difference < 1e-3, (name, float(difference))
 
 
 def test_dry_run_prints_the_plan(folder, tmp_path, capsys):

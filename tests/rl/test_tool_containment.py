@@ -188,11 +188,11 @@ def held_engine(monkeypatch):
     """Measures with an engine that calls a program, then answers 2."""
 
     class Held(tool_measure.Engine):
-        def submit(self, request):
+        def submit(self, request, after=None):
             prompt = TOKENIZER.decode(request.prompt.ids.tolist())
             choices = [answer("2")] if last_output(prompt) else [call(PIXEL), call("1 + 1", "hm")]
             grammar = Among(choices, self.house.vocabulary)
-            return super().submit(replace(request, params=replace(request.params, grammar=grammar)))
+            return super().submit(replace(request, params=replace(request.params, grammar=grammar)), after)
 
     monkeypatch.setattr(tool_measure, "Engine", Held)
 

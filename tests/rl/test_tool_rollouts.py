@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from rl_cases import config
@@ -115,6 +116,36 @@ def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
             made.close()
     assert seen[0] == seen[1]
     assert made.kit.collector.desk is None  # no tools: no sandbox is started at all
+
+
+def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path):
+    """Read are the prompts, once for a group, and for every turn what the tool said and the token before it. Oracle: turns
+    that read everything again."""
+
+    def thrice(name, prompt):
+        return [answer("2")] if prompt.count('role="tool"') == 3 else [call("1 + 1"), call(PIXEL, "hm")]
+
+    seen, read = [], []
+    for number, kept in enumerate((True, True, False)):
+        made = tool_training(folder, tmp_path / str(number), thrice, rollout={"tool_turns": 3})
+        try:
+            if not kept:
+                held = made.kit.engine.submit
+                made.kit.engine.submit = lambda request, after=None, held=held: held(request)
+            groups, _ = collected(made)
+            seen.append(flat([group.trajectories for group in groups]))
+            read.append(made.kit.engine.stats()["read_tokens"])
+        finally:
+            made.close()
+    once, again, whole = seen
+    prompts = sum(len(group.trajectories[0].prompt.ids) for group in groups)
+    assert all(len(t.inserted) == 3 for t in once)
+    assert read[0] == prompts + sum(len(part.ids) + 1 for t in once for part in t.inserted) < read[2] / 3
+    for mine, same, other in zip(once, again, whole, strict=True):
+        assert mine.tail == other.tail and mine.inserted == other.inserted
+        assert np.array_equal(mine.completion.routing, other.completion.routing)
+        assert mine.completion.logprobs == pytest.approx(other.completion.logprobs, abs=LOGP_ATOL)
+        assert mine.tail == same.tail and mine.completion.logprobs == same.completion.logprobs  # bit for bit
 
 
 # -------------------------------------------------------------------------------------------------- what is trained

@@ -69,12 +69,12 @@ def scripted(made: Any, say: Say) -> Any:
     engine = made.kit.engine
     submit = engine.submit
 
-    def held(request):
+    def held(request, after=None):
         choices = say(request.id, TOKENIZER.decode(request.prompt.ids.tolist()))
         if choices:
             grammar = Among(choices, engine.house.vocabulary)
             request = replace(request, params=replace(request.params, grammar=grammar))
-        return submit(request)
+        return submit(request, after)
 
     engine.submit = held
     return made

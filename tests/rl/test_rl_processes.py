@@ -1,0 +1,264 @@
+"""Several processes, signals, and batches with nothing to learn: the same run, whoever computes it and wherever it stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from rl_cases import model_directory, recipe, run, spaces, training
+from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
+
+from earlyfusion.pipeline.toml_text import to_toml
+from earlyfusion.rl import measure
+from earlyfusion.rl.prompts import PromptBook
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_directory(tmp_path_factory.mktemp("start"))
+
+
+pytestmark = pytest.mark.usefixtures("rewards_called_here")
+
+
+def tensors(state: dict) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ["muonclip", "adamw"])
+def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_path, monkeypatch, name):
+    """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is none."""
+    constant = {"now": False}
+    judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)
+    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (judge, "inline"))
+    made = training(folder, tmp_path / "run", optim={"name": name}, rollout={"max_new_tokens": 24})
+    try:
+        assert [made._iterate()["empty"] for _ in range(2)] == [0, 0]
+        before = [p.clone() for p in made.model.parameters()]
+        held = [value.clone() for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        constant["now"] = True
+        for world in (1, 2):
+            monkeypatch.setattr(made.runtime, "world", world)
+            monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None: values)
+            monkeypatch.setattr(made.kit.collector, "due", lambda count, rank: count if rank == 0 else 0)
+            record = made._iterate()
+            assert record["empty"] == 1 and record["grad_norm"] == 0 and record["informative"] == 0
+        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
+        now = [value for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        assert all(torch.equal(p, q) for p, q in zip(now, held, strict=True))
+    finally:
+        monkeypatch.setattr(made.runtime, "world", 1)
+        made.close()
+
+
+def test_a_batch_of_which_nothing_is_trained_makes_no_step(folder, tmp_path):
+    """Every answer cut at the limit and filtered: its gradients would be zeros."""
+    made = training(folder, tmp_path / "run", overlong={"mode": "filter"}, rollout={"max_new_tokens": 2})
+    try:
+        before = [p.clone() for p in made.model.parameters()]
+        assert made._iterate()["empty"] == 1
+        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
+    finally:
+        made.close()
+
+
+def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
+    made = training(folder, tmp_path / "run", train={"updates": 5})
+    real, count = made._iterate, []
+
+    def iterate():
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real()
+
+    made._iterate = iterate
+    try:
+        assert made.train() == 75
+    finally:
+        made.close()
+    assert run(folder, tmp_path / "run", resume=True, train={"updates": 5}) == 0
+    assert run(folder, tmp_path / "whole", train={"updates": 5}) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_while_answers_are_collected_stops_at_once_and_loses_no_exactness(folder, tmp_path):
+    """The iteration is as if it had not begun: unfinished answers, prompts and tallies are those before it."""
+    made = training(folder, tmp_path / "run", **PARTIAL)
+    step, after = made.kit.engine.step, []
+
+    def stepping():
+        if made.update == 2:
+            after.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step()
+
+    made.kit.engine.step = stepping
+    try:
+        assert made.train() == 75
+        assert made.update == 2 and len(after) == 1 and made.kit.collector.carried
+    finally:
+        made.close()
+    assert run(folder, tmp_path / "run", resume=True, **PARTIAL) == 0
+    assert run(folder, tmp_path / "whole", **PARTIAL) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_signal_before_the_first_iteration_is_resumed_from_the_start(folder, tmp_path):
+    """While Toggle looks for its budgets, whose prompts are drawn once."""
+    changes = {"toggle": {"every": 2}, "rollout": {"pool": 2}, "train": {"updates": 2}}
+    made = training(folder, tmp_path / "run", **changes)
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        assert made.train() == 75 and not made.begun
+    finally:
+        made.close()
+    assert run(folder, tmp_path / "run", resume=True, **changes) == 0
+    assert run(folder, tmp_path / "whole", **changes) == 0
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(folder, tmp_path, monkeypatch):
+    made = training(folder, tmp_path / "run")
+    try:
+        entries, how = made.config.tasks, {"problems": 5, "seed": 1, "samples": 2}
+        whole = measure.measure(made.model, made.kit.tokenizer, entries, **how)
+        shares = [measure.measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
+        assert [len(share) for share in shares] == [4, 4, 4, 3]
+        monkeypatch.setattr(made.runtime, "world", 4)
+        monkeypatch.setattr(made.runtime, "gather", lambda own: shares)
+        dealt = made.kit._of_all(shares[0])
+    finally:
+        monkeypatch.undo()
+        made.close()
+    said = lambda measured: [(one.label, one.key, one.answer, one.score, one.sampled) for one in measured]
+    assert said(dealt) == said(whole)
+    assert [one.p_target for one in dealt] == pytest.approx([one.p_target for one in whole], rel=1e-4)
+
+
+def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path):
+    """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and no more."""
+    tasks = [{"name": "counting"}, {"name": "colour_shape"}]
+    made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=tasks)
+    try:
+        kit = made.kit
+        books = [PromptBook(made.config, kit.book.tokenizer, kit.book.vision) for _ in range(3)]
+        whole = [books[0].draw(30, 0), books[0].draw(31, 1)]
+        assert books[0].left_out["too_long"] > 0
+        sums, meet = [None, None], threading.Barrier(2)
+
+        def process(rank):
+            def agree(found_N):
+                sums[rank] = found_N
+                meet.wait(60)
+                total = sums[0] + sums[1]
+                meet.wait(60)
+                return total
+
+            shares = slice(0, 13) if rank == 0 else slice(13, None)
+            return [books[1 + rank].draw(30, 0, shares, agree), books[1 + rank].draw(31, 1, shares, agree)]
+
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(process, range(2))
+        assert first == second == whole
+        assert books[1].left_out == books[2].left_out == books[0].left_out
+        assert books[1].made_E == books[2].made_E == books[0].made_E
+        made_by = [book.prompt.made for book in books]
+        assert made_by[1] + made_by[2] == made_by[0] and min(made_by[1:]) >= 26
+    finally:
+        made.close()
+
+
+VOWELS = """
+def share(problem, response):
+    if len(response) % 7 == 6:
+        raise ValueError("counted, on whatever process")
+    return sum(c in "aeiou" for c in response.lower()) / max(1, len(response))
+"""
+
+
+def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess:
+    """A run of the recipe by `world` processes."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+        "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder), "--out", str(out), *extra,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(file.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+LINEAR = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
+"""With an epsilon of 1 AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to
+5 % after one update), and the next samples would differ."""
+
+
+WHOLE = {
+    "rollout": {"prompts": 5, "max_new_tokens": 24},
+    "temperature": {"start": 1.3, "end": 1e-4, "updates": 2},
+    "train": {"updates": 4},
+    "eval": {"problems": 3},
+    "log": {"groups": 4},
+}
+"""From the third update on all answers to a prompt are alike: nothing to learn, while the optimizer has its momentum."""
+
+
+IN_PIECES = {
+    "rollout": {"prompts": 5, "token_cap": 3, "max_new_tokens": 24},
+    "temperature": {"start": 1.3, "end": 0.9, "updates": 5},
+    "train": {"updates": 6},
+}
+"""Answers over several updates, each with its temperature."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [WHOLE, IN_PIECES], ids=["whole", "in pieces"])
+def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
+    """Same prompts, same samples, gradients summed over gloo: weights equal up to the order of sums."""
+    file = tmp_path / "recipe.toml"
+    (tmp_path / "vowels.py").write_text(VOWELS)  # a reward that random weights earn, so that gradients are no rounding
+    file.write_text(to_toml(recipe(reward={"name": "vowels:share"}, optim=LINEAR, **changes)))
+    for world, name in ((1, "one"), (2, "two")):
+        launched(world, file, folder, tmp_path / name)
+    ours, theirs = numbers(tmp_path / "one"), numbers(tmp_path / "two")
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in ("score", "length", "entropy", "grad_norm", "answers", "informative", "empty", "carried"):
+            assert mine[key] == pytest.approx(other[key], rel=2e-3, abs=1e-6), (mine["step"], key)
+        assert mine.get("rewards/error") == other.get("rewards/error")
+    assert ours[-1]["rewards/error"] > 0
+    assert_about_the_same_weights(tmp_path / "one", tmp_path / "two")
+    if changes is IN_PIECES:
+        assert all(mine["carried"] for mine in ours[:-1]) and any(mine["staleness"] for mine in ours)
+        # In the middle of answers: begun by one process, carried on by two, finished by one.
+        for world, steps, extra in ((1, 3, []), (2, 5, ["--resume"]), (1, 6, ["--resume"])):
+            launched(world, file, folder, tmp_path / "moved", f"--run.steps={steps}", *extra)
+        assert numbers(tmp_path / "moved")[-1]["answers"] == ours[-1]["answers"] > 0
+        assert_about_the_same_weights(tmp_path / "one", tmp_path / "moved")
+    else:
+        assert [mine["empty"] for mine in ours] == [0, 0, 1, 1]
+        asked = [[json.loads(line)["key"] for line in lines_of(tmp_path / name)] for name in ("one", "two")]
+        assert asked[0] == asked[1] and len(asked[0]) == 8  # groups of all processes, at the first update and the last
+        answers = [[(one.label, one.key, one.answer) for one in eval_of(tmp_path / name)] for name in ("one", "two")]
+        assert answers[0] == answers[1] and len(answers[0]) == 9
+
+
+def lines_of(out: Path) -> list[str]:
+    return (out / "rollouts.jsonl").read_text().splitlines()
+
+
+def eval_of(out: Path) -> list:
+    return measure.load_measured(out / "eval" / "update-000000.jsonl")
+
+
+def assert_about_the_same_weights(one: Path, other: Path) -> None:
+    left, right = weights(one), weights(other)
+    for name in left:
+        difference = (left[name] - right[name]).float().norm() / right[name].float().norm().clamp(min=1e-6)
+        assert difference < 1e-3, (name, float(difference))
