@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from rl_cases import ending
+from tool_cases import TOKENIZER as CHAT
 
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
@@ -24,7 +26,9 @@ from earlyfusion.rl.measure_entropy import match_entropy, temperature_for_entrop
 from earlyfusion.rl.measure_files import entry_of, load_measured, problem_of, write_measured
 from earlyfusion.rl.measure_forward import Reading, Written
 from earlyfusion.rl.measure_pairs import paired
+from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.tasks.problem import BaseTask
 from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
 TOKENIZER = tiny_tokenizer()
@@ -77,6 +81,51 @@ def test_answers_and_samples_are_those_of_the_engine(seed):
     for one, other in zip(asked.measured(), small.measured()):
         assert one.answer == other.answer and one.sampled == other.sampled
         assert one.p_target == pytest.approx(other.p_target, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows_how_it_goes_on(monkeypatch, seed):
+    monkeypatch.setattr(BaseTask, "reward", lambda task, problem, text: float(bool(text)))
+    net = ending(model(seed), logit=2.0)
+    asked = m.ask(net, TOKENIZER, ENTRIES, problems=25, seed=seed, samples=2, max_new_tokens=6)
+    kinds, ends = set(), m.house_of(net, TOKENIZER).ends
+    for question, at_limit, longer, drawn, one in zip(
+        asked.questions, asked.greedy, asked.longer, asked.samples, asked.measured()
+    ):
+        assert longer.ids[: question.budget] == at_limit.ids and len(longer.ids) <= 4 * question.budget
+        for done, ended in ((at_limit, one.ended), (longer, one.ended_4x)):
+            assert ended == (done.ids[-1] in ends), "nothing else ends an answer"
+        assert one.score == float(one.ended and bool(at_limit.text))
+        assert one.solved_4x == (one.ended_4x and bool(longer.text))
+        assert list(one.sampled) == [float(s.ids[-1] in ends and bool(s.text)) for s in drawn]
+        kinds.add((one.ended, one.ended_4x))
+    assert kinds >= {(True, True), (False, False)} or kinds >= {(True, True), (False, True)}
+    rows = m.summary(asked.measured())
+    for label, row in rows.items():
+        part = [one for one in asked.measured() if one.label == label]
+        assert row["ended"] == sum(one.ended for one in part) / len(part)
+        assert row["accuracy_4x"] == sum(one.solved_4x for one in part) / len(part)
+
+
+def test_pictures_are_replaced_and_questions_stay():
+    """Grey and swapped pictures keep the tokens of the prompt; what is told in words has nothing to replace."""
+    ways, entry = ("true", "grey", "swapped", "none"), ENTRIES[0]
+    asked = m.ask(model(), TOKENIZER, [*ENTRIES[:2]], problems=6, seed=3, pictures=ways)
+    by_label = {}
+    for question in asked.questions:
+        by_label.setdefault(question.label, []).append(question)
+    assert list(by_label) == [entry.label, *(f"{entry.label}/{how}" for how in ways[1:]), ENTRIES[1].label]
+    true, grey, swapped, none = ([q.prompt for q in by_label[label]] for label in list(by_label)[:4])
+    for i, (own, blank, missing) in enumerate(zip(true, grey, none)):
+        assert torch.equal(own.ids, blank.ids) and own.grids == blank.grids
+        assert not torch.equal(own.patches, blank.patches) and set(blank.patches.unique().tolist()) <= {0, 128}
+        assert torch.equal(swapped[i].patches, true[(i + 1) % 6].patches)
+        assert not len(missing.grids) and len(missing) < len(own)
+    assert list(m.summary(asked.measured())) == list(by_label)
+    tools = entry_of("counting/1/picture/tools")
+    problem = by_label[entry.label][0].problem
+    assert not len(encode_prompt(problem, tools, CHAT, model().config.vision, ()).grids)
+    assert len(encode_prompt(problem, tools, CHAT, model().config.vision).grids) == 1
 
 
 def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
@@ -265,6 +314,8 @@ def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
     rows = json.loads((out / "b" / "summary.json").read_text())["against"]["rows"]
     assert len(rows) == 8 and all(row["value"] == 0 and not row["clear"] for row in rows)
     capsys.readouterr()
+    assert guarded(lambda: main([*common, "--tasks", "counting", "--pictures", "true,gray"])) == 2
+    assert "did you mean 'grey'" in capsys.readouterr().err
     assert guarded(lambda: main([*common, "--tasks", "countin"])) == 2
     assert "did you mean 'counting'" in capsys.readouterr().err
     assert guarded(lambda: main([*common, "--tasks", "counting", "counting/0"])) == 2

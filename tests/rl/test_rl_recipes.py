@@ -4,11 +4,13 @@ import pytest
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub_config import model_folder
 from earlyfusion.pipeline.compose import RL_RECIPES, compose, recipe_names, validate
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.rl.measure import measure, summary
 from earlyfusion.rl.parts import start_directory
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
+from earlyfusion.rl.tasks.registry import make_task
 
 
 @pytest.mark.parametrize("name", recipe_names(RL_RECIPES))
@@ -22,6 +24,16 @@ def test_shipped_recipes_validate_and_start_from_a_model_that_ships(name):
         assert str(start_directory(config)) == f"runs/{validate(compose(['skills-small'])).run.name}/model"
     else:
         assert (start_directory(config) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", recipe_names(RL_RECIPES))
+def test_the_limit_of_a_shipped_recipe_leaves_room_for_every_target_and_its_end(name):
+    """What a limit cuts off earns nothing, so a right answer that does not fit could never be learned."""
+    config, tokens = validate(compose([name]), RLConfig), Tokenizer.load(model_folder("embedded:skills"))
+    for entry in config.tasks:
+        task = make_task(entry.name, **entry.options)
+        told = [task.sample(seed, "train", entry.difficulty).solution(entry.thought).text for seed in range(60)]
+        assert max(len(tokens.encode(text)) + 1 for text in told) <= config.rollout.max_new_tokens, entry.label
 
 
 def test_the_embedded_model_half_knows_its_skills():
