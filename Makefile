@@ -2,11 +2,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-RUN    ?= runs/nano
-CORES  := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
-# Without --num_cpu_threads_per_process accelerate gives a process one CPU thread.
-LAUNCH := $(BIN)/python -m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no \
-          --dynamo_backend no --num_cpu_threads_per_process $(CORES)
+RECIPE ?= nano
+RUN    ?= runs/$(RECIPE)
+# No launcher in between: Ctrl-C and SIGTERM reach the run itself, which saves and leaves no orphan.
+TRAIN  := $(BIN)/python -m earlyfusion.pipeline.pretrain
 # A run that was stopped goes on; a finished one is evaluated again.
 resume  = $(if $(wildcard $(1)/checkpoints/step-*),--resume)
 ROOMS  := kernels vision model data eval pipeline rl
@@ -16,10 +15,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: pretrain pretrain-long test check format gpu bench setup setup-dev clean
 
 pretrain: setup            ## watch a small early-fusion model learn to see (CPU, minutes)
-	$(LAUNCH) -m earlyfusion.pipeline.pretrain nano --out $(RUN) $(call resume,$(RUN))
+	$(TRAIN) $(RECIPE) --out $(RUN) $(call resume,$(RUN))
 
 pretrain-long: setup       ## the same, longer (up to 30 minutes)
-	$(LAUNCH) -m earlyfusion.pipeline.pretrain nano-long --out runs/nano-long $(call resume,runs/nano-long)
+	$(TRAIN) nano-long --out runs/nano-long $(call resume,runs/nano-long)
 
 test: setup-dev check      ## lint, types and every test that this machine can run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -53,7 +52,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.sh
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh dev,video,shards,eval,web
+	PYTHON=$(PYTHON) VENV=$(VENV) bash setup.sh dev,video,shards,eval
 	@touch $@
 
 clean:

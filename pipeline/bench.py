@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 
 # what -> (module with main(argv) -> int, one line); offered where the module exists
@@ -21,7 +22,10 @@ BENCHES: dict[str, tuple[str, str]] = {
 
 
 class BenchFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows types and defaults, and keeps the lines of the description."""
+    """Shows types and defaults, and keeps the lines of the description, as far as they fit the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrapped([indent + line for line in text.splitlines()])
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = super()._get_help_string(action)

@@ -4,7 +4,8 @@
     > what is on the picture?
 
 A line beginning with / is a command (/help lists them); a message may also name a picture as @path. The answer is
-printed while it is generated; Ctrl-C ends an answer, Ctrl-D the chat. Lines can be piped in as well.
+printed while it is generated; Ctrl-C gives up an answer or a line, Ctrl-D ends the chat. At a terminal the arrow keys
+edit a line and bring back earlier ones. Lines can be piped in as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -36,7 +37,7 @@ from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\
-/image PATH    attach a picture to the next message (or write @PATH inside the message)
+/image PATH    attach a picture to the next message (or write @PATH inside it)
 /video PATH    attach a video
 /system TEXT   set the system message and begin anew
 /reset         forget the conversation
@@ -112,6 +113,8 @@ class Conversation:
         self.system = ""
         self.messages: list[Message] = []
         self.attached: list[Segment] = []
+        self.confirm: Callable[[str], object] = lambda text: None
+        """Told what was attached."""
         self._turn = 0
 
     def reset(self) -> None:
@@ -126,13 +129,15 @@ class Conversation:
             raise UserError(f"{kind} {path.strip()!r}: no such file")
         if kind == "video":
             self.attached.append(VideoFile(file.read_bytes(), suffix=file.suffix))
+            self.confirm(f"attached {file.name}")
             return
         picture = Image(file.read_bytes())
         try:
-            picture.open()
+            opened = picture.open()
         except DataError as error:
             raise UserError(f"image {str(file)!r}: {error}") from None
         self.attached.append(picture)
+        self.confirm(f"attached {file.name} ({opened.width} x {opened.height})")
 
     def say(self, text: str, out: TextIO) -> str:
         """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no trace.
@@ -217,16 +222,17 @@ def obey(line: str, chat: Conversation, out: TextIO) -> bool:
     return True
 
 
-def converse(chat: Conversation, lines: TextIO, out: TextIO, *, prompt: str) -> None:
-    """Read lines until the end or /quit; mistakes are told and the chat goes on."""
+def converse(chat: Conversation, read: Callable[[], str], out: TextIO, *, typed: bool) -> None:
+    """Take lines from `read` until it gives "" or /quit; mistakes are told and the chat goes on.
+
+    typed: by a person, whose Ctrl-C gives up a line or an answer; elsewhere it ends the chat.
+    """
     while True:
-        out.write(prompt)
-        out.flush()
-        line = lines.readline()
-        if not line:
-            return
-        line = line.strip()
         try:
+            line = read()
+            if not line:
+                return
+            line = line.strip()
             if line.startswith("/"):
                 if not obey(line, chat, out):
                     return
@@ -235,7 +241,17 @@ def converse(chat: Conversation, lines: TextIO, out: TextIO, *, prompt: str) -> 
         except (UserError, DataError, RequestError, OSError) as error:
             out.write(f"error: {error}\n")
         except KeyboardInterrupt:
+            if not typed:
+                raise
             out.write("\n")
+
+
+def read_typed() -> str:
+    """A line from the terminal, edited and remembered by readline; "" at its end."""
+    try:
+        return input("> ") + "\n"
+    except EOFError:
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,11 +279,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in options.image:
         chat.attach(path)
     if sys.stdin.isatty():
-        import readline  # noqa: F401  (line editing)
+        import readline  # noqa: F401  (input() edits lines by it)
 
+        chat.confirm = print
         print("/help lists the commands, Ctrl-D leaves")
+    typed = sys.stdin.isatty()
     try:
-        converse(chat, sys.stdin, sys.stdout, prompt="> " if sys.stdin.isatty() else "")
+        converse(chat, read_typed if typed else sys.stdin.readline, sys.stdout, typed=typed)
     finally:
         if sandbox is not None:
             sandbox.close()

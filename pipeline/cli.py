@@ -7,14 +7,17 @@ without a word.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
 
@@ -36,7 +39,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "answer a prompt, with or without an image, from a model directory",
     ),
     "prepare": ("earlyfusion.data.prepare", "turn folders, jsonl, parquet, datasets or videos into indexed shards"),
-    "data": ("earlyfusion.data.inspect_cmd", "inspect a mix or shards: tree, counts, contact sheet"),
+    "data": (
+        "earlyfusion.data.inspect_cmd",
+        "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
+    ),
     "chat": ("earlyfusion.pipeline.chat", "talk to a model in the terminal, images by path"),
     "serve": ("earlyfusion.pipeline.serve", "an OpenAI-compatible endpoint"),
     "eval": ("earlyfusion.eval.run", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
@@ -77,16 +83,25 @@ def version() -> str:
         return "0 (not installed: run from a checkout)"
 
 
+def wrapped(lines: Sequence[str]) -> str:
+    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is cut."""
+    width = min(120, shutil.get_terminal_size().columns)
+    fitted = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        fitted += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
+        ) or [""]  # fmt: skip
+    return "\n".join(fitted)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        return EXIT_OK if arguments else EXIT_USER
-    if arguments[0] in ("-V", "--version"):
-        print(f"earlyfusion {version()}")
-        return EXIT_OK
-    return run(arguments[0], arguments[1:])
+    if arguments and arguments[0] not in ("-h", "--help", "help", "-V", "--version"):
+        return run(arguments[0], arguments[1:])
+    told = f"earlyfusion {version()}" if arguments and arguments[0] in ("-V", "--version") else usage()
+    return guarded(lambda: print(told) or (EXIT_OK if arguments else EXIT_USER))
 
 
 def run(verb: str, argv: Sequence[str]) -> int:
@@ -97,9 +112,14 @@ def run(verb: str, argv: Sequence[str]) -> int:
         verbs = available()
         if verb not in verbs:
             raise UserError(f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)")
+        argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign]  # one line, for all verbs alike
         return importlib.import_module(verbs[verb][0]).main(list(argv))
 
     return guarded(call)
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    raise UserError(f"{message}; see {parser.prog} --help")
 
 
 def guarded(call: object) -> int:
@@ -109,17 +129,12 @@ def guarded(call: object) -> int:
     pydantic's ValidationError, and what the system says of a path (PLACES).
     """
     try:
-        code = call()  # type: ignore[operator]
+        code = _called(call)
         sys.stdout.flush()
-        return EXIT_OK if code is None else int(code)
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return EXIT_PIPE
-    except SystemExit as leave:
-        if isinstance(leave.code, str):
-            print(leave.code, file=sys.stderr)
-            return EXIT_FAILURE
-        return int(leave.code or 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -131,6 +146,18 @@ def guarded(call: object) -> int:
             traceback.print_exc()
         print(f"error: {one_line(error)}", file=sys.stderr)
         return found
+
+
+def _called(call: object) -> int:
+    """The exit code of a call, also where it left by SystemExit."""
+    try:
+        code = call()  # type: ignore[operator]
+        return EXIT_OK if code is None else int(code)
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+            return EXIT_FAILURE
+        return int(leave.code or 0)
 
 
 def exit_code_of(error: BaseException) -> int | None:

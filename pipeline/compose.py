@@ -177,28 +177,49 @@ def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, schema)) from None
+        raise UserError(explain(error, schema, tree)) from None
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for a pydantic report: each bad key, what was given, what was expected, the nearest known key."""
+def explain(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any] | None = None) -> str:
+    """One line for a pydantic report: each bad key, what was given, what was expected, the nearest known key.
+
+    tree: the recipe, by which stages and sources are called by their names.
+    """
     lines = []
     for item in error.errors():
         loc = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-        key = ".".join(str(part) for part in loc) or "recipe"
+        key = ".".join(str(part) for part in _named(loc, tree)) or "recipe"
         if item["type"] == "extra_forbidden":
             where = ".".join(str(part) for part in loc[:-1]) or "the recipe's top level"
             lines.append(
                 f"unknown key {loc[-1]!r} in {where}; {did_you_mean(str(loc[-1]), _fields_at(model, loc[:-1]))}"
             )
         elif item["type"] == "missing":
-            lines.append(f"{key} is missing and has no default")
+            hint = (
+                "; lay the recipe over a whole one, such as nano (both on the line, nano first)"
+                if len(loc) == 1
+                else ""
+            )
+            lines.append(f"{key} is missing and has no default{hint}")
         else:
             text = item["msg"].removeprefix("Value error, ")
             given = item.get("input")
             shown = "" if isinstance(given, Mapping | list) or isinstance(given, BaseModel) else f" (given {given!r})"
             lines.append(f"{key}: {text}{shown}" if loc else f"{text}{shown}")
     return "recipe: " + "; ".join(dict.fromkeys(lines))
+
+
+def _named(loc: Sequence[Any], tree: Any) -> list[Any]:
+    """A place in a recipe with the names of list items where they have one: stages.joint.steps."""
+    named = []
+    for part in loc:
+        try:
+            tree = tree[part]
+        except (LookupError, TypeError):
+            tree = None
+        own = tree.get("name") if isinstance(tree, Mapping) and isinstance(part, int) else None
+        named.append(own or part)
+    return named
 
 
 def _fields_at(model: type[BaseModel], loc: Sequence[Any]) -> list[str]:

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from earlyfusion.pipeline.serve_app import create_app
     except ImportError as error:
-        raise UserError(f"serve needs {error.name}: pip install 'earlyfusion[web]'") from None
+        raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
     if not 0 <= options.port < 65536:
         raise UserError(f"--port {options.port}: expected 0 to 65535")
     keep_freed_memory()

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, UserError
 
 
@@ -30,9 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Options of the verb and of its three ways."""
-    parser = Parser(
-        prog="earlyfusion long2short", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="earlyfusion long2short", description=__doc__, formatter_class=BenchFormatter)
     ways = parser.add_subparsers(dest="way", required=True, metavar="average|shortest|dpo", parser_class=Parser)
     plain = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
     average = ways.add_parser("average", help="merge the weights of two or more models", **plain)  # type: ignore[arg-type]

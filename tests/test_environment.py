@@ -36,7 +36,6 @@ def test_timm_and_torchvision_are_optional_and_never_imported_with_our_modules()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = " ".join(project["dependencies"])
     assert "timm" not in required and "torchvision" not in required
-    assert any("timm" in need for need in project["optional-dependencies"]["timm"])
     modules = [
         "earlyfusion." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for room in ROOMS
@@ -53,8 +52,8 @@ def test_timm_and_torchvision_are_optional_and_never_imported_with_our_modules()
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_make_starts_accelerate_as_a_module():
-    """The `accelerate` command imports timm where it is installed, and dies with a broken torchvision; the module form
-    and `accelerate-launch` do not."""
+def test_make_starts_the_run_without_a_launcher():
+    """The `accelerate` command imports timm where it is installed, and dies with a broken torchvision; any launcher hides
+    the run's exit code (tests/pipeline/test_launchers.py)."""
     makefile = (ROOT / "Makefile").read_text()
-    assert "accelerate.commands.launch" in makefile and not re.search(r"accelerate launch", makefile)
+    assert "-m earlyfusion.pipeline.pretrain" in makefile and "accelerate" not in makefile

@@ -1,13 +1,20 @@
-"""The README's commands run, each in its smallest form; its links and make targets exist."""
+"""The README's commands run, each in its smallest form, in the environment that `make pretrain` makes; its links and make
+targets exist."""
 
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
-import sys
+import tomllib
+import urllib.request
+import venv
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,53 +38,117 @@ def bash_lines() -> list[str]:
     return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def smallest(line: str, folder: Path) -> list[str] | None:
+def smallest(line: str, python: str) -> list[str] | None:
     """The command as an argument list that takes seconds; None for make targets (checked by themselves)."""
-    for name in ("runs/", "photos/", "shards/"):
-        line = line.replace(name, f"{folder}/{name.removeprefix('runs/')}")
-    words = shlex.split(line.replace("picture.png", str(folder / "picture.png")))
-    if words[0] == "make" or "serve" in words:  # serve does not end; tests/pipeline/test_serve.py starts it
+    words = shlex.split(line)
+    if words[0] == "make":
         return None
     if "|" in words:
         assert words[0] == "printf"
-        return [sys.executable, "-m", "earlyfusion.pipeline.cli", *words[words.index("|") + 2 :]]
+        return [python, "-m", "earlyfusion.pipeline.cli", *words[words.index("|") + 2 :]]
     words = ["4" if word in ("60", "50") else word for word in words]
     trains = "pretrain" in line and "--dry-run" not in line
     extra = shlex.split(SMALL) if trains else shlex.split(BENCHES[words[2]]) if "bench" in words else []
     if "sft" in words:
         extra = shlex.split(SFT)
     if "earlyfusion.rl.train" in words:
-        extra = [*shlex.split(RL), str(folder / "vision-rl")]
-    if "--resume" in words:
-        extra[extra.index("--steps") + 1] = "3"
-        words += ["--optim.lr", "4e-3"]
+        extra = [*shlex.split(RL), "runs/vision-rl"]
+    if "--resume" in words:  # as it stands: what made the run small is in the run's own overrides
+        extra = ["--steps", "3"]
     if words[0] == "accelerate":  # the module form: the console script imports an optional package that may be broken
-        return [sys.executable, *shlex.split(LAUNCH), *words[2:], *extra]
+        return [python, *shlex.split(LAUNCH), *words[2:], *extra]
     if words[0] == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", *words[1:], *extra]
+        return [python, "-m", "torch.distributed.run", *words[1:], *extra]
     assert words[0] == "earlyfusion", f"README names a command this test does not know: {line}"
-    return [sys.executable, "-m", "earlyfusion.pipeline.cli", *words[1:], *extra]
+    return [python, "-m", "earlyfusion.pipeline.cli", *words[1:], *extra]
+
+
+def base_distributions() -> set[str]:
+    """Names of the distributions that the base dependencies bring, extras left out; as installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting, found = [Requirement(need) for need in project["dependencies"]], set()
+    while waiting:
+        need = waiting.pop()
+        name = need.name.lower().replace("_", "-")
+        extras = need.extras or {""}
+        if name in found or (need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in extras)):
+            continue
+        try:
+            needs = distribution(need.name).requires or []
+        except PackageNotFoundError:
+            continue
+        found.add(name)
+        for text in needs:
+            below = Requirement(text)
+            if below.marker is None or any(below.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(Requirement(f"{below.name}{''.join(sorted(f'[{e}]' for e in below.extras))}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> str:
+    """The interpreter of an environment with the base dependencies alone: a venv whose packages are links to ours."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in {*base_distributions(), "setuptools"}:
+        for file in distribution(name).files or []:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (packages / top).exists():
+                (packages / top).symlink_to(distribution(name).locate_file(top))
+    for file in Path(str(distribution("earlyfusion").locate_file(""))).glob("*earlyfusion*"):
+        (packages / file.name).symlink_to(file)
+    return str(folder / "bin" / "python")
+
+
+def test_the_base_environment_lacks_what_only_extras_bring(python):
+    code = (
+        "import importlib.util as u; print([n for n in ('pyarrow', 'lm_eval', 'pytest', 'uvicorn') if u.find_spec(n)])"
+    )
+    assert subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip() == "['uvicorn']"
 
 
 @pytest.mark.slow
-def test_readme_commands_run_in_their_smallest_form(tmp_path):
-    from PIL import Image
-
-    Image.new("RGB", (64, 64), "teal").save(tmp_path / "picture.png")
-    (tmp_path / "photos").mkdir()
-    for colour in ("teal", "red", "gold"):
-        Image.new("RGB", (90, 64), colour).save(tmp_path / "photos" / f"{colour}.jpg")
-        (tmp_path / "photos" / f"{colour}.txt").write_text(f"all {colour}")
+def test_readme_commands_run_in_their_smallest_form(tmp_path, python):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     # `make pretrain` comes first in the README and leaves the model that `generate` reads.
-    first = f"accelerate launch -m earlyfusion.pipeline.pretrain nano --out {tmp_path}/nano"
-    commands = [smallest(first, tmp_path), *(smallest(line, tmp_path) for line in bash_lines())]
+    first = "accelerate launch -m earlyfusion.pipeline.pretrain nano --out runs/nano"
+    commands = [smallest(line, python) for line in [first, *bash_lines()]]
     assert len([c for c in commands if c]) >= 7
     for command in filter(None, commands):
+        if "serve" in command:
+            serves([*command, "--port", "0"], tmp_path, environment)
+            continue
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, input="what is it?\n"
         )
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+def serves(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """The server says where it listens, names the model as the run, and stops when asked."""
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        with urllib.request.urlopen(f"{address}/models", timeout=60) as answer:
+            assert json.load(answer)["data"][0]["id"] == "nano"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
+
+
+def test_readme_names_every_extra_once_and_all_holds_them():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    offered = set(extras) - {"dev", "all"}
+    (listed,) = re.findall(r"but for these extras: (.*?)\. `", README, flags=re.DOTALL)
+    assert set(re.findall(r"`([a-z]+)` \(", listed)) == offered
+    assert extras["all"] == [f"earlyfusion[{','.join(sorted(offered, key=list(extras).index))}]"]
+    named = re.findall(r"earlyfusion\[([a-z,]+)\]", "\n".join(p.read_text() for p in sources()))
+    assert named and {name for names in named for name in names.split(",")} <= offered
+
+
+def sources() -> list[Path]:
+    rooms = ("kernels", "vision", "model", "data", "eval", "pipeline", "rl")
+    return [path for room in rooms for path in (ROOT / room).rglob("*.py")]
 
 
 def test_readme_make_targets_exist():

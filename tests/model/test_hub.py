@@ -1,6 +1,7 @@
 """Model directories: bit-exact round trips under public names, nothing half-written, one clear line for each mistake."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from earlyfusion.model import hub
 from earlyfusion.model.card import model_card
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub import load_model, save_model
-from earlyfusion.model.hub_config import ModelDirectoryError, load_config, model_folder
+from earlyfusion.model.hub_config import ModelDirectoryError, load_config, model_folder, model_name
 from earlyfusion.model.public_names import public_tensors
 
 FACTS = {
@@ -336,3 +337,26 @@ def test_a_model_that_travels_with_the_package_is_named():
     assert load_model(folder).config == load_config(folder) and model_folder("runs/x") == Path("runs/x")
     with pytest.raises(ModelDirectoryError, match="embedded models are skills"):
         model_folder("embedded:nothing")
+
+
+def test_a_run_s_folder_stands_for_its_model_directory_and_gives_it_its_name(tmp_path, tokenizer, model):
+    run = tmp_path / "mine"
+    save_model(model, tokenizer, run / "model")
+    assert model_folder(run) == model_folder(run / "model") == run / "model"
+    assert model_name(run / "model") == "mine" and model_name(tmp_path / "other") == "other"
+    assert model_folder(tmp_path / "none") == tmp_path / "none"
+
+
+def test_every_file_of_a_model_directory_has_the_mode_of_the_umask(tmp_path, tokenizer, model):
+    before = os.umask(0o027)
+    try:
+        save_model(model, tokenizer, tmp_path / "m")
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "m").iterdir()} == {
+        path.name: "0o640" for path in (tmp_path / "m").iterdir()
+    }
+
+
+def test_a_card_promises_no_package_that_is_not_there(model):
+    assert "pip install" not in model_card(model.config, {}, 10)

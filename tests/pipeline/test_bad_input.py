@@ -28,7 +28,7 @@ def refused(capsys, code: int) -> str:
 BAD = {
     "unknown key": (("--optim.learning_rat", "1"), ["learning_rat", "unknown key", "optim"]),
     "nearest key": (("--optim.weight_decai", "1"), ["did you mean 'weight_decay'?"]),
-    "wrong value": (("--stages.short.steps", "many"), ["stages.0.steps", "many"]),
+    "wrong value": (("--stages.short.steps", "many"), ["stages.short.steps", "many"]),
     "unknown recipe option": (("--reusme",), ["--reusme", "resume"]),
     "unknown frozen name": (("--stages.short.frozen", '["visoin"]'), ["visoin", "matches no parameter", "vision"]),
     "unknown eval task": (("--eval.tasks", '["easy_vqs"]'), ["easy_vqs", "did you mean 'easy_vqa'?"]),

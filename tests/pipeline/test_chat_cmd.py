@@ -1,6 +1,12 @@
 """`earlyfusion chat` with piped lines, as a user types them."""
 
+import fcntl
 import io
+import os
+import select
+import subprocess
+import sys
+import termios
 
 import pytest
 from PIL import Image as PILImage
@@ -71,3 +77,69 @@ def test_mistakes_are_told_and_the_chat_goes_on(folder, monkeypatch, capsys, tmp
 def test_options_out_of_range_are_refused(folder):
     with pytest.raises(UserError, match="temperature"):
         chat.main(["--model", str(folder), "--temperature", "-1"])
+
+
+AT_A_TERMINAL = """
+import sys, readline
+from earlyfusion.pipeline import chat
+
+class Echo:
+    confirm = None
+    def say(self, text, out):
+        print(f"heard {text}", flush=True)
+        if text == "long":
+            raise KeyboardInterrupt
+
+chat.converse(Echo(), chat.read_typed, sys.stdout, typed=True)
+print("ended", flush=True)
+"""
+
+
+def test_at_a_terminal_arrow_keys_edit_and_ctrl_c_ends_a_line_or_an_answer_but_not_the_chat():
+    """Keys go in one after the other, each when the answer to the one before has come."""
+    leader, follower = os.openpty()
+    shell = subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL], stdin=follower, stdout=follower, stderr=follower,
+                             env={**os.environ, "TERM": "xterm"}, start_new_session=True, close_fds=True,
+                             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    os.close(follower)
+    seen = ""
+
+    def until(text):
+        nonlocal seen
+        while text not in seen:
+            assert select.select([leader], [], [], 60)[0], seen
+            seen += os.read(leader, 4096).decode()
+        seen = seen.partition(text)[2]
+
+    until("> ")
+    os.write(leader, b"abc\x1b[D\x1b[DX\r")  # two arrows to the left, then X
+    until("heard aXbc")
+    until("> ")
+    os.write(leader, b"\x1b[A\r")  # the arrow up brings it back
+    until("heard aXbc")
+    until("> ")
+    os.write(leader, b"given up\x03")
+    until("> ")
+    os.write(leader, b"long\r")  # its answer is ended by Ctrl-C
+    until("heard long")
+    until("> ")
+    os.write(leader, b"\x04")
+    until("ended")
+    assert shell.wait(timeout=60) == 0
+    os.close(leader)
+
+
+def test_the_help_of_the_chat_fits_the_terminal():
+    assert max(map(len, chat.HELP.splitlines())) <= 80
+
+
+def test_an_attached_picture_is_confirmed_to_a_person(folder, picture, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    typed = iter([f"/image {picture}\n", ""])
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(chat, "read_typed", lambda: next(typed))
+    assert chat.main(["--model", str(folder)]) == 0
+    assert "attached a.png (60 x 40)" in capsys.readouterr().out

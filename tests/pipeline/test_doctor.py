@@ -1,5 +1,6 @@
 """The doctor: covers every operation, passes here, and notices a kernel that breaks its law."""
 
+import io
 import os
 import subprocess
 import sys
@@ -29,6 +30,34 @@ def test_the_doctor_finds_this_machine_well():
     assert torch.__version__ in done.stdout and "all well" in done.stdout
     for op, backend, _ in dispatch.table("cpu"):
         assert any(op in line and backend in line and " ok " in line for line in done.stdout.splitlines()), op
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_no_word_of_a_table_is_cut(width):
+    """Tables that do not fit get narrower columns or are told row by row; every word stands whole on one line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from earlyfusion.data.tables import print_table
+
+    table = Table(title="kernels")
+    for column in ("operation", "where", "n", "blind_score", "words_score", "more"):
+        table.add_column(column, justify="right" if column == "n" else "left")
+    row = [
+        "linear_cross_entropy",
+        "kernels.loss.chunked_ce:linear_cross_entropy",
+        "17,512",
+        "[red].7071[/]",
+        "12.5 ± 3.1",
+    ]
+    table.add_row(*row, "unextracted 0.0125, refused 17,512")
+    console = Console(width=width, file=io.StringIO())
+    print_table(console, table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    words = " ".join(lines).split()
+    for cell in ("blind_score", "words_score", row[0], row[1], "17,512", ".7071", "±", "unextracted", "0.0125,"):
+        assert cell in words, cell
 
 
 @pytest.mark.parametrize("seed", [1, 2])

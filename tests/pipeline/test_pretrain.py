@@ -10,7 +10,7 @@ from PIL import Image
 from tiny_run import losses, numbers, run_here, same, weights
 
 from earlyfusion.model.hub import load_model
-from earlyfusion.pipeline import cli
+from earlyfusion.pipeline import cli, evaluate
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
 from earlyfusion.pipeline.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
@@ -264,3 +264,15 @@ def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path)
     saved = json.loads((tmp_path / "run" / "eval" / "counting_0000004.json").read_text())
     assert saved["score"] == again["score"] and saved["n"] == 6
     assert told[0][:2] == (4, "eval") and headline["bits_per_byte"] < 0
+
+
+def test_limits_hold_in_every_evaluation_and_those_of_the_course_until_the_schedule_ends():
+    def limit(step, *overrides):
+        evaluator = object.__new__(evaluate.Evaluator)
+        evaluator.config = load_config(["nano"], overrides)
+        return evaluator._limit("easy_vqa", step)
+
+    assert [limit(step) for step in (200, 640)] == [1000, None], "nano ends with all 9,673 questions"
+    assert limit(5, ("run.steps", 5)) == 1000, "a smoke test does not"
+    limited = ("eval.limits", {"easy_vqa": 50})
+    assert [limit(step, limited) for step in (200, 640)] == [50, 50]

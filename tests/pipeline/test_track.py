@@ -128,6 +128,34 @@ def test_without_a_terminal_each_record_is_one_plain_line(tmp_path, runtime):
     )
 
 
+NUMBERS = {
+    "stage": "joint", "loss": 1.5, "loss/image": 1.25, "loss/text": 2.0, "grad_norm": 1.7, "lr": 1e-3,
+    "tokens_per_s": 12345.0, "patches_per_s": 678.0, "mfu": 0.256, "memory_gib": 1.5, "step_s": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_live_line_fits_and_keeps_what_one_looks_for(tmp_path, runtime, width):
+    tracker = Tracker(tmp_path, runtime, total_steps=640, console=quiet())
+    tracker.tick(26, NUMBERS)
+    line = tracker.line(width)
+    assert len(line) <= width
+    assert all(part in line.split(" | ") for part in ("step 26/640", "loss 1.500", "12,345 tok/s", "ETA 20m28s"))
+    assert tracker.line(160) == tracker.line(), "all of it where there is room"
+    tracker.close()
+
+
+def test_an_evaluation_shows_how_far_it_is(tmp_path, runtime):
+    plain, terminal = quiet(), Console(file=io.StringIO(), width=80, force_terminal=True)
+    for console in (plain, terminal):
+        tracker = Tracker(tmp_path, runtime, total_steps=10, console=console)
+        tracker.busy("evaluating easy_vqa (1/2)")
+        tracker.busy("evaluating easy_vqa (1/2)", 3200, 9673)
+        tracker.close()
+    assert plain.file.getvalue() == "evaluating easy_vqa (1/2) ...\n", "a log gets one line"
+    assert "step 0/10 | evaluating easy_vqa (1/2) 3,200/9,673" in terminal.file.getvalue()
+
+
 def test_on_a_terminal_the_line_lives_and_messages_stand_above_it(tmp_path, runtime):
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     tracker = Tracker(tmp_path, runtime, total_steps=10, console=console)

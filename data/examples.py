@@ -1,0 +1,34 @@
+"""`earlyfusion data examples FOLDER`: a few pictures with captions, to try the commands on.
+
+shape.png is a picture of easy-VQA's test split, scene-00.png and on are rendered (data/synth, held-out combinations).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.source_easy_vqa import load_split
+from earlyfusion.data.synth.describe import caption
+from earlyfusion.data.synth.scene import draw_scene, make_scene
+
+SCENES = 11
+
+
+def write_examples(folder: Path) -> int:
+    """Write the pictures and a .txt with the caption beside each; returns how many. Raises DataError for a file."""
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    first = load_split("test")[0]
+    shutil.copyfile(first.path, folder / "shape.png")
+    answers = [answer for _, answer in first.questions if answer not in ("yes", "no")]
+    (folder / "shape.txt").write_text(" ".join(dict.fromkeys(answers)) + "\n", encoding="utf-8")
+    for number in range(SCENES):
+        rng = Random(f"examples/{number}")
+        made = make_scene(rng, min_side=96, max_side=160, max_objects=4, heldout=True)
+        draw_scene(made).save(folder / f"scene-{number:02d}.png")
+        (folder / f"scene-{number:02d}.txt").write_text(caption(made, rng) + "\n", encoding="utf-8")
+    return SCENES + 1
