@@ -8,6 +8,7 @@ without a word.
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import importlib
 import importlib.util
@@ -17,6 +18,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
@@ -24,6 +26,9 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserEr
 EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 """Errors of a path that was given: not there, of another kind, not allowed, full."""
+
+OF_RUN_CONFIG = ("pretrain", "sft", "plan")
+"""Verbs whose help is made from pipeline/config.py."""
 
 # verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
 VERBS: dict[str, tuple[str, str]] = {
@@ -113,9 +118,22 @@ def run(verb: str, argv: Sequence[str]) -> int:
         if verb not in verbs:
             raise UserError(f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)")
         argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign]  # one line, for all verbs alike
+        if verb in OF_RUN_CONFIG and {"-h", "--help"} & set(argv):
+            return _recipe_help(verb, verbs[verb][0])
         return importlib.import_module(verbs[verb][0]).main(list(argv))
 
     return guarded(call)
+
+
+def _recipe_help(verb: str, module: str) -> int:
+    """The help of a verb of RunConfig: read, not run, so that torch is not imported for it."""
+    from earlyfusion.pipeline.arguments import help_text
+    from earlyfusion.pipeline.config import RunConfig
+
+    found = importlib.util.find_spec(module)
+    text = Path(str(found.origin)).read_text(encoding="utf-8") if found else ""
+    print(help_text(RunConfig, verb=verb, about=ast.get_docstring(ast.parse(text)) or ""))
+    return EXIT_OK
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

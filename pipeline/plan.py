@@ -204,7 +204,7 @@ def banner(training: Any) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parsed = parse_arguments(arguments, RunConfig, verb="plan", about="Print what a recipe will build and do.")
+    parsed = parse_arguments(arguments, RunConfig, verb="plan", about=__doc__ or "")
     tree = compose(parsed.recipes, parsed.overrides)
     # a later stage has no model of its own: it takes that of the directory it starts from
     show_plan(validate(tree if "model" in tree else with_start(tree)))

@@ -1,10 +1,11 @@
 """The installation traps that have cost others hours: CUDA packages on a machine without a GPU, and broken torchvision."""
 
+import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,19 @@ def test_make_starts_the_run_without_a_launcher():
     the run's exit code (tests/pipeline/test_launchers.py)."""
     makefile = (ROOT / "Makefile").read_text()
     assert "-m earlyfusion.pipeline.pretrain" in makefile and "accelerate" not in makefile
+
+
+def test_the_package_itself_has_a_version_a_loader_and_types():
+    """`earlyfusion` is the folder pipeline/package; read from there, whatever is installed."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folder = ROOT / settings["package-dir"]["earlyfusion"]
+    assert "earlyfusion" in settings["packages"] and (folder / "py.typed").is_file()
+    assert settings["package-data"]["earlyfusion"] == ["py.typed"]
+    spec = importlib.util.spec_from_file_location("front", folder / "__init__.py")
+    front = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(front)
+    assert front.__version__ == version("earlyfusion")
+    model, tokenizer = front.load("embedded:skills")
+    assert not model.training and model.config.text.vocab_size >= tokenizer.vocab_size
+    code = "import sys, earlyfusion; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -33,9 +33,13 @@ def test_debug_shows_the_traceback_and_keeps_the_exit_code():
 
 
 def test_the_console_entry_imports_no_torch_until_a_verb_needs_it():
-    code = "import sys; from earlyfusion.pipeline import cli; cli.main(['--help']); assert 'torch' not in sys.modules"
+    calls = "; ".join(
+        f"cli.main({words!r})" for words in (["--help"], *([verb, "--help"] for verb in cli.OF_RUN_CONFIG))
+    )
+    code = f"import sys; from earlyfusion.pipeline import cli; {calls}; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    assert "--optim.lr" in done.stdout
 
 
 def test_help_lists_exactly_the_verbs_that_exist(capsys):
