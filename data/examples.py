@@ -24,8 +24,11 @@ def write_examples(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     first = load_split("test")[0]
     shutil.copyfile(first.path, folder / "shape.png")
-    answers = [answer for _, answer in first.questions if answer not in ("yes", "no")]
-    (folder / "shape.txt").write_text(" ".join(dict.fromkeys(answers)) + "\n", encoding="utf-8")
+    answers = {answer for _, answer in first.questions if answer not in ("yes", "no")}
+    words = sorted(
+        answers, key=lambda answer: answer in ("circle", "rectangle", "triangle")
+    )  # the colour, then the shape
+    (folder / "shape.txt").write_text(f"a {' '.join(words)}\n", encoding="utf-8")
     for number in range(SCENES):
         rng = Random(f"examples/{number}")
         made = make_scene(rng, min_side=96, max_side=160, max_objects=4, heldout=True)

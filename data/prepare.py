@@ -30,6 +30,7 @@ from earlyfusion.data.prepare_inputs import InputOptions, open_input
 from earlyfusion.data.prepare_work import Job, Outcome, Worker, open_tokenizer, start_worker, work
 from earlyfusion.data.prepare_write import ShardSet, verify, write_json
 from earlyfusion.data.shards_fetch import MANIFEST, read_manifest
+from earlyfusion.data.tables import print_table
 from earlyfusion.vision.config import PRESETS
 
 CHUNK = 32
@@ -222,7 +223,7 @@ def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
         ("left out", ", ".join(f"{count:,} {why}" for why, count in manifest["skipped"].items()) or "nothing"),
     ):
         table.add_row(name, value)
-    console.print(table)
+    print_table(console, table)
     console.print(f"look at it:  earlyfusion data inspect {out} --out sheet.html", soft_wrap=True)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_data_tables import DECODERS, LOADERS, decoding_table, loading_table, memory_table
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
@@ -176,7 +177,7 @@ def waiting(options: argparse.Namespace, busy_ms: float | None, console: Console
             options.recipe, workers=options.workers, busy_ms=busy_ms, steps=options.recipe_steps,
             train_steps=options.train_steps, threads=options.threads,
         )  # fmt: skip
-    console.print(waiting_table(part))
+    print_table(console, waiting_table(part))
     return part
 
 
@@ -193,13 +194,13 @@ def comparisons(options: argparse.Namespace, console: Console) -> dict[str, Any]
             place = Path(folder) / "plain"
             shards = write_shards(place, _PLAIN_SAMPLES, mixed=False, source=options.pictures, per_shard=80)
             record["decoding"] = decoding(options, shards, sides, console)
-            console.print(decoding_table(record["decoding"]))
+            print_table(console, decoding_table(record["decoding"]))
         if options.samples:
             sides = [side for side in LOADERS if side not in left_out]
             place = Path(folder) / "mixed"
             shards = write_shards(place, _MIXED_SAMPLES, mixed=True, source=options.pictures, per_shard=250)
             record["loading"] = loading(options, shards, sides, console)
-            console.print(loading_table(record["loading"], options.step_ms, peer))
+            print_table(console, loading_table(record["loading"], options.step_ms, peer))
     if options.memory_samples:
         request = {
             "part": "memory", "side": "ours", "samples": options.memory_samples, "every": options.memory_every,
@@ -207,7 +208,7 @@ def comparisons(options: argparse.Namespace, console: Console) -> dict[str, Any]
         }  # fmt: skip
         with console.status(f"memory over {options.memory_samples:,} samples"):
             record["memory"] = run_side(request)
-        console.print(memory_table(record["memory"]))
+        print_table(console, memory_table(record["memory"]))
     return record
 
 

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_engine_context import context_table, measure_contexts
 from earlyfusion.pipeline.bench_engine_peer import DTYPES, GROUP, KEPT, SIDES, TUNED
@@ -193,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = new_record(options)
     if options.sides:
         record["comparison"] = compare(options, shape, console)
-        console.print(comparison_table(record["comparison"], options.new))
+        print_table(console, comparison_table(record["comparison"], options.new))
         for side, reason in record["comparison"][-1]["refused"].items():
             console.print(f"transformers refuses {side}: {reason}")
     if options.steps:
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["contexts"] = measure_contexts(
                 shape, options.contexts, options.steps, options.seed, options.most_batch, DTYPES[options.dtype]
             )
-        console.print(context_table(record["contexts"]))
+        print_table(console, context_table(record["contexts"]))
     save_record(record, options.out, console)
     return EXIT_OK
 

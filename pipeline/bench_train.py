@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.pipeline.bench import BenchFormatter
 from earlyfusion.pipeline.bench_record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.compose import load_config
@@ -107,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     console = Console(highlight=False)
     record = {**new_record(options), "comparison": compare(options, console)}
-    console.print(comparison_table(record["comparison"]))
+    print_table(console, comparison_table(record["comparison"]))
     if options.recipe_steps:
         from earlyfusion.pipeline.bench_recipe import measure_recipe, recipe_table
 
         record["recipe"] = measure_recipe(options.recipe, options.recipe_steps, options.threads)
-        console.print(recipe_table(record["recipe"]))
+        print_table(console, recipe_table(record["recipe"]))
     save_record(record, options.out, console)
     return EXIT_OK

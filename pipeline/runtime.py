@@ -16,6 +16,8 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -49,12 +51,31 @@ def check_versions(torch_version: str = torch.__version__) -> None:
         raise UserError(str(error)) from None
 
 
-def check_launcher(mixed_precision: str, environment: Mapping[str, str] = os.environ) -> None:
+def launcher_words() -> list[str]:
+    """The command line of the process that started this one; nothing where /proc does not tell."""
+    try:
+        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def check_launcher(
+    mixed_precision: str, environment: Mapping[str, str] = os.environ, words: Sequence[str] | None = None
+) -> None:
     """UserError for settings of `accelerate launch` that the recipe contradicts or that nothing here would obey.
 
-    mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing.
+    mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing. words: the launcher's
+    command line, which names what it does not hand on through the environment.
     """
     said = {key.removeprefix("ACCELERATE_"): value for key, value in environment.items()}
+    if "MIXED_PRECISION" in said:
+        for option, value in pairwise(
+            [part for word in words or launcher_words() for part in word.split("=", 1)] + [""]
+        ):
+            if option == "--gradient_accumulation_steps":
+                said["GRADIENT_ACCUMULATION_STEPS"] = value
+            elif option in ("--use_fsdp", "--use_deepspeed"):
+                said[option[2:].upper()] = "true"
     precision = said.get("MIXED_PRECISION", "no")
     if precision not in ("no", mixed_precision):
         raise UserError(

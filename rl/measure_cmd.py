@@ -23,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.data.tables import print_table
 from earlyfusion.eval.results import write_json
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
@@ -104,19 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured += measure_tools(model, tokenizer, tools, rollout, **shared)
     result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
     console = Console()
-    console.print(_table(f"{options.model}", result["tasks"]))
+    print_table(console, _table(f"{options.model}", result["tasks"]))
     if options.match_entropy is not None:
         result["matched"] = {}
         for label in result["tasks"]:
             found = match_entropy(asked.only(label), options.match_entropy)
             about = {"temperature": found.temperature, "reached": found.reached}
             result["matched"][label] = {**summary(found.measured)[label], **about}
-        console.print(_table(f"at entropy {options.match_entropy:g}", result["matched"], ("temperature",)))
+        print_table(console, _table(f"at entropy {options.match_entropy:g}", result["matched"], ("temperature",)))
     if against is not None:
         from earlyfusion.rl.measure_pairs import paired
 
         result["against"] = {"file": str(options.against), "rows": paired(against, measured)}
-        console.print(_paired_table(result["against"]["rows"]))
+        print_table(console, _paired_table(result["against"]["rows"]))
     if options.out:
         write_measured(Path(options.out) / "measured.jsonl", measured)
         write_json(Path(options.out) / "summary.json", result)

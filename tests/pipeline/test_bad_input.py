@@ -12,7 +12,7 @@ from tiny_run import finish, run_here, start
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.arguments import parse_arguments
 from earlyfusion.pipeline.config import RunConfig
-from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER, UserError
 from earlyfusion.pipeline.runtime import check_launcher
 
 
@@ -87,6 +87,14 @@ def test_settings_of_a_launcher_that_nothing_obeys_are_refused(run, recipe, tmp_
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     assert part in refused(capsys, run(recipe, tmp_path / "out", "--dry-run"))
+
+
+@pytest.mark.parametrize("option", ["--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--use_fsdp"])
+def test_options_that_a_launcher_does_not_hand_on_are_read_from_its_command_line(option):
+    words = ["python", "accelerate", "launch", *option.split(), "-m", "x"]
+    with pytest.raises(UserError, match="accelerate was"):
+        check_launcher("no", {"ACCELERATE_MIXED_PRECISION": "no"}, words)
+    check_launcher("no", {}, words)
 
 
 def test_settings_of_a_launcher_that_agree_pass():
