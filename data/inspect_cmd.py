@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             "usage: earlyfusion data inspect PATH [--out sheet.html]\n"
             "       earlyfusion data examples FOLDER\n\n"
-            "inspect: what a mix or shards hold (its options: earlyfusion data inspect --help)\n"
+            "inspect: what a mix or shards hold (options: earlyfusion data inspect --help)\n"
             "examples: a dozen pictures with captions, to try the commands on"
         )
         return 0

@@ -74,7 +74,7 @@ def usage() -> str:
     lines = ["usage: earlyfusion VERB [options]", "", "verbs:"]
     for verb, (_, text) in available().items():
         lines += textwrap.wrap(text, 79, initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
-    lines += ["", "earlyfusion VERB --help shows a verb's options; earlyfusion --version the version."]
+    lines += ["", "earlyfusion VERB --help shows its options, earlyfusion --version the version."]
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def test_readme_names_every_extra_once_and_all_holds_them():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     offered = set(extras) - {"dev", "all"}
     (listed,) = re.findall(r"but for these extras: (.*?)\. `", README, flags=re.DOTALL)
-    assert set(re.findall(r"`([a-z]+)` \(", listed)) == offered
+    assert set(re.findall(r"`([a-z]+)`\s\(", listed)) == offered
     assert extras["all"] == [f"earlyfusion[{','.join(sorted(offered, key=list(extras).index))}]"]
     named = re.findall(r"earlyfusion\[([a-z,]+)\]", "\n".join(p.read_text() for p in sources()))
     assert named and {name for names in named for name in names.split(",")} <= offered

@@ -185,7 +185,8 @@ def test_the_schedule_and_the_optimizer_are_those_of_the_recipe(chat_file, tmp_p
 def test_the_dry_run_shows_the_model_of_the_directory(chat_file, model_dir, tmp_path, monkeypatch, capsys):
     assert tune(chat_file, tmp_path / "none", "--dry-run", monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr().out
-    assert "hidden_size = 32" in shown and "chat_files" in shown and not (tmp_path / "none").exists()
+    towers = sum(weight.numel() for name, weight in load_model(model_dir).named_parameters() if "vision_tower" in name)
+    assert f"{towers:,}" in shown and "stages: " in shown and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
