@@ -117,7 +117,7 @@ def run(verb: str, argv: Sequence[str]) -> int:
         verbs = available()
         if verb not in verbs:
             raise UserError(f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)")
-        argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign]  # one line, for all verbs alike
+        argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]  # one line, for all verbs alike
         if verb in OF_RUN_CONFIG and {"-h", "--help"} & set(argv):
             return _recipe_help(verb, verbs[verb][0])
         return importlib.import_module(verbs[verb][0]).main(list(argv))
