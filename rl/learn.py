@@ -132,9 +132,9 @@ class Learner:
             hidden_TD = model.decoder(x_TD, packed.segments, None, counted_T=packed.ids >= 0)
             logp_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=torch.float32)
             for degree in heat_U.unique().tolist():  # only labelled rows cost, so several passes cost as much as one
-                chosen_U = (heat_U == degree).to(places.positions_M.device)
+                chosen_U = (heat_U == degree).nonzero().flatten().to(places.positions_M.device)
                 labels_T = torch.full_like(packed.ids, -100)
-                labels_T[places.positions_M[chosen_U]] = places.ids_M[chosen_U]
+                labels_T[places.positions_M.index_select(0, chosen_U)] = places.ids_M.index_select(0, chosen_U)
                 part_T, _ = resolve("token_log_probs", hidden_TD.device)(
                     hidden_TD, model.decoder.head_weight(), labels_T, temperature=degree
                 )

@@ -114,7 +114,7 @@ class RolloutSection(Section):
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit."""
     fraction: float = Field(1.0, gt=0, le=1)
-    """Partial rollout (K3): an iteration ends when this share (lambda) of all its answers is finished; groups that are
+    """Partial rollout (K3): an iteration ends when this share (lambda) of a process's answers is finished; groups that are
     complete are trained, the others go on first in the next one."""
     resume: Literal["keep", "reprefill"] = "keep"
     """How an unfinished answer goes on under newer weights: from its state, or by reading its text again."""

@@ -14,8 +14,8 @@ from PIL import Image as PILImage
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """One sampled answer. reward: after all shaping; score: of the task alone, in [0, 1]; logprob: sum over its tokens
-    under the policy that sampled it, nats; status: see rewards.STATUSES; finish: stop, length or cancelled."""
+    """One sampled answer. reward: after all shaping; score: of the task or the reward function alone; logprob: sum over its
+    tokens under the policy that sampled it, nats; status: see rewards.STATUSES; finish: stop, length or cancelled."""
 
     text: str
     tokens: int

@@ -182,3 +182,48 @@ def test_a_state_of_another_model_is_refused_and_can_be_read_again():
         PausedRequest.from_bytes(b"{}", b"")
     with pytest.raises(RequestError, match="grammar"):
         replace(paused, request=replace(paused.request, params=drawn(8, grammar=object()))).to_bytes()
+
+
+def test_a_prompt_that_goes_on_from_what_another_left_is_read_from_there_alone():
+    """A picture, an answer that stops, then words of somebody else. Oracles: the whole prompt read anew, and the same with
+    other requests beside it."""
+    net = model(1)
+    first = Request("a", pictured(1), drawn(150, stop_ids=tuple(range(20, 300, 12))), keep_state=True)
+
+    def talk(kept: bool, others: int = 0):
+        engine = Engine(net, TOKENIZER, max_slots=8, page_size=8, prefill_chunk=32, image_cache=1)
+        every = [first, *requests([30, 7, 12][:others], drawn(25))]
+        for request in every:
+            engine.submit(request)
+        ended: dict = {}
+        while "a" not in ended or (engine.has_work and not others):
+            ended |= {event.request_id: event for event in engine.step() if event.completion is not None}
+        done, read = ended["a"].completion, engine.stats()["read_tokens"]
+        ids = torch.cat([torch.as_tensor(first.prompt.ids), torch.tensor(done.ids), tokens(19).ids])
+        whole = replace(first.prompt, ids=ids, loss_weights=torch.zeros(len(ids)))
+        handle = engine.submit(Request("b", whole, drawn(10)), ended["a"].left if kept else None)
+        while engine.has_work:
+            engine.step()
+        all_returned(engine)
+        assert (
+            done.finish_reason == "stop"
+            and len(done.ids) > 1
+            and all(e.left is None for e in ended.values() if e.request_id != "a")
+        )
+        return {("b", 0): handle.completions[0]}, engine.stats()["read_tokens"] - read, ended["a"].left
+
+    gone_on, read, left = talk(kept=True)
+    anew, read_anew, _ = talk(kept=False)
+    assert read == 19 + 1 == read_anew - left.length
+    equal_tokens(gone_on, anew)
+    equal_bits(gone_on, talk(kept=True, others=3)[0])
+    engine = Engine(net, TOKENIZER, max_slots=2, page_size=8)
+    for request, after, message in (
+        (Request("x", tokens(300), drawn(4, n=2)), left, "expected one sample"),
+        (Request("x", tokens(left.length), drawn(4)), left, "a longer prompt"),
+        (Request("x", tokens(300), drawn(4), capture_routing=True), left, "knows no routing"),
+        (Request("x", tokens(300), drawn(4)), replace(left, state={}), "this model needs"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.submit(request, after)
+    all_returned(engine)
