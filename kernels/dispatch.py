@@ -50,6 +50,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "torch": f"{_ROOM}.attention.varlen:attention",
         "triton": f"{_ROOM}.attention.triton_flash:attention",
     },
+    "attention_append": {
+        "naive": f"{_ROOM}.attention.naive:attention_append",
+        "triton": f"{_ROOM}.attention.triton_flash:attention_append",
+    },
     "qkv_rope": {
         "naive": f"{_ROOM}.attention.rope:qkv_rope_naive",
         "torch": f"{_ROOM}.attention.rope:qkv_rope",

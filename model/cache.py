@@ -13,7 +13,7 @@ queries per sequence (of attention), L capacity, T new tokens, R latent rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.precision import accumulate_dtype
+from earlyfusion.kernels.dispatch import pick
+from earlyfusion.kernels.precision import accumulate_dtype, wide_bmm
 from earlyfusion.kernels.segments import Segments
 
 FIRST_TILE, LAST_TILE = 128, 8192  # keys; a longer tile is at most a quarter of what stands before it
@@ -65,9 +66,12 @@ def attend_in_tiles(
         if reach is not None and stop - start == FIRST_TILE:
             stop = min(stop, start + -(-(reach - start) // 32) * 32)
         keys_NLR = keys(start, stop).to(query_NXR.dtype)
-        scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2)).to(wide)
-        if scale != 1.0:
-            scores_NXL.mul_(scale)
+        if query_NXR.dtype == wide:
+            scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2))
+            if scale != 1.0:
+                scores_NXL.mul_(scale)
+        else:  # a logit of 20 rounded to 8 bits is off by up to 0.06, and its probability by 6 %
+            scores_NXL = wide_bmm(query_NXR, keys_NLR.transpose(1, 2), scale)
         if stop > seen:
             scores_NXL.masked_fill_(torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf"))
         highest = scores_NXL.amax(-1, keepdim=True)
@@ -86,13 +90,32 @@ def attend_in_tiles(
     return mixed.div_(total).to(query_NXR.dtype)
 
 
+@dataclass(frozen=True)
+class Reads:
+    """All tokens of a call's sequences, for a kernel that wants their keys packed. segments: lengths, the new tokens
+    included. rows_L: rows of their latents in the flattened memory."""
+
+    segments: Segments
+    rows_L: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], device: torch.device) -> Reads | None:
+        """From the latent rows of every sequence; None where no kernel takes them (`MlaStore.attend` is the way)."""
+        if pick("attention_append", device) != "triton":
+            return None
+        return cls(Segments(tuple(len(each) for each in rows)), torch.cat(list(rows)).to(device))
+
+
 class CallPlan(Protocol):
-    """What layers ask of a plan. single: one new token per sequence. fresh: no sequence has a past."""
+    """What layers ask of a plan. single: one new token per sequence. fresh: no sequence has a past. reads: of several new
+    tokens after a past, where a kernel takes them."""
 
     @property
     def single(self) -> bool: ...
     @property
     def fresh(self) -> bool: ...
+    @property
+    def reads(self) -> Reads | None: ...
 
 
 class KdaStore(Protocol):
@@ -124,6 +147,10 @@ class MlaStore(Protocol):
     def attend(self, query_THR: Tensor, plan: Any, rank: int, scale: float) -> Tensor:
         """Softmax attention of absorbed queries over all latents of their sequence up to their own token; the mixed
         latents [T, H, rank], whose values are the first `rank` channels."""
+        ...
+
+    def latents(self, plan: Any) -> Tensor:
+        """All latents of the call's sequences, packed as `plan.reads` says."""
         ...
 
 
@@ -199,6 +226,10 @@ class MlaMemory:
         mixed_NXR = attend_in_tiles(query_NXR, last_NX1, plan.capacity, keys, rank, scale)
         return mixed_NXR.view(-1, heads, rank).index_select(0, plan.slots_T)
 
+    def latents(self, plan: Plan) -> Tensor:
+        assert self.latents_NLR is not None and plan.reads is not None
+        return self.latents_NLR.flatten(0, 1).index_select(0, plan.reads.rows_L)
+
     def reorder(self, index: Tensor) -> None:
         if self.latents_NLR is not None:
             self.latents_NLR = self.latents_NLR.index_select(0, index)
@@ -220,6 +251,7 @@ class Plan:
     rows_T: Tensor
     slots_T: Tensor
     last_NW: Tensor
+    reads: Reads | None = None
 
 
 @dataclass
@@ -259,15 +291,20 @@ class DecoderCache:
         start_N = torch.cumsum(new_N, 0) - new_N
         offset_T = torch.arange(segments.total) - start_N[sequence_T]
         last_NW = past_N[:, None] + torch.arange(width)
+        fresh, reads = not any(self.lengths), None
+        if width > 1 and not fresh:
+            ends = (past_N + new_N).tolist()
+            reads = Reads.of([row * self.capacity + torch.arange(end) for row, end in enumerate(ends)], device)
         self.plan = Plan(
             sequences=segments.num,
             capacity=self.capacity,
             width=width,
             single=width == 1,
-            fresh=not any(self.lengths),
+            fresh=fresh,
             rows_T=(sequence_T * self.capacity + past_N[sequence_T] + offset_T).to(device),
             slots_T=(sequence_T * width + offset_T).to(device),
             last_NW=last_NW.to(device),
+            reads=reads,
         )
         return self.plan
 

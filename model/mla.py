@@ -6,7 +6,9 @@
     y = W_o [ softmax(q k^T (nope + rope)^-1/2) v  (* sigmoid(W_g x)) ]
 
 Only (c, k_r) is cached. Cached tokens are attended in the absorbed form, which never expands keys and values:
-q_h . k_h = (W_kb_h^T q_h) . c + q_r . k_r, and o_h = W_vb_h (sum_j p_j c_j).
+q_h . k_h = (W_kb_h^T q_h) . c + q_r . k_r, and o_h = W_vb_h (sum_j p_j c_j). For many new tokens at once that is more
+work than expanding, (2 R + rope) instead of (nope + rope + v) products a pair: where there is a kernel for it, a chunk of a
+prompt expands the keys and values of its past, some heads at a time.
 Sources: DeepSeek-V2 (arXiv 2405.04434) section 2.1; Kimi Linear (arXiv 2510.26692).
 
 Shapes: T tokens (packed), D hidden, H heads, R latent rank.
@@ -23,6 +25,10 @@ from earlyfusion.model.cache import CallPlan, MlaStore
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear
 from earlyfusion.model.norm import Fp32State, RMSNorm
+
+
+EXPANDED_BYTES = 1 << 29
+"""Expanded keys and values that may stand in memory at once; one head at least."""
 
 
 class MultiHeadLatentAttention(Fp32State):
@@ -88,6 +94,8 @@ class MultiHeadLatentAttention(Fp32State):
             memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), plan)
             if plan.fresh:
                 o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
+            elif plan.reads is not None and not (torch.is_grad_enabled() and q_THQ.requires_grad):
+                o_THV = self._attend_expanded(q_THQ, memory.latents(plan), segments, plan.reads.segments)
             else:
                 o_THV = self._attend_cached(q_THQ, memory, plan)
         y = o_THV.flatten(1)
@@ -116,6 +124,25 @@ class MultiHeadLatentAttention(Fp32State):
                 )
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
         return o_THV
+
+    def _attend_expanded(
+        self, q_THQ: Tensor, latents_LR: Tensor, segments: Segments, key_segments: Segments
+    ) -> Tensor:
+        """Attention of every sequence's new tokens over all its latents, in the form of training: no gradient."""
+        nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
+        latents_LR = latents_LR.to(q_THQ.dtype)
+        c_LR, rope_L1 = latents_LR[:, :rank], latents_LR[:, None, rank:]
+        weight_HYR = self.kv_b_proj.weight.view(self.num_heads, nope + self.v_head_dim, rank).to(q_THQ.dtype)
+        one_head = latents_LR.shape[0] * (self.qk_head_dim + self.v_head_dim) * latents_LR.element_size()
+        step = max(1, EXPANDED_BYTES // one_head)
+        outputs = []
+        for q_ThQ, weight_hYR in zip(q_THQ.split(step, dim=1), weight_HYR.split(step)):
+            kv = torch.nn.functional.linear(c_LR, weight_hYR.flatten(0, 1)).unflatten(1, weight_hYR.shape[:2])
+            k_nope, v_LhV = kv.split([nope, self.v_head_dim], dim=-1)
+            k_LhQ = torch.cat([k_nope, rope_L1.expand(-1, kv.shape[1], -1).to(k_nope.dtype)], dim=-1)
+            attend = resolve("attention_append", q_THQ.device)
+            outputs.append(attend(q_ThQ, k_LhQ, v_LhV, segments, key_segments, scale=self.scale))
+        return torch.cat(outputs, dim=1)
 
     def _attend_cached(self, q_THQ: Tensor, memory: MlaStore, plan: CallPlan) -> Tensor:
         """Absorbed attention of every sequence's new tokens over all its latents."""

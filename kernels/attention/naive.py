@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.attention.checks import check_attention
+from earlyfusion.kernels.attention.checks import check_append, check_attention
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments
 
@@ -65,6 +65,28 @@ def attention(
         o_THV = empty.expand(0, q_THD.shape[1], v_TGV.shape[2])
         return o_THV, q_THD.new_zeros(0, q_THD.shape[1], dtype=dtype) if return_lse else None
     return torch.cat(outputs).to(out_dtype), torch.cat(lses) if return_lse else None
+
+
+def attention_append(
+    q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
+) -> Tensor:
+    """Causal attention of the newest tokens of every document over all its keys; -> [T, H, V] in the compute dtype.
+
+    q_THD: the last ``segments.lengths[n]`` tokens of document n, of which k_LGD and v_LGV hold all
+    ``key_segments.lengths[n]`` tokens, the newest included: a prompt read in chunks, or continued after a shared prefix.
+
+    Raises:
+        ValueError: shapes do not fit, or a document has fewer keys than new tokens.
+    """
+    check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
+    outputs = [q_THD.new_zeros(0, q_THD.shape[1], v_LGV.shape[2], dtype=compute_dtype(q_THD, k_LGD, v_LGV))]
+    for first, new, begin, length in zip(segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths):
+        keys = slice(begin, begin + length)
+        # rows that are not asked for stand before the new ones: the definition above, of which the end is kept
+        q_LHD = torch.cat([q_THD.new_zeros(length - new, *q_THD.shape[1:]), q_THD[first : first + new]])
+        o_LHV, _ = attention(q_LHD, k_LGD[keys], v_LGV[keys], Segments((length,)), causal=True, scale=scale)
+        outputs.append(o_LHV[length - new :])
+    return torch.cat(outputs)
 
 
 @torch.no_grad()

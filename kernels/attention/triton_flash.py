@@ -5,7 +5,8 @@ they need, where padding to a power of two takes 33 and 78 %. Keys and values ha
 nothing is padded in memory, grouped heads read their keys in place. The host knows the document lengths, so the table
 of query tiles is built without looking at the device and cached with the packed row.
 
-Forward: online softmax in base 2, the log-sum-exp is returned. Backward: one kernel per key tile for dK and dV (walking
+Forward: online softmax in base 2, the log-sum-exp is returned; the queries may be the newest tokens of documents whose
+earlier keys were computed before (`attention_append`). Backward: one kernel per key tile for dK and dV (walking
 over its group's heads and queries), one per query tile for dQ; P is recomputed, nothing is atomic.
 
 Legend: T tokens, H query heads, G key/value heads, D key dim, V value dim, BM query rows, BN keys of a tile.
@@ -21,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.attention import varlen
-from earlyfusion.kernels.attention.checks import check_attention
+from earlyfusion.kernels.attention import naive, varlen
+from earlyfusion.kernels.attention.checks import check_append, check_attention
 from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments
@@ -95,15 +96,20 @@ def _forward_keys(
 
 @triton.jit
 def flash_forward(
-    q_THD, k_TGD, v_TGV, o_THV, lse_TH, tile_first, tile_begin, tile_end, scale, sq_t, sq_h, sk_t, sk_g, sv_t, sv_g,
+    q_THD, k_TGD, v_TGV, o_THV, lse_TH, tile_first, tile_begin, tile_end, tile_shift, scale,
+    sq_t, sq_h, sk_t, sk_g, sv_t, sv_g,
     H: tl.constexpr, REPEAT: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr,
     VA: tl.constexpr, VB: tl.constexpr, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """tile_shift: how far a document's queries stand from their own keys, or None where they stand together."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first = tl.load(tile_first + tile).to(tl.int64)
     begin, end = tl.load(tile_begin + tile).to(tl.int64), tl.load(tile_end + tile).to(tl.int64)
     row = first + tl.arange(0, BM)
-    ok = row < end
+    if tile_shift is not None:
+        first += tl.load(tile_shift + tile).to(tl.int64)
+    place = first + tl.arange(0, BM)  # of the queries among the keys
+    ok = place < end
     q, group = q_THD + head * sq_h, head // REPEAT
     k, v = k_TGD + group * sk_g, v_TGV + group * sv_g
     q_a = _load(q, row, sq_t, ok, 0, DA, D)
@@ -116,11 +122,11 @@ def flash_forward(
     stop = tl.minimum(first + BM, end) if CAUSAL else end
     whole = begin + (tl.minimum(first + 1, end) - begin if CAUSAL else end - begin) // BN * BN  # seen by every row
     m, l, acc_a, acc_b = _forward_keys(
-        q_a, q_b, k, v, sk_t, sv_t, row, end, begin, whole, m, l, acc_a, acc_b, scale2,
+        q_a, q_b, k, v, sk_t, sv_t, place, end, begin, whole, m, l, acc_a, acc_b, scale2,
         D, V, DA, DB, VA, VB, BM, BN, False, CAUSAL,
     )  # fmt: skip
     m, l, acc_a, acc_b = _forward_keys(
-        q_a, q_b, k, v, sk_t, sv_t, row, end, whole, stop, m, l, acc_a, acc_b, scale2,
+        q_a, q_b, k, v, sk_t, sv_t, place, end, whole, stop, m, l, acc_a, acc_b, scale2,
         D, V, DA, DB, VA, VB, BM, BN, True, CAUSAL,
     )  # fmt: skip
     o = o_THV + head * V
@@ -289,6 +295,24 @@ def query_tiles(segments: Segments, rows: int, device: torch.device) -> tuple[Te
     return segments.cached(("attention.tiles", rows, str(device)), build)
 
 
+def append_tiles(
+    segments: Segments, key_segments: Segments, rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `query_tiles`, for new tokens whose documents have earlier keys: begin and end are the keys', and the fourth
+    column is what brings a query's row to the row of its own key."""
+
+    def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        documents = zip(segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths)
+        table = [
+            (row, begin, begin + length, begin + length - (first + new))
+            for first, new, begin, length in sorted(documents, key=lambda item: -item[3])
+            for row in range(first, first + new, rows)
+        ]
+        return tuple(torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))  # type: ignore[return-value]
+
+    return segments.cached(("attention.append", key_segments.lengths, rows, str(device)), build)
+
+
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -304,8 +328,9 @@ class _Flash(torch.autograd.Function):
         strides = [s for x in (q_THD, k_TGD, v_TGV) for s in x.stride()[:2]]
         with on_device(q_THD):
             flash_forward[(tiles[0].shape[0], heads)](
-                q_THD, k_TGD, v_TGV, o_THV, lse_TH, *tiles, scale, *strides, H=heads, REPEAT=heads // k_TGD.shape[1],
-                **dims(key_dim, v_TGV.shape[2]), CAUSAL=causal, **sizes, num_warps=warps, num_stages=2,
+                q_THD, k_TGD, v_TGV, o_THV, lse_TH, *tiles, None, scale, *strides, H=heads,
+                REPEAT=heads // k_TGD.shape[1], **dims(key_dim, v_TGV.shape[2]), CAUSAL=causal, **sizes,
+                num_warps=warps, num_stages=2,
             )  # fmt: skip
         ctx.save_for_backward(q_THD, k_TGD, v_TGV, o_THV, lse_TH)
         ctx.settings = segments, causal, scale
@@ -368,13 +393,7 @@ def attention(
             is over 256.
     """
     check_attention(q_THD, k_TGD, v_TGV, segments)
-    for name, tensor in (("q_THD", q_THD), ("k_TGD", k_TGD), ("v_TGV", v_TGV)):
-        if tensor.dtype not in (*FLOATS, torch.float64):
-            raise ValueError(f"attention: {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-        if tensor.device != q_THD.device:
-            raise ValueError(f"attention: {name} is on {tensor.device}; expected {q_THD.device} like q_THD")
-        if tensor.shape[2] > 256:
-            raise ValueError(f"attention: {name} has head dim {tensor.shape[2]}; the kernels take at most 256")
+    _check_kernel_takes(q_THD, k_TGD, v_TGV)
     dtype = compute_dtype(q_THD, k_TGD, v_TGV)
     q, k, v = (x.to(dtype) for x in (q_THD, k_TGD, v_TGV))
     if dtype == torch.float64 or segments.total == 0 or prefers_torch(q, v):
@@ -384,8 +403,50 @@ def attention(
     return o_THV, lse_TH if return_lse else None
 
 
+@torch.no_grad()
+def attention_append(
+    q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
+) -> Tensor:
+    """See :func:`earlyfusion.kernels.attention.naive.attention_append`; there is no backward pass.
+
+    Raises:
+        ValueError: as there, or a dtype, device or head dim (over 256) that the kernel does not take.
+    """
+    check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
+    dtype = compute_dtype(q_THD, k_LGD, v_LGV)
+    if dtype == torch.float64 or segments.total == 0:
+        return naive.attention_append(q_THD, k_LGD, v_LGV, segments, key_segments, scale=scale)
+    _check_kernel_takes(q_THD, k_LGD, v_LGV)
+    q, k, v = (x.to(dtype) for x in (q_THD, k_LGD, v_LGV))
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    heads, key_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
+    longest, widest = key_segments.max_length, max(key_dim, value_dim)
+    sizes, warps = tile_sizes(dtype, widest, longest, False, arch(q.device))
+    o_THV = q.new_empty(q.shape[0], heads, value_dim)
+    lse_TH = q.new_empty(q.shape[0], heads, dtype=torch.float32)
+    tiles = append_tiles(segments, key_segments, sizes["BM"], q.device)
+    strides = [s for x in (q, k, v) for s in x.stride()[:2]]
+    with on_device(q):
+        flash_forward[(tiles[0].shape[0], heads)](
+            q, k, v, o_THV, lse_TH, *tiles, scale, *strides, H=heads, REPEAT=heads // k.shape[1],
+            **dims(key_dim, value_dim), CAUSAL=True, **sizes, num_warps=warps, num_stages=2,
+        )  # fmt: skip
+    return o_THV
+
+
+def _check_kernel_takes(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> None:
+    """Raise ValueError naming the argument of a wrong dtype, device or head dim."""
+    for name, tensor in (("q_THD", q_THD), ("k_TGD", k_TGD), ("v_TGV", v_TGV)):
+        if tensor.dtype not in (*FLOATS, torch.float64):
+            raise ValueError(f"attention: {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
+        if tensor.device != q_THD.device:
+            raise ValueError(f"attention: {name} is on {tensor.device}; expected {q_THD.device} like q_THD")
+        if tensor.shape[2] > 256:
+            raise ValueError(f"attention: {name} has head dim {tensor.shape[2]}; the kernels take at most 256")
+
+
 def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time: MLA 192/128 causal, the towers' 72 and 128 bidirectional."""
+    """Kernels that are compiled ahead of time: MLA 192/128 causal, also after earlier keys; the towers' 72 and 128."""
     from earlyfusion.kernels.aot import Variant
 
     half = dict.fromkeys(
@@ -405,6 +466,10 @@ def aot_variants() -> list[Any]:
                 sizes, warps = tile_sizes(torch.bfloat16, max(d, v), 4096, backward, capability)
                 constants = {"H": heads, "REPEAT": 1, **dims(d, v), "CAUSAL": causal, **sizes}
                 name = f"{fn.__name__} {label}"
-                variants.append(Variant(name, fn, types, constants, warps, 2, strides, capability))
+                together = {"tile_shift": None} if fn is flash_forward else {}
+                variants.append(Variant(name, fn, types, constants | together, warps, 2, strides, capability))
+                if together and causal:
+                    shifted = types | {"tile_shift": "*i32"}
+                    variants.append(Variant(f"{name} append", fn, shifted, constants, warps, 2, strides, capability))
     variants.append(Variant("row_dots 128", row_dots, types, {"V": 128, "VP": 128, "BR": 16}))
     return variants

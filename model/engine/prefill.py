@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import tiles
+from earlyfusion.model.cache import Reads, tiles
 from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.sequence import Sample
 from earlyfusion.model.engine.stores import PooledPlan
@@ -118,7 +118,7 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
     # without a past, attention can run as in training; on a CPU it takes the cached way, whose bits do not depend
     # on which prompts are read together
     fresh = device.type != "cpu" and all(start == 0 for start, _ in spans)
-    rows, places, reads, last = [], [], [], []
+    rows, places, tables_read, last, whole = [], [], [], [], []
     for row, ((start, stop), pages) in enumerate(zip(spans, tables)):
         known = pools.rows(pages, len(pages) * size)
         rows.append(known[torch.arange(start, stop) % known.shape[0]])
@@ -126,15 +126,17 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
         last.append((torch.arange(width) + start).clamp(max=stop - 1))
         if not fresh:
             filled = torch.tensor(pages[: pools.pages_for(stop)], dtype=torch.long)
-            reads.append(torch.nn.functional.pad(filled, (0, longest // size - filled.shape[0])))
+            tables_read.append(torch.nn.functional.pad(filled, (0, longest // size - filled.shape[0])))
+            whole.append(known[torch.arange(stop) % known.shape[0]])
     on_device = lambda tensors: torch.stack(tensors).to(device)
     plan = PooledPlan(
         single=False,
         fresh=fresh,
         slots_N=torch.tensor(slots, dtype=torch.long).to(device),
         rows_T=torch.cat(rows).to(device),
-        pages_NP=on_device(reads) if reads else torch.zeros(len(spans), 0, dtype=torch.long, device=device),
+        pages_NP=on_device(tables_read) if whole else torch.zeros(len(spans), 0, dtype=torch.long, device=device),
         last_NW=on_device(last),
         places_T=torch.cat(places).to(device),
+        reads=Reads.of(whole, device) if whole else None,
     )
     return Segments(tuple(stop - start for start, stop in spans)), plan

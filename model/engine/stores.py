@@ -3,7 +3,7 @@
 The keys of absorbed attention are walked in tiles whose borders depend on the position alone, with an online softmax:
 a row's result does not depend on how long its neighbours in the batch are (keys that a row may not see add exactly
 zero), and the working space stays bounded however long the context is. Where the Triton backend is chosen, single
-tokens go through `mla_decode` over the pages in place.
+tokens go through `mla_decode` over the pages in place, and the layer itself attends chunks over `latents`.
 
 Shapes: S slots, P pages, N sequences, H heads, K key dim, V value dim, C channels, W width of the convolution or
 queries per sequence, R rank plus shared key part, L latents read, T new tokens.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.dispatch import pick, resolve
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import attend_in_tiles
+from earlyfusion.model.cache import Reads, attend_in_tiles
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class PooledPlan:
     windows: Windows | None = None
     ends: PooledPlan | None = None
     """Of chunks: the plan of the tokens at which prompts end, as single tokens."""
+    reads: Reads | None = None
+    """Of chunks after a past: where all latents of their sequences lie."""
 
     @property
     def fills_range(self) -> bool:
@@ -166,6 +168,10 @@ class MlaPages:
         self.latents_XR.index_copy_(0, plan.rows_T, new_TR)
         if plan.windows is not None:
             plan.windows.append(self, plan, new_TR)
+
+    def latents(self, plan: PooledPlan) -> Tensor:
+        assert plan.reads is not None
+        return self.latents_XR.index_select(0, plan.reads.rows_L)
 
     def attend(self, query_THR: Tensor, plan: PooledPlan, rank: int, scale: float) -> Tensor:
         """Online softmax over tiles of keys, statistics in fp32; see the head of the file."""

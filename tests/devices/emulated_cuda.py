@@ -35,6 +35,8 @@ SYNCS: list[tuple[str, str]] = []
 """(what, where) of every wait for the device."""
 LAUNCHES: list[str] = []
 """Names of the Triton kernels launched."""
+UNGUARDED: set[str] = set()
+"""Those launched while nobody had made their tensors' device the current one: with several GPUs, on the wrong one."""
 
 # Operations whose result's shape hangs on values, or whose result is a Python value.
 WAITING = {
@@ -50,6 +52,7 @@ class Device:
 
     tape: list[tuple[Callable[..., Any], tuple, dict, Any]] | None = None
     launch_for_real = True
+    guards = 0
 
 
 class Emulated(torch.Tensor):
@@ -260,6 +263,8 @@ def _patch_triton() -> None:
         if len({isinstance(x, Emulated) for x in tensors}) > 1:
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         LAUNCHES.append(self.fn.__name__)
+        if not Device.guards:
+            UNGUARDED.add(self.fn.__name__)
         if not Device.launch_for_real:
             return
         plain = lambda x: to_host(x).detach() if isinstance(x, torch.Tensor) else x
@@ -325,6 +330,16 @@ def capture(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
         Device.tape = None
 
 
+@contextlib.contextmanager
+def current(device: Any) -> Iterator[None]:
+    """torch.cuda.device."""
+    Device.guards += 1
+    try:
+        yield
+    finally:
+        Device.guards -= 1
+
+
 def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     answers = dict(
@@ -339,7 +354,8 @@ def _patch_cuda() -> None:
     cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8)
     cuda.Stream, cuda.Event, cuda.CUDAGraph, cuda.graph = Stream, Event, Graph, capture
     cuda.current_stream = cuda.default_stream = lambda *args: Stream()
-    cuda.stream = cuda.device = cuda.device_of = lambda *args: contextlib.nullcontext()
+    cuda.device = current
+    cuda.stream = cuda.device_of = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "13.0"
     torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda self, *args: None  # type: ignore[method-assign]

@@ -41,9 +41,9 @@ def emulated(tmp_path_factory):
         pytest.skip(f"device_guard.cpp does not compile against this torch: {done.stderr.strip()[-300:]}")
     loaded = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(libraries)}
 
-    def run(task, folder, dry=False):
+    def run(task, folder, dry=False, kernels=None):
         how = ["emulated", "dry"] if dry else ["emulated"]
-        return work(task, folder, *how, EF_KERNELS="auto" if dry else "torch", **loaded)
+        return work(task, folder, *how, EF_KERNELS=kernels or ("auto" if dry else "torch"), **loaded)
 
     return run
 
@@ -77,7 +77,7 @@ def test_pretraining(emulated, tmp_path):
                 "phase1_backward", "query_gradient", "merge_forward", "merge_backward", "flash_forward",
                 "flash_backward_keys", "flash_backward_queries", "largest_logits", "gate_up_swiglu", "grouped_product",
                 "grouped_outer", "combine", "row_statistics", "row_gradient", "rope_forward", "rope_backward"}  # fmt: skip
-    assert expected <= set(dry["launches"]) and not gpu["launches"]
+    assert expected <= set(dry["launches"]) and not gpu["launches"] and not dry["unguarded"]
 
 
 def test_the_engine_and_its_graphs(emulated, tmp_path):
@@ -86,10 +86,27 @@ def test_the_engine_and_its_graphs(emulated, tmp_path):
         assert gpu[name]["ids"] == cpu[name]["ids"] and len(cpu[name]["ids"]) == 9
         assert dry[name]["graphs"] > 0
         assert {"fused_decode", "decode_share", "forward_scan", "combine"} <= set(dry[name]["launches"])
+        assert not dry[name]["unguarded"]
     # in float32 the torch form of the experts asks for their counts, which no graph may do
     assert gpu["float32"]["graphs"] == 0 and gpu["bfloat16"]["graphs"] == dry["bfloat16"]["graphs"]
     for found in (gpu["bfloat16"], dry["float32"], dry["bfloat16"]):
         assert set(waits(found, "")) == {"model/engine/engine.py:step"}  # the tokens of a step, at once
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path, kernels):
+    """On CUDA the chunks take the flash kernel; in plain torch their logits stay float32. Bit equality is not promised:
+    keys are expanded by products of other shapes, and plain torch absorbs them."""
+    found = emulated("layers", tmp_path, kernels=kernels)
+    assert found["whole"] < 2e-2  # a bfloat16 layer: projections, keys and values rounded to 8 bits
+    limit = 2**-9 if kernels == "auto" else found["whole"]
+    assert found["rows"] < limit and found["pages"] < limit, found
+    launched = found["launches"]
+    if kernels == "auto":
+        # the whole prompt, a fresh first chunk twice, and one launch per later chunk (a single token is one in pages alone)
+        assert launched["flash_forward"] == 6 and "conv_taps_backward" in launched and not found["unguarded"]
+    else:
+        assert not launched
 
 
 def test_the_device_runs_ahead_of_the_host(emulated, tmp_path):

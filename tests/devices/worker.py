@@ -1,4 +1,4 @@
-"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|ahead|rl|commands FOLDER [emulated [dry]]`.
+"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|layers|ahead|rl|commands FOLDER [emulated [dry]]`.
 
 Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a JSON object.
 dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes minutes).
@@ -31,6 +31,7 @@ def noted() -> dict[str, Any]:
     found = {
         "syncs": [[*key, count] for key, count in Counter(emulated_cuda.SYNCS).items()],
         "launches": dict(Counter(emulated_cuda.LAUNCHES)),
+        "unguarded": sorted(emulated_cuda.UNGUARDED),
     }
     emulated_cuda.SYNCS.clear()
     emulated_cuda.LAUNCHES.clear()
@@ -86,6 +87,71 @@ def engine(folder: Path) -> dict[str, Any]:
         graphs = made.runner.graphs
         found[name] = {"ids": answers, "graphs": 0 if graphs is None else len(graphs._captured), **noted()}
     return found
+
+
+def layers(folder: Path) -> dict[str, Any]:
+    """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through both caches: 2-norm
+    distances of the chunks from the whole and of the whole from the equations in float64. And a convolution with taps."""
+    from types import SimpleNamespace
+
+    sys.path.insert(0, str(TESTS.parent))
+    from tests.model.tiny import tiny_text
+
+    from earlyfusion.kernels.dispatch import resolve
+    from earlyfusion.kernels.segments import Segments
+    from earlyfusion.model.cache import DecoderCache, MlaMemory
+    from earlyfusion.model.engine.memory import Pools
+    from earlyfusion.model.engine.prefill import Part, prefill_plan
+    from earlyfusion.model.engine.stores import MlaPages
+    from earlyfusion.model.mla import MultiHeadLatentAttention
+
+    torch.manual_seed(0)
+    config = tiny_text(num_attention_heads=2, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32)
+    law = MultiHeadLatentAttention(config).bfloat16().double().eval().requires_grad_(False)
+    x, edges = torch.randn(96, config.hidden_size).bfloat16(), (0, 40, 41, 96)
+    q, latents = law.q_proj(x.double()).view(96, 2, 32), law.kv_a_proj_with_mqa(x.double())
+    k = law.kv_b_proj(law.kv_a_layernorm(latents[:, :32])).view(96, 2, 40)[..., :24]
+    k = torch.cat([k, latents[:, None, 32:].expand(-1, 2, -1)], -1)
+    law.q_proj.weight *= 20 / (torch.einsum("ihd,jhd->hij", q, k) * law.scale).abs().max()
+    law.bfloat16().double()
+    layer = MultiHeadLatentAttention(config).bfloat16().eval().requires_grad_(False)
+    layer.load_state_dict({name: value.bfloat16() for name, value in law.state_dict().items()})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layer, y = layer.to(device), x.to(device)
+
+    def through(memory: Any, plan: Any) -> torch.Tensor:
+        parts = []
+        for start, stop in zip(edges, edges[1:]):
+            segments, how = plan(start, stop)
+            new = torch.nn.functional.pad(y[start:stop], (0, 0, 0, segments.total - (stop - start)))
+            parts.append(layer(new, segments, memory, how)[: stop - start])
+        return torch.cat(parts)
+
+    rows = MlaMemory()
+    cache = DecoderCache([rows], (0,))
+
+    def next_rows(start: int, stop: int) -> tuple[Segments, Any]:
+        segments = Segments((stop - start,))
+        plan = cache.begin(segments, device)
+        cache.commit(segments)
+        return segments, plan
+
+    pages, pools = MlaPages(y.new_zeros(20 * 16, 40), 16), Pools([], 16, 1, 19)
+    sample: Any = SimpleNamespace(slot=1, pages=[7, 2, 9, 4, 11, 5, 12, 3])
+    paged = lambda start, stop: prefill_plan([Part(sample, start, stop)], pools, device)
+    distance = lambda a, b: ((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm()).item()
+    whole = layer(y, Segments((96,)))
+    found: dict[str, Any] = {"whole": distance(whole, law(x.double(), Segments((96,))))}
+    for name, chunks in (("rows", through(rows, next_rows)), ("pages", through(pages, paged))):
+        found[name] = distance(chunks, whole)
+
+    taps = torch.randn(2, 20, 3, device=device, requires_grad=True)
+    u, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((9, 20), (20, 4)))
+    segments = Segments((5, 4))
+    segments.cu_seqlens(device)  # the emulated device makes no tensor from numbers in autograd's own thread
+    o, _ = resolve("short_conv", device)(u, weight, segments, initial_taps_NCW1=taps)
+    torch.autograd.grad(o.square().sum(), (u, weight, taps))
+    return found | noted()
 
 
 def ahead(folder: Path) -> dict[str, Any]:
@@ -168,5 +234,5 @@ if __name__ == "__main__":
         keep = emulated_cuda.install()
         emulated_cuda.Device.launch_for_real = "dry" not in how
     Path(place).mkdir(parents=True, exist_ok=True)
-    tasks = {"pretrain": pretrain, "engine": engine, "ahead": ahead, "rl": rl, "commands": commands}
+    tasks = {"pretrain": pretrain, "engine": engine, "layers": layers, "ahead": ahead, "rl": rl, "commands": commands}
     print(json.dumps(tasks[task](Path(place))))

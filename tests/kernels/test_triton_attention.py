@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_cases import needs_interpreter, relative_error, values_and_gradients
+from triton_cases import needs_interpreter, poisoned_empties, relative_error, values_and_gradients
 
 from earlyfusion.kernels.attention import naive, triton_flash
 from earlyfusion.kernels.attention.max_logit import max_logit
@@ -63,6 +63,33 @@ def test_half_precision_loses_only_roundings(causal):
     assert got[0].dtype == torch.float16 and got[1].dtype == torch.float32
     for g, w in zip(got, want):
         assert relative_error(g, w) < FP16
+
+
+def appended(dtype, seed=0):
+    """Three documents whose ends are asked again, |logit| up to about 20: q, k, v, both segments, scale."""
+    keys, new = Segments((90, 33, 5)), Segments((37, 1, 5))
+    q, k, v, _ = tensors(4, 2, 24, 16, dtype, seed, keys.lengths)
+    ends = torch.cat([torch.arange(end - n, end) for end, n in zip(keys.offsets[1:], new.lengths)])
+    scale = 20 / torch.einsum("ihd,jhd->hij", q.float(), k.float().repeat_interleave(2, 1)).abs().max().item()
+    return q, ends, k, v, new, keys, scale
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, FP32), (torch.float16, FP16)], ids=str)
+def test_new_tokens_after_earlier_keys_are_the_end_of_attention_over_all(dtype, tolerance):
+    for seed in (0, 1):
+        q, ends, k, v, new, keys, scale = appended(dtype, seed)
+        law, _ = naive.attention(q.double(), k.double(), v.double(), keys, causal=True, scale=scale)
+        asked = naive.attention_append(q[ends].double(), k.double(), v.double(), new, keys, scale=scale)
+        torch.testing.assert_close(asked, law[ends], rtol=0, atol=1e-12)
+        with poisoned_empties():
+            got = triton_flash.attention_append(q[ends], k, v, new, keys, scale=scale)
+        assert got.dtype == dtype and relative_error(got, law[ends]) < tolerance
+
+
+def test_new_tokens_without_enough_keys_are_refused():
+    q, _, k, v, new, keys, _ = appended(torch.float32)
+    with pytest.raises(ValueError, match="not the ends of documents of .5, 33, 90. keys"):
+        triton_flash.attention_append(q[: new.total], k, v, new, Segments((5, 33, 90)), scale=1.0)
 
 
 def test_later_tokens_and_other_documents_leave_earlier_outputs_bit_identical():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.cache import attend_in_tiles
 from tests.model.tiny import build, document, pack, tiny_fusion
 
 TOLERANCE = 1e-10  # fp64; the absorbed attention and the recurrent step sum in another order
@@ -21,6 +22,21 @@ MODELS = {
     "full_attnres": {"attn_res": "full", "num_hidden_layers": 5},
 }
 LENGTHS = (21, 3, 80)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
+def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rounding):
+    """Absorbed attention against its law in fp64, |logit| about 20. Rounded logits would be off by 20 roundings."""
+    generator = torch.Generator().manual_seed(0)
+    query_NXR, keys_NLR = (torch.randn(2, n, 20, generator=generator).to(dtype) for n in (6, 300))
+    logits = query_NXR.double() @ keys_NLR.double().transpose(1, 2)
+    scale = 20 / logits.abs().max().item()
+    last_NX1 = torch.randint(100, 300, (2, 6, 1), generator=generator)
+    hidden = torch.arange(300) > last_NX1
+    law = (logits * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ keys_NLR[..., :16].double()
+    padded = torch.nn.functional.pad(keys_NLR, (0, 0, 0, 1000))
+    got = attend_in_tiles(query_NXR, last_NX1, 300, lambda start, stop: padded[:, start:stop], 16, scale)
+    assert (got.double() - law).norm() < rounding * law.norm()
 
 
 def setup(shape: str, seed: int = 0):
