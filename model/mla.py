@@ -125,9 +125,7 @@ class MultiHeadLatentAttention(Fp32State):
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
         return o_THV
 
-    def _attend_expanded(
-        self, q_THQ: Tensor, latents_LR: Tensor, segments: Segments, key_segments: Segments
-    ) -> Tensor:
+    def _attend_expanded(self, q_THQ: Tensor, latents_LR: Tensor, segments: Segments, key_segments: Segments) -> Tensor:
         """Attention of every sequence's new tokens over all its latents, in the form of training: no gradient."""
         nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
         latents_LR = latents_LR.to(q_THQ.dtype)

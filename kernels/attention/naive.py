@@ -80,7 +80,9 @@ def attention_append(
     """
     check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
     outputs = [q_THD.new_zeros(0, q_THD.shape[1], v_LGV.shape[2], dtype=compute_dtype(q_THD, k_LGD, v_LGV))]
-    for first, new, begin, length in zip(segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths):
+    for first, new, begin, length in zip(
+        segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths
+    ):
         keys = slice(begin, begin + length)
         # rows that are not asked for stand before the new ones: the definition above, of which the end is kept
         q_LHD = torch.cat([q_THD.new_zeros(length - new, *q_THD.shape[1:]), q_THD[first : first + new]])

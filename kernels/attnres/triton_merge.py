@@ -72,7 +72,7 @@ def merge_forward(
     rn_R = tl.full([BT], 1.0, tl.float32)
     if NORM:
         hh_R = b_R * b_R * tl.sum(oo, axis=1) + 2 * a_R * b_R * tl.sum(oy, axis=1) + a_R * a_R * yy_R
-        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0) / D + norm_eps)
+        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0, propagate_nan=tl.PropagateNan.ALL) / D + norm_eps)
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
         keep = ok_R[:, None] & (col < D)[None, :]
@@ -115,7 +115,7 @@ def _row_scalars(
     if NORM:
         oo_R, oy_R = tl.sum(oo, axis=1), tl.sum(oy, axis=1)
         hh_R = b_R * b_R * oo_R + 2 * a_R * b_R * oy_R + a_R * a_R * yy_R
-        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0) / D + norm_eps)
+        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0, propagate_nan=tl.PropagateNan.ALL) / D + norm_eps)
         k_R = rn_R * rn_R * (b_R * uo_R + a_R * uy_R) / D
         h_along_R = b_R * (oy_R - oo_R) + a_R * (yy_R - oy_R)  # <h, y - o1>
         along_R = rn_R * (along_R - k_R * h_along_R)

@@ -13,9 +13,12 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -31,17 +34,24 @@ NATIVE = (("-march=native",), ("-mcpu=native",), ())
 SECONDS = 300
 
 
+class Untrusted(OSError):
+    """A folder or a library that another user owns or may write: what lies there is not run."""
+
+
 def wanted() -> bool:
     return os.environ.get(ENVIRONMENT) not in ("torch", "naive")
 
 
-def compiler() -> str | None:
-    """Path of the compiler, or None."""
-    given = os.environ.get("CXX")
-    for name in [given] if given else ["g++", "clang++", "c++"]:
+def compiler() -> tuple[str, ...] | None:
+    """The compiler's path and the flags that CXX may name after it, or None."""
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quote that is not closed
+        return None
+    for name, *flags in [given] if given else [["g++"], ["clang++"], ["c++"]]:
         found = shutil.which(name)
         if found:
-            return found
+            return found, *flags
     return None
 
 
@@ -60,11 +70,11 @@ def _instructions() -> str:
     return platform.machine() + "".join(line for line in lines if line.startswith(names))
 
 
-def _key(path: str) -> str:
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
+def _key(command: tuple[str, ...]) -> str:
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
     parts = [
         *((HERE / name).read_text() for name in SOURCES + HEADERS),
-        path,
+        *command,
         version,
         *FLAGS,
         str(NATIVE),
@@ -73,24 +83,82 @@ def _key(path: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _compile(path: str, target: Path) -> None:
+def _ours(path: Path) -> None:
+    """Raise Untrusted unless the path is this user's and nobody else may write it."""
+    about = path.lstat()
+    mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+    if not mine or stat.S_ISLNK(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Untrusted(
+            f"{path} is a link, or belongs to or may be written by another user (owner {about.st_uid}, mode "
+            f"{stat.filemode(about.st_mode)}); chmod go-w it, remove it, or set XDG_CACHE_HOME to a folder of your own"
+        )
+
+
+def _seal(target: Path) -> Path:
+    """Beside the library: what its bytes should be. A half-written library would kill the process that loads it."""
+    return target.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> str:
+    data = path.read_bytes()
+    return f"{len(data)} {hashlib.sha256(data).hexdigest()}"
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether the library is there as it was built. Raises Untrusted."""
+    if not target.exists():
+        return False
+    _ours(target)
+    try:
+        return _seal(target).read_text() == _digest(target)
+    except (OSError, ValueError):
+        return False
+
+
+def _keep(path: Path, target: Path) -> None:
+    """Move a file to its place once its bytes are on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    path.chmod(0o600)
+    os.replace(path, target)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what compilations left that were killed; none takes longer than all its tries."""
+    oldest = time.time() - len(NATIVE) * SECONDS
+    for left in folder.glob("tmp*"):
+        try:
+            if left.lstat().st_mtime < oldest:
+                shutil.rmtree(left)
+        except OSError:  # somebody else's, or gone
+            pass
+
+
+def _compile(path: tuple[str, ...], target: Path) -> None:
     """Raises OSError or subprocess.SubprocessError; nothing half-written is left under the target's name."""
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made, said = Path(folder) / target.name, ""
         for native in NATIVE:
-            command = [path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
+            command = [*path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode == 0:
-                os.replace(made, target)
+                ctypes.CDLL(str(made)).decode  # noqa: B018  (what cannot be loaded is not kept)
+                seal = Path(folder) / "seal"
+                seal.write_text(_digest(made))
+                _keep(made, target)
+                _keep(seal, _seal(target))
                 return
             said = said or done.stderr.strip()
-        raise OSError(said[:500] or f"{path} failed without a word")
+        raise OSError(said[:500] or f"{' '.join(path)} failed without a word")
 
 
 def library() -> ctypes.CDLL | None:
     """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no reason."""
     return _library() if wanted() else None
+
+
+def _told(message: str) -> None:
+    warnings.warn(f"the engine takes torch's operations, which are slower: {message}", RuntimeWarning, stacklevel=4)
 
 
 @cache
@@ -99,18 +167,22 @@ def _library() -> ctypes.CDLL | None:
     if path is None:
         return None
     try:
-        target = cache_directory() / f"cpu-{_key(path)}.so"
-        if not target.exists():
+        folder = cache_directory()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _ours(folder)
+        target = folder / f"cpu-{_key(path)}.so"
+        if not _is_whole(target):
+            _sweep(folder)
             _compile(path, target)
         return ctypes.CDLL(str(target))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
-        warnings.warn(
-            f"the engine's C++ could not be compiled with {path}, so it takes torch's operations, which are slower: {error}. "
-            f"Set CXX to another compiler, or {ENVIRONMENT}=torch to stop trying",
-            RuntimeWarning,
-            stacklevel=3,
+    except Untrusted as error:
+        _told(str(error))
+    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
+        _told(
+            f"the C++ could not be compiled with {' '.join(path)}: {error}. Set CXX to another compiler, or "
+            f"{ENVIRONMENT}=torch to stop trying"
         )
-        return None
+    return None
 
 
 def status() -> str:
@@ -119,4 +191,6 @@ def status() -> str:
         return f"torch's operations ({ENVIRONMENT}={os.environ[ENVIRONMENT]})"
     if compiler() is None:
         return "torch's operations (no C++ compiler found; with g++ or CXX it is quicker)"
-    return f"compiled ({compiler()})" if library() is not None else "torch's operations (the C++ does not compile)"
+    if library() is None:
+        return "torch's operations (the C++ does not compile, or its cache is not this user's alone)"
+    return f"compiled ({' '.join(compiler() or ())})"

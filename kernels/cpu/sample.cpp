@@ -126,7 +126,8 @@ extern "C" void sample(const Sampling* s, int64_t first, int64_t end) {
       for (int64_t i = 0; i < V; i++)
         if (s->masks[r * V + i]) scaled[i] = -INFINITY;
     } else {
-      for (int64_t i = 0; i < s->count; i++) scaled[s->banned[i]] = -INFINITY;
+      for (int64_t i = 0; i < s->count; i++)
+        if (uint64_t(s->banned[i]) < uint64_t(V)) scaled[s->banned[i]] = -INFINITY;
     }
     const bool noisy = s->drawn && s->temperature[r] != 0;
     if (noisy)

@@ -29,6 +29,9 @@ def sample(
 
     keys, positions int64, the other controls fp32; without `drawn` every row is greedy and they are not looked at. banned:
     int64 ids [N] for all rows, or bool [B, V].
+
+    Raises:
+        ValueError: a dtype, device or length that does not fit, or a banned id outside the vocabulary.
     """
     rows, vocabulary = logits_BV.shape
     mask = banned.dtype == torch.bool
@@ -40,6 +43,17 @@ def sample(
         if tensor.dtype != dtype or tensor.device.type != "cpu":
             raise ValueError(
                 f"expected {dtype} on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    for name, tensor in (
+        ("keys", keys_B), ("positions", positions_B), ("temperature", temperature_B), ("top_p", top_p_B), ("min_p", min_p_B),
+    ):  # fmt: skip
+        if tensor.shape != (rows,):
+            raise ValueError(f"{name}: expected one number for each of {rows} rows, got {tuple(tensor.shape)}")
+    if not mask and banned.numel():
+        smallest, largest = (int(edge) for edge in banned.aminmax())
+        if banned.dim() != 1 or smallest < 0 or largest >= vocabulary:
+            raise ValueError(
+                f"banned: expected ids [N] in 0..{vocabulary - 1}, got {tuple(banned.shape)} from {smallest} to {largest}"
             )
     if mask and banned.shape != logits_BV.shape:
         raise ValueError(f"banned: expected a mask {tuple(logits_BV.shape)}, got {tuple(banned.shape)}")

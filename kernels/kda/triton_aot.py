@@ -123,12 +123,29 @@ def kda_variants(
     ]  # fmt: skip
 
 
+def stateless_variants(dtype: str, key_dim: int, value_dim: int, hopper: bool = True) -> list[Variant]:
+    """The scans as training launches them by default: no state comes in, none goes out, and the launcher passes None."""
+    tile = tiles(key_dim, value_dim, dtype == "fp32", False, hopper, None)
+    dims = {"K": key_dim, "V": value_dim, "C": tile.chunk, "DOT": _TYPES[dtype], "PREC": "tf32x3"}
+    label = f"{dtype} K{key_dim} V{value_dim} C{tile.chunk} without states"
+    forward = {**dims, "HAS_INITIAL": False, "HAS_FINAL": False, "initial": None, "final": None}
+    columns = value_dim // tile.dual["BV"]
+    both = {**dims, "HAS_INITIAL": False, "HAS_DFINAL": False, "HAS_DINITIAL": False, "COLUMNS": columns,
+            "initial": None, "dfinal": None, "dinitial": None}  # fmt: skip
+    join = {"K": key_dim, "V": value_dim, "HAS_EDGE": False, "REVERSE": True, "PREC": "tf32x3", "edge": None}
+    return [
+        _variant(f"scan {label}", triton_scan.forward_scan, dtype, tile.scan, forward),
+        _variant(f"dual {label}", triton_scan.dual_scan, dtype, tile.dual, both),
+        _variant(f"join {label}", triton_scan.combine, dtype, tile.join, join),
+    ]
+
+
 def conv_variants(dtype: str) -> list[Variant]:
     """The three convolution kernels, W = 4."""
     made = []
     for taps in (False, True):
         blocks = {"num_warps": WARPS, "num_stages": 2, "BT": tile_rows(taps), "BC": TILE_C}
-        constants: dict[str, Any] = {"HAS_TAPS": taps, "W": 4}
+        constants: dict[str, Any] = {"HAS_TAPS": taps, "W": 4} | ({} if taps else {"taps": None})
         extra: dict[str, str] = {"T": "i32", "dweight": "*fp32"}
         for name, fn in (
             ("forward", triton_conv_kernels.conv_forward),
@@ -172,6 +189,7 @@ def aot_variants(arch: int = 90) -> list[Variant]:
             made += kda_variants("bf16", key_dim, value_dim, bounded, hopper=hopper)
         if hopper and key_dim < 256 and value_dim >= 64:
             made += kda_variants("bf16", key_dim, value_dim, False, crowded=True)
+    made += stateless_variants("bf16", 128, 128, hopper)
     for chunk in (16, 32) if hopper else (16,):
         made += kda_variants("bf16", 128, 128, False, chunk, hopper=hopper)
     made += kda_variants("fp16", 128, 128, False, hopper=hopper)

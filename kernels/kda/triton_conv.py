@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.conv import _final_taps as final_taps
+from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import Segments, check_packed
 from earlyfusion.kernels.triton_support import check_floats, check_no_nan, check_shape, require_triton
 
@@ -38,11 +39,13 @@ class _TritonConv(torch.autograd.Function):
         tokens, channels = x_TC.shape
         device = x_TC.device
         y_TC = torch.empty(tokens, channels, dtype=x_TC.dtype, device=device)
-        kernels.conv_forward[_grid(tokens, channels, taps_NCW1 is not None)](
-            x_TC, weight_CW, taps_NCW1, segments.position(device), segments.ids(device), y_TC,
-            tokens, channels, x_TC.stride(0),
-            HAS_TAPS=taps_NCW1 is not None, W=weight_CW.shape[1], BT=tile_rows(taps_NCW1 is not None), BC=TILE_C, num_warps=WARPS,
-        )  # fmt: skip
+        has_taps = taps_NCW1 is not None
+        with on_device(x_TC):
+            kernels.conv_forward[_grid(tokens, channels, has_taps)](
+                x_TC, weight_CW, taps_NCW1, segments.position(device), segments.ids(device), y_TC,
+                tokens, channels, x_TC.stride(0),
+                HAS_TAPS=has_taps, W=weight_CW.shape[1], BT=tile_rows(has_taps), BC=TILE_C, num_warps=WARPS,
+            )  # fmt: skip
         ctx.save_for_backward(x_TC, weight_CW, taps_NCW1)
         ctx.segments = segments
         return y_TC
@@ -60,19 +63,22 @@ class _TritonConv(torch.autograd.Function):
         dy_TC = dy_TC.contiguous()
         dx_TC = torch.empty(tokens, channels, dtype=x_TC.dtype, device=device)
         shares = torch.empty(grid[0], width, channels, dtype=torch.float32, device=device)
-        kernels.conv_backward[grid](
-            x_TC, weight_CW, taps_NCW1, position, ids, dy_TC, dx_TC, shares, tokens, channels, x_TC.stride(0),
-            HAS_TAPS=taps_NCW1 is not None, W=width, BT=tile_rows(taps_NCW1 is not None), BC=TILE_C, num_warps=WARPS,
-        )  # fmt: skip
+        has_taps = taps_NCW1 is not None
+        with on_device(x_TC):
+            kernels.conv_backward[grid](
+                x_TC, weight_CW, taps_NCW1, position, ids, dy_TC, dx_TC, shares, tokens, channels, x_TC.stride(0),
+                HAS_TAPS=has_taps, W=width, BT=tile_rows(has_taps), BC=TILE_C, num_warps=WARPS,
+            )  # fmt: skip
         dweight_WC = shares.sum(0)
         dtaps = None
         if taps_NCW1 is not None:
             dtaps = torch.empty_like(taps_NCW1)
             shares = torch.zeros(segments.num, width, channels, dtype=torch.float32, device=device)
-            kernels.conv_taps_backward[(segments.num, grid[1])](
-                x_TC, weight_CW, taps_NCW1, position, ids, segments.cu_seqlens(device), dy_TC, dtaps, shares,
-                tokens, channels, x_TC.stride(0), W=width, BC=TILE_C, num_warps=1,
-            )  # fmt: skip
+            with on_device(x_TC):
+                kernels.conv_taps_backward[(segments.num, grid[1])](
+                    x_TC, weight_CW, taps_NCW1, position, ids, segments.cu_seqlens(device), dy_TC, dtaps, shares,
+                    tokens, channels, x_TC.stride(0), W=width, BC=TILE_C, num_warps=1,
+                )  # fmt: skip
             dweight_WC += shares.sum(0)
         return dx_TC, dweight_WC.t().to(weight_CW.dtype), dtaps, None
 

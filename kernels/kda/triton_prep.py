@@ -66,7 +66,7 @@ def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
         g2 = lower_bound * LOG2E * tl.sigmoid(x * rate)
     else:
         g2 = -rate * LOG2E * softplus(x)
-    return tl.maximum(g2, CLAMP)
+    return tl.maximum(g2, CLAMP, propagate_nan=tl.PropagateNan.ALL)  # a NaN is to be seen, not to close the gate
 
 
 @triton.jit

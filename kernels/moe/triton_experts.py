@@ -350,12 +350,15 @@ def aot_variants() -> list[Any]:
          "dact_RF", "dh_RC", "rows_RD", "y_TD"), "*bf16")  # fmt: skip
     types = {**table, **index, **strides, **half, "weight_R": "*fp32", "dweight_R": "*fp32"}
     product = {"A": 1024, "B": 2304, "BM": 128, "BN": 128, "BK": 64}
+    # the gathered product is that of the backward pass: dy [R, 2304] times down [2304, 1024] as it lies, so stride_b is 1,
+    # which the launcher makes a constant
+    gathered = {**product, "A": 2304, "B": 1024, "GATHER": True, "stride_b": 1}
     first = {"D": 2304, "FW": 1024, "BM": 128, "BN": 64, "BK": 64}
     outer = {"B": 2048, "A": 2304, "GATHER_LEFT": False, "BN": 128, "BA": 128, "BK": 32}
     return [
         Variant("moe gather + gate/up + SwiGLU", gate_up_swiglu, types, first, 8, 3),
         Variant("moe grouped product", grouped_product, types, {**product, "GATHER": False}, 8, 3, tuple(strides)),
-        Variant("moe gathered product", grouped_product, types, {**product, "GATHER": True}, 8, 3, tuple(strides)),
+        Variant("moe gathered product", grouped_product, types, gathered, 8, 3, tuple(strides)),
         Variant("moe weight gradient", grouped_outer, types, outer, 8, 3),
         Variant("moe SwiGLU backward", swiglu_backward, types, {"FW": 1024, "BF": 1024}),
         Variant("moe combine", combine, types, {"J": 8, "D": 2304, "BD": 1024}),

@@ -230,12 +230,21 @@ class House:
 
 
 def house_of(model: NativeFusion, tokenizer: Decodes | None) -> House:
-    """What holds for every request to this model."""
+    """What holds for every request to this model.
+
+    Raises ValueError for a tokenizer that knows more ids than the model embeds.
+    """
     text, media = model.config.text, model.config.media_token_id
     merge = model.config.vision.merge_kernel_size
     if tokenizer is None:
         return House(None, text.vocab_size, frozenset({text.eos_token_id}), frozenset({media}), media, merge)
     special = tokenizer.special_ids
+    largest = max([tokenizer.vocab_size - 1, *special.values()])
+    if largest >= text.vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {largest}, the model embeds vocab_size={text.vocab_size}; "
+            "use the tokenizer the model was trained with"
+        )
     ends = {text.eos_token_id, *(special[name] for name in (END_OF_MSG,) if name in special)}
     silent = {media, text.bos_token_id, text.pad_token_id, *(special[name] for name in MEDIA_TOKENS if name in special)}
     silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer

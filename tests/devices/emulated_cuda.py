@@ -315,7 +315,7 @@ class Graph:
     def replay(self) -> None:
         with _disable_current_modes(), torch.no_grad():
             for func, args, kwargs, out in self.tape:
-                again = func(*args, **kwargs)
+                again = _compute(func, args, kwargs)
                 for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0]):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)

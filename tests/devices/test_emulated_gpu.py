@@ -99,7 +99,7 @@ def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path
     keys are expanded by products of other shapes, and plain torch absorbs them."""
     found = emulated("layers", tmp_path, kernels=kernels)
     assert found["whole"] < 2e-2  # a bfloat16 layer: projections, keys and values rounded to 8 bits
-    limit = 2**-9 if kernels == "auto" else found["whole"]
+    limit = 2**-10 if kernels == "auto" else 5e-3  # rounded logits: 5.7e-3; absorbed queries are rounded once more
     assert found["rows"] < limit and found["pages"] < limit, found
     launched = found["launches"]
     if kernels == "auto":

@@ -148,7 +148,7 @@ def layers(folder: Path) -> dict[str, Any]:
     taps = torch.randn(2, 20, 3, device=device, requires_grad=True)
     u, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((9, 20), (20, 4)))
     segments = Segments((5, 4))
-    segments.cu_seqlens(device)  # the emulated device makes no tensor from numbers in autograd's own thread
+    segments.cu_seqlens(y.device)  # the emulated device makes no tensor from numbers in autograd's own thread
     o, _ = resolve("short_conv", device)(u, weight, segments, initial_taps_NCW1=taps)
     torch.autograd.grad(o.square().sum(), (u, weight, taps))
     return found | noted()

@@ -62,6 +62,25 @@ def test_no_kernel_spills(tmp_path, arch):
         assert large and all(row["uses_wgmma"] for row in large)
 
 
+def test_the_clamp_of_the_gate_lets_nan_through():
+    """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read. A dropped NaN
+    would become a full decay, and the run would go on with finite numbers."""
+    code = (
+        "import re\n"
+        "from earlyfusion.kernels.aot import compile_variants\n"
+        "from earlyfusion.kernels.kda.triton_aot import decode_variants, kda_variants\n"
+        "made = [v for bounded in (0, 1) for v in kda_variants('bf16', 64, 64, bool(bounded)) if v.name[:4] in 'prep grad']\n"
+        "for row in compile_variants(made + decode_variants('bf16', 64, 64)[:2], [90]):\n"
+        "    print(len(re.findall(r'max\\.NaN\\.f32.*0fC2200000', row.ptx)),"
+        " len(re.findall(r'max\\.f32.*0fC2200000', row.ptx)), row.name)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    assert len(found) == 6 and all(int(kept) > 0 and int(dropped) == 0 for kept, dropped, _ in found), found
+
+
 def test_a_kernel_that_spills_is_caught(tmp_path):
     """The same kernel under a cap of 64 registers has to spill, and the table has to say so."""
     code = (

@@ -123,12 +123,99 @@ def test_other_dtypes_are_refused():
 def test_the_library_is_built_once(anew, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.library() is not None
-    [made] = (tmp_path / "earlyfusion").iterdir()
+    made = sorted((tmp_path / "earlyfusion").iterdir())
+    assert [path.suffix for path in made] == [".sha256", ".so"] or [path.suffix for path in made] == [".so", ".sha256"]
     assert stat.S_IMODE((tmp_path / "earlyfusion").stat().st_mode) == 0o700
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     build._library.cache_clear()
-    assert build.library() is not None and list((tmp_path / "earlyfusion").iterdir()) == [made]
+    assert build.library() is not None and sorted((tmp_path / "earlyfusion").iterdir()) == made
     build._library.cache_clear()
+
+
+@pytest.fixture
+def kept(anew, monkeypatch, tmp_path):
+    """A cache with one small library of a compiler that is quick, and how often it compiled."""
+    calls = tmp_path / "calls"
+    quick, source = tmp_path / "quick-cxx", tmp_path / "small.cpp"
+    source.write_text('extern "C" void decode() {}')
+    quick.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "$1" >> {calls}\nfor out; do :; done\n'
+        f'exec {shutil.which("g++")} -shared -fPIC {source} -o "$out"\n'
+    )
+    quick.chmod(0o755)
+    monkeypatch.setenv("CXX", str(quick))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home" / "earlyfusion"
+
+    def load():
+        build._library.cache_clear()
+        return build.library(), len(calls.read_text().splitlines()) if calls.exists() else 0
+
+    assert load()[1] == 1
+    return folder, load, calls
+
+
+needs_gxx = pytest.mark.skipif(
+    shutil.which("g++") is None or shutil.which("sh") is None, reason="needs g++ and a shell"
+)
+
+
+@needs_gxx
+@pytest.mark.parametrize("damage", ["half", "empty", "garbage", "no seal"])
+def test_a_damaged_library_is_built_again(damage, kept):
+    """Half a library loads and then kills the process; it is not loaded to find that out."""
+    folder, load, _ = kept
+    [made] = folder.glob("*.so")
+    whole = made.read_bytes()
+    made.unlink()  # the one that is loaded stays as it is
+    made.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "garbage": b"\0" * len(whole)}.get(damage, whole))
+    if damage == "no seal":
+        made.with_suffix(".sha256").unlink()
+    library, compiled_times = load()
+    assert library is not None and compiled_times == 2 and made.read_bytes()[:4] == whole[:4]
+    assert load()[1] == 2
+
+
+@needs_gxx
+@pytest.mark.parametrize("which", ["folder", "library"])
+def test_a_cache_that_others_may_write_is_not_loaded(which, kept):
+    folder, load, _ = kept
+    path = folder if which == "folder" else next(folder.glob("*.so"))
+    path.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=r"may be written by another user .*rwxrwxrwx.*chmod go-w"):
+        assert load() == (None, 1)
+
+
+@needs_gxx
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")
+def test_the_library_of_another_user_is_not_loaded(kept):
+    folder, load, _ = kept
+    os.chown(next(folder.glob("*.so")), 12345, -1)
+    with pytest.warns(RuntimeWarning, match="owner 12345"):
+        assert load() == (None, 1)
+
+
+@needs_gxx
+def test_what_a_killed_compilation_left_is_removed_and_a_running_one_is_not(kept):
+    folder, load, _ = kept
+    old, new = folder / "tmpold", folder / "tmpnew"
+    for path in (old, new):
+        path.mkdir()
+        (path / "cpu.so").write_bytes(b"half")
+    os.utime(old, (1e9, 1e9))
+    next(folder.glob("*.so")).unlink()
+    assert load()[0] is not None and not old.exists() and new.exists()
+
+
+@needs_gxx
+def test_flags_inside_cxx_are_the_compilers(kept, monkeypatch):
+    folder, load, calls = kept
+    monkeypatch.setenv("CXX", f"{os.environ['CXX']} -DOTHER='a b'")
+    library, compiled_times = load()
+    assert library is not None and compiled_times == 2 and calls.read_text().splitlines()[1] == "-DOTHER=a b"
+    assert len(list(folder.glob("*.so"))) == 2  # other flags, another library
+    monkeypatch.setenv("CXX", "g++ 'unclosed")
+    assert build.compiler() is None
 
 
 def test_without_a_compiler_or_a_wish_there_is_none(anew, monkeypatch):

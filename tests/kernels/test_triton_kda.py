@@ -7,6 +7,7 @@ import torch
 from kda_cases import NAMES, cast, inputs, results
 from triton_cases import needs_interpreter, poisoned_empties, relative_error
 
+from earlyfusion.kernels import triton_support
 from earlyfusion.kernels.kda import naive, triton_kda
 from earlyfusion.kernels.segments import Segments
 
@@ -112,6 +113,20 @@ def test_bfloat16_inputs(gate):
     assert got["o"].dtype == torch.bfloat16 and got["df"].dtype == torch.bfloat16
     errors = {name: relative_error(got[name], want[name]) for name in want}
     assert max(errors.values()) < BF16, errors
+
+
+@pytest.mark.parametrize("gate", ["init", "bounded"])
+def test_a_nan_in_the_gate_reaches_the_output_and_its_gradient(gate, monkeypatch):
+    """As on a GPU, where arguments are not looked at. What the compiler makes of the clamp: test_aot_kda. It fills its chunk
+    (0 times NaN), and neither an earlier chunk nor another document."""
+    monkeypatch.setattr(triton_support, "checks_wanted", lambda tensor: False)
+    segments, tensors, lower_bound = case(gate, (40, 9), seed=12, heads=1, key_dim=32, value_dim=32)
+    with torch.no_grad():
+        tensors[3][20, 0, 7] = math.nan
+    found = results(triton_kda.kda, cast(tensors, torch.float32), segments, lower_bound, chunk=16)
+    assert found["o"][20:40].isnan().all()
+    assert found["o"][:16].isfinite().all() and found["o"][40:].isfinite().all()
+    assert found["df"][20, 0, 7].isnan()
 
 
 @pytest.mark.parametrize("gate", GATES)

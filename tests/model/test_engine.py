@@ -342,3 +342,12 @@ def test_every_slot_and_page_comes_back(count, seed):
     engine.prefix.clear()
     all_returned(engine)
     assert engine.stats()["free_pages"] == 24 and engine.stats()["free_slots"] == 9
+
+
+def test_a_tokenizer_with_ids_beyond_the_models_vocabulary_is_refused():
+    """Its ids would be banned and looked up outside the rows of the embedding."""
+    from fusion_cases import tiny_tokenizer
+
+    larger = tiny_tokenizer(TOKENIZER.vocab_size + 20)
+    with pytest.raises(ValueError, match=rf"ids up to {larger.vocab_size - 1}, the model embeds vocab_size="):
+        Engine(model(), larger, max_slots=2)
