@@ -26,7 +26,6 @@ from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear
 from earlyfusion.model.norm import Fp32State, RMSNorm
 
-
 EXPANDED_BYTES = 1 << 29
 """Expanded keys and values that may stand in memory at once; one head at least."""
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,6 @@ def layers(folder: Path) -> dict[str, Any]:
     from types import SimpleNamespace
 
     sys.path.insert(0, str(TESTS.parent))
-    from tests.model.tiny import tiny_text
-
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.cache import DecoderCache, MlaMemory
@@ -104,6 +103,7 @@ def layers(folder: Path) -> dict[str, Any]:
     from earlyfusion.model.engine.prefill import Part, prefill_plan
     from earlyfusion.model.engine.stores import MlaPages
     from earlyfusion.model.mla import MultiHeadLatentAttention
+    from tests.model.tiny import tiny_text
 
     torch.manual_seed(0)
     config = tiny_text(num_attention_heads=2, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32)
@@ -121,7 +121,7 @@ def layers(folder: Path) -> dict[str, Any]:
 
     def through(memory: Any, plan: Any) -> torch.Tensor:
         parts = []
-        for start, stop in zip(edges, edges[1:]):
+        for start, stop in pairwise(edges):
             segments, how = plan(start, stop)
             new = torch.nn.functional.pad(y[start:stop], (0, 0, 0, segments.total - (stop - start)))
             parts.append(layer(new, segments, memory, how)[: stop - start])

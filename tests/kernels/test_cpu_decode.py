@@ -139,7 +139,7 @@ def kept(anew, monkeypatch, tmp_path):
     quick, source = tmp_path / "quick-cxx", tmp_path / "small.cpp"
     source.write_text('extern "C" void decode() {}')
     quick.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "$1" >> {calls}\nfor out; do :; done\n'
+        f'#!/bin/sh\nfor out; do :; done\n[ "$out" = --version ] && exit 0\necho "$1" >> {calls}\n'
         f'exec {shutil.which("g++")} -shared -fPIC {source} -o "$out"\n'
     )
     quick.chmod(0o755)
