@@ -368,9 +368,11 @@ class _Flash(torch.autograd.Function):
         return dq_THD, dk_TGD, dv_TGV, None, None, None
 
 
-def prefers_torch(q_THD: Tensor, v_TGV: Tensor) -> bool:
-    """Whether torch's variable-length kernel runs this without padding: half precision, equal dims of a multiple of 8."""
-    return q_THD.shape[-1] == v_TGV.shape[-1] and varlen._varlen_available(q_THD, v_TGV)
+def prefers_torch(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> bool:
+    """Whether torch's variable-length kernel runs this: no gradient is asked for (its backward adds up with atomics, so two
+    runs would differ), half precision, equal dims of a multiple of 8, which it does not pad."""
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_TGD, v_TGV))
+    return not trains and q_THD.shape[-1] == v_TGV.shape[-1] and varlen._varlen_available(q_THD, v_TGV)
 
 
 def attention(
@@ -385,7 +387,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention, documents isolated; see :func:`earlyfusion.kernels.attention.naive.attention`.
 
-    torch's own variable-length kernel where it fits exactly, else the kernels of this file. float64 and an empty row
+    torch's own variable-length kernel where it fits exactly and no gradient is asked for (`prefers_torch`), else the kernels of this file. float64 and an empty row
     go to plain torch. Any strides with contiguous channels are read in place.
 
     Raises:
@@ -396,7 +398,7 @@ def attention(
     _check_kernel_takes(q_THD, k_TGD, v_TGV)
     dtype = compute_dtype(q_THD, k_TGD, v_TGV)
     q, k, v = (x.to(dtype) for x in (q_THD, k_TGD, v_TGV))
-    if dtype == torch.float64 or segments.total == 0 or prefers_torch(q, v):
+    if dtype == torch.float64 or segments.total == 0 or prefers_torch(q, k, v):
         return varlen.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=return_lse)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     o_THV, lse_TH = _Flash.apply(q, k, v, segments, causal, scale)

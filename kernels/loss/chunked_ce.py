@@ -65,6 +65,12 @@ def _gradient(
 TORCH_ROWS = Rows(_statistics, _gradient)
 
 
+def _chunks(rows_M: Tensor, chunk: int) -> tuple[Tensor, ...]:
+    """The counted rows, chunk by chunk; nothing where none is counted (torch would split that into one chunk of no rows,
+    and a product of no rows is a launch that not every backend takes)."""
+    return rows_M.split(chunk) if rows_M.numel() else ()
+
+
 class _Gradients:
     """dh and dW, filled chunk by chunk; None where not wanted."""
 
@@ -98,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             nll_T = h_TD.new_zeros(h_TD.shape[0], dtype=wide)
             loss = h_TD.new_zeros((), dtype=wide)
             gradients = _Gradients(h_TD, weight, dtype, wants)
-            for rows_R in rows_M.split(chunk):
+            for rows_R in _chunks(rows_M, chunk):
                 h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
                 w_R = loss_weights_T[rows_R].to(wide)
                 lse_R, picked_R, _, kept_RV = rows.statistics(wide_mm(h_RD, weight.T), labels_R, False)
@@ -137,7 +143,7 @@ class _TokenLogProbs(torch.autograd.Function):
             rows_M = (labels_T != IGNORE).nonzero()[:, 0]  # the op's one host sync on CUDA
             weight = weight_VD.to(dtype)
             logp_T, entropy_T = (h_TD.new_zeros(h_TD.shape[0], dtype=wide) for _ in range(2))
-            for rows_R in rows_M.split(chunk):
+            for rows_R in _chunks(rows_M, chunk):
                 logits_RV = wide_mm(h_TD.index_select(0, rows_R).to(dtype), weight.T).div_(temperature)
                 lse_R, picked_R, mean_R, _ = rows.statistics(logits_RV, labels_T[rows_R], True)
                 logp_T[rows_R] = picked_R - lse_R
@@ -157,7 +163,7 @@ class _TokenLogProbs(torch.autograd.Function):
             weight = weight_VD.to(dtype)
             wants = bool(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[1])
             gradients = _Gradients(h_TD, weight, dtype, wants)
-            for rows_R in rows_M.split(chunk):
+            for rows_R in _chunks(rows_M, chunk):
                 h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
                 logits_RV = wide_mm(h_RD, weight.T).div_(temperature)
                 lse_R, _, _, kept_RV = rows.statistics(logits_RV, labels_R, False)

@@ -152,3 +152,19 @@ def test_wrong_shapes_and_chunks_are_named():
         chunked_ce.linear_cross_entropy(h, weight.T, labels, loss_weights)
     with pytest.raises(ValueError, match="at least 1"):
         chunked_ce.linear_cross_entropy(h, weight, labels, loss_weights, chunk=0)
+
+
+def test_without_a_counted_position_nothing_is_multiplied():
+    """A chunk of no rows would be a product of no rows, on a GPU with an output dtype of its own."""
+
+    def never(*_):
+        raise AssertionError("a chunk of no rows")
+
+    nothing = chunked_ce.Rows(never, never)
+    h, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.full((5,), -100)
+    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.ones(5), rows=nothing)
+    logp, entropy = chunked_ce.token_log_probs(h, weight, labels, rows=nothing)
+    gradients = torch.autograd.grad(loss + logp.sum(), (h, weight))
+    for value in (loss, nll, logp, entropy, *gradients):
+        assert not value.any()

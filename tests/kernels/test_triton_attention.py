@@ -147,6 +147,19 @@ def test_head_dims_are_cut_into_two_tiles(width, tiles):
     assert triton_flash.split_dim(width) == tiles
 
 
+def test_with_a_gradient_the_kernel_without_atomics_is_taken(monkeypatch):
+    """So that a tower trains bit for bit alike twice; without one, torch's kernel serves equal dims."""
+    monkeypatch.setattr(triton_flash.varlen, "_varlen_available", lambda q, v: True)
+    q, k, v, _ = tensors(2, 2, 72, 72)
+    assert triton_flash.prefers_torch(q, k, v) and not triton_flash.prefers_torch(q, k, v[..., :40])
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+        assert not triton_flash.prefers_torch(q, k, v)
+        with torch.no_grad():
+            assert triton_flash.prefers_torch(q, k, v)
+        leaf.requires_grad_(False)
+
+
 def test_bad_input_names_the_argument():
     q, k, v, _ = tensors(4, 2, 24, 16)
     segments = Segments.from_lengths(LENGTHS)

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from kda_cases import NAMES, cast, inputs, results
-from triton_cases import needs_interpreter, poisoned_empties, relative_error
+import triton.language as tl
+from kda_cases import NAMES, REGIMES, cast, inputs, results
+from triton_cases import needs_interpreter, poisoned_empties, relative_error, round_as_on_a_gpu
 
 from earlyfusion.kernels import triton_support
 from earlyfusion.kernels.kda import naive, triton_kda
@@ -16,6 +17,7 @@ pytestmark = needs_interpreter
 OUTPUT, GRADIENT = 1e-5, 5e-5
 GATE_SUM = 5e-4  # dA_log, ddt_bias: sums over all tokens of numbers that cancel, times exp(A_log) up to 200
 BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
+ROUNDED, GATE_ROUNDED = 8e-3, 2e-2  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3; sums that cancel
 GATES = ("init", "bounded", "checkpoint", "slow")
 
 
@@ -113,6 +115,26 @@ def test_bfloat16_inputs(gate):
     assert got["o"].dtype == torch.bfloat16 and got["df"].dtype == torch.bfloat16
     errors = {name: relative_error(got[name], want[name]) for name in want}
     assert max(errors.values()) < BF16, errors
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypatch):
+    """bfloat16 tensors between the launches and operands of every product, float16 inside the inverse: against float64."""
+    segments, tensors, lower_bound = inputs((100, 1, 20), heads=1, key_dim=32, value_dim=32, states=True, regime=regime)
+    leaves = [x.detach().to(torch.bfloat16 if i < 5 else torch.float32).requires_grad_() for i, x in enumerate(tensors)]
+    want = results(naive.kda, [x.detach().double().requires_grad_() for x in leaves], segments, lower_bound)
+    round_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(triton_kda, "dot_dtype", lambda dtype, kernel: dtype)
+    monkeypatch.setattr(triton_kda, "_precision", lambda *_: {"DOT": tl.float32, "PREC": "ieee"})
+    found = results(triton_kda.kda, leaves, segments, lower_bound, chunk=64, segment_chunks=0)
+    distance = lambda name: ((found[name].double() - want[name]).norm() / want[name].norm()).item()
+    # a saturated gate has a true gradient near 1e-12 of the others: nothing to be relative to
+    names = want.keys() - ({"df", "dA_log", "ddt_bias"} if regime == "saturated" else set())
+    errors = {name: distance(name) for name in names}
+    assert 1e-4 < errors["o"], "nothing was rounded"
+    assert all(
+        error < (GATE_ROUNDED if name in ("dA_log", "ddt_bias") else ROUNDED) for name, error in errors.items()
+    ), errors
 
 
 @pytest.mark.parametrize("gate", ["init", "bounded"])

@@ -38,6 +38,41 @@ def poisoned_empties():
         torch.Tensor.new_empty = saved_method
 
 
+def round_as_on_a_gpu(monkeypatch):
+    """Give interpreted kernels the roundings of bfloat16, which the interpreter itself gets wrong: what they load and store
+    in 16 bits is widened before a launch and rounded after it, and float32 operands of products are rounded. Left out is
+    the rounding of what a launch stores and reads again itself."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+    launch, product = GridExecutor.__call__, InterpreterBuilder.create_dot
+
+    def rounded(handle):
+        if handle.data.dtype != "float32":
+            return handle
+        return TensorHandle(torch.from_numpy(handle.data.copy()).bfloat16().float().numpy(), handle.dtype)
+
+    def launch_widened(self, *args, **kwargs):
+        made = []
+
+        def widened(x):
+            if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+                return x
+            wide = x.new_empty(x.untyped_storage().nbytes() // 2, dtype=torch.float32)
+            flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, wide.shape)
+            made.append((flat, wide.copy_(flat)))
+            return wide.as_strided(x.size(), x.stride(), x.storage_offset())
+
+        with torch.no_grad():
+            launch(self, *map(widened, args), **kwargs)
+            for flat, wide in made:
+                flat.copy_(wide)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch_widened)
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: product(self, rounded(a), rounded(b), *rest)
+    )
+
+
 def values_and_gradients(function, leaves, cotangents):
     """Outputs (detached) and gradients of every leaf for fixed cotangents; fresh memory is poisoned throughout."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
