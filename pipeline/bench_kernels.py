@@ -4,7 +4,8 @@ Part 1 compares each side with the float64 definition, outputs and gradients, on
 float32 on a CPU). Part 2 times all sides in turn in one process: CUDA events with a flushed L2 cache on a GPU, the clock
 on a CPU; median with 10th and 90th percentile, peak memory, achieved rates, and the share of the floor given by copy
 bandwidth and matrix-product rate measured in the same process. A peer that is missing or fails is listed with its
-reason. The exit code is 1 if one of our kernels misses its tolerance.
+reason. The file is written anew after every row, and --resume goes on with one that was broken off. The exit code is 1 if
+one of our kernels misses its tolerance.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--only", default=",".join(GROUPS), help="groups of kernels, separated by commas")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     options.add_argument("--rounds", type=int, default=0, help="timed calls of every side (0: 30 on a GPU, 5 on a CPU)")
+    options.add_argument("--shapes", default="", help="cases of part 2 whose label holds one of these, between commas")
+    options.add_argument("--resume", action="store_true", help="keep the rows that are in the --json file already")
     options.add_argument("--quick", action="store_true", help="the first shapes of every group only")
     options.add_argument("--check-only", action="store_true", help="part 1 only")
     options.add_argument("--seed", type=int, default=0, help="seed of all inputs")
@@ -89,26 +92,73 @@ def environment(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check(setting: Setting, groups: frozenset[str], console: Console) -> tuple[list[dict[str, Any]], bool]:
-    """Part 1. Returns the rows and whether all of ours are within tolerance."""
+class Report:
+    """What the command saves: {"environment", "errors", "cases"}, written whole after every row, under a name of its own
+    first, so that a run that is killed leaves all its rows.
+
+    Raises UserError for a file to go on with that was made elsewhere or is none.
+    """
+
+    def __init__(self, path: Path, environment: dict[str, Any], resume: bool) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"environment": environment, "errors": [], "cases": []}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume or not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text())
+            kept, differs = {key: found[key] for key in self.content}, found["environment"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"bench kernels: --resume: {path} is no report ({error!r}); give another --json") from None
+        for name in ("device", "dtype", "packages", "threads"):
+            if differs.get(name) != environment[name]:
+                raise UserError(
+                    f"bench kernels: --resume: {path} was made with {name} {differs.get(name)}, this is "
+                    f"{environment[name]}; rows of both do not compare, give another --json"
+                )
+        self.content = kept
+
+    def find(self, part: str, case: Case) -> dict[str, Any] | None:
+        """The row of a case, if it has been made."""
+        same = (row for row in self.content[part] if (row["group"], row["label"]) == (case.group, case.label))
+        return next(same, None)
+
+    def add(self, part: str, row: dict[str, Any]) -> dict[str, Any]:
+        self.content[part].append(row)
+        self.save()
+        return row
+
+    def save(self) -> None:
+        unfinished = self.path.with_name(self.path.name + ".part")
+        write_text(unfinished, json.dumps(self.content, indent=1) + "\n")
+        unfinished.replace(self.path)
+
+
+def check(setting: Setting, groups: frozenset[str], console: Console, report: Report) -> bool:
+    """Part 1. Returns whether all of ours are within tolerance."""
     table = Table(title="error against the float64 definition (2-norm, worst tensor)", title_justify="left")
     for heading in ("group", "case", "ours", "bar", "peers"):
         table.add_column(heading)
-    rows, well = [], True
+    well = True
     for make in _cases(setting, groups, quick=False):
         case = make()
         if case.group not in groups:
             continue
-        found = errors(case)
-        good = found.get("ours", float("inf")) <= case.tolerance
+        row = report.find("errors", case)
+        if row is None:
+            found = errors(case)
+            good = found.get("ours", float("inf")) <= case.tolerance
+            row = report.add("errors", {
+                "group": case.group, "label": case.label, "errors": found, "tolerance": case.tolerance, "within": good,
+                "failed": dict(case.skipped),
+            })  # fmt: skip
+        found, good = row["errors"], row["within"]
         well &= good
-        rows.append({"group": case.group, "label": case.label, "errors": found, "tolerance": case.tolerance,
-                     "within": good, "failed": dict(case.skipped)})  # fmt: skip
         peers = ", ".join(f"{name} {error:.1e}" for name, error in found.items() if name != "ours")
         verdict = f"{found.get('ours', float('nan')):.1e}" + ("" if good else " [red]over[/red]")
         table.add_row(case.group, case.label, verdict, f"{case.tolerance:.0e}", peers)
     console.print(table)
-    return rows, well
+    return well
 
 
 def case_table(result: dict[str, Any]) -> Table:
@@ -134,23 +184,35 @@ def case_table(result: dict[str, Any]) -> Table:
 
 
 def timed(
-    make_setting: Callable[[bool], Setting], groups: frozenset[str], options: argparse.Namespace, console: Console
-) -> list[dict[str, Any]]:
-    """Part 2, one case at a time so that memory is given back in between."""
+    make_setting: Callable[[bool], Setting], groups: frozenset[str], options: argparse.Namespace, console: Console,
+    report: Report,
+) -> None:  # fmt: skip
+    """Part 2, one case at a time so that memory is given back in between.
+
+    Raises UserError if no case has a label as asked for.
+    """
     setting = make_setting(False)
     rounds = options.rounds or (30 if setting.gpu else 5)
-    results = []
+    shapes = [text.strip() for text in options.shapes.split(",") if text.strip()]
+    labels = []
     for make in _cases(setting, groups, options.quick):
-        case = make()
+        case = make()  # also of those that are left out: inputs are drawn one after the other
         if case.group not in groups:
             continue
-        with console.status(f"{case.group}: {case.label}"):
-            results.append(measure(case, setting, rounds))
-        console.print(case_table(results[-1]))
+        labels.append(case.label)
+        if shapes and not any(text in case.label for text in shapes):
+            continue
+        result = report.find("cases", case)
+        if result is None:
+            with console.status(f"{case.group}: {case.label}"):
+                result = report.add("cases", measure(case, setting, rounds))
+        console.print(case_table(result))
         del case
         if setting.gpu:
             torch.cuda.empty_cache()
-    return results
+    for text in shapes:
+        if not any(text in label for label in labels):
+            raise UserError(f"bench kernels: --shapes {text!r} is in no label; there are {', '.join(labels)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,12 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:  # a log file has no width; wrapped figures are hard to read
         console = Console(width=150)
-    report: dict[str, Any] = {"environment": environment(device)}
-    console.print_json(json.dumps(report["environment"]))
-    report["errors"], well = check(setting(True), groups, console)
-    report["cases"] = [] if options.check_only else timed(setting, groups, options, console)
-    Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-    write_text(Path(options.json), json.dumps(report, indent=1) + "\n")
+    report = Report(Path(options.json), environment(device), options.resume)
+    console.print_json(json.dumps(report.content["environment"]))
+    well = check(setting(True), groups, console, report)
+    if not options.check_only:
+        timed(setting, groups, options, console, report)
+    report.save()
     console.print(f"saved {options.json}")
     if not well:
         console.print("[red]a kernel of ours misses its tolerance[/red]")

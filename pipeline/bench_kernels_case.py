@@ -21,7 +21,8 @@ class Case:
     """One comparison: the same inputs through several sides.
 
     sides: name -> function of the leaves; "ours" first. law: the float64 definition, or None where the sides compute
-    different functions. forward and backward: the least work. tolerance: of ours against the law, relative.
+    different functions. forward and backward: the least work. tolerance: of ours against the law, relative. leaves_of: the
+    same inputs in the dtypes that a side wants, so that casting them is not timed as its work.
     """
 
     group: str
@@ -34,6 +35,10 @@ class Case:
     law: Side | None = None
     tolerance: float = 0.05
     skipped: dict[str, str] = field(default_factory=dict)
+    leaves_of: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def inputs(self, side: str) -> list[Tensor]:
+        return self.leaves_of.get(side, self.leaves)
 
 
 @dataclass(frozen=True)
@@ -74,22 +79,22 @@ def measure(case: Case, setting: Setting, rounds: int) -> dict[str, Any]:
     """Timings, memory and achieved rates of every side; a side that raises is reported with its message."""
     device, dtype = setting.device, setting.dtype
 
-    def forward(side: Side) -> Callable[[], Any]:
+    def forward(name: str) -> Callable[[], Any]:
         def call() -> None:
             with torch.no_grad():
-                side(*case.leaves)
+                case.sides[name](*case.inputs(name))
 
         return call
 
-    def both(side: Side) -> Callable[[], Any]:
-        return lambda: bench.forward_and_backward(side, case.leaves, case.cotangents)
+    def both(name: str) -> Callable[[], Any]:
+        return lambda: bench.forward_and_backward(case.sides[name], case.inputs(name), case.cotangents)
 
     result: dict[str, Any] = {"group": case.group, "label": case.label, "sides": {}, "failed": dict(case.skipped)}
     passes = [("forward", forward, case.forward)]
     if case.backward is not None:
         passes.append(("both", both, case.forward + case.backward))
     for name, make, work in passes:
-        timings, failed = bench.interleaved({n: make(s) for n, s in case.sides.items()}, device, rounds)
+        timings, failed = bench.interleaved({side: make(side) for side in case.sides}, device, rounds)
         result["failed"] |= failed
         floor = work.floor_ms(device, dtype)
         result[f"{name}_floor_ms"] = floor
@@ -99,7 +104,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> dict[str, Any]:
                 "median_ms": timing.median_ms, "p10_ms": timing.p10_ms, "p90_ms": timing.p90_ms,
                 "tb_per_s": work.bytes / seconds / 1e12, "tflop_per_s": work.flops / seconds / 1e12,
                 "share_of_floor": floor / timing.median_ms,
-                "peak_mib": bench.peak_bytes(make(case.sides[side]), device) / 2**20,
+                "peak_mib": bench.peak_bytes(make(side), device) / 2**20,
             }  # fmt: skip
     return result
 
@@ -113,7 +118,7 @@ def errors(case: Case) -> dict[str, float]:
     found = {}
     for name, side in case.sides.items():
         try:
-            found[name] = bench.relative_error(_values(side, case.leaves, case.cotangents), want)
+            found[name] = bench.relative_error(_values(side, case.inputs(name), case.cotangents), want)
         except Exception as error:
             case.skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
     return found

@@ -58,21 +58,27 @@ def gate(
     return (f * 0.1).to(setting.dtype), rate * 0, bias * 0 - 6.9, None
 
 
-def _fla(segments: Segments, lower_bound: float | None, safe: bool, state_v_first: bool = False) -> Side:
+def _fla(
+    segments: Segments, device: torch.device, lower_bound: float | None, safe: bool, state_v_first: bool = False
+) -> Side:
+    """fla's kernel as its users call it in a training step: documents of one length as a real batch [B, T], others packed
+    behind one `cu_seqlens` tensor, for which fla keeps the index it has once built (ours keeps its plan alike)."""
     import os
 
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     from fla.ops.kda import chunk_kda
 
+    batch = segments.num if len(set(segments.lengths)) == 1 else 1
+    cu = segments.cu_seqlens(device).long() if batch != segments.num else None
+
     def run(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
-        packed = [x[None] for x in (q, k, v, f, b)]
-        cu = segments.cu_seqlens(q.device).long() if segments.num > 1 else None
+        packed = [x.unflatten(0, (batch, -1)) for x in (q, k, v, f, b)]
         o, _ = chunk_kda(
             *packed, A_log=A_log, dt_bias=dt_bias.flatten(), use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, safe_gate=safe, lower_bound=lower_bound, cu_seqlens=cu,
             state_v_first=state_v_first,
         )  # fmt: skip
-        return o[0]
+        return o.flatten(0, 1)
 
     return run
 
@@ -110,9 +116,10 @@ def case(label: str, lengths: Sequence[int], heads: int, dim: int, regime: str, 
         if find_spec("fla") is None:
             skipped["fla"] = "not installed: pip install fla-core==0.6.0"
         else:
-            sides |= {"fla": _fla(segments, bound, False), "fla v-first": _fla(segments, bound, False, True)}
-            if bound is not None:
-                sides["fla safe"] = _fla(segments, bound, True)
+            fla = partial(_fla, segments, setting.device, bound)
+            sides |= {"fla": fla(False), "fla v-first": fla(False, True)}
+            if bound is not None:  # fla's safe gate asks for a bound
+                sides["fla safe"] = fla(True)
     if not setting.gpu and "transformers" in setting.against and segments.num == 1:
         sides["transformers"] = _transformers(bound)
     if not setting.gpu and "recurrence" in setting.against:

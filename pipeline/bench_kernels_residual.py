@@ -84,14 +84,16 @@ def _eager(sources: list[Tensor], qw_D: Tensor, norm_D: Tensor) -> Tensor:
     return F.rms_norm(torch.einsum("nt,ntd->td", weights, stacked), norm_D.shape, norm_D.to(keys.dtype), EPS)
 
 
-def _fla(sources: list[Tensor], qw_D: Tensor, norm_D: Tensor) -> Tensor:
+def _fla(ones_D: Tensor) -> Side:
+    """fla's mixture of one sub-layer; its query and weight come in the sources' dtype (`Case.leaves_of`)."""
     from fla.ops.attnres import fused_attnres
 
-    if len(sources) == 1:
-        return F.rms_norm(sources[0], norm_D.shape, norm_D.to(sources[0].dtype), EPS)
-    dtype = sources[0].dtype
-    ones = torch.ones_like(qw_D, dtype=dtype)
-    return fused_attnres(qw_D.to(dtype), sources, ones, norm_D.to(dtype), rms_eps=EPS, checkpoint_level=0)
+    def mix(sources: list[Tensor], qw_D: Tensor, norm_D: Tensor) -> Tensor:
+        if len(sources) == 1:
+            return F.rms_norm(sources[0], norm_D.shape, norm_D, EPS)
+        return fused_attnres(qw_D, sources, ones_D, norm_D, rms_eps=EPS, checkpoint_level=0)
+
+    return mix
 
 
 def path_work(blocks: int, size: int, tokens: int, hidden: int, itemsize: int) -> tuple[Work, Work]:
@@ -113,20 +115,22 @@ def path_case(label: str, blocks: int, size: int, hidden: int, tokens: int, sett
     ]  # fmt: skip
     opens, steps = ours("attnres_open", setting), ours("attnres_step", setting)
     sides = {name: two_phase(opens[name], steps[name], blocks, size) for name in opens}
-    skipped = {}
+    skipped, leaves_of = {}, {}
     if "eager" in setting.against:
         sides["eager"] = one_phase(_eager, blocks, size)
     if setting.gpu and "fla" in setting.against:
         if find_spec("fla") is None:
             skipped["fla"] = "not installed: pip install fla-core==0.6.0"
         else:
-            sides["fla"] = one_phase(_fla, blocks, size)
+            ones_D = torch.ones(hidden, dtype=setting.dtype, device=setting.device)
+            sides["fla"] = one_phase(_fla(ones_D), blocks, size)
+            leaves_of["fla"] = [leaf(x.to(setting.dtype)) for x in leaves]
     forward, backward = path_work(blocks, size, tokens, hidden, leaves[0].element_size())
     cotangent = setting.randn(tokens, hidden)
     return Case(
         "attnres", f"{label}, T {tokens}", leaves, [cotangent] * (count + 1), sides, forward, backward,
         law=two_phase(fused.open_block_naive, fused.step_naive, blocks, size),
-        tolerance=0.03 if setting.dtype == torch.bfloat16 else 1e-4, skipped=skipped,
+        tolerance=0.03 if setting.dtype == torch.bfloat16 else 1e-4, skipped=skipped, leaves_of=leaves_of,
     )  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """`earlyfusion bench kernels` on a CPU: it checks, measures, saves, and refuses what it does not know."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
 
 from earlyfusion.kernels import bench
+from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline import bench_kernels, bench_kernels_kda, bench_kernels_residual
 from earlyfusion.pipeline.bench_kernels_case import Case, Setting, errors, leaf, measure
 from earlyfusion.pipeline.errors import UserError
@@ -28,6 +31,85 @@ def test_the_command_checks_measures_and_saves(tmp_path, capsys):
     forward = muon["sides"]["ours"]["forward"]
     assert forward["p10_ms"] <= forward["median_ms"] <= forward["p90_ms"] and forward["peak_mib"] > 0
     assert "of floor" in capsys.readouterr().out and report["environment"]["packages"]["torch"] == torch.__version__
+
+
+def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypatch, capsys):
+    out, measured = tmp_path / "kernels.json", []
+    arguments = ["--only", "muon,rope", "--against", "muon", "--rounds", "1", "--device", "cpu", "--json", str(out)]
+
+    def breaks(case, setting, rounds):
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(case.label)
+        return measure(case, setting, rounds)
+
+    monkeypatch.setattr(bench_kernels, "measure", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        bench_kernels.main(arguments)
+    before = json.loads(out.read_text())
+    assert [case["label"] for case in before["cases"]] == measured and {r["group"] for r in before["errors"]} == {
+        "rope",
+        "muon",
+    }
+
+    def other(case, setting, rounds):
+        assert case.label not in measured
+        return measure(case, setting, rounds)
+
+    monkeypatch.setattr(bench_kernels, "measure", other)
+    monkeypatch.setattr(bench_kernels, "errors", lambda case: pytest.fail("compared again"))
+    assert bench_kernels.main([*arguments, "--resume"]) == 0
+    after = json.loads(out.read_text())
+    assert after["cases"][0] == before["cases"][0] and len(after["cases"]) > 1
+    changed = before | {"environment": before["environment"] | {"device": "another"}}
+    out.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="was made with device another"):
+        bench_kernels.main([*arguments, "--resume"])
+    out.write_text("{}")
+    with pytest.raises(UserError, match="is no report"):
+        bench_kernels.main([*arguments, "--resume"])
+
+
+def test_shapes_choose_cases_by_their_label(tmp_path, capsys):
+    out = tmp_path / "kernels.json"
+    arguments = ["--only", "muon,rope", "--against", "muon", "--rounds", "1", "--device", "cpu", "--json", str(out)]
+    assert bench_kernels.main(arguments) == 0
+    labels = [case["label"] for case in json.loads(out.read_text())["cases"]]
+    assert bench_kernels.main([*arguments, "--shapes", labels[-1][:9]]) == 0
+    chosen = [case["label"] for case in json.loads(out.read_text())["cases"]]
+    assert chosen == [label for label in labels if labels[-1][:9] in label] and len(chosen) < len(labels)
+    with pytest.raises(UserError, match="'B99' is in no label; there are"):
+        bench_kernels.main([*arguments, "--shapes", "B99"])
+
+
+@pytest.mark.parametrize(("lengths", "shape"), [((6, 6), (2, 6)), ((5, 7), (1, 12)), ((12,), (1, 12))])
+def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
+    """Real batches for equal lengths; else the very tensor of the call before, for which fla keeps its index."""
+    seen = []
+
+    def chunk_kda(q, k, v, f, b, **options):
+        seen.append((tuple(q.shape[:2]), options["cu_seqlens"], options["safe_gate"]))
+        return v, None
+
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", types.SimpleNamespace(chunk_kda=chunk_kda))
+    segments, q = Segments(lengths), torch.randn(12, 2, 4)
+    for safe in (False, True):
+        side = bench_kernels_kda._fla(segments, CPU, -5.0, safe)
+        for _ in range(2):
+            assert torch.equal(side(q, q, q, q, q[..., 0], torch.zeros(2), torch.zeros(2, 4)), q)
+    assert {found[0] for found in seen} == {shape} and [found[2] for found in seen] == [False, False, True, True]
+    assert seen[0][1] is seen[1][1] and (seen[0][1] is None) == (len(set(lengths)) == 1)
+
+
+def test_casting_a_sides_inputs_is_not_timed_as_its_work():
+    x, seen = leaf(torch.randn(5, 3)), []
+    half = leaf(x.to(torch.bfloat16))
+    case = Case(
+        "g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": lambda a: seen.append(a) or 2 * a},
+        bench.Work(8, 8), bench.Work(8, 8), lambda a: 2 * a, leaves_of={"peer": [half]},
+    )  # fmt: skip
+    measure(case, setting(), rounds=1)
+    assert errors(case)["peer"] < 1e-2 and len(seen) > 2 and all(given is half for given in seen)
 
 
 def test_a_wrong_kernel_is_noticed():
