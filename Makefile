@@ -8,11 +8,13 @@ RUN    ?= runs/$(RECIPE)
 TRAIN  := $(BIN)/python -m earlyfusion.pipeline.pretrain
 # A run that was stopped goes on; a finished one is evaluated again.
 resume  = $(if $(wildcard $(1)/checkpoints/step-*),--resume)
+KIT    ?= runs/gpu-kit
+KIT_PYTHON ?= 3.12
 ROOMS  := kernels vision model data eval pipeline rl
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: pretrain pretrain-long test check format gpu bench setup setup-dev clean
+.PHONY: pretrain pretrain-long test check format gpu gpu-kit bench setup setup-dev clean
 
 pretrain: setup            ## watch a small early-fusion model learn to see (CPU, minutes)
 	$(TRAIN) $(RECIPE) --out $(RUN) $(call resume,$(RUN))
@@ -33,13 +35,17 @@ format: setup-dev
 	$(BIN)/ruff check --fix $(ROOMS) tests
 	$(BIN)/ruff format $(ROOMS) tests
 
-gpu: setup-dev             ## correctness on a CUDA device, then benchmarks against peers
-	$(BIN)/python -m pytest -m gpu
-	@mkdir -p runs/bench
-	$(BIN)/earlyfusion bench kernels --json runs/bench/kernels.json
-	$(BIN)/earlyfusion bench train
-	$(BIN)/earlyfusion bench engine --recipe small --batches 64,256 --steps 0 --out runs/bench/engine.json
-	$(BIN)/earlyfusion bench engine --recipe kimi-linear-48b --model.num_experts 16 --sides "" --out runs/bench/contexts.json
+gpu: setup-dev             ## correctness on a CUDA device, then benchmarks against peers; what fails does not stop the rest
+	@mkdir -p runs/bench; failed=0; run() { echo "$$*"; "$$@" || { failed=1; echo "failed: $$*" >&2; }; }; \
+	run $(BIN)/python -m pytest -m gpu; \
+	run $(BIN)/earlyfusion bench kernels --resume --json runs/bench/kernels.json; \
+	run $(BIN)/earlyfusion bench train; \
+	run $(BIN)/earlyfusion bench engine --recipe small --batches 64,256 --steps 0 --out runs/bench/engine.json; \
+	run $(BIN)/earlyfusion bench engine --recipe kimi-linear-48b --model.num_experts 16 --sides "" --out runs/bench/contexts.json; \
+	exit $$failed
+
+gpu-kit: setup-dev         ## wheels of all that `make gpu` needs, for a GPU machine with torch and without network
+	$(BIN)/python -m earlyfusion.pipeline.gpu_kit --python $(KIT_PYTHON) --out $(KIT)
 
 bench: setup
 	$(BIN)/earlyfusion bench train

@@ -17,7 +17,8 @@ pytestmark = needs_interpreter
 OUTPUT, GRADIENT = 1e-5, 5e-5
 GATE_SUM = 5e-4  # dA_log, ddt_bias: sums over all tokens of numbers that cancel, times exp(A_log) up to 200
 BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
-ROUNDED, GATE_ROUNDED = 8e-3, 2e-2  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3; sums that cancel
+ROUNDED = 8e-3  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3
+SUM_ROUNDED = 2e-2  # db, dA_log, ddt_bias: sums that cancel
 GATES = ("init", "bounded", "checkpoint", "slow")
 
 
@@ -132,9 +133,9 @@ def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypa
     names = want.keys() - ({"df", "dA_log", "ddt_bias"} if regime == "saturated" else set())
     errors = {name: distance(name) for name in names}
     assert 1e-4 < errors["o"], "nothing was rounded"
-    assert all(
-        error < (GATE_ROUNDED if name in ("dA_log", "ddt_bias") else ROUNDED) for name, error in errors.items()
-    ), errors
+    limits = {name: SUM_ROUNDED if name in ("db", "dA_log", "ddt_bias") else ROUNDED for name in errors}
+    bad = {name: error for name, error in errors.items() if not error < limits[name]}
+    assert not bad, bad
 
 
 @pytest.mark.parametrize("gate", ["init", "bounded"])
