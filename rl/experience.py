@@ -72,8 +72,15 @@ def build_rewards(section: RewardSection, tasks: Sequence[Task], seed: int) -> R
 
 
 def score(rewards: Rewards, groups: Sequence[Asked]) -> list[Scored]:
-    """The task's judgement of every answer, in order; one that did not end by itself counts as none (Trajectory.answer)."""
-    return rewards([(g.problem, t.answer) for g in groups for t in g.trajectories])
+    """The reward's judgement of every answer, in order. One that did not end by itself is not judged: it earns the lowest
+    of the declared range, or of its group where that is lower, so that it is never better than a wrong answer."""
+    judged = iter(rewards([(g.problem, t.answer) for g in groups for t in g.trajectories if t.ended]))
+    scored: list[Scored] = []
+    for group in groups:
+        own = [next(judged) if t.ended else None for t in group.trajectories]
+        low = min([rewards.span.low, *(one.value for one in own if one is not None)])
+        scored += [Scored(low) if one is None else one for one in own]
+    return scored
 
 
 def experience(

@@ -66,10 +66,15 @@ class Trajectory:
         return self.shown or self.completion.text
 
     @property
+    def ended(self) -> bool:
+        """Whether the policy ended its answer itself: no limit cut it off, and it was not stopped for running in circles."""
+        return self.completion.finish_reason == "stop"
+
+    @property
     def answer(self) -> str:
-        """What a reward reads: the completion's text, and "" where the policy did not end its answer itself. Paying for
-        the beginning of an answer that a limit cut off would reward not stopping."""
-        return self.completion.text if self.completion.finish_reason == "stop" else ""
+        """What a reward reads: the completion's text, and "" where it did not end. Paying for the beginning of an answer
+        that a limit cut off would reward not stopping."""
+        return self.completion.text if self.ended else ""
 
     @property
     def tail(self) -> list[int]:

@@ -13,7 +13,7 @@ from earlyfusion.rl.collect import Asked
 from earlyfusion.rl.experience import experience, score
 from earlyfusion.rl.objectives import policy_loss
 from earlyfusion.rl.prompts import Ask
-from earlyfusion.rl.rewards import Rewards, TaskReward
+from earlyfusion.rl.rewards import RandomReward, Rewards, TaskReward
 from earlyfusion.rl.rollout import Trajectory
 from earlyfusion.rl.tasks.registry import make_task
 
@@ -89,6 +89,17 @@ def test_an_answer_that_did_not_end_itself_earns_nothing(reason):
     answers = [Trajectory(TokenPrompt(torch.zeros(1)), replace(done, finish_reason=how)) for how in ("stop", reason)]
     with Rewards(TaskReward([TASK])) as rewards:
         assert [one.value for one in score(rewards, [Asked(Ask(0, 0, 0), PROBLEM, answers)])] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("paid", [RandomReward(0), lambda problem, text: 1.0, lambda problem, text: -1.0])
+def test_a_reward_that_pays_whatever_is_said_pays_no_cut_answer_more_than_the_worst(paid):
+    """Not ending must not be a way out of a penalty either, also where a reward leaves the range it declares."""
+    cut = Completion("r", 0, [0], [0.0], [0.0], [0], "wss", "length", 1, 0)
+    ends = [replace(cut, text=f" {i}", finish_reason="stop") for i in range(6)]
+    answers = [Trajectory(TokenPrompt(torch.zeros(1)), one) for one in (cut, *ends)]
+    with Rewards(paid) as rewards:
+        cut_value, *values = [one.value for one in score(rewards, [Asked(Ask(0, 0, 0), PROBLEM, answers)])]
+    assert cut_value == min(0.0, *values)
 
 
 @pytest.mark.usefixtures("rewards_called_here")

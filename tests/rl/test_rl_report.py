@@ -23,7 +23,7 @@ from earlyfusion.pipeline.report import read_run
 from earlyfusion.rl import gallery_cmd
 from earlyfusion.rl.report import phase_seconds, task_options, write_rl_report
 from earlyfusion.rl.report_gallery import data_uri, flips, gallery_part, later_half, sorts
-from earlyfusion.rl.report_measured import change, changes, label_of, read_measured, redraw
+from earlyfusion.rl.report_measured import change, changes, label_of, measured_part, read_measured, redraw
 from earlyfusion.rl.rollout_log import RolloutLog, read_rollouts
 from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
@@ -155,6 +155,18 @@ def test_gain_stands_only_where_the_interval_excludes_0():
     alike = [(record(f"ocr/test/0/{i}", 0), record(f"ocr/test/0/{i}", 1)) for i in range(20)]
     assert change("x", alike).verdict == "not shown"  # an interval of no width claims nothing
     assert change("x", alike[:1]).verdict == "not shown" and math.isnan(change("x", alike[:1]).delta.low)
+
+
+def test_the_table_tells_before_and_after_how_many_answers_ended_and_how_many_are_right_with_a_longer_limit():
+    """A policy that takes the reward by not ending its answers shows here and nowhere else."""
+    keys = [f"ocr/test/0/{i}" for i in range(4)]
+    before = [record(key, 1, ended=True, solved_4x=i < 3) for i, key in enumerate(keys)]
+    after = [record(key, 1, ended=i < 1, solved_4x=i < 1) for i, key in enumerate(keys)]
+    (row,) = changes(before, after)
+    assert row.ended == (1.0, 0.25) and row.solved_4x == (0.75, 0.25)
+    table = measured_part({0: before, 9: after})
+    assert "<th>ended</th><th>right, 4×</th>" in table
+    assert "<td>100.0 → 25.0</td><td>75.0 → 25.0</td>" in table
 
 
 def test_only_problems_measured_both_times_are_compared():
