@@ -283,7 +283,7 @@ def call_from(call: Any, number: int) -> ToolCall:
     arguments = inner.get("arguments", {})
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, Mapping) or "name" not in inner:
         raise DataError(

@@ -25,7 +25,7 @@ from typing import Any
 
 from earlyfusion.data.chat import ROLES, Message, call_from, tools_message
 from earlyfusion.data.errors import BadSample, DataError, did_you_mean
-from earlyfusion.data.sample import Image, Segment, Text, VideoFile
+from earlyfusion.data.sample import Image, Segment, Text, VideoFile, file_below
 
 ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "developer": "system", "function": "tool"}
 """Names of roles in other datasets."""
@@ -58,7 +58,7 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
             messages.append(_message(role, content, turn, number))
         except BadSample:
             raise
-        except (DataError, TypeError, ValueError) as error:
+        except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise BadSample(f"{where}: {error}", "bad_json") from None
     if not any(message.role == "assistant" and message.weight > 0 for message in messages):
         raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
@@ -145,9 +145,7 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
     elif re.match(r"[a-z][a-z0-9+.-]*://", value):
         raise BadSample(f"{here}: {kind} {value[:80]}; fetch it and name the file", "missing_member")
     else:
-        found = media.folder / value
-        if not found.is_file():
-            raise BadSample(f"{here}: {kind} {value!r}: no such file below {media.folder}", "missing_member")
+        found = file_below(media.folder, value, f"{here}: {kind}")
     if kind == "image":
         return Image(found)
     return VideoFile(found, max_frames=media.max_frames, fps=media.fps)

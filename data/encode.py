@@ -30,6 +30,9 @@ from earlyfusion.data.video import decode_video
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, navit_size, num_patches, num_tokens, orientation, prepare_frames
 
+MAX_TEXT_CHARS = 2_000_000
+"""Most characters of text in one document: 0.5 million tokens; a tokenizer takes about 200 bytes of memory for each."""
+
 
 @dataclass(slots=True)
 class Encoded:
@@ -159,6 +162,13 @@ def encode(
 
 def _fill(builder: _Builder, segments: Sequence[Segment], media: list[Media], *, bos: bool, eos: bool) -> None:
     token, last_weight = builder.tokenizer, 0.0
+    length = sum(len(segment.text) for segment in segments if isinstance(segment, Text))
+    if length > MAX_TEXT_CHARS:
+        raise BadSample(
+            f"{length:,} characters of text, more than {MAX_TEXT_CHARS:,}: cut it into documents "
+            "(text_files does with chunk_bytes)",
+            "too_large",
+        )
     following = iter(media)
     if bos:
         builder.add([token.bos_id], 0.0)

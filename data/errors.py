@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class DataError(ValueError):
@@ -35,8 +37,38 @@ REASONS = (
     "empty_text",
     "box_outside",
     "over_budget",
+    "too_large",
+    "bad_index",
+    "unexpected",
 )
 """Why a sample was left out."""
+
+
+@contextmanager
+def one_sample(where: Callable[[], str]) -> Iterator[None]:
+    """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it has its own.
+
+    A file made to do harm finds some line that nobody thought of; it costs the run one sample, and is named and counted.
+    A DataError passes: it is about a whole source or its configuration, and no other sample would fare better.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise BadSample(f"{where()}: {type(error).__name__}: {one_line(error)}", "unexpected") from error
+
+
+def told(reasons: Counter[str]) -> str:
+    """Reasons with their counts, the most frequent first."""
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """The text of `error` on one line, at most `limit` characters of it, without what a terminal would obey."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else f"{text[:limit]} ..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class DataExhausted(DataError):

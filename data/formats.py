@@ -22,7 +22,7 @@ from typing import Any
 
 from earlyfusion.data import formats_dialogue, formats_regions
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.sample import Image, Segment, Text, VideoFile
+from earlyfusion.data.sample import MEDIA_BYTES, TEXT_BYTES, Image, Segment, Text, VideoFile, within
 
 PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "webm", "avi", "mkv", "mov", "m4v", "gif")
@@ -33,6 +33,11 @@ TEXTS = ("txt", "text", "md", "caption")
 def ending(member: str) -> str:
     """The last extension of a member: "jpg" of "0.jpg"."""
     return member.rpartition(".")[2].lower()
+
+
+def most_bytes(member: str) -> int:
+    """Most bytes of a member that are read."""
+    return MEDIA_BYTES if ending(member) in (*PICTURES, *VIDEOS) else TEXT_BYTES
 
 
 def _natural(member: str) -> tuple[int, int, str]:
@@ -65,6 +70,7 @@ class Group:
         """Bytes of a member; raises BadSample when it has none or there is no such member."""
         if member not in self.sizes:
             raise self.bad(f"no member .{member}; there are {', '.join(sorted(self.sizes))}", "missing_member")
+        within(self.sizes[member], most_bytes(member), f"{self.where} .{member}")
         data = self.fetch(member) if self.sizes[member] else b""
         if not data:
             raise self.bad(f".{member} has 0 bytes", "empty_file")

@@ -6,13 +6,12 @@ picture, and data/grounding.py writes them for the resized one. The size is read
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image as PILImage
-
+from earlyfusion.data.decode import open_header
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Image, Region, Regions, Segment, Text
 
 if TYPE_CHECKING:
@@ -25,10 +24,12 @@ _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif")
 def picture_size(group: Group, data: bytes) -> tuple[int, int]:
     """(width, height) after EXIF orientation, from the header alone; raises BadSample (corrupt_image)."""
     try:
-        with PILImage.open(io.BytesIO(data)) as picture:
+        with open_header(data) as picture:
             turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
             return (picture.height, picture.width) if turned else picture.size
-    except (OSError, SyntaxError, ValueError, PILImage.DecompressionBombError) as error:
+    except BadSample as error:
+        raise group.bad(str(error), error.reason) from None
+    except Exception as error:  # EXIF of others makes Pillow raise anything
         raise group.bad(f"the picture's header cannot be read ({error})", "corrupt_image") from None
 
 
@@ -122,10 +123,10 @@ def _numbers(group: Group, item: Item) -> list[float]:
     values, expected = (box, 4) if box is not None else (point, 2)
     try:
         numbers = [float(value) for value in values]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # JSON knows integers of any length
         numbers = []
     if len(numbers) != expected or not all(map(math.isfinite, numbers)):
-        raise group.bad(f"region {label!r}: {values!r}, expected {expected} finite numbers", "bad_json")
+        raise group.bad(f"region {label!r}: {values!s:.80}, expected {expected} finite numbers", "bad_json")
     return numbers
 
 

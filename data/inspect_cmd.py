@@ -22,7 +22,7 @@ from rich.tree import Tree
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
-from earlyfusion.data.errors import BadSample, DataError, did_you_mean
+from earlyfusion.data.errors import BadSample, DataError, did_you_mean, one_sample
 from earlyfusion.data.examples import write_examples
 from earlyfusion.data.formats import describe
 from earlyfusion.data.prepare_work import open_tokenizer
@@ -155,8 +155,9 @@ def look(source: Source, mix: Mix, count: int, *, heldout: bool = False) -> list
     cards = []
     for index in sorted({i * length // count for i in range(count)} if length > count else range(length)):
         try:
-            sample = source.heldout(index) if heldout else source.get(index, 0)
-            cards.append(make_card(sample, mix.tokenizer, mix.vision, _format(source, index, heldout)))
+            with one_sample(lambda: f"source {source.name!r}, sample {index}"):  # noqa: B023 (called in this turn)
+                sample = source.heldout(index) if heldout else source.get(index, 0)
+                cards.append(make_card(sample, mix.tokenizer, mix.vision, _format(source, index, heldout)))
         except BadSample as error:
             cards.append(bad_card(source.name, f"sample {index}", error))
     return cards

@@ -10,12 +10,13 @@ FLOPs) references. A resume reads nothing before the cursor, and of the pool onl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from earlyfusion.data.encode import Encoded
-from earlyfusion.data.errors import DataError, DataExhausted
+from earlyfusion.data.errors import DataError, DataExhausted, one_line, told
 from earlyfusion.data.mixture import Blend
 from earlyfusion.data.pack import PackedBatch, assemble, choose
 from earlyfusion.data.sources import Source
@@ -94,6 +95,7 @@ class Lane:
         if not self._pool:
             raise DataExhausted(
                 "every source has reached its max_epochs; raise max_epochs or lower the number of steps"
+                + self._told_of_skipped()
             )
         chosen = self._choose()
         documents = [self._taken(self._pool[i]) for i in chosen]
@@ -108,6 +110,14 @@ class Lane:
             row[2] += count if document.grids else 0
         self._watch.note("packing")
         return self.assemble(documents)
+
+    def _told_of_skipped(self) -> str:
+        """What was left out on the way: the reason why there is no more, when all samples of a source are bad."""
+        lost = sum((Counter(stream.skipped) for stream in self.streams.values()), Counter[str]())
+        if not lost:
+            return ""
+        last = next(message for stream in self.streams.values() for message in stream.last)
+        return f" ({lost.total()} samples left out: {told(lost)}; one of them: {one_line(last)})"
 
     def _choose(self) -> list[int]:
         geometry = self.spec.geometry

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, told
 
 FILE = "skipped.jsonl"
 MIN_READ = 200
@@ -31,14 +31,14 @@ def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     if entries:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries))
+            file.write("".join(json.dumps(entry) + "\n" for entry in entries))  # ASCII: names need not be UTF-8
 
 
 def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
     """Every sample left out by any process of the run, once, in the order of stage, step and lane."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in sorted(Path(folder).glob("skipped*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             try:
                 entry = json.loads(line)
                 place = tuple(entry[name] for name in ("stage", "step", "lane", "source", "epoch", "index"))
@@ -77,9 +77,8 @@ class Books:
         """Raise DataError when more samples are bad than `max_bad` or `max_bad_share` allow."""
         reasons: Counter[str] = sum(self.skipped().values(), Counter())
         bad, good = reasons.total(), self.read()
-        told = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         last = [message for state in self.states for s in state["streams"].values() for message in s["last"]]
-        where = f"({told}; last: {last[-1] if last else 'unknown'}); see {FILE}"
+        where = f"({told(reasons)}; last: {last[-1] if last else 'unknown'}); see {FILE}"
         if data.max_bad is not None and bad > data.max_bad:
             raise DataError(f"{bad} samples cannot be used, data.max_bad allows {data.max_bad} {where}")
         if bad + good >= MIN_READ and bad > data.max_bad_share * (bad + good):

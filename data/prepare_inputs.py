@@ -18,10 +18,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS
+from earlyfusion.data.errors import BadSample, DataError, one_line
+from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, most_bytes
 from earlyfusion.data.order import digest64
 from earlyfusion.data.prepare_rows import RowMembers
+from earlyfusion.data.sample import TEXT_BYTES, file_below, within
 from earlyfusion.data.shards import Shards
 from earlyfusion.data.shards_fetch import TAR_ENDS, as_local
 from earlyfusion.data.shards_tar import split_name
@@ -66,16 +67,12 @@ class Input(ABC):
 
 def _inside(root: Path) -> Callable[[str], bytes]:
     """Reads files below `root` only: a row from elsewhere must not be able to name other files of this machine."""
-    real = root.resolve()
 
     def load(name: str) -> bytes:
-        path = (real / name).resolve()
-        if not path.is_relative_to(real):
-            raise BadSample(f"{name!r} lies outside {root}; keep media below it", "unreadable")
+        path = file_below(root, name, outside="unreadable")
         try:
+            within(path.stat().st_size, most_bytes(path.name), repr(name))
             return path.read_bytes()
-        except FileNotFoundError:
-            raise BadSample(f"{name!r}: no such file in {root}", "missing_member") from None
         except OSError as error:
             raise BadSample(f"{name!r}: cannot be read ({error.strerror})", "unreadable") from None
 
@@ -205,8 +202,17 @@ class Parquet(Input):
         group, row = self._locate(number)
         file, inside = self._where[group]
         if self._held[0] != group:
-            self._held = (group, self._open(self._paths[file]).read_row_group(inside))
+            self._held = (group, self._read(file, inside))
+        if isinstance(self._held[1], BadSample):
+            raise self._held[1]
         return self._rows[file](self._held[1].slice(row, 1).to_pylist()[0])
+
+    def _read(self, file: int, group: int) -> Any:
+        """A row group, or what makes every row of it unreadable."""
+        try:
+            return self._open(self._paths[file]).read_row_group(group)
+        except Exception as error:  # pyarrow: ArrowInvalid, OSError, ... for pages that are damaged
+            return BadSample(f"row group {group} of {self._paths[file]} is damaged ({one_line(error, 120)})")
 
     def identity(self) -> Iterator[object]:
         for path in self._paths:
@@ -221,7 +227,12 @@ class Datasets(Input):
             import datasets
         except ImportError:
             raise DataError(f"{root}: needs Hugging Face datasets; pip install 'earlyfusion[eval]'") from None
-        loaded: Any = datasets.load_from_disk(str(root))
+        try:
+            loaded: Any = _load_from_disk(datasets, root)
+        except DataError:
+            raise
+        except Exception as error:  # JSON of the wrong kind, Arrow that is damaged: anything
+            raise DataError(f"{root}: not a dataset on disk ({type(error).__name__}: {one_line(error, 160)})") from None
         if isinstance(loaded, datasets.DatasetDict):
             names = sorted(loaded)
             if options.split is None and len(names) > 1:
@@ -247,6 +258,15 @@ class Datasets(Input):
         yield self._identity
 
 
+def _load_from_disk(datasets: Any, root: Path) -> Any:
+    """load_from_disk, once every file that a state.json names is known to lie inside the folder."""
+    for state in sorted(root.rglob("state.json")):
+        within(state.stat().st_size, TEXT_BYTES, str(state))
+        for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]:
+            file_below(state.parent, entry["filename"], str(state))
+    return datasets.load_from_disk(str(root))
+
+
 class Reshard(Input):
     """Samples of shards, damaged ones left out."""
 
@@ -270,7 +290,7 @@ class Reshard(Input):
 
     def members(self, number: int) -> dict[str, bytes]:
         group = self._shards.group(*self._locate(number))
-        return {name: group.fetch(name) if size else b"" for name, size in group.sizes.items()}
+        return {name: group.read(name) if size else b"" for name, size in group.sizes.items()}
 
     def identity(self) -> Iterator[object]:
         for shard, (name, count) in enumerate(zip(self._shards.names, self._shards.counts)):

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from earlyfusion.data.encode import encode
-from earlyfusion.data.errors import BadSample
+from earlyfusion.data.errors import BadSample, one_sample
 from earlyfusion.data.formats import PICTURES, VIDEOS, Group, build, describe, ending
 from earlyfusion.data.formats_regions import picture_size
 from earlyfusion.data.options import ShardsOptions
@@ -87,8 +87,9 @@ class Worker:
     def _outcome(self, number: int) -> Outcome:
         made = Outcome(number, self.input.origin(number))
         try:
-            made.members = self.input.members(number)
-            self._check(made)
+            with one_sample(lambda: made.origin):
+                made.members = self.input.members(number)
+                self._check(made)
         except BadSample as error:
             return Outcome(number, made.origin, reason=error.reason, message=str(error))
         made.digest = content_hash(made.members, media_only=self.job.dedup == "media")

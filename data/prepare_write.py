@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.prepare_work import Outcome, key_of
 from earlyfusion.data.shards_fetch import MANIFEST
 from earlyfusion.data.shards_tar import INDEX_SUFFIX, ShardIndex, index_lines, scan_tar, write_index
@@ -103,11 +103,15 @@ class ShardSet:
             tar, index = self._path(len(self.entries), ".tar"), self._path(len(self.entries), INDEX_SUFFIX)
             if not (tar.is_file() and index.is_file()):
                 break
-            rows = ShardIndex(index)
-            if rows.header["bytes"] != tar.stat().st_size:
-                break
-            self.seen.update(bytes.fromhex(rows.row(i)[2]) for i in range(len(rows)))
-            self._enter(rows.header)
+            try:
+                rows = ShardIndex(index)
+                digests = [bytes.fromhex(rows.row(i)[2]) for i in range(len(rows))]
+                if rows.header["bytes"] != tar.stat().st_size or not {"start", "stop", "last"} <= set(rows.header):
+                    break
+                self._enter(rows.header)
+            except (DataError, KeyError, IndexError, TypeError, ValueError):
+                break  # a damaged index: the shard is made again
+            self.seen.update(digests)
             self.next_item, self.finished = rows.header["stop"], rows.header["last"]
         kept = {f"shard-{n:06d}" for n in range(len(self.entries))}
         for path in self.out.iterdir():
@@ -223,7 +227,7 @@ def verify(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield entry["name"], "missing"
         elif path.stat().st_size != entry["bytes"]:
             yield entry["name"], f"{path.stat().st_size} bytes, expected {entry['bytes']}"
-        elif sha256_of(path) != entry["sha256"]:
+        elif sha256_of(path) != entry.get("sha256"):
             yield entry["name"], "other content: the checksum differs"
         else:
             yield entry["name"], _index_fault(path)
@@ -237,4 +241,8 @@ def _index_fault(path: Path) -> str:
         return f"index: {error}"
     with path.open("rb") as file:
         scan = scan_tar(lambda offset, length: os.pread(file.fileno(), length, offset), path.stat().st_size)
-    return "" if dict(rows.sample(i) for i in range(len(rows))) == scan.samples else "the index is of another shard"
+    try:
+        same = dict(rows.sample(i) for i in range(len(rows))) == scan.samples
+    except BadSample as error:
+        return str(error)
+    return "" if same else "the index is of another shard"

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from PIL import Image as PILImage
 
 from earlyfusion.data.decode import Picture, open_picture
-from earlyfusion.data.errors import BadSample
+from earlyfusion.data.errors import BadSample, one_line
 
 __all__ = [
     "Image",
@@ -26,8 +26,49 @@ __all__ = [
     "Text",
     "Video",
     "VideoFile",
+    "file_below",
     "open_picture",
 ]
+
+TEXT_BYTES = 24 << 20
+"""Most bytes of a text or a JSON that is read at once; the worst JSON takes 25 times as much memory when it is parsed."""
+MEDIA_BYTES = 2 << 30
+"""Most bytes of a picture or a video that is read at once (DecodeConfig.video_max_mb may allow less)."""
+
+
+def within(size: int, limit: int, where: str) -> None:
+    """Raise BadSample (too_large) for more than `limit` bytes; asked before anything is read."""
+    if size > limit:
+        raise BadSample(f"{where}: {size:,} bytes, more than {limit:,}: split it or leave it out", "too_large")
+
+
+def file_below(root: Path, name: str | Path, where: str = "", outside: str = "missing_member") -> Path:
+    """The file `name` below `root`, with links followed on both sides; a row must not be able to name other files.
+
+    Raises BadSample (missing_member) when there is none and for names that no file can have, (`outside`) when it lies
+    elsewhere; `where` stands before the message.
+    """
+    start = f"{where} " if where else ""
+    try:
+        real = root.resolve()
+        path = (real / name).resolve()
+        found = path.is_file()
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # too long, a null character, half a character, a circle of links
+        raise BadSample(
+            f"{start}{str(name)!r:.100}: no file can be called that ({one_line(error, 100)})", "missing_member"
+        ) from None
+    if not path.is_relative_to(real):
+        raise BadSample(
+            f"{start}{str(name)!r:.300} lies outside {root}; keep the files below it, links are followed",
+            outside,
+        )
+    if not found:
+        raise BadSample(f"{start}{str(name)!r:.300}: no such file below {root}", "missing_member")
+    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,15 @@ from earlyfusion.data.shards_fetch import (
     short_names,
     stamp,
 )
-from earlyfusion.data.shards_tar import INDEX_SUFFIX, Pread, ShardIndex, index_lines, scan_tar, write_index
+from earlyfusion.data.shards_tar import (
+    INDEX_SUFFIX,
+    Pread,
+    ShardIndex,
+    index_lines,
+    scan_tar,
+    stated_samples,
+    write_index,
+)
 from earlyfusion.data.vocabulary import cache_root
 
 OPEN_SHARDS = 64
@@ -84,13 +92,19 @@ class Shards:
 
     @staticmethod
     def _as_listed(url: str, entry: dict[str, Any]) -> bool:
+        """Whether a local shard and its own index are those that index.json speaks of; a remote one is believed here."""
         local = as_local(url)
         if local is None:
             return True
         try:
-            return local.stat().st_size == entry["bytes"]
+            if local.stat().st_size != entry["bytes"]:
+                return False
         except FileNotFoundError:
             raise DataError(f"{url}: the index lists this shard but it is gone; restore it or prepare again") from None
+        stated = stated_samples(local.with_name(index_name(local.name)))
+        if stated != entry["samples"]:
+            LOG.warning("%s: index.json lists %d samples, its index %s; not believed", url, entry["samples"], stated)
+        return stated == entry["samples"]
 
     @property
     def counts(self) -> list[int]:
@@ -119,7 +133,14 @@ class Shards:
                 "again for the rest",
                 "truncated_tar",
             )
-        return self._index(shard).sample(position)
+        index = self._index(shard)
+        if position >= len(index):
+            raise BadSample(
+                f"{self.names[shard]}: index.json lists {self.usable[shard]} samples, the shard has {len(index)}; prepare "
+                "the folder again, or delete its index.json",
+                "bad_index",
+            )
+        return index.sample(position)
 
     def _read(self, shard: int, where: str, offset: int, size: int) -> bytes:
         data = self._pread(shard)(offset, size)
@@ -167,8 +188,8 @@ class Shards:
             if not path.is_file():
                 try:
                     with open_stream(source) as stream:
-                        lines = stream.read().decode("ascii").splitlines()
-                except (OSError, DataError):
+                        lines = stream.read().decode("ascii").split("\n")[:-1]
+                except (OSError, DataError, UnicodeDecodeError):
                     return None
                 write_index(path, iter(lines))
         return _index_of(path, None)

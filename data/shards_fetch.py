@@ -13,10 +13,11 @@ import gzip
 import io
 import json
 import logging
+import math
 import os
+import re
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ from earlyfusion.data.order import digest64
 
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 MANIFEST = "index.json"
+_MOST_SHARDS = 1_000_000
+_RATIO, _FREE = 100, 256 << 20
+"""Unpacked bytes for each packed one that are believed, once there are more than _FREE."""
 LOG = logging.getLogger("earlyfusion.data")
 
 
@@ -73,13 +77,24 @@ def expand(path: str) -> list[str]:
     A folder (its index.json, else every tar in it), a glob, braces (a-{000..012}.tar), a URL of any of these, or
     `pipe:command` (braces too). Raises DataError when nothing is found.
     """
+    return [shard for pattern in braces(path) for shard in _expand_one(pattern)]
+
+
+def braces(path: str) -> list[str]:
+    """The patterns that the braces of a path stand for. Raises DataError for unbalanced ones and for over a million."""
     from braceexpand import braceexpand
 
+    if "{" not in path:
+        return [path]
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", path)
+    sizes = [abs(int(b) - int(a)) + 1 if len(a) + len(b) < 30 else _MOST_SHARDS + 1 for a, b in ranges]
+    alternatives = [part.count(",") + 1 for part in re.findall(r"\{[^{}]*\}", path)]
+    if math.prod(sizes) * math.prod(alternatives) > _MOST_SHARDS or path.count("{") > 64:
+        raise DataError(f"{path!r:.200}: its braces stand for more than {_MOST_SHARDS:,} files; name fewer")
     try:
-        patterns = list(braceexpand(path)) if "{" in path else [path]
-    except ValueError as error:
-        raise DataError(f"shards {path!r}: {error}; write braces as a-{{000..012}}.tar") from None
-    return [shard for pattern in patterns for shard in _expand_one(pattern)]
+        return list(braceexpand(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path!r:.200}: {error}; write braces as a-{{000..012}}.tar") from None
 
 
 def _expand_one(path: str) -> list[str]:
@@ -137,18 +152,42 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or "earlyfusion_shards" not in manifest:
         LOG.warning("%s/%s is not of earlyfusion prepare; not used", folder, MANIFEST)
         return None
-    try:
-        names = [str(entry["name"]) for entry in manifest["shards"] if entry["samples"] + entry["bytes"] >= 0]
-    except (KeyError, TypeError):
-        raise DataError(f"{folder}/{MANIFEST}: damaged; prepare the folder again, or delete this file") from None
+    if not _whole_manifest(manifest):
+        raise DataError(f"{folder}/{MANIFEST}: damaged; prepare the folder again, or delete this file")
+    names = [entry["name"] for entry in manifest["shards"]]
     if any("/" in name or "\\" in name or name.startswith(".") for name in names):
         raise DataError(f"{folder}/{MANIFEST}: shard names must be plain file names, got {names[:3]}")
     return manifest
+
+
+TOTALS = ("samples", "items", "bytes", "tokens", "patches", "media")
+"""Sums in an index.json; the tables beside them count by name."""
+TABLES = ("formats", "skipped", "token_histogram", "patch_histogram")
+
+
+def _whole_manifest(manifest: dict[str, Any]) -> bool:
+    """Whether everything in an index.json that is read later is of its kind."""
+
+    def count(value: object) -> bool:
+        return type(value) is int and 0 <= value < 1 << 40
+
+    shards = manifest.get("shards")
+    entries = isinstance(shards, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and count(entry.get("samples"))
+        and type(entry.get("bytes")) is int
+        and 0 <= entry["bytes"] < 1 << 48
+        for entry in shards
+    )
+    tables = [manifest[name] for name in TABLES if name in manifest]
+    sums = all(type(manifest[name]) is int for name in TOTALS if name in manifest)
+    return entries and sums and all(isinstance(t, dict) and all(map(count, t.values())) for t in tables)
 
 
 def read_whole(url: str) -> bytes:
@@ -267,23 +306,58 @@ def locked(target: Path) -> Iterator[None]:
 def _copy(url: str, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open_stream(url) as raw, temporary.open("wb") as out:
-            try:
-                stream = decompressed(raw)
-                read = getattr(stream, "read1", stream.read)  # gzip's read() would lose what stands before a tear
-                while block := read(1 << 18):
-                    out.write(block)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                LOG.warning("%s: the compressed stream is torn (%s); what came before is used", url, error)
+        with open_stream(url) as packed, temporary.open("wb") as out:
+            raw = _Counted(packed)
+            for block in _blocks(url, raw):
+                out.write(block)
+                if raw.packed and out.tell() > max(_FREE, _RATIO * raw.taken):
+                    raise DataError(
+                        f"{url}: unpacks to more than {_RATIO} times its size ({out.tell() >> 20} MiB so far); unpack it "
+                        "by hand if that is meant"
+                    )
         temporary.replace(target)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | IsADirectoryError):
+            raise
+        raise DataError(f"{url}: cannot be copied to {target.parent} ({error.strerror or error})") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+class _Counted:
+    """A stream that counts the bytes taken from it; `packed` when they are compressed."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.taken, self.packed = stream, 0, False
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self.taken += len(data)
+        return data
+
+
+def _blocks(url: str, raw: _Counted) -> Iterator[bytes]:
+    """The unpacked stream in blocks, as far as it can be read."""
+    stream = decompressed(raw)
+    raw.packed = not isinstance(stream, io.BufferedReader)
+    read = getattr(stream, "read1", stream.read)  # gzip's read() would lose what stands before a tear
+    while True:
+        try:
+            block = read(1 << 18)
+        except Exception as error:  # zlib.error, EOFError, BadGzipFile, ZstdError, ...
+            if not raw.packed:
+                raise
+            LOG.warning("%s: the compressed stream is torn (%s); what came before is used", url, error)
+            return
+        if not block:
+            return
+        yield block
 
 
 class _Rejoined(io.RawIOBase):
     """A stream whose first bytes were read to see what it is."""
 
-    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
+    def __init__(self, head: bytes, rest: Any) -> None:
         self._head, self._rest = head, rest
 
     def readable(self) -> bool:
@@ -296,7 +370,7 @@ class _Rejoined(io.RawIOBase):
         return len(data)
 
 
-def decompressed(raw: IO[bytes]) -> Any:
+def decompressed(raw: Any) -> Any:
     """The stream behind gzip or zstd, told by its first bytes; any other stream as it is."""
     head = raw.read(4)
     stream = io.BufferedReader(_Rejoined(head, raw), 1 << 20)

@@ -23,13 +23,18 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import BadSample, DataError
 
 BLOCK = 512
 INDEX_VERSION = 1
 INDEX_SUFFIX = ".index.jsonl"
+_MOST = 1 << 48
+"""No file has so many bytes: a number beyond is damage."""
+_LONGEST_ROW = 16 << 20
+"""Longest line of an index in bytes: a sample of a quarter of a million members."""
 _LARGEST_EXTENSION = 1 << 20
 """Longest accepted long-name or pax record in bytes; a name is at most 4,096."""
+_PAX_RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")
 _META = re.compile(r"__[^/]*__($|/)")  # members that webdataset, too, keeps out of samples
 
 Members = dict[str, tuple[int, int]]
@@ -47,7 +52,7 @@ class TarScan:
     cut: bool = False
     """The archive ends early, or goes on as something that is no tar."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Members left out, by kind: outside, link, device, sparse, duplicate, other."""
+    """Members left out, by kind: outside, link, device, sparse, duplicate, no_extension, other."""
 
     def refuse(self, kind: str) -> None:
         """Count one member that is left out."""
@@ -96,7 +101,7 @@ def _enter(found: TarScan, name: str, kind: str, offset: int, length: int) -> No
         return found.refuse(kind)
     parts = split_name(name)
     if parts is None:
-        return
+        return found.refuse("no_extension")
     members = found.samples.setdefault(parts[0], {})
     if parts[1] in members:
         return found.refuse("duplicate")
@@ -128,7 +133,7 @@ def _members(pread: Pread, size: int) -> Iterator[tuple[str, str, int, int, int]
         prefix = _text(header[345:500]) if header[257:262] == b"ustar" and header[263:265] == b"00" else ""
         name = extra.get("path") or (f"{prefix}/" if prefix else "") + _text(header[:100])
         given = extra.get("size")
-        length = int(given) if given and given.isdigit() and len(given) < 19 else length
+        length = int(given) if given and given.isascii() and given.isdigit() and len(given) < 19 else length
         what = _KINDS.get(kind, "other")
         if any(key.startswith("GNU.sparse") for key in extra):
             what = "sparse"
@@ -169,12 +174,13 @@ def _text(raw: bytes) -> str:
 
 def _pax(raw: bytes) -> dict[str, str]:
     records: dict[str, str] = {}
-    while raw:
-        match = re.match(rb"(\d{1,7}) ([^=]+)=", raw)
-        if not match or not match.end() < int(match[1]) <= len(raw):
+    start = 0
+    while match := _PAX_RECORD.match(raw, start):
+        end = start + int(match[1])
+        if not match.end() < end <= len(raw):
             break
-        records[match[2].decode("utf-8", "replace")] = raw[match.end() : int(match[1]) - 1].decode("utf-8", "replace")
-        raw = raw[int(match[1]) :]
+        records[match[2].decode("utf-8", "replace")] = raw[match.end() : end - 1].decode("utf-8", "replace")
+        start = end
     return records
 
 
@@ -210,14 +216,15 @@ class ShardIndex:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
         ends = np.flatnonzero(np.frombuffer(self._map, dtype=np.uint8) == ord("\n"))
         try:
             self.header: dict[str, Any] = json.loads(self._map[: int(ends[0])]) if len(ends) else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             self.header = {}
-        if self.header.get("earlyfusion_index") != INDEX_VERSION or self.header.get("samples") != len(ends) - 1:
+        if not _whole_header(self.header) or self.header["samples"] != len(ends) - 1:
             raise DataError(f"{path}: not a whole index of version {INDEX_VERSION}; delete it, it is built anew")
         self._ends = ends
 
@@ -231,10 +238,58 @@ class ShardIndex:
 
     def row(self, position: int) -> list[Any]:
         """[key, [[extension, offset, size], ...], content hash if it has one] of the sample at `position`."""
-        row: list[Any] = json.loads(self._map[int(self._ends[position]) + 1 : int(self._ends[position + 1])])
+        first, last = int(self._ends[position]) + 1, int(self._ends[position + 1])
+        try:
+            row: list[Any] = json.loads(self._map[first:last]) if last - first <= _LONGEST_ROW else []
+        except (ValueError, RecursionError):
+            row = []
+        if not _whole_row(row):
+            raise BadSample(
+                f"{self._path.name}, line {position + 2}: no row of an index; delete the file, it is built anew",
+                "bad_index",
+            )
         return row
 
     def sample(self, position: int) -> tuple[str, Members]:
-        """(key, members) of the sample at `position`."""
+        """(key, members) of the sample at `position`; raises BadSample (bad_index)."""
         row = self.row(position)
         return row[0], {name: (offset, size) for name, offset, size in row[1]}
+
+
+def _count(value: object) -> bool:
+    """Whether this may be a number of bytes or samples."""
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _whole_header(header: object) -> bool:
+    """Whether the first line of an index is of this version, every part of it of the right kind."""
+    return (
+        isinstance(header, dict)
+        and header.get("earlyfusion_index") == INDEX_VERSION
+        and all(_count(header.get(name)) for name in ("samples", "bytes"))
+        and isinstance(header.get("cut"), bool)
+        and isinstance(header.get("refused"), dict)
+        and all(_count(number) for number in header["refused"].values())
+    )
+
+
+def _whole_row(row: object) -> bool:
+    """Whether a line of an index says where the members of a sample lie."""
+    return (
+        isinstance(row, list)
+        and len(row) in (2, 3)
+        and isinstance(row[0], str)
+        and isinstance(row[1], list)
+        and all(isinstance(m, list) and len(m) == 3 and isinstance(m[0], str) for m in row[1])
+        and all(_count(m[1]) and _count(m[2]) for m in row[1])
+    )
+
+
+def stated_samples(index: Path) -> int | None:
+    """The number of samples that the first line of an index file states; None when it is no whole header."""
+    try:
+        with index.open("rb") as file:
+            header = json.loads(file.readline(_LONGEST_ROW))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return int(header["samples"]) if _whole_header(header) else None

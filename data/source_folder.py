@@ -11,16 +11,19 @@ Files are taken in the order of their paths, folders below included; names that 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.order import held_out
-from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.data.sample import TEXT_BYTES, Image, Sample, Segment, Text, file_below, within
+from earlyfusion.data.shards_fetch import LOG
 from earlyfusion.data.source_easy_vqa import answer_text, question_text
+from earlyfusion.data.source_text_files import lines_of
 from earlyfusion.data.sources import Source
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -44,7 +47,11 @@ class Folder(Source):
         self.root = Path(str(config.path)).expanduser()
         if not self.root.is_dir():
             raise DataError(f"source {self.name!r}: folder {self.root} does not exist; check data.sources path")
+        self.left_out = Counter[str]()
+        """Files that are no sample, by what they are."""
         items = list(self._scan())
+        if self.left_out:
+            LOG.warning("source %r: %s: not used: %s", self.name, self.root, told(self.left_out))
         if not items:
             raise DataError(
                 f"source {self.name!r}: folder {self.root} holds nothing to read; expected pictures with a .txt or "
@@ -71,19 +78,20 @@ class Folder(Source):
                 )
                 if caption is not None:
                     yield _Item(key, path, caption)
+                else:
+                    self.left_out["picture without .txt or .json beside it"] += 1
             elif suffix in TEXTS and path not in captions:
                 yield _Item(key, path)
             elif suffix == ".jsonl":
                 yield from self._lines(path, key)
+            elif path not in captions:
+                self.left_out[f"file of kind {suffix or 'none'}"] += 1
 
     @staticmethod
     def _lines(path: Path, key: str) -> Iterator[_Item]:
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _Item(f"{key}:{number}", path, offset=offset)
-                offset += len(line)
+        for number, (offset, filled) in enumerate(lines_of(path), start=1):
+            if filled:
+                yield _Item(f"{key}:{number}", path, offset=offset)
 
     def __len__(self) -> int:
         return len(self._train)
@@ -107,6 +115,9 @@ class Folder(Source):
 
     def _read(self, item: _Item) -> Sample:
         loss = self.config.typed.text_loss
+        for path in (item.path, item.caption):
+            if path is not None:
+                file_below(self.root, path)  # a link may lead anywhere
         segments: list[Segment]
         if item.offset >= 0:
             segments = self._line(item, loss)
@@ -124,8 +135,9 @@ class Folder(Source):
     def _line(self, item: _Item, loss: float) -> list[Segment]:
         with item.path.open("rb") as file:
             file.seek(item.offset)
-            raw = file.readline()
+            raw = file.readline(TEXT_BYTES + 1)
         where = f"{item.path}, line {item.key.rpartition(':')[2]}"
+        within(len(raw), TEXT_BYTES, where)
         try:
             entry = _json(raw.decode("utf-8"), where)
         except UnicodeDecodeError as error:
@@ -136,17 +148,13 @@ class Folder(Source):
             raise BadSample(f'{where}: no "text" string; expected {{"text": ..., "image": optional path}}', "bad_json")
         if "image" not in entry:
             return [Text(entry["text"], loss)]
-        path = (item.path.parent / str(entry["image"])).resolve()
-        if not path.is_relative_to(self.root.resolve()):
-            raise BadSample(
-                f"{where}: image {entry['image']!r} lies outside {self.root}; keep pictures inside the folder",
-                "missing_member",
-            )
+        path = file_below(self.root, item.path.parent / str(entry["image"]), f"{where}: image")
         return [Image(path), Text("\n" + entry["text"], loss)]
 
 
 def _text_of(path: Path) -> str:
     try:
+        within(path.stat().st_size, TEXT_BYTES, str(path))
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadSample(
@@ -174,9 +182,10 @@ def _caption(entry: dict[str, Any], path: Path, loss: float) -> list[Segment]:
     caption = entry.get("caption", entry.get("text"))
     if isinstance(caption, str) and caption:
         segments.append(Text("\n" + caption, loss))
-    for turn in entry.get("questions", []):
+    turns = entry.get("questions", [])
+    for turn in turns if isinstance(turns, list) else [turns]:
         if not (isinstance(turn, dict) and isinstance(turn.get("question"), str) and "answer" in turn):
-            raise BadSample(f"{path}: questions must be objects with question and answer, got {turn!r}", "bad_json")
+            raise BadSample(f"{path}: questions must be objects with question and answer, got {turn!r:.80}", "bad_json")
         segments += [Text(question_text(turn["question"]), 0.0), Text(answer_text(str(turn["answer"])), loss)]
     if not segments:
         raise BadSample(f'{path}: neither "caption" nor "text" nor "questions" in it', "empty_text")

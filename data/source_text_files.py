@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import IO, Any
 import numpy as np
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample, DataError, one_line
 from earlyfusion.data.order import digest64
-from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.shards_fetch import as_local, locked, plain_copy, short_names, stamp
+from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, within
+from earlyfusion.data.shards_fetch import as_local, braces, locked, plain_copy, short_names, stamp
 from earlyfusion.data.shards_split import Split
 from earlyfusion.data.sources import Source
 from earlyfusion.data.vocabulary import cache_root
@@ -30,6 +31,10 @@ LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.
 TABLES = (".parquet",)
 PLAIN = (".txt", ".md", ".txt.gz", ".txt.zst", ".md.gz", ".md.zst")
 _BLOCK = 1 << 24
+_ROWS = 128
+"""Rows of a parquet file held at a time."""
+_RATIO, _FREE = 100, 256 << 20
+"""As in data/shards_fetch.py: what a packed file may unpack to."""
 
 
 class TextTable:
@@ -57,14 +62,18 @@ class TextTable:
             with locked(base):
                 if not starts.is_file():
                     _save(starts, _lines(self.path) if self.kind == "json" else _chunks(self.path, chunk_bytes))
-        self.starts = np.load(starts, mmap_mode="r")
+        try:
+            self.starts = np.load(starts, mmap_mode="r")
+        except (ValueError, EOFError):
+            raise DataError(f"{starts}: damaged; delete it, it is made anew") from None
 
     def __len__(self) -> int:
         return max(0, len(self.starts) - 1)
 
     def raw(self, position: int) -> bytes:
-        """The bytes of document `position`."""
+        """The bytes of document `position`; raises BadSample (too_large)."""
         first, last = int(self.starts[position]), int(self.starts[position + 1])
+        within(last - first, TEXT_BYTES, f"{self.path.name}, document {position + 1}")
         with self.path.open("rb") as file:
             file.seek(first)
             return file.read(last - first)
@@ -95,18 +104,23 @@ class TextTable:
 
 def _lines(path: Path) -> np.ndarray:
     """Starts of the lines that are not blank, and the end. A blank line belongs to the one before it."""
-    starts, position, carry = [], 0, b""
+    starts = [offset for offset, filled in lines_of(path) if filled]
+    return np.asarray([*starts, path.stat().st_size], dtype=np.int64)
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bool]]:
+    """(offset, whether it holds more than spaces) of every line; a line of any length takes no more than a block."""
+    begin, position, filled = 0, 0, False
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            lines = (carry + block).split(b"\n")
-            carry = lines.pop()
-            for line in lines:
-                if line.strip():
-                    starts.append(position)
+            *whole, rest = block.split(b"\n")
+            for line in whole:
+                yield begin, filled or bool(line.strip())
                 position += len(line) + 1
-    if carry.strip():
-        starts.append(position)
-    return np.asarray([*starts, position + len(carry)], dtype=np.int64)
+                begin, filled = position, False
+            filled, position = filled or bool(rest.strip()), position + len(rest)
+    if position > begin:
+        yield begin, filled
 
 
 def _chunks(path: Path, chunk_bytes: int) -> np.ndarray:
@@ -117,7 +131,8 @@ def _chunks(path: Path, chunk_bytes: int) -> np.ndarray:
         with path.open("rb") as file:
             while starts and (target := starts[-1] + chunk_bytes) < size:
                 file.seek(target - 1)
-                file.readline()
+                while (part := file.readline(_BLOCK)) and not part.endswith(b"\n"):
+                    pass
                 if file.tell() >= size:
                     break
                 starts.append(file.tell())
@@ -135,16 +150,37 @@ def _unpack_parquet(path: Path, field: str, out: Path, starts: Path) -> None:
         raise DataError(f"{path}: not a parquet file ({error})") from None
     if field not in table.schema_arrow.names:
         raise DataError(f"{path}: no column {field!r}; there are {table.schema_arrow.names}; set the option text_field")
+    kind = str(table.schema_arrow.field(field).type)
+    if not re.fullmatch(r"(large_)?(string|binary)(_view)?|dictionary<values=(large_)?(string|binary),.*", kind):
+        raise DataError(f"{path}: column {field!r} holds {kind:.80}, expected text; set the option text_field")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    ends = [0]
-    with temporary.open("wb") as file:
-        for group in range(table.num_row_groups):
-            for value in table.read_row_group(group, columns=[field]).column(0).to_pylist():
-                raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else (value or b"")
-                file.write(raw)
-                ends.append(ends[-1] + len(raw))
-    temporary.replace(out)
+    try:
+        ends = _write_column(table, field, temporary, max(_FREE, _RATIO * path.stat().st_size), path)
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
     _save(starts, np.asarray(ends, dtype=np.int64))
+
+
+def _write_column(table: Any, field: str, out: Path, limit: int, path: Path) -> list[int]:
+    """Write the texts of a parquet column one after the other, a few rows at a time; returns where each ends."""
+    ends = [0]
+    with out.open("wb") as file:
+        try:
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else (value or b"")
+                    file.write(raw)
+                    ends.append(ends[-1] + len(raw))
+                if ends[-1] > limit:
+                    raise DataError(f"{path}: its texts are more than {limit >> 20} MiB, {_RATIO} times the file")
+        except DataError:
+            raise
+        except Exception as error:  # pyarrow: ArrowInvalid, OSError, ... for pages that are damaged
+            raise DataError(
+                f"{path}: damaged after row {len(ends) - 1} ({one_line(error, 120)}); fetch it again or leave it out"
+            ) from None
+    return ends
 
 
 def _save(path: Path, array: np.ndarray) -> None:
@@ -157,10 +193,8 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 def find_files(path: str) -> list[str]:
     """Every text file that `path` names, in order; raises DataError when there is none."""
-    from braceexpand import braceexpand
-
     found: list[str] = []
-    for pattern in braceexpand(path) if "{" in path else [path]:
+    for pattern in braces(path):
         local = as_local(pattern)
         if local is None:
             found.append(pattern)

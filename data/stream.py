@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias
 
 from earlyfusion.data.balance import VisionCost
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.encode import Encoded, encode, next_cut, refuse_longer
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample, DataError, one_sample
 from earlyfusion.data.mixture import Schedule
 from earlyfusion.data.order import Permutation
 from earlyfusion.data.sources import Source, build_source
@@ -24,6 +24,8 @@ Reference: TypeAlias = tuple[str, int, int, int, int]
 """(source, epoch, index, first token, end) of a piece."""
 _MARGIN = 1.1
 """Documents passed over for a skip, relative to the mean."""
+_MOST_IN_A_ROW = 100_000
+"""Bad samples after which a source is given up, however many more its index claims to hold."""
 _LAST = 8
 """Messages of left-out samples kept for a report."""
 
@@ -146,16 +148,20 @@ class Stream:
         locate = getattr(self.source, "locate", None)
         return locate(index) if locate is not None else ("", str(index))
 
+    def _told(self, index: int) -> str:
+        return " ".join(["source", repr(self.source.name), *self._place(index)])
+
     def next_piece(self) -> tuple[Reference, Encoded] | None:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as configured."""
         failures = 0
         while not self.exhausted:
             epoch, index = self.where()
             try:
-                document = self._document
-                if document is None:
-                    document = self.encoded(epoch, index)
-                stop = self._cut(document)
+                with one_sample(partial(self._told, index)):
+                    document = self._document
+                    if document is None:
+                        document = self.encoded(epoch, index)
+                    stop = self._cut(document)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
                     raise
@@ -221,7 +227,7 @@ class Stream:
                 "message": message,
             }
         )
-        if failures > max(100, len(self.source)):
+        if failures > max(100, min(len(self.source), _MOST_IN_A_ROW)):
             raise DataError(f"source {self.source.name!r}: {failures} samples in a row cannot be used; last: {message}")
 
     def pass_over(self, tokens: float) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import BadSample, DataError
 
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -129,14 +129,17 @@ class Tokenizer:
         return index
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of plain text; no token is added and no special token is ever recognised in it."""
+        """Ids of plain text; no token is added and no special token is ever recognised in it.
+
+        Raises BadSample (encoding) for half a character: JSON may hold "\\ud83d" alone.
+        """
         known = self._memory.get(text)
         if known is not None:
             return known
         try:
             ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeEncodeError):
-            raise DataError("text holds surrogate code points; decode its bytes as UTF-8 first") from None
+            raise BadSample("text holds surrogate code points; decode its bytes as UTF-8 first", "encoding") from None
         if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < _CACHED_TEXTS:
             self._memory[text] = ids
         return ids
