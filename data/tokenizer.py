@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample, DataError, one_line
 
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -73,6 +73,10 @@ _CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
 """Short texts (questions, answers, captions) repeat for ever; their ids are kept."""
 
 
+_MOST_BYTES, _MOST_IDS, _GROWTH = 256 << 20, 1 << 22, 4096.0
+"""What a tokenizer.json may be and do: its size, its ids, and how much longer its replacements may make a text."""
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` with named special ids and a memory for short texts.
 
@@ -100,7 +104,10 @@ class Tokenizer:
 
     def _named(self, role: str, default: str) -> str:
         value = self.config.get(role) or default
-        return value["content"] if isinstance(value, dict) else str(value)
+        name = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{role} is {name!r:.60} in tokenizer_config.json, expected a string")
+        return name
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_restore, (self._backend.to_str(), self.config))
@@ -140,6 +147,10 @@ class Tokenizer:
             ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeEncodeError):
             raise BadSample("text holds surrogate code points; decode its bytes as UTF-8 first", "encoding") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # what the Rust library does with its own mistakes
+                raise
+            raise BadSample(f"the tokenizer panicked: {one_line(error)}", "unexpected") from None
         if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < _CACHED_TEXTS:
             self._memory[text] = ids
         return ids
@@ -198,19 +209,61 @@ class Tokenizer:
         if not source.is_file():
             found = "no such directory" if not directory.is_dir() else "no tokenizer.json in it"
             raise DataError(f"tokenizer {given}: {found}; give a directory that holds tokenizer.json")
-        try:
-            backend = Backend.from_file(str(source))
-        except Exception as error:  # the Rust library raises bare Exception
-            raise DataError(f"tokenizer {source}: not a tokenizers file ({error})") from None
         config_file = directory / "tokenizer_config.json"
-        try:
-            config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-        except ValueError as error:
-            raise DataError(f"tokenizer {config_file}: not valid JSON ({error})") from None
+        config = _object(config_file) if config_file.is_file() else {}
         template = directory / "chat_template.jinja"
-        if "chat_template" not in config and template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
-        return cls(backend, config)
+        try:
+            if "chat_template" not in config and template.is_file():
+                config["chat_template"] = template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"tokenizer {template}: cannot be read ({one_line(error)})") from None
+        _refuse_growth(source, _object(source))
+        try:
+            made = cls(Backend.from_file(str(source)), config)
+            made.encode("a")
+        except DataError as error:
+            raise DataError(f"tokenizer {source}: {error}") from None
+        except BaseException as error:  # the Rust library raises bare Exception, and panics below BaseException
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise DataError(f"tokenizer {source}: not a tokenizers file ({one_line(error)})") from None
+        if made.vocab_size > _MOST_IDS:
+            raise DataError(f"tokenizer {source}: ids up to {made.vocab_size - 1}, expected fewer than {_MOST_IDS}")
+        return made
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises DataError in one line for anything else."""
+    try:
+        size = path.stat().st_size
+        found = json.loads(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer {path}: not valid JSON ({one_line(error)})") from None
+    if not isinstance(found, dict):
+        what = type(found).__name__ if size <= _MOST_BYTES else f"{size} bytes"
+        raise DataError(f"tokenizer {path}: {what}, expected an object of at most {_MOST_BYTES >> 20} MiB")
+    return found
+
+
+def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
+    """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as long.
+
+    Thirty that each write two letters for one make a gigabyte of one letter, inside the library where nothing stops it.
+    """
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        growth, waiting = 1.0, [found.get(part)]
+        while waiting:
+            step = waiting.pop()
+            if isinstance(step, list):
+                waiting += step
+            elif isinstance(step, Mapping):
+                content, pattern = step.get("content"), step.get("pattern")
+                if isinstance(content, str):
+                    literal = pattern.get("String") if isinstance(pattern, Mapping) else None
+                    growth *= max(1.0, len(content) / (len(literal) if isinstance(literal, str) and literal else 1))
+                waiting += [value for value in step.values() if isinstance(value, list | Mapping)]
+        if growth > _GROWTH:
+            raise DataError(f"tokenizer {path}: its {part} makes texts up to {growth:.3g} times as long; not used")
 
 
 def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
