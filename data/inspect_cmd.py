@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from rich.tree import Tree
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
-from earlyfusion.data.errors import BadSample, DataError, did_you_mean, one_sample
+from earlyfusion.data.errors import BadSample, DataError, did_you_mean, one_line, one_sample
 from earlyfusion.data.examples import write_examples
 from earlyfusion.data.formats import describe
 from earlyfusion.data.prepare_work import open_tokenizer
-from earlyfusion.data.shards_fetch import TAR_ENDS, as_local, is_url
+from earlyfusion.data.shards_fetch import TABLES as COUNTED
+from earlyfusion.data.shards_fetch import TAR_ENDS, TOTALS, as_local, braces, is_url
+from earlyfusion.data.source_folder import Folder
 from earlyfusion.data.source_shards import WebDataset
 from earlyfusion.data.source_text_files import LINES, TABLES
 from earlyfusion.data.sources import Source, build_source
@@ -34,6 +37,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -52,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--tokenizer", metavar="PATH", help="tokenizer that counts; without one the recipe's or the embedded one"
     )
     made.add_argument("--vision", choices=sorted(PRESETS), help="patch rule; without one the recipe's, or moonvit_v2")
+    made.add_argument(
+        "--run-commands", action="store_true", help="a recipe is code: run the commands (pipe:...) that it names"
+    )
     return made
 
 
@@ -86,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments[1:])
     if args.samples < 1:
         raise DataError(f"--samples {args.samples}: expected at least 1")
-    mix = open_mix(args.path, args.tokenizer, args.vision)
+    mix = open_mix(args.path, args.tokenizer, args.vision, run_commands=args.run_commands)
     console = Console()
-    tree = Tree(f"[bold]{escape(args.path)}[/]")
+    tree = Tree(f"[bold]{escape(one_line(args.path))}[/]")
     cards: list[Card] = []
     total = sum(source.weight for source in mix.data.sources) or 1.0
     for config in mix.data.sources:
@@ -99,17 +106,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(tree)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(sheet(f"{args.path}: {len(cards)} samples", cards), encoding="utf-8")
+        page = sheet(f"{args.path}: {len(cards)} samples", cards)
+        args.out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names need not be UTF-8
         console.print(f"contact sheet: {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
-def open_mix(path: str, tokenizer: str | None = None, vision: str | None = None) -> Mix:
-    """The mix that `path` names; raises DataError (or the recipe's own error) when it is none."""
+def open_mix(path: str, tokenizer: str | None = None, vision: str | None = None, *, run_commands: bool = False) -> Mix:
+    """The mix that `path` names; raises DataError (or the recipe's own error) when it is none.
+
+    A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust it. A command
+    given as `path` itself was typed by whoever asks.
+    """
     local = as_local(path)
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
     if path.endswith(".toml") or not (exists or is_url(path) or path.startswith("pipe:")):
-        return _recipe(path, tokenizer, vision)
+        return _recipe(path, tokenizer, vision, run_commands)
     kind = _kind(path, local)
     data = DataConfig(sources=[SourceConfig(name=Path(path).name or "data", kind=kind, path=path)], val_fraction=0.0)
     return Mix(data, VisionConfig.preset(vision or "moonvit_v2"), open_tokenizer(tokenizer))
@@ -125,7 +137,16 @@ def _kind(path: str, local: Path | None) -> str:
     return "text_files" if only_tables else "folder"
 
 
-def _recipe(path: str, tokenizer: str | None, vision: str | None) -> Mix:
+def _commands(tree: Any) -> Iterator[str]:
+    """What opening the sources of a recipe would run: pipe:command, and package.module:function."""
+    if isinstance(tree, str):
+        yield from (text for text in braces(tree) if text.startswith("pipe:") or _FUNCTION.fullmatch(text))
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _commands(value)
+
+
+def _recipe(path: str, tokenizer: str | None, vision: str | None, run_commands: bool) -> Mix:
     """A recipe is a higher floor's business: reached by name, and only its data, vision and tokenizer are used."""
     if "/" in path and not Path(path).is_file():
         raise DataError(f"{path}: no such file or folder")
@@ -137,6 +158,20 @@ def _recipe(path: str, tokenizer: str | None, vision: str | None) -> Mix:
         tree = compose.compose([path])
     if "data" not in tree:
         raise DataError(f"{path}: no [data] section to inspect")
+    commands = list(_commands({name: tree[name] for name in ("data", "reward") if name in tree}))
+    if commands and not run_commands:
+        raise DataError(
+            f"{path}: names commands or functions that would run ({'; '.join(commands)[:200]}); a recipe is code: read it, "
+            "then add --run-commands"
+        )
+    try:
+        return _mix_of(tree, tokenizer, vision)
+    except (AttributeError, TypeError) as error:
+        raise DataError(f"{path}: not a recipe ({one_line(error)})") from None
+
+
+def _mix_of(tree: dict[str, Any], tokenizer: str | None, vision: str | None) -> Mix:
+    """The sections of a recipe that matter here. Raises ValidationError, DataError, TypeError, AttributeError."""
     chosen = dict(tree.get("vision") or {})
     base = VisionConfig.preset(vision or chosen.pop("preset", "moonvit_v2")).model_dump()
     given = tree.get("tokenizer") or {}
@@ -173,13 +208,15 @@ def _format(source: Source, index: int, heldout: bool) -> str:
 def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Card], share: float) -> None:
     limit = f", at most {config.max_epochs:g} epochs" if config.max_epochs else ""
     branch = tree.add(
-        f"[bold cyan]{escape(config.name)}[/]  {config.kind}  weight {config.weight:g} ({share:.1%}){limit}"
+        f"[bold cyan]{escape(one_line(config.name))}[/]  {config.kind}  weight {config.weight:g} ({share:.1%}){limit}"
     )
     branch.add(f"{len(source):,} samples, {source.heldout_len():,} held out")
+    if isinstance(source, Folder) and source.left_out:
+        branch.add(f"[red]no samples: {_listed(source.left_out)}[/]")
     if isinstance(source, WebDataset):
         _shards(branch, source)
     manifest = source.shards.manifest if isinstance(source, WebDataset) else None
-    if manifest and "earlyfusion_shards" in manifest:
+    if manifest and {*TOTALS, *COUNTED, "vision"} <= set(manifest):
         _exact(branch, manifest)
         return
     good = [card for card in cards if not card.bad]
@@ -202,7 +239,7 @@ def _shards(branch: Tree, source: WebDataset) -> None:
     cut = [name for name, torn in zip(shards.names, shards.cut) if torn]
     branch.add(
         f"{len(shards.names):,} shards"
-        + (f", [red]{len(cut)} cut short: {escape(', '.join(cut[:5]))}[/]" if cut else "")
+        + (f", [red]{len(cut)} cut short: {escape(one_line(', '.join(cut[:5])))}[/]" if cut else "")
     )
     refused: Counter[str] = Counter()
     if shards.manifest is None:
@@ -220,7 +257,7 @@ def _exact(branch: Tree, manifest: dict[str, Any]) -> None:
         f"{manifest['tokens']:,} tokens, {manifest['tokens'] / samples:,.0f} a sample  {_bars(manifest['token_histogram'])}"
     )
     branch.add(
-        f"{manifest['patches']:,} patches ({manifest['vision']}), {manifest['patches'] / samples:,.0f} a sample  "
+        f"{manifest['patches']:,} patches ({escape(str(manifest['vision']))}), {manifest['patches'] / samples:,.0f} a sample  "
         f"{_bars(manifest['patch_histogram'])}"
     )
     branch.add(f"left out: {_listed(manifest['skipped']) or 'nothing'}")
@@ -228,7 +265,8 @@ def _exact(branch: Tree, manifest: dict[str, Any]) -> None:
 
 def _listed(counts: dict[str, int] | Counter[str]) -> str:
     return ", ".join(
-        f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        f"{count:,} {escape(one_line(name, 60))}"
+        for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     )
 
 
@@ -236,7 +274,9 @@ def _bars(histogram: dict[str, int]) -> str:
     """A histogram over powers of two as a row of bars: "16▁▃█▂1024"."""
     if not histogram:
         return ""
-    names = sorted(map(int, histogram))
+    names = sorted(int(name) for name in histogram if name.isascii() and name.isdigit() and len(name) < 19)
+    if not names or max(histogram.values()) < 1:
+        return ""
     first, last, top = names[0], names[-1], max(histogram.values())
     steps = [0] if first == 0 else []
     power = max(1, names[1] if first == 0 and len(names) > 1 else first)

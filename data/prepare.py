@@ -135,7 +135,7 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"{out}: another prepare is at work there; wait for it or take another folder") from None
         state = out / STATE
-        known = state.read_text("ascii") if state.is_file() else None
+        known = state.read_text("utf-8", "replace") if state.is_file() else None
         others = [path for path in out.iterdir() if path.name not in (".lock", STATE, f".{STATE}.tmp")]
         if others and (known is None or identity not in known):
             if not overwrite or known is None:

@@ -187,6 +187,15 @@ class ShardSet:
         self._enter(ShardIndex(self._path(number, INDEX_SUFFIX)).header)
         self._begin()
 
+    def _told(self) -> str:
+        """The lines of all items left out, shard by shard."""
+        try:
+            return "".join(self._path(n, ".skipped.jsonl").read_text("ascii") for n in range(len(self.entries)))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
+            ) from None
+
     def finish(self, items: int, about: dict[str, Any]) -> dict[str, Any]:
         """Close the last shard, write skipped.jsonl and index.json; returns what index.json holds.
 
@@ -196,8 +205,7 @@ class ShardSet:
         rest = list(self._skips)
         reasons = Counter(self._tally.skipped)
         self._close(last=True)
-        parts = (self._path(n, ".skipped.jsonl").read_text("ascii") for n in range(len(self.entries)))
-        text = "".join(parts) if self.entries else "".join(f"{line}\n" for line in rest)
+        text = self._told() if self.entries else "".join(f"{line}\n" for line in rest)
         temporary = self.out / ".skipped.jsonl.tmp"
         temporary.write_text(text, encoding="ascii")
         temporary.replace(self.out / "skipped.jsonl")
@@ -215,7 +223,7 @@ class ShardSet:
         }
         write_json(self.out / MANIFEST, manifest)
         for number in range(len(self.entries)):
-            self._path(number, ".skipped.jsonl").unlink()
+            self._path(number, ".skipped.jsonl").unlink(missing_ok=True)
         return manifest
 
 

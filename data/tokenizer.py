@@ -238,7 +238,7 @@ def _object(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         found = json.loads(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"tokenizer {path}: not valid JSON ({one_line(error)})") from None
+        raise DataError(f"tokenizer {path}: not a tokenizers file, no valid JSON ({one_line(error)})") from None
     if not isinstance(found, dict):
         what = type(found).__name__ if size <= _MOST_BYTES else f"{size} bytes"
         raise DataError(f"tokenizer {path}: {what}, expected an object of at most {_MOST_BYTES >> 20} MiB")

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare_analysis import Options, compare_arms
 from earlyfusion.eval.compare_load import CompareError, load_arm
@@ -84,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def shown(name: str) -> str:
+    """A name of others as the console may print it: no markup, nothing that a terminal obeys."""
+    return escape(one_line(name))
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     """The tables; they fit 80 columns (the first column folds)."""
     with_control = any("difference_in_differences" in entry for entry in result["tasks"])
@@ -94,7 +100,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for entry in result["tasks"]:
         delta = entry["delta"]
         style = STYLES.get(entry["verdict"].split(",")[0], "dim")
-        row = [f"{entry['task']}\n[{style}]{entry['verdict']}[/]", f"{entry['n']:,}"]
+        row = [f"{shown(entry['task'])}\n[{style}]{entry['verdict']}[/]", f"{entry['n']:,}"]
         row += [f"{unit(entry['base']['score'])}\n{unit(entry['treated']['score'])}", _delta(unit, delta)]
         if with_control:
             row.append(_delta(unit, entry["difference_in_differences"]))
@@ -103,7 +109,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for entry in result["tasks"]:
         _show_details(entry, unit, console)
     if result["left_out"]:
-        console.print(f"not in every run, left out: {', '.join(result['left_out'])}")
+        console.print(f"not in every run, left out: {shown(', '.join(result['left_out']))}")
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -123,27 +129,27 @@ def _show_details(entry: dict[str, Any], unit: Unit, console: Console) -> None:
     if seeds:
         both, alone = seeds["both"], seeds["seeds"]
         console.print(
-            f"{entry['task']}: {len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds "
+            f"{shown(entry['task'])}: {len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds "
             f"{unit(alone['value'], True)} {_range(unit, alone)}, over new questions and seeds {_range(unit, both)}"
         )
     table = entry["delta"]["mcnemar"]
     if table and entry["view"] == "":
         console.print(
-            f"{entry['task']}: {table['won']} won, {table['lost']} lost (discordance "
+            f"{shown(entry['task'])}: {table['won']} won, {table['lost']} lost (discordance "
             f"{100 * table['discordance']:.1f} %), McNemar exact p {p_text(table['p_exact'])}, bootstrap "
             f"{_range(unit, entry['delta']['bootstrap'])}"
         )
     if not entry["categories"] or entry["view"]:
         return
-    shown = _table(
-        f"{entry['task']} by category (p after Holm over {len(entry['categories'])})",
+    table = _table(
+        f"{shown(entry['task'])} by category (p after Holm over {len(entry['categories'])})",
         ["category", "n", "base", "treated", "delta ± SE", "95 %", "p Holm", "visible\nfrom"],
     )
     for c in entry["categories"]:
-        row = [c["category"], f"{c['n']:,}", unit(c["base"]), unit(c["treated"])]
+        row = [shown(c["category"]), f"{c['n']:,}", unit(c["base"]), unit(c["treated"])]
         row += [f"{unit(c['value'], True)} ± {unit(c['se'])}", _range(unit, c), p_text(c["p_holm"])]
-        shown.add_row(*row, unit(c["smallest_delta"]))
-    print_table(console, shown)
+        table.add_row(*row, unit(c["smallest_delta"]))
+    print_table(console, table)
 
 
 def _range(unit: Unit, interval: dict[str, Any]) -> str:

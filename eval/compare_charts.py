@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from earlyfusion.eval.compare_text import Unit
+from earlyfusion.eval.compare_text import Unit, chart_label
 from earlyfusion.eval.statistics_design import power_curve
 
 INK, MUTED, GRID, BLUE, GREEN, RED, SAND = "#1d2433", "#6b7487", "#e4e8ef", "#2f6fde", "#1f8a5f", "#c0392b", "#c9a227"
@@ -23,7 +24,7 @@ def _svg(figure: Figure, description: str) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "earlyfusion"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{html.escape(description)}" ', 1)
 
 
 def _axes(figure: Figure, xlabel: str, ylabel: str = "") -> Axes:
@@ -32,7 +33,7 @@ def _axes(figure: Figure, xlabel: str, ylabel: str = "") -> Axes:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     axes.tick_params(which="both", colors=MUTED, labelsize=8, length=0)
-    axes.set_xlabel(xlabel, color=MUTED, fontsize=8)
+    axes.set_xlabel(chart_label(xlabel), color=MUTED, fontsize=8)
     axes.set_ylabel(ylabel, color=MUTED, fontsize=8)
     axes.set_axisbelow(True)
     return axes
@@ -70,7 +71,7 @@ def forest(rows: Sequence[dict[str, Any]], unit: Unit, description: str) -> str:
         if row.get("published") is not None:
             axes.plot(unit.scaled(row["published"]), y, "|", color=BLUE, markersize=15, label=once("K2.5 report"))
     axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [row["label"] for row in rows][::-1], fontsize=8, color=INK)
+    axes.set_yticks(range(len(rows)), [chart_label(row["label"]) for row in rows][::-1], fontsize=8, color=INK)
     axes.set_ylim(-0.7, len(rows) - 0.3)
     if labelled:
         axes.legend(frameon=False, fontsize=7, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))

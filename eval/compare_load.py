@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.eval.statistics_paired import Array
 
 VIEWS = {"blind": "blind_score", "words": "words_score", "seeing": ""}
@@ -131,7 +131,7 @@ def _line(
     digest = hashlib.sha256("\n".join(f"{i}\t{r}\t{h}" for (i, r), h in sorted(prompts.items())).encode()).hexdigest()
     first = [rows[places[0]] for places in by_id.values()]
     extracting = [row for row in rows if "extracted" in row] if view == "" else []
-    counted = [float(row["tokens"]) for row in rows if view == "" and isinstance(row.get("tokens"), int | float)]
+    counted = [float(row["tokens"]) for row in rows if view == "" and _measured(row.get("tokens"))]
     task = str(summary.get("task") or folder.resolve().name)
     return TaskRun(
         task=f"{task} ({view})" if view else task,
@@ -154,25 +154,36 @@ def _line(
 def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Rows by (id, repeat); a question written twice by a resumed run counts once, the last time."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             rows[str(row["id"]), int(row.get("repeat") or 0)] = row
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CompareError(
-                f"{path}:{number}: not a record ({type(error).__name__}: {error}); expected a JSON object with id, "
+                f"{path}:{number}: not a record ({type(error).__name__}: {one_line(error)}); expected a JSON object with id, "
                 "prompt_hash and score; run earlyfusion eval again with the same --out to mend the file"
             ) from None
     return rows
+
+
+def _measured(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e100
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CompareError(f"{path}: cannot be read ({one_line(error)}); evaluate again") from None
 
 
 def _number(row: dict[str, Any], metric: str, folder: Path) -> float:
     given = row.get("metrics")
     metrics = given if isinstance(given, dict) else {}
     value = row.get("score") if metric == "score" else metrics.get(metric, row.get(metric))
-    if not isinstance(value, int | float) or value != value:
+    if not isinstance(value, int | float) or not abs(value) < 1e100:  # also NaN, and integers of 400 digits
         known = ", ".join(["score", *metrics])
         raise CompareError(
             f"{folder / 'records.jsonl'}: question {row['id']!r} has no number {metric!r} (known here: {known}); "
@@ -183,8 +194,8 @@ def _number(row: dict[str, Any], metric: str, folder: Path) -> float:
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(_text(path))
+    except (CompareError, ValueError, RecursionError):
         raise CompareError(f"{path}: missing or unreadable; the evaluation did not finish: run it again") from None
     return found if isinstance(found, dict) else {}
 

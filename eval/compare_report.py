@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.eval.compare_charts import forest, histogram, power, seeds_strip, wins_and_losses
 from earlyfusion.eval.compare_text import Unit, p_text
+from earlyfusion.eval.results import write_whole
 
 STYLE = """
 :root{--ink:#1d2433;--muted:#6b7487;--line:#e4e8ef;--paper:#fff;--wash:#f5f7fa;--good:#1f8a5f;--bad:#c0392b}
@@ -48,11 +48,7 @@ def write_html(path: Path, result: dict[str, Any]) -> Path:
         f"<style>{STYLE}</style></head><body><main><h1>{html.escape(title)}</h1>"
         f'<p class="note">{html.escape(METHOD)}</p>{"".join(parts)}{_provenance(result)}</main></body></html>\n'
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+    return write_whole(path, page)
 
 
 def _names(result: dict[str, Any], arm: str) -> str:
@@ -62,7 +58,7 @@ def _names(result: dict[str, Any], arm: str) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are HTML already."""
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + f"</tr>{body}</table>"
+    return "<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in head) + f"</tr>{body}</table>"
 
 
 def _headline(result: dict[str, Any], unit: Unit) -> str:
@@ -104,11 +100,11 @@ def _headline(result: dict[str, Any], unit: Unit) -> str:
             "arXiv 2602.02276, Table 2), published without a control arm and without error bars.</p>"
         )
     drawing = forest(lines, unit, "delta of every task with its 95 percent interval")
-    return f"<section><h2>All tasks, {unit.name}</h2>{_table([*head, 'verdict'], rows)}{drawing}{note}</section>"
+    return f"<section><h2>All tasks, {html.escape(unit.name)}</h2>{_table([*head, 'verdict'], rows)}{drawing}{note}</section>"
 
 
 def _task(entry: dict[str, Any], unit: Unit) -> str:
-    delta, name = entry["delta"], html.escape(entry["task"])
+    delta, name = entry["delta"], entry["task"]
     figures = [_figure("Bootstrap", histogram(delta["bootstrap"], delta["value"], unit, f"bootstrap of {name}"))]
     if delta["mcnemar"]:
         figures.append(_figure("Questions that changed", wins_and_losses(delta["mcnemar"], f"wins and losses, {name}")))
@@ -130,7 +126,7 @@ def _task(entry: dict[str, Any], unit: Unit) -> str:
         lines = [{"label": c["category"], **c} for c in entry["categories"]]
         head = ["category", "n", "base", "treated", "delta", "95 %", "p Holm", "visible from"]
         parts += ["<h3>By category</h3>", _table(head, rows), forest(lines, unit, f"delta by category, {name}")]
-    return f"<section><h2>{name}</h2>{''.join(parts)}</section>"
+    return f"<section><h2>{html.escape(name)}</h2>{''.join(parts)}</section>"
 
 
 def _figure(title: str, drawing: str) -> str:
@@ -196,7 +192,10 @@ def _provenance(result: dict[str, Any]) -> str:
         ["arm", "folders"], [[html.escape(arm), html.escape(", ".join(f))] for arm, f in result["arms"].items()]
     )
     rows = [
-        [html.escape(e["task"]), f"<code>{e['data_hash'][:16]}</code>", f"<code>{e['prompt_hash'][:16]}</code>"]
+        [
+            html.escape(e["task"]),
+            *(f"<code>{html.escape(e[kind][:16])}</code>" for kind in ("data_hash", "prompt_hash")),
+        ]
         for e in result["tasks"]
     ]
     hashes = _table(["task", "data sha256", "prompts sha256"], rows)

@@ -31,6 +31,12 @@ class Unit:
         return f"[{self(interval['low'], True)}, {self(interval['high'], True)}]"
 
 
+def chart_label(text: object, limit: int = 80) -> str:
+    """A name as matplotlib may draw it: no mathematics between dollars, nothing that SVG or UTF-8 cannot hold."""
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)[:limit])
+    return shown.replace("$", r"\$")
+
+
 def p_text(p: float | None) -> str:
     """A p value with what it can resolve."""
     if p is None or math.isnan(p):

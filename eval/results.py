@@ -25,13 +25,24 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_json(path: Path, payload: Any) -> Path:
-    """Write `payload` as UTF-8 JSON so that a reader sees the old file or the new one, never half of one."""
+def write_whole(path: Path, text: str) -> Path:
+    """Write UTF-8 so that a reader sees the old file or the new one, never half of one; a full disk leaves nothing.
+
+    Half a character (a lone surrogate, which names and JSON may hold) is written as its escape.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(_plain(payload), ensure_ascii=False, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
+
+
+def write_json(path: Path, payload: Any) -> Path:
+    """Write `payload` as UTF-8 JSON, whole or not at all."""
+    return write_whole(path, json.dumps(_plain(payload), ensure_ascii=False, indent=1))
 
 
 def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:
@@ -40,14 +51,18 @@ def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, An
     return write_json(Path(run_dir) / "eval" / f"{name}_{int(step):0{STEP_DIGITS}d}.json", record)
 
 
+def _is_step(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 53
+
+
 def load_results(run_dir: str | Path, name: str) -> list[dict[str, Any]]:
     """All measurements called `name`, sorted by step. Unreadable files are left out: a report must not fail on them."""
     results = []
     for path in sorted((Path(run_dir) / "eval").glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and record.get("name") == name and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and record.get("name") == name and _is_step(record.get("step")):
             results.append(record)
     return sorted(results, key=lambda record: record["step"])

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from earlyfusion.vision.config import VisionConfig
 
+MOST_EXPERTS = 1 << 18
+"""Experts of all layers together; with the limits of the fields, what a configuration may ask for before it is built
+on the meta device. Each is several times what the largest public models have."""
 LayerKind = Literal["kda", "mla"]
 
 
@@ -20,9 +23,9 @@ class LinearAttnConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    num_heads: int = Field(32, ge=1)
-    head_dim: int = Field(128, ge=1, description="key and value width of one head")
-    short_conv_kernel_size: int = Field(4, ge=2)
+    num_heads: int = Field(32, ge=1, le=4096)
+    head_dim: int = Field(128, ge=1, le=1 << 14, description="key and value width of one head")
+    short_conv_kernel_size: int = Field(4, ge=2, le=256)
     kda_layers: list[int] | None = Field(None, description="1-based; None: three KDA, one MLA, and the last is MLA")
     full_attn_layers: list[int] | None = Field(None, description="1-based MLA layers; None: those kda_layers leaves")
     gate_lower_bound: float | None = Field(None, lt=0, description="None: softplus gate; -5.0: K3's bounded gate")
@@ -37,10 +40,10 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    vocab_size: int = Field(163840, ge=1)
-    hidden_size: int = Field(2304, ge=1)
-    num_hidden_layers: int = Field(27, ge=1)
-    intermediate_size: int = Field(9216, ge=1, description="width of the dense feed-forward layers")
+    vocab_size: int = Field(163840, ge=1, le=1 << 22)
+    hidden_size: int = Field(2304, ge=1, le=1 << 18)
+    num_hidden_layers: int = Field(27, ge=1, le=1024)
+    intermediate_size: int = Field(9216, ge=1, le=1 << 20, description="width of the dense feed-forward layers")
     rms_norm_eps: float = Field(1e-5, gt=0)
     initializer_range: float = Field(0.02, gt=0)
     tie_word_embeddings: bool = False
@@ -49,22 +52,22 @@ class ModelConfig(BaseModel):
     pad_token_id: int = 163839
 
     # multi-head latent attention, without positions (NoPE): the "rope" part exists but is never rotated
-    num_attention_heads: int = Field(32, ge=1)
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = Field(512, ge=1)
-    qk_nope_head_dim: int = Field(128, ge=1)
-    qk_rope_head_dim: int = Field(64, ge=0)
-    v_head_dim: int = Field(128, ge=1)
+    num_attention_heads: int = Field(32, ge=1, le=4096)
+    q_lora_rank: int | None = Field(None, ge=1, le=1 << 16)
+    kv_lora_rank: int = Field(512, ge=1, le=1 << 16)
+    qk_nope_head_dim: int = Field(128, ge=1, le=1 << 14)
+    qk_rope_head_dim: int = Field(64, ge=0, le=1 << 14)
+    v_head_dim: int = Field(128, ge=1, le=1 << 14)
     kv_norm_eps: float = Field(1e-6, gt=0, description="q_a_layernorm and kv_a_layernorm; transformers uses 1e-6")
     mla_output_gate: bool = Field(False, description="K3: o_proj reads attention * sigmoid(g_proj(x))")
 
     linear_attn_config: LinearAttnConfig = Field(default_factory=LinearAttnConfig)
 
     # mixture of experts
-    num_experts: int = Field(256, ge=0, description="0: every feed-forward layer is dense")
+    num_experts: int = Field(256, ge=0, le=1 << 14, description="0: every feed-forward layer is dense")
     num_experts_per_token: int = Field(8, ge=1)
-    num_shared_experts: int = Field(1, ge=0)
-    moe_intermediate_size: int = Field(1024, ge=1)
+    num_shared_experts: int = Field(1, ge=0, le=1024)
+    moe_intermediate_size: int = Field(1024, ge=1, le=1 << 20)
     first_k_dense_replace: int = Field(1, ge=0)
     moe_layer_freq: int = Field(1, ge=1)
     moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
@@ -95,6 +98,11 @@ class ModelConfig(BaseModel):
                     "linear_attn_config.kda_layers and full_attn_layers must share out the layers "
                     f"1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the other follow"
                 )
+        if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
+            raise ValueError(
+                f"num_experts={self.num_experts} in num_hidden_layers={self.num_hidden_layers} layers are more than "
+                f"{MOST_EXPERTS:,} experts; lower one of them"
+            )
         if self.num_experts and self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts}; lower it"

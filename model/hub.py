@@ -13,7 +13,6 @@ Nothing is unpickled and no code from a directory is run.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -35,6 +34,7 @@ from earlyfusion.model.hub_config import (
     generation_dict,
     load_config,
     preprocessor_dict,
+    read_json,
     write_json,
 )
 from earlyfusion.model.public_names import PublicTensor, keeps_fp32, public_tensors
@@ -158,7 +158,12 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
     for name, shard in zip(names, shards):
         # clones are separate, dense and short-lived: at most one shard is held twice
         content = {item.name: item.view(tensors[item.ours].detach()).cpu().clone().contiguous() for item in shard}
-        save_file(content, str(folder / name), metadata={"format": "pt"})
+        try:
+            save_file(content, str(folder / name), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ModelDirectoryError(
+                f"{folder.parent}: the model cannot be written ({error}); free disk space"
+            ) from None
     if len(shards) > 1:
         where = {item.name: name for name, shard in zip(names, shards) for item in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
@@ -166,10 +171,9 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        try:
-            where = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelDirectoryError(f"{folder / INDEX}: damaged ({error!r}); copy the directory again") from None
+        where = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise ModelDirectoryError(f"{folder / INDEX}: damaged (no weight_map of names); copy the directory again")
         names = sorted(set(where.values()))
         if any(Path(name).name != name for name in names):
             raise ModelDirectoryError(
@@ -194,7 +198,7 @@ def _check_tensors(
                 for name in file.keys():
                     header = file.get_slice(name)
                     found[name] = (tuple(header.get_shape()), header.get_dtype())
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
     expected = {item.name: item for item in plan}
     if missing := [name for name in expected if name not in found]:

@@ -15,6 +15,10 @@ ARCHITECTURE = "NativeFusion"
 MEDIA_PAD = "<|media_pad|>"
 
 
+_MOST_BYTES = 64 << 20
+"""Most bytes of a JSON file of a model directory: the index of a million tensors."""
+
+
 class ModelDirectoryError(ValueError):
     """A model directory cannot be written or read; one line: what was found, what was expected, what to do."""
 
@@ -49,6 +53,22 @@ def model_name(folder: str | Path) -> str:
     return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of the JSON files. Raises ModelDirectoryError for anything else, however deep or large."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        found = json.loads(raw.decode("utf-8")) if len(raw) <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
+    if not isinstance(found, dict):
+        raise ModelDirectoryError(
+            f"{path}: damaged ({type(found).__name__}, expected an object of at most {_MOST_BYTES >> 20} MiB); copy the "
+            "directory again"
+        )
+    return found
+
+
 def load_config(directory: str | Path) -> FusionConfig:
     """The configuration of a model directory. Raises ModelDirectoryError."""
     path = Path(directory) / "config.json"
@@ -57,7 +77,7 @@ def load_config(directory: str | Path) -> FusionConfig:
             f"{directory}: not a model directory (no config.json); expected one written by training, such as RUN/model"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if raw.get("model_type") != MODEL_TYPE:
             raise ModelDirectoryError(
                 f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
@@ -71,9 +91,11 @@ def load_config(directory: str | Path) -> FusionConfig:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ModelDirectoryError(f"{path}: {where}: {first['msg']} (given {first['input']!r:.60})") from None
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ModelDirectoryError):
+            raise
         raise ModelDirectoryError(
-            f"{path}: damaged ({type(error).__name__}: {error}); copy the directory again"
+            f"{path}: damaged ({type(error).__name__}: {error!s:.200}); copy the directory again"
         ) from None
 
 
@@ -138,7 +160,12 @@ def check_vocabulary(folder: Path, config: FusionConfig) -> None:
         raise ModelDirectoryError(f"{folder}: the tokenizer wrote no tokenizer.json; use a fast (tokenizers) tokenizer")
     from tokenizers import Tokenizer
 
-    vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except BaseException as error:  # the Rust library raises bare Exception, and panics below BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ModelDirectoryError(f"{path}: not a tokenizers file ({error!s:.200}); copy it again") from None
     largest = max(vocabulary.values(), default=-1)
     if largest >= config.text.vocab_size:
         raise ModelDirectoryError(

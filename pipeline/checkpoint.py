@@ -4,10 +4,11 @@
         model.{json,safetensors}  optimizer.{json,safetensors}     the same on all ranks, written by rank 0
         rank-00000.{json,safetensors}                              RNG states and data cursors of one rank
         run.json                                                   step, resolved recipe, tokenizer, trainer state
-        COMPLETE                                                   every file with its size; written last
+        COMPLETE                                       every file with its size and SHA-256; written last
 
 A checkpoint is written into `step-000300.tmp-partial`, fsynced and renamed; a folder without a true COMPLETE does not
-count, so a kill at any instant leaves the older checkpoint in force. A step saved again (after a rollback) becomes
+count, so a kill at any instant leaves the older checkpoint in force. A resume reads the newest one whose checksums hold (one
+flipped bit of a weight would train on in silence), says so when it passes over another. A step saved again (after a rollback) becomes
 `step-000300-1`. Data cursors are kept by lane (micro-batch of a step), so another number of processes can take them
 over. A warm start (weights from a model directory, `run.init_from`) is another thing and not done here.
 """
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from earlyfusion.data.prepare_write import sha256_of
 from earlyfusion.pipeline.compose import refused_on_resume
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
@@ -94,12 +97,43 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def _contents(path: Path) -> dict[str, tuple[int, str]]:
+    """File -> (bytes, SHA-256) as COMPLETE states them; a checkpoint of an older version has no checksums ("").
+
+    Raises ValueError for a damaged COMPLETE, OSError for none.
+    """
+    found = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("COMPLETE is no object")
+    stated = {name: (entry, "") if isinstance(entry, int) else tuple(entry) for name, entry in found.items()}
+    if not all(map(_is_entry, stated.values())):
+        raise ValueError("COMPLETE holds something else than sizes and checksums")
+    return stated
+
+
+def _is_entry(entry: tuple[Any, ...]) -> bool:
+    return len(entry) == 2 and isinstance(entry[0], int) and isinstance(entry[1], str)
+
+
 def _is_complete(path: Path) -> bool:
+    """Whether every file is there with its size: quick, whatever the checkpoint weighs."""
     try:
-        sizes = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
+        return all((path / name).stat().st_size == size for name, (size, _) in _contents(path).items())
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint, by its checksums; "" when it is as it was written. Reads every byte of it."""
+    if not _is_complete(path):
+        return "files are missing or of another size"
+    try:
+        for name, (_, digest) in _contents(path).items():
+            if digest and sha256_of(path / name) != digest:
+                return f"{name} has another checksum than when it was written"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return ""
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
@@ -125,6 +159,8 @@ class Checkpointer:
         self.folder = Path(out) / FOLDER
         self.runtime, self.facts = runtime, facts
         self.keep, self.keep_every = keep, keep_every
+        self._trusted: Path | None = None
+        """The checkpoint whose checksums were just compared."""
 
     def save(
         self,
@@ -193,8 +229,8 @@ class Checkpointer:
         missing = [r for r in range(self.runtime.world) if not (partial / f"rank-{r:05d}.json").exists()]
         if missing:
             raise UserError(f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share")
-        sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        write_text(partial / "COMPLETE", json.dumps(sizes))
+        contents = {file.name: [file.stat().st_size, sha256_of(file)] for file in sorted(partial.iterdir())}
+        write_text(partial / "COMPLETE", json.dumps(contents))
         fsync(partial)
         os.replace(partial, path)
         fsync(self.folder)
@@ -238,7 +274,7 @@ class Checkpointer:
 
     def start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when a fresh run
-        would write over an older one's."""
+        would write over an older one's. One that is damaged is passed over for the one before."""
         newest = self.latest()
         if resume and newest is None:
             raise UserError(f"nothing to resume in {self.folder}; start without --resume")
@@ -247,12 +283,38 @@ class Checkpointer:
                 f"{self.folder.parent} already holds checkpoint {newest.name}: add --resume to go on, "
                 "or name another folder with --out"
             )
-        return None if newest is None else self.load(newest)
+        return None if newest is None else self.load(self.intact())
+
+    def intact(self) -> Path:
+        """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all. UserError when
+        there is none."""
+        paths = completed(self.folder)[::-1]
+        passed = 0
+        while self.runtime.is_main and passed < len(paths) and (fault := damage(paths[passed])):
+            print(f"warning: checkpoint {paths[passed]} is damaged ({fault}); the one before is taken", file=sys.stderr)
+            passed += 1
+        passed = self.runtime.agree(passed)
+        if passed == len(paths):
+            raise UserError(f"none of the {len(paths)} checkpoints in {self.folder} is whole; start another run")
+        self._trusted = paths[passed]
+        return paths[passed]
 
     def load(self, path: Path, *, check: bool = True) -> Loaded:
-        """Read a checkpoint. With `check`, UserError when recipe, vocabulary or layout disagree with this run."""
-        if not _is_complete(path):
-            raise UserError(f"checkpoint {path} is incomplete or damaged; remove it, --resume takes the one before")
+        """Read a checkpoint. UserError when it is damaged and, with `check`, when recipe, vocabulary or layout disagree
+        with this run."""
+        if fault := "" if path == self._trusted else damage(path):
+            raise UserError(
+                f"checkpoint {path} is incomplete or damaged ({fault}); remove it, --resume takes the one before"
+            )
+        try:
+            return self._read(path, check)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+            raise UserError(
+                f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume takes the "
+                "one before"
+            ) from None
+
+    def _read(self, path: Path, check: bool) -> Loaded:
         run = load_tree(path / "run")
         if run["format"] != FORMAT:
             raise UserError(f"checkpoint {path} has format {run['format']}, this version reads format {FORMAT}")

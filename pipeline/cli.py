@@ -24,8 +24,10 @@ from typing import NoReturn
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
 
 EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
-PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
-"""Errors of a path that was given: not there, of another kind, not allowed, full."""
+PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM)
+"""Errors of a path that was given: not there, of another kind, not allowed."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""A disk that is full, over its quota, or not to be written: the user's to mend, wherever it shows."""
 
 OF_RUN_CONFIG = ("pretrain", "sft", "plan")
 """Verbs whose help is made from pipeline/config.py."""
@@ -183,17 +185,20 @@ def exit_code_of(error: BaseException) -> int | None:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
-    if isinstance(error, OSError) and error.errno in PLACES and (error.filename or error.errno == errno.ENOSPC):
+    if isinstance(error, OSError) and (error.errno in FULL or (error.errno in PLACES and error.filename)):
         return EXIT_USER
     names = {kind.__name__ for kind in type(error).__mro__}
     return EXIT_USER if names & {"DataError", "ValidationError"} else None
 
 
 def one_line(error: BaseException) -> str:
-    """The message on one line; of the system's errors the path and the reason."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}"
-    return " ".join(str(error).split())
+    """The message on one line; of the system's errors the path and the reason, of a full disk what to do."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
+        if error.errno in FULL:
+            text += "; free disk space (or take another --out) and start the same command again"
+    return text
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ RL_RECIPES = Path(__file__).parent.parent / "rl" / "recipes"
 LISTS_BY_NAME = ("stages", "data.sources")
 """Dotted paths of lists whose items merge by their `name`."""
 
+MOST_BYTES = 4 << 20
+"""Most bytes of a recipe: TOML is parsed in Python, at about a MB a second."""
+
 FREE_ON_RESUME = (
     "run.name", "run.out", "run.steps", "run.init_from", "checkpoint", "track", "eval", "parallel",
     "data.prefetch", "data.prefetch_steps", "data.workers", "data.stall_s", "data.max_bad", "data.max_bad_share", "log",
@@ -66,12 +69,18 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
             raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, known)}")
         path = found[0]
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"recipe {given}: is no file; give a shipped name or a TOML file")
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"recipe {given}: {path.stat().st_size} bytes, more than {MOST_BYTES}: not a recipe")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"recipe {given}: cannot be read ({error.strerror}); give a shipped name or a TOML file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"recipe {path}: not valid TOML: nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, numbers of thousands of digits, odd names
         raise UserError(f"recipe {path}: not valid TOML: {error}") from None
 
 

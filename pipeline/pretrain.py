@@ -162,7 +162,7 @@ class Pretraining:
     def _react(self, verdict: Any) -> bool:
         """The guard refused the update: say so, and stop or go back when its policy asks for it. True: gone back."""
         seen, message = self.step, f"{verdict.action}: {verdict.reason}"
-        newest = self.checkpoints.latest() if verdict.action == "rollback" else None
+        newest = self.checkpoints.intact() if verdict.action == "rollback" else None
         if newest is not None:
             loaded = self.checkpoints.load(newest)
             self._restore_weights(loaded)  # the data cursors stay, so that the bad batches are passed over

@@ -25,14 +25,13 @@ What it reads (every part optional; other keys and files are ignored):
 import base64
 import html
 import json
-import math
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.eval.results import load_results
+from earlyfusion.eval.results import load_results, write_whole
 from earlyfusion.pipeline.report_charts import Series
 from earlyfusion.pipeline.report_chat import chat_part
 from earlyfusion.pipeline.report_data import data_part
@@ -110,8 +109,8 @@ class Run:
 
 
 def is_number(value: Any) -> bool:
-    """True for finite ints and floats (bool excluded)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """True for finite ints and floats (bool excluded); what is beyond 1e100 is no measurement, and no chart can hold it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def read_run(run_dir: str | Path) -> Run:
@@ -134,21 +133,33 @@ def read_run(run_dir: str | Path) -> Run:
 def write_report(run_dir: str | Path) -> Path:
     """Write `<run_dir>/report.html` and return its path. The page loads nothing: pictures and drawings are inline."""
     run = read_run(run_dir)
-    parts = [evaluation_part(run), heldout_part(run), chat_part(run, _image_source), samples_part(run, _image_source)]
-    parts += [loss_part(run), text_part(run)]
-    parts += [data_part(run), inside_part(run), optimisation_part(run), _diary_part(run), _recipe_part(run)]
+    sections: list[Callable[[], str]] = [
+        partial(evaluation_part, run),
+        partial(heldout_part, run),
+        partial(chat_part, run, _image_source),
+        partial(samples_part, run, _image_source),
+    ]
+    sections += [partial(part, run) for part in (loss_part, text_part, data_part, inside_part, optimisation_part)]
+    sections += [partial(_diary_part, run), partial(_recipe_part, run)]
+    parts = [_drawn(section) for section in sections]
     title = str(run.facts.get("name", run.directory.resolve().name))
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width,initial-scale=1"><title>{html.escape(title)} · earlyfusion</title>'
         f"<style>{STYLE}</style></head><body><main><h1>{html.escape(title)}</h1>"
-        f'<p class="note">{html.escape(_subtitle(run))}</p>{_cards(run)}{"".join(parts)}</main></body></html>\n'
+        f'<p class="note">{html.escape(_subtitle(run))}</p>{_drawn(partial(_cards, run))}{"".join(parts)}</main></body></html>\n'
     )
     target = run.directory / "report.html"
-    temporary = target.with_name(f".report.html.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, target)
-    return target
+    return write_whole(target, page)
+
+
+def _drawn(section: Callable[[], str]) -> str:
+    """A section, or a note in its place: a file of another hand in the folder must not take the page from the run."""
+    try:
+        return section()
+    except Exception as error:
+        what = html.escape(f"{type(error).__name__}: {error!s:.200}")
+        return f'<section><p class="note">A part of the page could not be drawn ({what}).</p></section>'
 
 
 def _subtitle(run: Run) -> str:
@@ -188,7 +199,7 @@ def _diary_part(run: Run) -> str:
     if not entries and not run.broken_lines:
         return ""
     rows = "".join(
-        f"<tr><td>{r['step']}</td><td>{html.escape(str(r.get('event', '')))}</td>"
+        f"<tr><td>{html.escape(str(r['step']))}</td><td>{html.escape(str(r.get('event', '')))}</td>"
         f"<td>{html.escape(' '.join(str(r[k]) for k in ('kind', 'action') if k in r))}</td>"
         f"<td>{html.escape(r['message'])}</td></tr>"
         for r in entries[-200:]
@@ -223,8 +234,12 @@ def _image_source(run: Run, image: Any) -> str | None:
         return None
     if image.startswith("data:image/"):
         return image
-    path = (run.directory / image).resolve()
-    if not path.is_relative_to(run.directory.resolve()) or not path.is_file():
+    try:
+        path = (run.directory / image).resolve()
+        inside = path.is_relative_to(run.directory.resolve()) and path.is_file()
+    except (OSError, ValueError):  # a null character, half a character, a name of 5,000
+        return None
+    if not inside:
         return None
     kind = {".jpg": "jpeg", ".jpeg": "jpeg"}.get(path.suffix.lower(), "png")
     return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -235,7 +250,7 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
     for line in _lines(path):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             broken += 1
             continue
         if isinstance(record, dict) and is_number(record.get("step")):
@@ -248,13 +263,13 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
 def _lines(path: Path) -> Iterable[str]:
     if not path.is_file():
         return []
-    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

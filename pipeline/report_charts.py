@@ -5,6 +5,7 @@ Colours come from one colour-blind safe list, in a fixed order, so that a modali
 
 from __future__ import annotations
 
+import html
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+
+from earlyfusion.eval.compare_text import chart_label
 
 INK, MUTED, GRID = "#1d2433", "#6b7487", "#e4e8ef"
 COLOURS = ("#2f6fde", "#d9603b", "#2a9d6e", "#8b5cc7", "#c9a227", "#3aa6c2", "#c2447d", "#7a8450", "#5b6b8c", "#a0522d")
@@ -60,7 +63,7 @@ def _svg(figure: Figure, description: str) -> str:
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
-    return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(description)}" ', 1)
 
 
 def _axes(figure: Figure, *, xlabel: str, ylabel: str) -> Axes:
@@ -105,10 +108,12 @@ def line_chart(
         if smoothing and len(kept) > 2 * SMOOTHED_OVER:
             axes.plot(*thin(raw_x, raw_y), color=colour, alpha=0.22, linewidth=0.8)
             raw_y = smooth(raw_y, 1 - SMOOTHED_OVER / len(kept))
-        axes.plot(*thin(raw_x, raw_y), color=colour, linewidth=1.8, label=label, marker=marker, markersize=3.5)
+        axes.plot(
+            *thin(raw_x, raw_y), color=colour, linewidth=1.8, label=chart_label(label), marker=marker, markersize=3.5
+        )
     for index, (label, level) in enumerate((levels or {}).items()):
         dashes = ((4, 3), (1, 2), (6, 2, 1, 2))[index % 3]
-        axes.axhline(level, color=MUTED, linewidth=1.1, dashes=dashes, label=f"{label} {level:.3g}")
+        axes.axhline(level, color=MUTED, linewidth=1.1, dashes=dashes, label=f"{chart_label(label)} {level:.3g}")
     for mark in marks:
         axes.axvline(mark, color="#c0392b", linewidth=0.8, alpha=0.7)
     if log:
@@ -142,6 +147,7 @@ def heat_map(
     flat = [v for matrix in matrices.values() for row in matrix for v in row if v is not None and math.isfinite(v)]
     low = min(flat, default=0.0) if low is None else low
     high = max(flat, default=1.0) if high is None else high
+    rows, columns = [chart_label(name) for name in rows], [chart_label(name) for name in columns]
     width = max(2.6, cell[0] * len(columns) + 1.0) * len(matrices) + 0.6
     figure = new_figure(width, max(1.6, cell[1] * len(rows) + 0.9))
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
@@ -149,7 +155,7 @@ def heat_map(
     for position, (axes, (title, matrix)) in enumerate(zip(panels, matrices.items())):
         values = [[math.nan if v is None else v for v in row] for row in matrix]
         image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-        axes.set_title(title, fontsize=9, color=INK)
+        axes.set_title(chart_label(title), fontsize=9, color=INK)
         axes.set_xticks(range(len(columns)), columns, fontsize=7, rotation=45 if max(map(len, columns)) > 3 else 0)
         axes.set_yticks(range(len(rows)), rows if position == 0 else [""] * len(rows), fontsize=7)
         axes.set_xlabel(xlabel, fontsize=8, color=MUTED)

@@ -44,7 +44,7 @@ def _loss_section(losses: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     first, last = losses[0], losses[-1]
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{_number(first, name)}</td><td>{_number(last, name)}</td>"
-        f"<td>{last['sources'].get(name, {}).get('conversations', 0)}</td></tr>"
+        f"<td>{html.escape(str(last['sources'].get(name, {}).get('conversations', 0)))}</td></tr>"
         for name in names
     )
     table = (
@@ -74,7 +74,7 @@ def _talk_section(run: Run, name: str, records: Sequence[Mapping[str, Any]], ima
     head = "".join(f"<th>{label}</th>" for label in MEASURES.values())
     kinds = {**last.get("by_kind", {}), "all": last}
     rows = "".join(
-        f"<tr><td>{html.escape(kind)}</td><td>{row.get('talks', 0)}</td>"
+        f"<tr><td>{html.escape(kind)}</td><td>{html.escape(str(row.get('talks', 0)))}</td>"
         + "".join(f"<td>{100 * row.get(key, 0):.0f} %</td>" for key in MEASURES)
         + "</tr>"
         for kind, row in kinds.items()
@@ -95,7 +95,9 @@ def _conversation(run: Run, game: Mapping[str, Any], image_source: ImageSource) 
     verdict = ", ".join(label if marks.get(key) else f"not: {label}" for key, label in MEASURES.items())
     colour = "good" if marks.get("answered") else "bad"
     source = image_source(run, game.get("picture"))
-    picture = f'<img src="{source}" alt="" style="height:96px;image-rendering:pixelated">' if source else ""
+    picture = (
+        f'<img src="{html.escape(source)}" alt="" style="height:96px;image-rendering:pixelated">' if source else ""
+    )
     messages = "".join(_message(message) for message in game.get("messages", []))
     return (
         f'<h3>expected: {html.escape(str(game.get("expected", "")))} <span class="{colour}">({verdict})</span></h3>'

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
 
 def _section(title: str, note: str, body: str) -> str:
-    return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>' if body else ""
+    return f'<section><h2>{title}</h2><p class="note">{html.escape(note)}</p>{body}</section>' if body else ""
 
 
 def _figure(title: str, drawing: str) -> str:
     return f"<div><h3>{html.escape(title)}</h3>{drawing}</div>"
 
 
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e100
+
+
 def _points(records: Sequence[Mapping[str, Any]], key: str) -> Series:
-    pairs = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)]
+    pairs = [(r["step"], r[key]) for r in records if _finite(r.get(key))]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
@@ -65,7 +69,7 @@ def _kind_row(kind: str, row: Mapping[str, Any], columns: Sequence[str]) -> str:
     cells = "".join(
         f"<td>{100 * row[c]:.1f} %</td>" if isinstance(row.get(c), float) else "<td>–</td>" for c in columns
     )
-    return f"<tr><td>{html.escape(kind)}</td><td>{row.get('questions', '')}</td>{cells}</tr>"
+    return f"<tr><td>{html.escape(kind)}</td><td>{html.escape(str(row.get('questions', '')))}</td>{cells}</tr>"
 
 
 def heldout_part(run: Run) -> str:

@@ -126,5 +126,8 @@ def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         dtype, shape, flat = value["__ndarray__"]
         return np.array(flat, dtype=dtype).reshape(shape)
     if "__dtype__" in value:
-        return getattr(torch, value["__dtype__"])
+        dtype = getattr(torch, value["__dtype__"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['__dtype__']!r} is no dtype of torch")
+        return dtype
     return {key: _decode(item, tensors) for key, item in value.items()}

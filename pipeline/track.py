@@ -8,6 +8,7 @@ written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -57,10 +58,10 @@ NO_TENSORBOARD = (
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
     """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left out."""
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and (event is None or record.get("event") == event):
             records.append(record)
@@ -71,7 +72,7 @@ def truncate_metrics(path: Path, step: int) -> int:
     """Drop records after `step` (and torn lines), atomically; returns how many records stay."""
     if not path.exists():
         return 0
-    kept = [record for record in read_metrics(path) if record.get("step", 0) <= step]
+    kept = [record for record in read_metrics(path) if is_number(s := record.get("step", 0)) and s <= step]
     partial = path.with_name(path.name + ".tmp")
     with open(partial, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
@@ -123,8 +124,21 @@ class Tracker:
         self._open(start_step)
 
     def _open(self, step: int) -> None:
-        truncate_metrics(self.path, step)
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        try:
+            truncate_metrics(self.path, step)
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> UserError:
+        """The end of a run that can tell no more. What the file still holds in memory is dropped with it."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+        return UserError(
+            f"{self.path}: cannot be written ({error.strerror or error}); free disk space, then go on with --resume"
+        )
 
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
         """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no terminal."""
@@ -154,8 +168,11 @@ class Tracker:
     def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
             record = {"step": step, "event": event, "time": round(time.time(), 3)} | clean(dict(fields))
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(record, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise self._unwritable(error) from None
 
     def tick(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Refresh the live line; cheap enough for every step. `numbers` adds to what is shown."""

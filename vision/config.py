@@ -26,26 +26,32 @@ class VisionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     # patches
-    patch_size: int = Field(14, ge=1, description="side of a square patch in pixels")
-    in_channels: int = Field(3, ge=1)
+    patch_size: int = Field(14, ge=1, le=1024, description="side of a square patch in pixels")
+    in_channels: int = Field(3, ge=1, le=64)
     merge_kernel_size: tuple[int, int] = Field((2, 2), description="(rows, columns) of patches that become one token")
-    max_patches_per_side: int = Field(512, ge=1, description="longest side in patches; also the range of the 2-D RoPE")
+    max_patches_per_side: int = Field(
+        512, ge=1, le=1 << 14, description="longest side in patches; also the range of the 2-D RoPE"
+    )
     in_patch_limit: int = Field(65536, ge=1, description="patches of one image, before padding")
     in_patch_limit_each_frame: int = Field(4096, ge=1, description="patches of one video frame before padding")
     alpha_background: tuple[int, int, int] = Field((255, 255, 255), description="RGB put behind transparent pixels")
 
     # tower
-    hidden_size: int = Field(1024, ge=1)
-    num_hidden_layers: int = Field(27, ge=0)
-    num_attention_heads: int = Field(12, ge=1)
-    head_dim: int = Field(128, ge=4, description="multiple of 4; qkv width is heads * head_dim, free of hidden_size")
-    intermediate_size: int = Field(4096, ge=1)
+    hidden_size: int = Field(1024, ge=1, le=1 << 18)
+    num_hidden_layers: int = Field(27, ge=0, le=1024)
+    num_attention_heads: int = Field(12, ge=1, le=4096)
+    head_dim: int = Field(
+        128, ge=4, le=1 << 14, description="multiple of 4; qkv width is heads * head_dim, free of hidden_size"
+    )
+    intermediate_size: int = Field(4096, ge=1, le=1 << 20)
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = Field(BF16_EPS, gt=0, description="always explicit: see BF16_EPS")
     bias: bool = Field(False, description="biases of patch embedding, attention and MLP")
-    pos_emb_height: int = Field(64, ge=1)
-    pos_emb_width: int = Field(64, ge=1)
-    pos_emb_time: int = Field(4, ge=1, description="frames that share one item (and its tokens); 1 means images only")
+    pos_emb_height: int = Field(64, ge=1, le=4096)
+    pos_emb_width: int = Field(64, ge=1, le=4096)
+    pos_emb_time: int = Field(
+        4, ge=1, le=4096, description="frames that share one item (and its tokens); 1 means images only"
+    )
     pos_emb_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     rope_theta: float = Field(1e4, gt=0)
     initializer_range: float = Field(0.02, gt=0)
