@@ -118,9 +118,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(
                     f"going on at item {shards.next_item}: {len(shards.entries)} finished shards kept", soft_wrap=True
                 )
-            _fill(shards, job, items, args.workers, console)
             about = {"source": Path(job.source).name, "check": job.check, "vision": job.vision, "dedup": job.dedup}
-            manifest = shards.finish(items, about)
+            try:
+                _fill(shards, job, items, args.workers, console)
+                manifest = shards.finish(items, about)
+            except OSError as error:
+                shards.abandon()
+                raise DataError(
+                    f"{args.out}: cannot be written ({error.strerror or error}); free disk space and run the same command "
+                    "again, finished shards are kept"
+                ) from None
     _report(args.out, manifest, console)
     return 0
 

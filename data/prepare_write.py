@@ -7,6 +7,7 @@ index.json  skipped.jsonl                      written last
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -186,6 +187,16 @@ class ShardSet:
         write_index(self._path(number, INDEX_SUFFIX), lines)
         self._enter(ShardIndex(self._path(number, INDEX_SUFFIX)).header)
         self._begin()
+
+    def abandon(self) -> None:
+        """Leave no half shard behind, when the disk takes no more; what is finished stays."""
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None:
+                file.close()
+        for path in self.out.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+        self._path(len(self.entries), ".tar.tmp").unlink(missing_ok=True)
 
     def _told(self) -> str:
         """The lines of all items left out, shard by shard."""

@@ -190,3 +190,34 @@ def test_every_source_has_a_part_of_the_page(tokenizer, vision):
 )
 def test_a_histogram_is_a_row_of_bars(histogram, bars):
     assert _bars(histogram).replace("[dim]", "").replace("[/]", "") == bars
+
+
+@pytest.mark.parametrize("path", ["pipe:touch {mark}", "{{p,q}}ipe:touch {mark}"])
+def test_a_recipe_is_code_and_no_command_of_it_runs_unasked(tmp_path, inspect, path):
+    mark = tmp_path / "ran"
+    source = path.format(mark=mark)
+    recipe = tmp_path / "strange.toml"
+    recipe.write_text(f'[[data.sources]]\nname = "s"\nkind = "webdataset"\npath = {json.dumps(source)}\n')
+    with pytest.raises(DataError, match=r"names commands.*pipe:touch.*a recipe is code.*--run-commands"):
+        inspect(recipe)
+    recipe.write_text('[[data.sources]]\nname = "s"\nkind = "webdataset"\n'
+                      f"options = {{ shards = [{json.dumps(source)}] }}\n")  # fmt: skip
+    with pytest.raises(DataError, match="--run-commands"):
+        inspect(recipe)
+    assert not mark.exists()
+    with pytest.raises(DataError):  # it runs, and gives no shard
+        inspect(recipe, "--run-commands")
+    assert mark.exists()
+
+
+def test_files_that_are_no_sample_are_counted(tmp_path, inspect):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("a.png", "b.png", "c.zip", "noend"):
+        (folder / name).write_bytes(picture(1, form="PNG"))
+    (folder / "a.txt").write_text("a caption")
+    shown = inspect(folder)
+    for text in ("1 picture without .txt or .json beside it", "1 file of kind .zip", "1 file of kind none"):
+        assert text in shown, shown
+    write_tar(tmp_path / "a.tar", [*captions(1), ("noend", b"x")])
+    assert "members left out: 1 no_extension" in inspect(tmp_path / "a.tar")

@@ -146,3 +146,31 @@ def test_the_share_goes_by_what_was_read_since_the_stage_began_also_after_a_resu
                 each.next_step()
         steps.append(each.step)
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("key", ["half \ud83d", "not utf-8 \udcff", "line\u2028and\x85line", "nul\0"])
+def test_every_name_is_logged_and_read_again(tmp_path, key):
+    entry = {"stage": 0, "step": 1, "lane": 0, "source": "a", "epoch": 0, "index": 5, "reason": "encoding", "key": key}
+    append_skipped(tmp_path / "skipped.jsonl", [entry])
+    assert read_skipped(tmp_path) == [entry]
+
+
+def test_any_exception_in_one_sample_costs_that_sample_alone(loader, monkeypatch):
+    from earlyfusion.data.source_folder import Folder
+
+    one, real = loader(), Folder.get
+
+    def get(self, index, epoch):
+        if index % 5 == 0:
+            raise ZeroDivisionError("nobody\nthought of it")
+        return real(self, index, epoch)
+
+    monkeypatch.setattr(Folder, "get", get)
+    for _ in range(20):
+        one.next_step()
+    assert one.stats()["skipped_by_reason"]["unexpected"] >= 5
+    assert any("ZeroDivisionError: nobody thought of it" in message for message in one.stats()["skip_reasons"])
+    with pytest.raises(DataError, match=r"source 'mine'.*ZeroDivisionError"):
+        stopping = loader(on_bad_sample="raise")
+        for _ in range(20):
+            stopping.next_step()

@@ -326,3 +326,34 @@ def test_more_shards_do_not_move_samples_of_the_old_ones():
 def test_many_small_files_hold_out_the_fraction_on_average():
     split = Split([f"file-{i}" for i in range(3000)], [1] * 3000, 0.1)
     assert abs(split.heldout_len - 300) < 4 * (3000 * 0.09) ** 0.5  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    "row", ["5", "null", "{}", '["k"]', '["k", [["txt", -1, 4]]]', '["k", [["txt", "0", 4]]]', "[" * 9999]
+)
+def test_a_damaged_row_of_an_index_is_one_bad_sample(tmp_path, row):
+    path = write_tar(tmp_path / "a.tar", captions(3))
+    _, found = scan(path)
+    lines = list(index_lines(found, "a.tar", path.stat().st_size))
+    write_index(tmp_path / index_name("a.tar"), iter([*lines[:2], row, *lines[3:]]))
+    shards = Shards(str(path))
+    assert shards.usable == [3] and shards.key(0, 0) == "000000" and shards.key(0, 2) == "000002"
+    with pytest.raises(BadSample, match=r"a\.index\.jsonl, line 3") as caught:
+        shards.group(0, 1)
+    assert caught.value.reason == "bad_index"
+
+
+@pytest.mark.parametrize("samples", [2, 4, 10**12])
+def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples, caplog):
+    path = write_tar(tmp_path / "a.tar", captions(3))
+    _, found = scan(path)
+    write_index(tmp_path / index_name("a.tar"), index_lines(found, "a.tar", path.stat().st_size))
+    entry = {"name": "a.tar", "samples": samples, "bytes": path.stat().st_size}
+    (tmp_path / "index.json").write_text(json.dumps({"earlyfusion_shards": 1, "shards": [entry]}))
+    assert Shards(str(tmp_path)).usable == [3] and "not believed" in caplog.text
+
+
+def test_braces_that_stand_for_a_billion_files_are_refused_at_once():
+    for path in ("a-{0..999999999}.tar", "{0..9999}{0..9999}.tar", "{a,b}" * 40 + ".tar"):
+        with pytest.raises(DataError, match="more than 1,000,000 files"):
+            Shards(path)

@@ -22,6 +22,11 @@ from .shard_files import picture
         ("a.jsonl", b'{"text": "t", "image": "../secret.png"}\n', "missing_member"),
         ("p.json", b'{"title": "x"}', "empty_text"),
         ("p.json", b'{"questions": [1]}', "bad_json"),
+        ("p.json", b'{"questions": 5}', "bad_json"),
+        ("p.json", b'{"questions": null}', "bad_json"),
+        ("a.jsonl", b'{"text": "t", "image": "a\\u0000.png"}\n', "missing_member"),
+        ("a.jsonl", b'{"text": "t", "image": "\\ud83d.png"}\n', "missing_member"),
+        ("a.jsonl", b'{"text": "t", "image": "' + b"a" * 5000 + b'.png"}\n', "missing_member"),
         ("p.txt", b"\n", "empty_text"),
     ],
 )
@@ -33,3 +38,19 @@ def test_damage_has_a_reason(tmp_path, name, content, reason):
     with pytest.raises(BadSample) as caught:
         files.get(0, 0)
     assert caught.value.reason == reason
+
+
+def test_a_link_out_of_the_folder_is_not_read(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret")
+    root = tmp_path / "folder"
+    root.mkdir()
+    (root / "a.txt").symlink_to(secret)
+    (root / "b.jsonl").write_text('{"text": "t", "image": "c.png"}\n')
+    (root / "c.png").symlink_to(secret)
+    files = build_source(SourceConfig(name="f", kind="folder", path=str(root)), val_fraction=0.0)
+    assert len(files) == 2 and files.left_out.total() == 1
+    for index in range(2):
+        with pytest.raises(BadSample, match="lies outside") as caught:
+            files.get(index, 0)
+        assert "the secret" not in str(caught.value)

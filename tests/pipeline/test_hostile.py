@@ -4,9 +4,11 @@ tests/pipeline/hostile_cases.py makes them from seeds and reads them, in process
 watches those processes, and looks at single rows of what they must do.
 """
 
+import contextlib
 import json
 import os
 import queue
+import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +16,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+
+from earlyfusion.data import prepare
+from earlyfusion.data.encode import MAX_TEXT_CHARS
+from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
+from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.report import write_report
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.track import Tracker, read_metrics
 
 ROOMS = [str(Path(__file__).parents[1] / room) for room in ("pipeline", "data", "model")]
 SILENCE = 30
@@ -77,3 +89,99 @@ def test_a_thousand_damaged_inputs_are_used_counted_or_refused_in_one_line(tmp_p
             assert case["message"] and "MemoryError" not in case["message"] and len(case["message"]) < 3000
     loaded = Counter(case["kind"] for case in found if case["outcome"] == "loaded")
     assert all(loaded[name] for name in hostile_cases.KINDS if name != "bomb"), "no kind is all refused"
+
+
+@contextlib.contextmanager
+def a_disk_that_takes(size):
+    """No file of this process grows beyond `size` bytes: every write after that fails as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def refusal(capsys, call):
+    """The one line that a refused call leaves on stderr."""
+    capsys.readouterr()
+    assert guarded(call) == EXIT_USER
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+    rows = [json.dumps({"text": f"{i} " + "words " * 300}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    out = tmp_path / "out"
+    words = [str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1", "--shard-samples", "10"]
+    call = lambda: prepare.main(words)
+    with a_disk_that_takes(12_000):
+        line = refusal(capsys, call)
+    assert str(out) in line and "free disk space" in line
+    assert not (out / "index.json").exists() and not list(out.glob("*.tmp"))
+    assert guarded(call) == EXIT_OK and guarded(lambda: prepare.main(["--out", str(out), "--verify"])) == EXIT_OK
+    assert json.loads((out / "index.json").read_text())["samples"] == 40
+
+
+def test_metrics_on_a_full_disk_are_one_line_and_the_run_can_go_on(tmp_path, capsys):
+    tracker = Tracker(tmp_path, Runtime(), total_steps=900)
+
+    def run():
+        for step in range(900):
+            tracker.event(step, "eval", accuracy=0.5)
+
+    with a_disk_that_takes(5_000):
+        line = refusal(capsys, run)
+        tracker.close()
+    assert str(tmp_path / "metrics.jsonl") in line and "--resume" in line
+    kept = len(read_metrics(tmp_path / "metrics.jsonl"))
+    assert kept > 10
+    Tracker(tmp_path, Runtime(), total_steps=900, start_step=5).close()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
+
+
+def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "event": "guard", "message": "x" * 9000}))
+    (tmp_path / "report.html").write_text("before")
+    with a_disk_that_takes(6_000):
+        assert "free disk space" in refusal(capsys, lambda: write_report(tmp_path))
+    assert (tmp_path / "report.html").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_seen_and_the_one_before_is_taken(tmp_path, capsys):
+    keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300), keep=3)
+    for step in (1, 2):
+        keeper.save(step, model={"w": torch.arange(9.0) * step}, optimizer={}, trainer={}, lanes={0: step})
+    path = keeper.latest() / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    loaded = keeper.start(resume=True)
+    assert loaded.step == 1 and torch.equal(loaded.model["w"], torch.arange(9.0))
+    assert "step-000002 is damaged (model.safetensors" in capsys.readouterr().err
+    assert "damaged" in refusal(capsys, lambda: keeper.load(keeper.latest()))
+    (tmp_path / "checkpoints" / "step-000001" / "run.json").unlink()
+    assert "none of the" in refusal(capsys, lambda: keeper.start(resume=True))
+
+
+def test_an_older_checkpoint_without_checksums_is_still_read(tmp_path):
+    keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300))
+    path = keeper.save(1, model={"w": torch.ones(2)}, optimizer={}, trainer={}, lanes={0: 1})
+    contents = json.loads((path / "COMPLETE").read_text())
+    (path / "COMPLETE").write_text(json.dumps({name: size for name, (size, _) in contents.items()}))
+    assert keeper.start(resume=True).step == 1
+
+
+def test_a_text_too_long_is_left_out_before_it_is_tokenised(tmp_path, monkeypatch, capsys):
+    """A line of 40 MB (sparse: no disk is used), and a document of one character too many."""
+    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.write(json.dumps({"text": "a" * (MAX_TEXT_CHARS + 1)}).encode() + b'\n{"text": "words"}\n')
+        file.seek(40_000_000, os.SEEK_CUR)
+        file.write(b"}\n")
+    out = tmp_path / "out"
+    assert guarded(lambda: prepare.main([str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"])) == EXIT_OK
+    made = json.loads((out / "index.json").read_text())
+    assert made["samples"] == 1 and made["items"] == 3 and made["skipped"] == {"too_large": 2}
