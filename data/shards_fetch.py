@@ -30,6 +30,8 @@ from earlyfusion.data.order import digest64
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 MANIFEST = "index.json"
 _MOST_SHARDS = 1_000_000
+_SMALL = 32 << 20
+"""Most bytes of an index.json, that of 40,000 shards: a JSON of lists takes 25 times as much memory when it is parsed."""
 _RATIO, _FREE = 100, 256 << 20
 """Unpacked bytes for each packed one that are believed, once there are more than _FREE."""
 LOG = logging.getLogger("earlyfusion.data")
@@ -191,9 +193,12 @@ def _whole_manifest(manifest: dict[str, Any]) -> bool:
 
 
 def read_whole(url: str) -> bytes:
-    """All bytes of a small file; raises FileNotFoundError when there is none."""
+    """All bytes of a small file; raises FileNotFoundError when there is none, DataError when it is not small."""
     with open_stream(url) as stream:
-        return stream.read()
+        data = stream.read(_SMALL + 1)
+    if len(data) > _SMALL:
+        raise DataError(f"{url}: more than {_SMALL >> 20} MiB; not read")
+    return data
 
 
 @contextmanager
@@ -244,7 +249,7 @@ def ranged_reader(url: str) -> Callable[[int, int], bytes]:
             with _open_http(url, {"Range": f"bytes={offset}-{offset + size - 1}"}) as answer:
                 if answer.status != 206:
                     raise DataError(f"{url}: the server gives no byte ranges; use remote = 'cache'")
-                return answer.read()
+                return answer.read(size)  # no more than was asked for, whatever is sent
 
         return over_http
     fs, inside = file_system(url)

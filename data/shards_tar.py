@@ -32,6 +32,8 @@ _MOST = 1 << 48
 """No file has so many bytes: a number beyond is damage."""
 _LONGEST_ROW = 16 << 20
 """Longest line of an index in bytes: a sample of a quarter of a million members."""
+_SHORTEST_ROW, _BLOCK = 8, 1 << 20
+"""Least bytes of a row; bytes that are looked through at a time."""
 _LARGEST_EXTENSION = 1 << 20
 """Longest accepted long-name or pax record in bytes; a name is at most 4,096."""
 _PAX_RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")
@@ -219,14 +221,14 @@ class ShardIndex:
         self._path = path
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
-        ends = np.flatnonzero(np.frombuffer(self._map, dtype=np.uint8) == ord("\n"))
-        try:
-            self.header: dict[str, Any] = json.loads(self._map[: int(ends[0])]) if len(ends) else {}
-        except (ValueError, RecursionError):
-            self.header = {}
-        if not _whole_header(self.header) or self.header["samples"] != len(ends) - 1:
+        self.header = _header(self._map[: min(self._map.find(b"\n") + 1, _LONGEST_ROW)])
+        samples = self.header.get("samples", -1)
+        lines = 0
+        if 0 <= samples and samples * _SHORTEST_ROW <= len(self._map):  # before places are held for all of them
+            lines = sum(self._map[at : at + _BLOCK].count(b"\n") for at in range(0, len(self._map), _BLOCK))
+        if samples < 0 or lines != samples + 1:
             raise DataError(f"{path}: not a whole index of version {INDEX_VERSION}; delete it, it is built anew")
-        self._ends = ends
+        self._ends = np.flatnonzero(np.frombuffer(self._map, dtype=np.uint8) == ord("\n"))
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -285,11 +287,19 @@ def _whole_row(row: object) -> bool:
     )
 
 
+def _header(line: bytes) -> dict[str, Any]:
+    """The first line of an index; {} when it is none."""
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return header if _whole_header(header) else {}
+
+
 def stated_samples(index: Path) -> int | None:
     """The number of samples that the first line of an index file states; None when it is no whole header."""
     try:
         with index.open("rb") as file:
-            header = json.loads(file.readline(_LONGEST_ROW))
-    except (OSError, ValueError, RecursionError):
+            return _header(file.readline(_LONGEST_ROW)).get("samples")
+    except OSError:
         return None
-    return int(header["samples"]) if _whole_header(header) else None

@@ -73,7 +73,7 @@ _CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
 """Short texts (questions, answers, captions) repeat for ever; their ids are kept."""
 
 
-_MOST_BYTES, _MOST_IDS, _GROWTH = 256 << 20, 1 << 22, 4096.0
+_MOST_BYTES, _MOST_IDS, _GROWTH = 40 << 20, 1 << 22, 4096.0
 """What a tokenizer.json may be and do: its size, its ids, and how much longer its replacements may make a text."""
 
 

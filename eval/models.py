@@ -60,7 +60,7 @@ def _kind(folder: Path) -> str | None:
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(found.get("model_type"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -292,8 +292,9 @@ def load_hf(
         tokenizer = AutoTokenizer.from_pretrained(place, **where)
         wanted = dtype or (torch.float32 if where else "auto")
         model = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **where)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EvalError(f"--model hf:{given}: transformers cannot read it ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # also UnpicklingError, and what safetensors and tokenizers raise
+        what = str(error).splitlines()[:1] or [type(error).__name__]
+        raise EvalError(f"--model hf:{given}: transformers cannot read it ({what[0]})") from None
     known = Path(place) if Path(place).is_dir() and not where else None
     model.to(device)  # type: ignore[arg-type]
     return HfModel(model, tokenizer, name=path.stem or given, path=known, padding=padding, chat=chat, **batch)

@@ -155,7 +155,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 rows = content.get("examples") if isinstance(content, dict) else content
             else:
                 rows = [_line(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except EvalError:
+        raise
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise EvalError(f"{path}: cannot be read ({type(error).__name__})") from None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise EvalError(f"{path}: expected a list of objects (or one object a line), found something else")
@@ -165,7 +167,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _line(path: Path, number: int, line: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise EvalError(f"{path}:{number}: not valid JSON; expected one object a line") from None
 
 

@@ -15,8 +15,8 @@ ARCHITECTURE = "NativeFusion"
 MEDIA_PAD = "<|media_pad|>"
 
 
-_MOST_BYTES = 64 << 20
-"""Most bytes of a JSON file of a model directory: the index of a million tensors."""
+_MOST_BYTES = 48 << 20
+"""Most bytes of a JSON file of a model directory: the index of half a million tensors."""
 
 
 class ModelDirectoryError(ValueError):
