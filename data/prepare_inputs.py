@@ -103,8 +103,9 @@ class Lines(Input):
 
     def members(self, number: int) -> dict[str, bytes]:
         file, line = self._locate(number)
+        raw = self._tables[file].raw(line)
         try:
-            entry = json.loads(self._tables[file].raw(line).decode("utf-8-sig"))
+            entry = json.loads(raw.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise BadSample(f"not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
         except (ValueError, RecursionError) as error:

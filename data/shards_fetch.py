@@ -90,6 +90,7 @@ def braces(path: str) -> list[str]:
         return [path]
     ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", path)
     sizes = [abs(int(b) - int(a)) + 1 if len(a) + len(b) < 30 else _MOST_SHARDS + 1 for a, b in ranges]
+    sizes += [52] * len(re.findall(r"\{[A-Za-z]\.\.[A-Za-z]", path))
     alternatives = [part.count(",") + 1 for part in re.findall(r"\{[^{}]*\}", path)]
     if math.prod(sizes) * math.prod(alternatives) > _MOST_SHARDS or path.count("{") > 64:
         raise DataError(f"{path!r:.200}: its braces stand for more than {_MOST_SHARDS:,} files; name fewer")

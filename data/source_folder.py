@@ -117,7 +117,7 @@ class Folder(Source):
         loss = self.config.typed.text_loss
         for path in (item.path, item.caption):
             if path is not None:
-                file_below(self.root, path)  # a link may lead anywhere
+                file_below(self.root, path.absolute())  # a link may lead anywhere
         segments: list[Segment]
         if item.offset >= 0:
             segments = self._line(item, loss)
@@ -148,7 +148,7 @@ class Folder(Source):
             raise BadSample(f'{where}: no "text" string; expected {{"text": ..., "image": optional path}}', "bad_json")
         if "image" not in entry:
             return [Text(entry["text"], loss)]
-        path = file_below(self.root, item.path.parent / str(entry["image"]), f"{where}: image")
+        path = file_below(self.root, item.path.parent.absolute() / str(entry["image"]), f"{where}: image")
         return [Image(path), Text("\n" + entry["text"], loss)]
 
 

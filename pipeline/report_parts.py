@@ -107,7 +107,7 @@ def heldout_part(run: Run) -> str:
         "same tokens with every pixel grey; what seeing adds is the distance between the two. Bits per byte: where a "
         "sample is learned text throughout."
     )
-    note += f" Left out as unreadable: {html.escape(str(left))}." if left else ""
+    note += f" Left out as unreadable: {left}." if left else ""
     table = f"<table><tr><th>source</th>{head}</tr>{body}</table>"
     return _section("Held-out loss by source", note, f"{drawing}{table}")
 

@@ -207,7 +207,7 @@ def test_a_recipe_is_code_and_no_command_of_it_runs_unasked(tmp_path, inspect, p
     assert not mark.exists()
     with pytest.raises(DataError):  # it runs, and gives no shard
         inspect(recipe, "--run-commands")
-    assert mark.exists()
+    assert mark.exists() == source.startswith("pipe:"), "of braces, the first that is no shard ends it"
 
 
 def test_files_that_are_no_sample_are_counted(tmp_path, inspect):

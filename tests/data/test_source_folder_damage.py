@@ -40,6 +40,18 @@ def test_damage_has_a_reason(tmp_path, name, content, reason):
     assert caught.value.reason == reason
 
 
+def test_a_folder_may_be_named_from_here_and_be_a_link_itself(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "folder" / "deep" / "p.jpg").write_bytes(picture(0))
+    (tmp_path / "folder" / "deep" / "p.txt").write_text("words")
+    (tmp_path / "folder" / "a.jsonl").write_text('{"text": "t", "image": "deep/p.jpg"}\n')
+    monkeypatch.chdir(tmp_path)
+    for path in ("folder", "link", "./folder/../link", str(tmp_path / "link")):
+        files = build_source(SourceConfig(name="f", kind="folder", path=path), val_fraction=0.0)
+        assert [files.get(index, 0).segments[0].open().size for index in range(2)] == [(40, 24)] * 2
+
+
 def test_a_link_out_of_the_folder_is_not_read(tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret")

@@ -111,12 +111,13 @@ def refusal(capsys, call):
     return lines[0]
 
 
-def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
     monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
     rows = [json.dumps({"text": f"{i} " + "words " * 300}) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     out = tmp_path / "out"
     words = [str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1", "--shard-samples", "10"]
+    words += ["--tokenizer", str(tokenizer)]
     call = lambda: prepare.main(words)
     with a_disk_that_takes(12_000):
         line = refusal(capsys, call)
