@@ -261,11 +261,11 @@ def read_records(path: Path) -> dict[tuple[str, int], Record]:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     found = {}
-    for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
             record = json.loads(line)
             found[str(record["id"]), int(record["repeat"])] = record
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise EvalError(f"{path}:{number}: not a record; remove the line and run again") from None
     return found
 
@@ -287,7 +287,7 @@ class _Writer:
     def write(self, records: Sequence[Record]) -> None:
         if self.file is not None:
             for record in records:
-                self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                self.file.write(json.dumps(record) + "\n")  # ASCII: an answer may hold any line end
             self.file.flush()
             os.fsync(self.file.fileno())
 

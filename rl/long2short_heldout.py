@@ -87,7 +87,7 @@ def write_held(path: Path, held: Sequence[Held]) -> Path:
 def read_held(path: Path) -> list[Held]:
     """What `write_held` wrote. Raises UserError for something else."""
     try:
-        return [Held(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [Held(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: no measurement of held-out problems ({error}); remove it to measure anew") from None
 

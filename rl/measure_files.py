@@ -44,7 +44,7 @@ def load_measured(path: str | Path) -> list[Measured]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected measurements as `earlyfusion measure --out DIR` writes them")
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").split("\n")), 1):
         try:
             fields = json.loads(line)
             if "ended" not in fields:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
-from earlyfusion.eval.harness import RunOptions, evaluate_in_memory, label_of, read_records, run_task
+from earlyfusion.eval.harness import RECORDS, RunOptions, _Writer, evaluate_in_memory, label_of, read_records, run_task
 from earlyfusion.eval.messages import MessageModel, segments
 from earlyfusion.eval.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import (
@@ -193,3 +193,12 @@ def test_message_lists_become_prompts():
         segments([{"type": "audio", "value": b""}])
     own = own_model(1)
     assert isinstance(MessageModel(own).generate_inner(message), str)
+
+
+def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
+    record = {"id": "half \ud83d", "repeat": 0, "answer": "one\u2028two\x85three\x0bfour\r"}
+    with _Writer(tmp_path) as writer:
+        writer.write([record, {**record, "repeat": 1}])
+    with (tmp_path / RECORDS).open("ab") as file:
+        file.write(b'{"id": "torn')
+    assert read_records(tmp_path / RECORDS) == {(record["id"], 0): record, (record["id"], 1): {**record, "repeat": 1}}
