@@ -190,7 +190,10 @@ class ShardSet:
 
     def abandon(self) -> None:
         """Leave no half shard behind, when the disk takes no more; what is finished stays."""
-        file, self._file = self._file, None
+        file, tar = self._file, self._tar
+        self._file = self._tar = None
+        if stream := getattr(getattr(tar, "tarstream", None), "fileobj", None):
+            stream.closed = True  # or it writes its last blocks when it is collected
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
