@@ -63,7 +63,7 @@ def _judged(questions: Sequence[Any], answers: Sequence[Sequence[Written]], way:
     scored = iter(rewards(items))
     out = []
     for question, own in zip(questions, answers):
-        right = [float(solved(question.problem.task, next(scored).value)) for _ in own]
+        right = [float(solved(question.problem.task, rewards.span.share(next(scored).value))) for _ in own]
         out.append(
             Held(
                 question.entry.label,

@@ -131,9 +131,10 @@ class Sampler:
         for line in self._known() if lines is None else lines:
             ask = Ask(*line["ask"])
             problem, prompt = self.book.prompt(ask)
+            right = [solved(problem.task, self.rewards.span.share(a["score"])) for a in line["answers"]]
             answers = [
-                Answer(tuple(a["ids"]), a["text"], a["finish"], a["score"], solved(problem.task, a["score"]))
-                for a in line["answers"]
+                Answer(tuple(a["ids"]), a["text"], a["finish"], a["score"], well)
+                for a, well in zip(line["answers"], right)
             ]
             found.append(Answered(ask, self.config.tasks[ask.entry].label, problem, prompt, answers))
         return found

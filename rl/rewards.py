@@ -117,6 +117,10 @@ class Range:
     low: float = 0.0
     high: float = 1.0
 
+    def share(self, value: float) -> float:
+        """How far a reward is on the way from the lowest to the highest; 1 is a right answer."""
+        return (value - self.low) / (self.high - self.low)
+
 
 def judged(value: Any, span: Range) -> Scored:
     """A returned value as Scored: every finite number as it is ("outside" beyond the range), all else "invalid"."""

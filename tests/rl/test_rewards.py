@@ -3,9 +3,12 @@
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from earlyfusion.rl.long2short_heldout import _judged
+from earlyfusion.rl.measure_forward import Written
 from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward, mean_by
 from earlyfusion.rl.tasks.registry import make_task, mixture
 
@@ -114,6 +117,15 @@ def test_a_second_opinion_counts_only_for_verified_answers(problem):
     assert both(problem, problem.target) == 1.0 and both(problem, "no idea") == 0.0
     assert OnTop(make_task("arithmetic").reward, lambda p, r: 0.0, weight=0.25)(problem, problem.target) == 0.75
     assert OnTop(lambda p, r: -0.5, lambda p, r: 1.0)(problem, "badly formed") == -0.5
+
+
+def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
+    """A penalty of -1 for what is wrong, 0 for what is right: the ways to shorter answers count the second."""
+    said = Written([1], None, problem.target), Written([1, 2], None, "no idea")
+    asked = SimpleNamespace(problem=problem, entry=SimpleNamespace(label="arithmetic"))
+    with Rewards(lambda p, text: 0.0 if text == p.target else -1.0, span=Range(-1, 0)) as rewards:
+        held = _judged([asked] * 2, [[one] for one in said], "greedy", rewards)
+    assert [one.right for one in held] == [1.0, 0.0]
 
 
 def test_rewards_by_name_and_bad_settings():
