@@ -39,7 +39,10 @@ MEDIA_BYTES = 2 << 30
 def within(size: int, limit: int, where: str) -> None:
     """Raise BadSample (too_large) for more than `limit` bytes; asked before anything is read."""
     if size > limit:
-        raise BadSample(f"{where}: {size:,} bytes, more than {limit:,}: split it or leave it out", "too_large")
+        raise BadSample(
+            f"{where}: {size:,} bytes, more than {limit:,}: split it (text_files: chunk_bytes) or leave it out",
+            "too_large",
+        )
 
 
 def file_below(root: Path, name: str | Path, where: str = "", outside: str = "missing_member") -> Path:

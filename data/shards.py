@@ -102,7 +102,7 @@ class Shards:
         except FileNotFoundError:
             raise DataError(f"{url}: the index lists this shard but it is gone; restore it or prepare again") from None
         stated = stated_samples(local.with_name(index_name(local.name)))
-        if stated != entry["samples"]:
+        if stated not in (None, entry["samples"]):
             LOG.warning("%s: index.json lists %d samples, its index %s; not believed", url, entry["samples"], stated)
         return stated == entry["samples"]
 

@@ -42,7 +42,7 @@ class ModelConfig(BaseModel):
 
     vocab_size: int = Field(163840, ge=1, le=1 << 22)
     hidden_size: int = Field(2304, ge=1, le=1 << 18)
-    num_hidden_layers: int = Field(27, ge=1, le=1024)
+    num_hidden_layers: int = Field(27, ge=1, le=256)
     intermediate_size: int = Field(9216, ge=1, le=1 << 20, description="width of the dense feed-forward layers")
     rms_norm_eps: float = Field(1e-5, gt=0)
     initializer_range: float = Field(0.02, gt=0)

@@ -38,7 +38,7 @@ class VisionConfig(BaseModel):
 
     # tower
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
-    num_hidden_layers: int = Field(27, ge=0, le=1024)
+    num_hidden_layers: int = Field(27, ge=0, le=256)
     num_attention_heads: int = Field(12, ge=1, le=4096)
     head_dim: int = Field(
         128, ge=4, le=1 << 14, description="multiple of 4; qkv width is heads * head_dim, free of hidden_size"

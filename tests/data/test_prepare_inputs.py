@@ -71,6 +71,16 @@ def test_parquet_with_pictures_inside(tmp_path):
     assert found[27].segments[0].image == picture(27)
 
 
+def test_a_dataset_that_names_files_elsewhere_is_refused(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["words"]}).save_to_disk(str(tmp_path / "d"))
+    state = json.loads((tmp_path / "d" / "state.json").read_text())
+    state["_data_files"][0]["filename"] = "../../../../etc/passwd"
+    (tmp_path / "d" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError, match="lies outside"):
+        prepare(tmp_path, tmp_path / "d")
+
+
 def test_datasets_on_disk_keep_their_bytes(tmp_path):
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})

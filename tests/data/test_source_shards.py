@@ -1,5 +1,6 @@
 """The webdataset and text_files sources: access by number, split, resume, and damage inside a loader."""
 
+import datetime
 import gzip
 import json
 import time
@@ -168,6 +169,23 @@ def test_rows_of_parquet_are_documents_over_row_groups(tmp_path):
         files.get(49, 0)
     assert caught.value.reason == "empty_text"
     with pytest.raises(DataError, match="no column 'text'; there are"):
+        source("text_files", tmp_path)
+
+
+def test_parquet_without_texts_or_with_damaged_pages_is_one_line(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for column in ([datetime.date(2026, 1, 1)], [1, 2], [["a"]], [{"x": 1}], [None]):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"a\.parquet: column 'text' holds .*, expected text"):
+            source("text_files", tmp_path)
+    texts = [f"document {i} " + "words " * 50 for i in range(40)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10, compression="gzip")
+    data = (tmp_path / "a.parquet").read_bytes()
+    at = data.index(b"\x1f\x8b", len(data) // 3)
+    (tmp_path / "a.parquet").write_bytes(data[:at] + bytes(20) + data[at + 20 :])
+    with pytest.raises(DataError, match=r"a\.parquet: damaged after row \d+ "):
         source("text_files", tmp_path)
 
 

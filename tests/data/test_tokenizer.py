@@ -144,3 +144,36 @@ def test_held_out_topics_are_not_in_the_tokenizer_corpus():
     held = [sample.text for sample in source.heldout_samples()]
     assert held and not corpus & set(held)
     assert source.get(0, 0).text in corpus
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda tree: 5, "int, expected an object"),
+        (
+            lambda tree: {**tree, "model": {**tree["model"], "vocab": {"a": 2**32 - 1}, "merges": []}},
+            "expected fewer than",
+        ),
+        (
+            lambda tree: {**tree, "normalizer": {"type": "Sequence", "normalizers": 40 * [DOUBLE]}},
+            "times as long; not used",
+        ),
+        (lambda tree: {**tree, "added_tokens": [{"id": -1}]}, "not a tokenizers file"),
+    ],
+)
+def test_a_tokenizer_made_to_do_harm_is_one_line(tmp_path, tokenizer, change, told):
+    path = tokenizer.save(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(DataError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(path) in str(caught.value) and told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["5", "null", '{"bos_token": 5}', "[" * 100_000, "\ufffd{"])
+def test_a_tokenizer_config_that_is_none_is_one_line(tmp_path, tokenizer, content):
+    (tokenizer.save(tmp_path) / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match=r"^tokenizer [^\n]*$"):
+        Tokenizer.load(tmp_path)
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

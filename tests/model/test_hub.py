@@ -328,6 +328,37 @@ def test_an_index_cannot_point_outside_its_directory(saved):
     assert "plain file names" in complaint(saved)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"text_config": {"num_hidden_layers": 1000000}}', "text.num_hidden_layers: Input should be less than or equal to 256"),
+        ('{"text_config": {"num_experts": 1000000000}}', "text.num_experts: Input should be less than or equal to 16384"),
+        ('{"text_config": {"num_hidden_layers": 200, "num_experts": 16000}}', "more than 262,144 experts"),
+        ("[" * 100_000, "damaged (maximum recursion"),
+        ("5", "damaged (int, expected an object"),
+        (b"\xff\xfe{}", "damaged ('utf-8' codec"),
+    ],
+)  # fmt: skip
+def test_a_configuration_made_to_do_harm_is_one_line_before_anything_is_built(saved, monkeypatch, content, told):
+    monkeypatch.setattr(hub, "NativeFusion", None)
+    path = saved / "config.json"
+    if isinstance(content, str) and content.startswith("{"):
+        whole = json.loads(path.read_text())
+        whole["text_config"] |= json.loads(content)["text_config"] | {"linear_attn_config": {}}
+        content = json.dumps(whole)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    said = complaint(saved)
+    assert str(path) in said and told in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "content", ["5", "null", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}', "[" * 100_000]
+)
+def test_an_index_that_is_none_is_one_line(saved, content):
+    (saved / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json: damaged" in complaint(saved)
+
+
 def test_configuration_alone_can_be_read(saved, model):
     assert load_config(saved) == model.config
 

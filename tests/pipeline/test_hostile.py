@@ -144,6 +144,16 @@ def test_metrics_on_a_full_disk_are_one_line_and_the_run_can_go_on(tmp_path, cap
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
 
 
+def test_a_checkpoint_that_does_not_fit_is_one_line_and_the_older_one_stays(tmp_path, capsys):
+    keeper = Checkpointer(tmp_path, Runtime(), RunFacts({"stages": []}, "words", 300))
+    state = {"optimizer": {}, "trainer": {}, "lanes": {0: 1}}
+    first = keeper.save(1, model={"w": torch.ones(2)}, **state)
+    with a_disk_that_takes(20_000):
+        line = refusal(capsys, lambda: keeper.save(2, model={"w": torch.ones(9_000)}, **state))
+    assert str(keeper.folder) in line and list(keeper.folder.iterdir()) == [first]
+    assert keeper.start(resume=True).step == 1
+
+
 def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "event": "guard", "message": "x" * 9000}))
     (tmp_path / "report.html").write_text("before")
