@@ -64,3 +64,12 @@ def test_short_convolution():
         lambda a, b: resolve("short_conv", device())(a, b, segments)[0], lambda a, b: naive.short_conv(a, b, segments)[0],
         [x, weight], [randn(segments.total, 256, seed=2)],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("regime", ["bounded", "init"])
+def test_a_nan_in_the_gate_reaches_the_output(regime):
+    segments, tensors, bound = inputs((100,), heads=2, key_dim=64, value_dim=64, regime=regime)
+    leaves = [x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)]
+    leaves[3][70, 1, 5] = torch.nan
+    o, _ = call(resolve("kda", device()), leaves, segments, bound)
+    assert o[70:, 1].isnan().any() and o[:64].isfinite().all() and o[:, 0].isfinite().all()

@@ -45,6 +45,26 @@ def test_attention_as_dispatched_returns_the_lse(D, V):
     assert ((o - want).norm() / want.norm()).item() < BF16 and (lse - want_lse).abs().max() < 2e-2
 
 
+def test_a_tower_trains_bit_for_bit_alike_twice():
+    segments, T = Segments.from_lengths(LENGTHS), sum(LENGTHS)
+    op = resolve("attention", device())
+    compare(
+        lambda *a: op(*a, segments, causal=False, scale=72**-0.5)[0],
+        lambda *a: attention_naive.attention(*a, segments, causal=False, scale=72**-0.5)[0],
+        [randn(T, 4, 72, seed=i) for i in range(3)], [randn(T, 4, 72, seed=3)],
+    )  # fmt: skip
+
+
+def test_new_tokens_after_earlier_keys_with_logits_of_twenty():
+    keys, new = Segments((700, 33, 5000)), Segments((512, 1, 90))
+    q, k, v = (randn(keys.total, 8, width, seed=i) for i, width in enumerate((192, 192, 128)))
+    ends = torch.cat([torch.arange(end - n, end) for end, n in zip(keys.offsets[1:], new.lengths)]).to(device())
+    scale = 20 / (192**0.5 * 5)  # five standard deviations
+    got = resolve("attention_append", device())(q[ends], k, v, new, keys, scale=scale)
+    want, _ = attention_naive.attention(q.double(), k.double(), v.double(), keys, causal=True, scale=scale)
+    assert ((got - want[ends]).norm() / want[ends].norm()).item() < BF16
+
+
 @pytest.mark.parametrize("H,D", [(16, 72), (12, 128)])
 def test_rope(H, D):
     T = 777

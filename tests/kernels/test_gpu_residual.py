@@ -74,3 +74,10 @@ def test_a_label_outside_the_vocabulary_gives_nan_not_a_fault():
         _, nll = resolve("linear_cross_entropy", device())(h, weight, labels, torch.ones(8, device=device()))
     torch.cuda.synchronize()
     assert nll[4].isnan() and nll[[0, 1, 2, 3, 5, 6, 7]].isfinite().all()
+
+
+def test_without_a_counted_position_there_is_no_loss_and_no_gradient():
+    h, weight = randn(8, 64).requires_grad_(), randn(100, 64, seed=1).requires_grad_()
+    labels = torch.full((8,), -100, device=device())
+    loss, _ = resolve("linear_cross_entropy", device())(h, weight, labels, torch.ones(8, device=device()))
+    assert all(not value.any() for value in (loss, *torch.autograd.grad(loss, (h, weight))))
