@@ -1,42 +1,49 @@
 """The other side of eval/sandbox.py: a server that forks one confined process for every program.
 
-Run as a script (`python -s -P -B sandbox_child.py FD`), never imported; it needs only the standard library, NumPy and Pillow,
-which are loaded once, so that a program starts in milliseconds. For every job the server forks a supervisor; that enters
-new namespaces, forks the program's process, waits with a deadline, kills, and reports.
+It runs in a Python of its own (`main`), which needs only the standard library, NumPy and Pillow; these are loaded once, so
+that a program starts in milliseconds. For every job the server forks a supervisor; that enters new namespaces, forks the
+program's process, waits with a deadline, kills, and reports.
 
-Walls, outermost first; each is used where the kernel permits it, and the report names those that stand:
-    net, ipc, pid   namespaces: no interface but a dead loopback, no other process in sight
-    uid             an unprivileged user of the job's own (when the caller is root); else a user namespace without capabilities
-    rlimits         CPU time, address space, file size, open files, no new process or thread, no core
-    landlock        the kernel refuses every file but the job's directory and, for reading, Python's own
-    audit, imports  Python's audit events and a list of modules: the wall that explains itself to the program's author
+What confines a program are the kernel's walls (eval/sandbox_walls.py), which the report names as far as they stand, and
+    audit, imports  Python's audit events and a list of modules: the wall that explains itself to the program's author.
+A program that means to gets past the latter, so nothing but manners rests on it.
+
+Two channels: `status` belongs to the supervisor alone, which says there which walls stand and how the process ended.
+`result` is the program's process's own: refusals, written down at the moment they happen, and at the end what the program
+gave. It is what a program says about itself, and can be no more; but its lines carry a mark that only the audit hook
+holds, so that whatever else is written there is known as such and cannot tear or replace them.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import ctypes
-import functools
+import errno
 import importlib
 import json
-import math
 import os
 import random
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
-import sysconfig
 import time
 
-NEWIPC, NEWUSER, NEWPID, NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+from earlyfusion.eval import sandbox_seccomp, sandbox_walls
+from earlyfusion.eval.sandbox_walls import Walls, build_house, build_rooms, close_doors, readable_folders, too_much
+
 FIRST_UID = 1_500_000_000
 """Users of jobs, far above those of any system."""
-FDS = ("job", "stdout", "stderr", "result", "status", "stop")
+FDS = ("job", "stdout", "stderr", "result", "status", "stop", "source")
+RESULT = 3
+"""Descriptor of the channel of results in a program's process; the system call filter keeps it open."""
+END, REFUSED = "earlyfusion.end", "earlyfusion.refused"
+"""Audit events of our own: the last line of the result, and a refused import."""
 MAX_WRITES, MAX_REFUSED = 64, 32
+TICK_S = 0.05
 
 REFUSED_EVENTS = tuple(
     "socket. subprocess. pty. ctypes. shutil. mmap. urllib. http. ftplib. smtplib. poplib. imaplib. telnetlib. nntplib. webbrowser. "
@@ -58,19 +65,10 @@ IMPORTS = tuple(
     "bisect operator dataclasses typing textwrap copy io time colorsys enum array numbers __future__".split()
 )
 """Modules a program may import, unless its limits say otherwise."""
-libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Forbidden(PermissionError):
     """What a program asked for is not given to it."""
-
-
-def syscall(name: str, value: int) -> int:
-    """`value` of a libc call; raises OSError when it is negative."""
-    if value < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return value
 
 
 def preload() -> None:
@@ -91,115 +89,55 @@ def preload() -> None:
     ImageFont.load_default(12)
 
 
-# ---- walls of the kernel
-
-
-def enter_namespaces() -> list[str]:
-    """New namespaces for this process (pid: for its children); returns the names of those that were permitted."""
-    user = NEWUSER if os.geteuid() else 0
-    uid, gid = os.geteuid(), os.getegid()
-    for flags, names in (
-        (user | NEWNET | NEWIPC | NEWPID, ["net", "ipc", "pid"]),
-        (user | NEWNET | NEWIPC, ["net", "ipc"]),
-        (user | NEWNET, ["net"]),
-    ):
-        if libc.unshare(flags) == 0:
-            if user:
-                write_maps(uid, gid)
-            return names
-    return []
-
-
-def write_maps(uid: int, gid: int) -> None:
-    """The same user inside a user namespace as outside."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-
-
-def drop_privileges(uid: int) -> list[str]:
-    """Become `uid` when root, and lose every capability; ["uid"] when that is done."""
-    if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
-    nothing = ctypes.create_string_buffer(24)
-    syscall("capset", libc.capset(header, nothing))
-    syscall("not dumpable", libc.prctl(4, 0, 0, 0, 0))
-    syscall("parent death signal", libc.prctl(1, int(signal.SIGKILL), 0, 0, 0))
-    return ["uid"] if os.geteuid() else []
-
-
-def set_limits(job: dict) -> list[str]:
-    """Resource limits, soft and hard alike, so that the process cannot raise them again."""
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    limits = {
-        resource.RLIMIT_CPU: math.ceil(job["cpu_s"]),
-        resource.RLIMIT_AS: used + int(job["memory_mb"] * 2**20),
-        resource.RLIMIT_FSIZE: int(job["file_bytes"]),
-        resource.RLIMIT_NOFILE: 32,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-    }
-    for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
-    return ["rlimits"]
-
-
-@functools.cache
-def readable_folders() -> tuple[str, ...]:
-    """Where Python's own files lie."""
-    names = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(sorted({os.path.realpath(name) for name in names if name and os.path.isdir(name)}))
-
-
-def landlock(folder: str) -> list[str]:
-    """Let the kernel refuse files outside `folder` (reading Python's own is allowed), TCP, and signals to others."""
-    syscall("no_new_privs", libc.prctl(38, 1, 0, 0, 0))
-    abi = libc.syscall(444, None, 0, 1)
-    if abi < 1:
-        return []
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    attributes = struct.pack("=QQQ", everything, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
-    rules = syscall("landlock", libc.syscall(444, ctypes.create_string_buffer(attributes), len(attributes), 0))
-    read_only, files = 0b1100, everything & 0b110
-    allowed = [(folder, everything & ~1 & ~0b1_1110_0100_0000 | 0b1_0000_0000)]
-    allowed += [(path, read_only) for path in (*readable_folders(), "/lib", "/lib64", "/usr/lib")]
-    allowed += [("/dev/null", files), ("/dev/urandom", 0b100)]
-    for path, access in allowed:
-        if os.path.exists(path):
-            where = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            syscall(
-                path, libc.syscall(445, rules, 1, ctypes.create_string_buffer(struct.pack("=Qi", access, where)), 0)
-            )
-            os.close(where)
-    syscall("landlock", libc.syscall(446, rules, 0))
-    os.close(rules)
-    return ["landlock"]
-
-
 # ---- walls inside Python
 
 
-def make_hook(folder: str, refused: list[str]):  # type: ignore[no-untyped-def]
-    """An audit hook that refuses REFUSED_EVENTS and paths outside `folder`, and writes down what it refused.
+def make_recorder(mark: bytes):  # type: ignore[no-untyped-def]
+    """An audit hook that writes what is refused (REFUSED), at once, and the end (END) to the channel of results.
+
+    It never raises and calls nothing that a program could have replaced: no frame of it is ever in a program's hands,
+    so neither is `mark`, which stands before every line. Its arguments are plain strings or are not looked at.
+    """
+    quote, write, leave, kind, text = json.encoder.encode_basestring_ascii, os.write, os._exit, type, str
+    names = {END: ("reason", "value", "error"), REFUSED: ("refused",)}
+    count, most, channel = [0], MAX_REFUSED, RESULT
+
+    def recorder(event: str, args: tuple) -> None:
+        if event not in names:
+            return
+        parts = ""
+        for name, value in zip(names[event], args):
+            if kind(value) is not text:
+                return
+            parts += f'{"," if parts else ""}"{name}":{quote(value)}'
+        count[0] += 1
+        try:
+            if count[0] <= most or "value" in names[event]:
+                line = mark + ("{" + parts + "}\n").encode()
+                while line:  # a pipe takes a long line in pieces
+                    line = line[write(channel, line) :]
+        except OSError:
+            leave(70)
+        if "value" in names[event]:
+            leave(0)
+
+    return recorder
+
+
+def make_hook(folder: str):  # type: ignore[no-untyped-def]
+    """An audit hook that refuses REFUSED_EVENTS and paths outside `folder`, and has what it refused written down.
 
     Everything it uses is bound here, so that a program that reaches the builtins does not reach the hook.
     """
     inside, library = folder + os.sep, tuple(path + os.sep for path in readable_folders())
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    realpath, fsdecode, error = os.path.realpath, os.fsdecode, Forbidden
+    realpath, fsdecode, error, tell, told_as = os.path.realpath, os.fsdecode, Forbidden, sys.audit, REFUSED
     as_int, as_text, is_a, length, any_of = int, str, isinstance, len, any
     events, path_events, modules = REFUSED_EVENTS, PATH_EVENTS, REFUSED_MODULES
     writes: list[int] = []
 
     def refuse(what: str, told: str):  # type: ignore[no-untyped-def]
-        if length(refused) < MAX_REFUSED:
-            refused.append(what)
+        tell(told_as, as_text(what))
         raise error(told)
 
     def path_of(value: object) -> str:
@@ -241,14 +179,13 @@ def make_hook(folder: str, refused: list[str]):  # type: ignore[no-untyped-def]
     return hook
 
 
-def guarded_builtins(allowed: frozenset[str], refused: list[str]) -> dict:
+def guarded_builtins(allowed: frozenset[str]) -> dict:
     """The builtins a program sees: imports by the list, and nothing that waits for a person."""
-    real = builtins.__import__
+    real, tell, told_as = builtins.__import__, sys.audit, REFUSED
 
     def guarded(name: str, globals=None, locals=None, fromlist=(), level: int = 0):  # type: ignore[no-untyped-def]
         if level or name.partition(".")[0] not in allowed:
-            if len(refused) < MAX_REFUSED:
-                refused.append(f"import {name[:40]}")
+            tell(told_as, f"import {name[:40]}")
             raise Forbidden(f"module {name!r} is not available here; allowed: {', '.join(sorted(allowed))}")
         return real(name, globals, locals, fromlist, level)
 
@@ -283,82 +220,122 @@ def reason_of(error: BaseException) -> str:
     """One of the reasons of ProgramResult."""
     if isinstance(error, MemoryError):
         return "memory"
-    if isinstance(error, OSError) and error.errno == 27:
+    if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC):
         return "output_limit"
     return "forbidden" if isinstance(error, Forbidden) else "error"
 
 
-def program(job: dict, layers: list[str], fds: dict[str, int]) -> None:
-    """The program's process: build the walls, run, write the result, end. Never returns."""
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(fds[name], number)
-    os.dup2(fds["result"], 3)
-    os.closerange(4, 256)
-    os.chdir(job["folder"])
-    # Root opens what the job's user may not, so the kernel's rules come before the change of user.
-    layers += set_limits(job)
-    layers += landlock(job["folder"])
-    layers += drop_privileges(job["uid"])
-    random.seed(0)  # equal programs draw equal numbers; a fork would have drawn a new seed
-    allowed = frozenset(job["imports"])
-    refused: list[str] = []
-    namespace: dict = {"__name__": "__main__"}
-    if job["python_walls"]:
-        namespace["__builtins__"] = guarded_builtins(allowed, refused)
-    if job["python_walls"]:
-        layers += ["audit", "imports"]
-    os.write(3, json.dumps({"layers": layers}).encode() + b"\n")
-    sys.stdout, sys.stderr = (open(n, "w", 1, "utf-8", errors="replace", closefd=False) for n in (1, 2))
-    answer = {"reason": "ok", "value": "", "error": ""}
-    dump, write, leave = json.dumps, os.write, os._exit
-    if job["python_walls"]:
-        for name in [name for name in sys.modules if name.partition(".")[0] in REFUSED_MODULES]:
-            del sys.modules[name]
-        sys.addaudithook(make_hook(job["folder"], refused))
+def outcome(code: str, namespace: dict, max_chars: int) -> tuple[str, str, str]:
+    """(reason, value, error) of a program: plain strings, whatever it made of its own classes."""
     try:
-        answer["value"] = execute(job["code"], namespace)[: job["max_chars"] + 1]
+        value = str.__str__(execute(code, namespace))
+        return "ok", value[: max_chars + 1], ""
     except SystemExit as stop:
-        if stop.code not in (None, 0):
-            answer.update(reason="error", error=f"SystemExit: {stop.code!r:.80}")
+        if type(stop.code) in (type(None), int) and not stop.code:
+            return "ok", "", ""
+        return "error", "", "SystemExit" + (f": {stop.code:.80}" if type(stop.code) is str else f": {stop.code!r:.80}")
     except BaseException as error:
-        answer.update(reason=reason_of(error), error=explain(error))
+        try:
+            return reason_of(error), "", str.__str__(explain(error))
+        except BaseException:
+            return reason_of(error), "", "an error that cannot be told"
+
+
+def hide_tools() -> None:
+    """Take from a program's reach, as far as Python can, what this process needed to build its walls."""
+    for module in (sandbox_walls, sandbox_seccomp, ctypes):
+        vars(module).clear()
+    for name in ("ctypes", "importlib", "resource", "select", "signal", "socket", "sandbox_walls", "sandbox_seccomp"):
+        globals().pop(name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*REFUSED_MODULES, "earlyfusion")]:
+        del sys.modules[name]
+
+
+def program(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
+    """The program's process: build the walls, run, write the result, end. Never returns."""
+    status = 4
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    for number, name in ((1, "stdout"), (2, "stderr"), (RESULT, "result"), (status, "status")):
+        os.dup2(fds[name], number)
+    os.closerange(5, 4096)
+    close_doors(walls, job, used)
+    lacking = walls.lacking()
+    if job["python_walls"]:
+        walls.standing += ["audit", "imports"]
+    os.write(status, json.dumps({"layers": walls.standing, "missing": lacking}).encode() + b"\n")
+    os.close(status)
+    if lacking and not job["allow_weaker"]:
+        os._exit(0)
+    random.seed(0)  # equal programs draw equal numbers; a fork would have drawn a new seed
+    namespace: dict = {"__name__": "__main__"}
+    sys.stdout, sys.stderr = (open(n, "w", 1, "utf-8", errors="replace", closefd=False) for n in (1, 2))
+    sys.addaudithook(make_recorder(job.pop("mark").encode()))
+    tell, end, plain, leave = sys.audit, END, str.__str__, os._exit
+    if job["python_walls"]:
+        namespace["__builtins__"] = guarded_builtins(frozenset(job["imports"]))
+        hook = make_hook(job["folder"])
+        hide_tools()
+        sys.addaudithook(hook)
+        del hook
+    answer = outcome(job["code"], namespace, job["max_chars"])
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BaseException:
             continue
-    write(3, dump({**answer, "refused": refused}).encode())
-    leave(0)
+    tell(end, *(plain(part) for part in answer))
+    leave(70)
 
 
 # ---- the server
 
 
-def supervise(job: dict, fds: dict[str, int]) -> None:
+def watch(child: int, job: dict, stop: int, room: tuple[int, int] | None) -> str:
+    """Wait for the end of a process: "" where it came by itself, else why it has to be ended: late, cpu, disk, or stopped,
+    when the caller closes its end of `stop` (the kernel does when the caller dies). room: bytes and files of a folder
+    that is not a file system of its own and has to be looked at."""
+    ended, deadline, clock = os.pidfd_open(child), time.monotonic() + job["wall_s"], ~child << 3 | 2
+    while True:
+        left = {"late": deadline - time.monotonic(), "cpu": job["cpu_s"]}
+        # The process's own clock: exact, where the kernel's limit counts ticks, whoever's they were.
+        with contextlib.suppress(OSError):
+            left["cpu"] -= time.clock_gettime(clock)
+        why = min(left, key=left.__getitem__)
+        ready = select.select([ended, stop], [], [], max(0.0, min(left[why], TICK_S if room else left[why])))[0]
+        if ended in ready:
+            return ""
+        if stop in ready:
+            return "stopped"
+        if left[why] <= 0:
+            return why
+        if room and too_much(job["folder"], *room):
+            return "disk"
+
+
+def supervise(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
     """Fork the program's process, wait until the deadline, report how it ended."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    layers = enter_namespaces()
+    sizes = [os.stat(name, dir_fd=fds["source"]).st_blocks * 512 for name in os.listdir(fds["source"])]
+    room = (job["disk_bytes"] + sum(sizes), job["disk_files"] + len(sizes))
+    build_rooms(walls, job, fds["source"])
     child = os.fork()
     if child == 0:
         try:
-            program(job, layers, fds)
+            program(job, walls, fds, used)
         except BaseException as error:
-            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
+            os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         finally:
             os._exit(70)
     for name in ("stdout", "stderr", "result"):
         os.close(fds[name])
     started = time.monotonic()
-    watch = os.pidfd_open(child)
-    # The caller closes its end of `stop` to end the program, and the kernel closes it when the caller dies.
-    ready = select.select([watch, fds["stop"]], [], [], job["wall_s"])[0]
-    if watch not in ready:
+    why = watch(child, job, fds["stop"], None if "mount" in walls.standing else room)
+    if why:
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)
     report = {
-        "late": not ready,
+        "stopped": why,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
         "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else -1,
         "seconds": time.monotonic() - started,
@@ -371,6 +348,10 @@ def serve(channel: socket.socket) -> None:
     """Take jobs until the other side closes. A message carries the descriptors of FDS."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     preload()
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    walls = Walls()
+    build_house(walls)
     channel.send(b"ready")
     while True:
         message, received, _, _ = socket.recv_fds(channel, 16, len(FDS))
@@ -381,12 +362,13 @@ def serve(channel: socket.socket) -> None:
             try:
                 fds = dict(zip(FDS, received))
                 with os.fdopen(fds.pop("job"), "rb") as file:
-                    supervise(json.load(file), fds)
+                    supervise(json.load(file), walls, fds, used)
             finally:
                 os._exit(0)
         for descriptor in received:
             os.close(descriptor)
 
 
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+def main() -> None:
+    """Serve on the descriptor of the last argument."""
+    serve(socket.socket(fileno=int(sys.argv[-1])))

@@ -19,7 +19,7 @@ from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources import build_source
 from earlyfusion.eval import sandbox as module
-from earlyfusion.eval import sandbox_child
+from earlyfusion.eval import sandbox_child, sandbox_walls
 from earlyfusion.eval.sandbox import REASONS, Limits, ProgramResult, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -285,7 +285,7 @@ def test_limits_must_be_positive():
 def test_every_wall_that_the_kernel_permits_stands(box):
     layers = set(box.run("1").layers)
     assert {"rlimits", "audit", "imports", "uid"} <= layers
-    assert ("landlock" in layers) == (sandbox_child.libc.syscall(444, None, 0, 1) >= 1)
+    assert ("landlock" in layers) == (sandbox_walls.libc.syscall(444, None, 0, 1) >= 1)
     if shutil.which("unshare"):
         permitted = subprocess.run(["unshare", "-Unpf", "true"], capture_output=True).returncode == 0
         assert {"net", "pid"} <= layers or not permitted
@@ -326,7 +326,7 @@ def test_a_caller_without_privileges_has_the_same_walls(monkeypatch):
             os.setgroups([])
             os.setresgid(nobody, nobody, nobody)
             os.setresuid(nobody, nobody, nobody)
-            sandbox_child.libc.prctl(4, 1, 0, 0, 0)  # a changed user hides /proc/self from itself; a login does not
+            sandbox_walls.libc.prctl(4, 1, 0, 0, 0)  # a changed user hides /proc/self from itself; a login does not
             sandbox_child.serve(theirs)
         finally:
             os._exit(0)

@@ -1,0 +1,509 @@
+"""What a hostile program tries, by area: expressions that are true when it got through, for tests/eval/test_sandbox_probes.py.
+
+`W` is the world outside, made by the test: a secret, sockets, a process, keys, memory. Every probe is harmless where it
+gets through (signal 0, the same mode again), so that all of them can be tried without a sandbox as well.
+"""
+
+import json
+
+HELPERS = r"""
+import ctypes, errno, fcntl, json, mmap, os, platform, resource, select, signal, socket, struct, sys, threading, time
+L = ctypes.CDLL(None, use_errno=True)
+LATER = platform.machine() == "aarch64"
+
+def call(x86, arm, *args):
+    "A system call by its numbers; raises OSError."
+    number = arm if LATER else x86
+    if number is None:
+        raise OSError(errno.ENOSYS, "not on this architecture")
+    args = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    value = L.syscall(ctypes.c_long(number), *args)
+    if value < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+    return True
+
+def reached(x86, arm, *args):
+    "Whether the kernel looked at a call instead of refusing it outright."
+    try:
+        return call(x86, arm, *args)
+    except OSError as error:
+        return error.errno not in (errno.EPERM, errno.ENOSYS, errno.EAGAIN, errno.EACCES)
+
+def made(path):
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY)); os.unlink(path); return True
+
+def child(pid):
+    if pid == 0:
+        os._exit(0)
+    return os.waitpid(pid, 0)[0] == pid
+
+def talk(family, kind, address, *rest):
+    with socket.socket(family, kind) as s:
+        s.settimeout(1)
+        if kind == socket.SOCK_DGRAM:
+            return s.sendto(b"x", address)
+        s.connect(address)
+        return s.send(b"x")
+
+def opened(family, kind):
+    with socket.socket(family, kind):
+        return True
+
+def there(look):
+    "A question about a path outside: any answer but 'there is no such thing'."
+    try:
+        look(); return True
+    except PermissionError:
+        return False
+
+def memory_file():
+    name = ctypes.c_char_p(b"x"); number = 279 if LATER else 319
+    fd = L.syscall(number, name, 0)
+    if fd < 0: raise OSError(ctypes.get_errno(), "memfd")
+    os.close(fd); return True
+
+def threads():
+    one = threading.Thread(target=int); one.start(); one.join(); return True
+
+def limit(name, value):
+    "Raise a limit to more than it is; where it is endless there is nothing to raise."
+    now = resource.getrlimit(name)[1]
+    if now == resource.RLIM_INFINITY: return True
+    resource.setrlimit(name, (now + value, now + value)); resource.setrlimit(name, (now, now)); return True
+
+def chdir(path):
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(path); os.fchdir(here); return True
+    finally:
+        os.close(here)
+
+def owned(fd):
+    r, w = os.pipe()
+    try:
+        fcntl.fcntl(r, fcntl.F_SETOWN, fd); return True
+    finally:
+        os.close(r); os.close(w)
+"""
+
+FILES = {
+    **{f"read {path}": f"os.close(os.open({path!r}, os.O_NONBLOCK)) is None" for path in (
+        "/etc/passwd", "/etc/hostname", "/etc/os-release", "/proc/self/environ", "/proc/self/maps", "/proc/1/environ",
+        "/proc/self/mem", "/proc/self/root/etc/passwd", "/proc/meminfo", "/proc/net/unix", "/proc/sys/kernel/hostname",
+        "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/tty", "/dev/zero", "/dev/full",
+        "/dev/ptmx", "/dev/vda", "../../etc/passwd", "../" * 40 + "etc/passwd", "/./etc/../etc/passwd",
+    )},
+    **{f"list {path}": f"os.listdir({path!r}) and {path!r} not in ('/', '/tmp')" for path in (
+        "/etc", "/proc", "/proc/self/fd", "/proc/self/root", "/sys", "/dev", "/dev/shm", "/run", "/var", "/usr",
+    )},
+    "list / or what is beside the folder": "[n for d in ('/', '..') for n in os.listdir(d) if not n.startswith('program')]",
+    "read a secret": "open(W['secret']).read()",
+    "read by a system call": "(fd := L.open(W['secret'].encode(), 0)) >= 0 and os.read(fd, 1)",
+    "read by openat from /": "os.read(os.open(W['secret'][1:], 0, dir_fd=os.open('/', os.O_PATH)), 1)",
+    "read by openat2": "call(437, 437, -100, W['secret'].encode(), struct.pack('=QQQ', 0, 0, 0), 24)",
+    "read over a folder's descriptor": "os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH)), 1)",
+    "map a file": "mmap.mmap(os.open(W['secret'], os.O_RDONLY), 1, prot=mmap.PROT_READ)",
+    "send a file": "os.sendfile(1, os.open(W['secret'], os.O_RDONLY), 0, 0) == 0",
+    "read over a symbolic link": "os.symlink(W['secret'], 'link') or open('link').read()",
+    "read over a hard link": "os.link(W['secret'], 'hard') or open('hard').read()",
+    "write a secret": "os.close(os.open(W['secret'], os.O_WRONLY)) is None",
+    "append to a secret": "os.close(os.open(W['secret'], os.O_WRONLY | os.O_APPEND)) is None",
+    "truncate a secret": "os.truncate(W['secret'], W['size']) is None",
+    "make a file outside": "made(W['open'] + '/new')",
+    "make a file in /tmp": "made('/tmp/new-' + W['name'])",
+    "make a file in /": "made('/new-' + W['name'])",
+    "make a file beside the folder": "made('../new-' + W['name'])",
+    "make a file without a name outside": "os.open(W['open'], os.O_TMPFILE | os.O_WRONLY) and True",
+    "make a folder outside": "os.mkdir(W['open'] + '/d') or os.rmdir(W['open'] + '/d') is None",
+    "remove outside": "made(W['open'] + '/gone')",
+    "rename outside": "os.rename(W['secret'], W['secret']) is None",
+    "move a file out": "open('m', 'w').close() or os.rename('m', W['open'] + '/m') or os.unlink(W['open'] + '/m') is None",
+    "move a file in": "os.rename(W['secret'], 'taken') or os.rename('taken', W['secret']) is None",
+    "exchange files": "open('x', 'w').close() or call(316, 276, -100, b'x', -100, W['secret'].encode(), 2) and "
+                      "call(316, 276, -100, b'x', -100, W['secret'].encode(), 2)",
+    "a named pipe outside": "os.close(os.open(W['fifo'], os.O_RDWR)) is None",
+    "a named pipe": "os.mkfifo('pipe') is None",
+    "a device": "os.mknod('device', 0o20666, os.makedev(1, 3)) is None",
+    "a socket file": "os.mknod('sock', 0o140666) is None",
+    "write where Python lies": "made(os.path.dirname(os.__file__) + '/new')",
+    "write where NumPy lies": "made(os.path.dirname(sys.modules['numpy'].__file__) + '/new')",
+    "write /dev/shm": "made('/dev/shm/new-' + W['name'])",
+    "write /var/tmp": "made('/var/tmp/new-' + W['name'])",
+    "open by handle": "reached(304, 265, -100, None, 0)",
+    "name to handle": "reached(303, 264, -100, W['secret'].encode(), None, None, 0)",
+    "the caller's folder": "os.listdir(W['open'])",
+    "climb by fchdir": "os.fchdir(os.open('..', os.O_RDONLY)) or made('new-' + W['name'])",
+    "lock outside": "fcntl.flock(os.open(W['secret'], os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB) is None",
+    "run its own file": "open('e', 'w').write('#!/bin/true') and os.execv('e', ['e'])",
+}  # fmt: skip
+METADATA = {
+    "stat": "there(lambda: os.stat(W['secret']))",
+    "stat by a system call": "call(332, 291, -100, W['secret'].encode(), 0, 0x7ff, bytes(256))",
+    "lstat /etc/shadow": "there(lambda: os.lstat('/etc/shadow'))",
+    "access": "os.access(W['secret'], os.F_OK)",
+    "readlink": "os.readlink(W['link'])",
+    "readlink /proc/self/exe": "os.readlink('/proc/self/exe')",
+    "chdir": "chdir(W['open'])",
+    "chdir /etc": "chdir('/etc')",
+    "a path descriptor": "os.open(W['secret'], os.O_PATH)",
+}
+PROPERTIES = {
+    "statfs": "os.statvfs(W['open'])",
+    "statfs of /": "os.statvfs('/')",
+    "list attributes": "os.listxattr(W['secret']) is not None",
+    "read an attribute": "os.getxattr(W['secret'], 'user.a')",
+    "write an attribute": "os.setxattr(W['secret'], 'user.a', b'1') is None",
+    "remove an attribute": "reached(197, 14, W['secret'].encode(), b'user.none')",
+    "chmod": "os.chmod(W['secret'], 0o666) is None",
+    "chmod of a folder": "os.chmod(W['open'], 0o777) is None",
+    "chmod by fchmodat": "call(268, 53, -100, W['secret'].encode(), 0o666)",
+    "chmod by fchmodat2": "reached(452, 452, -100, W['secret'].encode(), 0o666, 0)",
+    "chown": "os.chown(W['secret'], -1, -1) is None",
+    "lchown": "os.lchown(W['secret'], -1, -1) is None",
+    "times": "os.utime(W['secret'], (1e9, 1e9)) is None",
+    "times by now": "reached(280, 88, -100, W['secret'].encode(), None, 0)",
+    "times by utimes": "reached(235, None, W['secret'].encode(), None)",
+    "attributes of inodes": "reached(469, 469, -100, W['secret'].encode(), bytes(24), 24, 0)",
+    "chmod of its own folder": "os.chmod('.', 0o700) is None",
+    "owner of its own file": "open('own', 'w').close() or os.chown('own', -1, -1) is None",
+}
+PROCESSES = {
+    "fork": "child(os.fork())",
+    "fork by the library": "child(L.fork()) if True else 0",
+    "clone": "(p := L.syscall(220 if LATER else 56, 17, 0, 0, 0, 0)) >= 0 and child(p)",
+    "clone3": "reached(435, 435, bytes(64), 0)",
+    "threads": "threads()",
+    "spawn": "os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)",
+    "system": "os.system('true') == 0",
+    "popen": "os.popen('echo 1').read()",
+    "execve": "reached(59, 221, b'/', None, None)",
+    "execveat": "reached(322, 281, -100, b'/', None, None, 0)",
+    "signal the caller": "os.kill(W['pid'], 0) is None",
+    "signal a victim": "os.kill(W['victim'], 0) is None",
+    "signal the first process": "reached(62, 129, 1, 0) and os.getpid() != 1",
+    "signal all": "reached(62, 129, -1, 0)",
+    "signal the group": "os.killpg(0, 0) is None",
+    "signal a parent": "os.getppid() and os.kill(os.getppid(), 0) is None",
+    "signal by tgkill": "call(234, 131, W['victim'], W['victim'], 0)",
+    "signal by tkill": "reached(200, 130, W['victim'], 0)",
+    "signal with a value": "reached(129, 138, W['victim'], 0, bytes(128))",
+    "signal with a value by thread": "reached(297, 240, W['victim'], W['victim'], 0, bytes(128))",
+    "descriptor of a process": "os.pidfd_open(W['victim'])",
+    "descriptor of itself": "os.pidfd_open(os.getpid())",
+    "signal by descriptor": "reached(424, 424, 0, 0, None, 0)",
+    "take a descriptor": "reached(438, 438, 0, 0, 0)",
+    "trace me": "reached(101, 117, 99, 0, 0, 0)",
+    "attach": "reached(101, 117, 0x4206, W['victim'], 0, 0) and reached(101, 117, 17, W['victim'], 0, 0)",
+    "read memory": "reached(310, 270, W['victim'], None, 0, None, 0, 0)",
+    "write memory": "reached(311, 271, W['victim'], None, 0, None, 0, 0)",
+    "advise memory": "reached(440, 440, 0, None, 0, 0, 0)",
+    "reap memory": "reached(448, 448, 0, 0)",
+    "move pages": "reached(279, 239, 0, 0, None, None, None, 0)",
+    "migrate pages": "reached(256, 238, W['victim'], 0, None, None)",
+    "compare": "reached(312, 272, os.getpid(), os.getpid(), 0, 0, 0)",
+    "priority": "os.setpriority(os.PRIO_PROCESS, W['victim'], 19) is None",
+    "its own priority": "reached(141, 140, 0, 0, 0)",
+    "scheduler": "reached(144, 119, W['victim'], 0, bytes(4))",
+    "scheduler attributes": "reached(314, 274, W['victim'], None, 0)",
+    "processors": "reached(203, 122, W['victim'], 0, None)",
+    "input and output class": "reached(251, 30, 1, W['victim'], 0)",
+    "limits of another": "bool(resource.prlimit(W['victim'], resource.RLIMIT_CPU))",
+    "group of another": "os.getpgid(W['victim'])",
+    "session of another": "os.getsid(W['victim'])",
+    "processors of another": "os.sched_getaffinity(W['victim'])",
+    "clock of another": "time.clock_gettime(~W['victim'] << 3 | 2)",
+    "owner of signals": "owned(W['victim'])",
+    "a session": "reached(112, 157)",
+    "a group": "reached(109, 154, 0, 0)",
+    "wait": "reached(61, 260, -1, 0, 1, 0)",
+    "wait by identity": "reached(247, 95, 0, 0, None, 5, None)",
+    "processes listed": "[n for n in os.listdir('/proc') if n.isdigit()]",
+}
+PRIVILEGES = {
+    "become root": "os.setuid(0) is None",
+    "become root, all three": "os.setresuid(0, 0, 0) is None",
+    "the group of root": "os.setresgid(0, 0, 0) is None",
+    "groups": "os.setgroups([0]) is None",
+    "the user of files": "reached(122, 151, 0)",
+    "capabilities": "call(126, 91, struct.pack('=Ii', 0x20080522, 0), struct.pack('=6I', 1 << 21, 1 << 21, 0, 0, 0, 0))",
+    "read capabilities": "reached(125, 90, struct.pack('=Ii', 0x20080522, 0), None)",
+    "another filter": "reached(317, 277, 9, 0, 0)",
+    "secure bits": "reached(157, 167, 28, 0, 0, 0, 0)",
+    "dumpable": "reached(157, 167, 4, 1, 0, 0, 0)",
+    "death signal": "reached(157, 167, 1, 0, 0, 0, 0)",
+    "subreaper": "reached(157, 167, 36, 1, 0, 0, 0)",
+    "personality": "reached(135, 92, 0xffffffff)",
+    **{f"new {name} namespace": f"child(L.syscall(220 if LATER else 56, {flag} | 17, 0, 0, 0, 0))" for name, flag in
+       dict(mount=0x20000, cgroup=0x2000000, uts=0x4000000, ipc=0x8000000, user=0x10000000, pid=0x20000000,
+            net=0x40000000).items()},
+    "unshare": "reached(272, 97, 0)",
+    "a user namespace": "reached(272, 97, 0x10000000)",
+    "enter a namespace": "reached(308, 268, 0, 0)",
+    "chroot": "reached(161, 51, b'.')",
+    "pivot_root": "reached(155, 41, b'.', b'.')",
+    "mount": "reached(165, 40, b'none', b'.', b'tmpfs', 0, None)",
+    "umount": "reached(166, 39, b'/', 0)",
+    "move a mount": "reached(429, 429, -100, b'/', -100, b'/', 0)",
+    "open a tree": "reached(428, 428, -100, b'/', 1)",
+    "open a file system": "reached(430, 430, b'tmpfs', 0)",
+    "pick a file system": "reached(433, 433, -100, b'/', 0)",
+    "configure a file system": "reached(431, 431, 0, 0, None, None, 0)",
+    "make a mount": "reached(432, 432, 0, 0, 0)",
+    "attributes of a mount": "reached(442, 442, -100, b'/', 0, None, 0)",
+    "list mounts": "reached(458, 458, None, None, 0, 0)",
+    "more processor time": "limit(resource.RLIMIT_CPU, 1)",
+    "more memory": "limit(resource.RLIMIT_AS, 1 << 20)",
+    "more processes": "limit(resource.RLIMIT_NPROC, 1)",
+    "more files": "limit(resource.RLIMIT_NOFILE, 1)",
+    "larger files": "limit(resource.RLIMIT_FSIZE, 1)",
+    "core files": "limit(resource.RLIMIT_CORE, 1)",
+    "locked memory": "limit(resource.RLIMIT_MEMLOCK, 1)",
+    "limits by the old call": "reached(160, 164, 4, None)",
+}  # fmt: skip
+NETWORK = {
+    **{f"socket of family {name}": f"opened({number}, {kind})" for name, number, kind in (
+        ("unix", 1, 1), ("unix, datagram", 1, 2), ("inet", 2, 1), ("inet, datagram", 2, 2), ("inet, raw", 2, 3),
+        ("inet6", 10, 1), ("inet6, datagram", 10, 2), ("netlink", 16, 3), ("packet", 17, 3), ("alg", 38, 5),
+        ("vsock", 40, 1), ("xdp", 44, 3), ("bluetooth", 31, 3), ("can", 29, 3), ("key", 15, 3), ("rds", 21, 5),
+        ("tipc", 30, 2), ("ax25", 3, 5), ("x25", 9, 5), ("atm", 8, 2), ("pppox", 24, 1), ("llc", 26, 1),
+        ("nfc", 39, 5), ("kcm", 41, 2), ("smc", 43, 1), ("mctp", 45, 2), ("qipcrtr", 42, 2), ("ieee802154", 36, 2),
+    )},
+    "a path of a Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['unix'])",
+    "a path of a Unix socket, datagram": "talk(socket.AF_UNIX, socket.SOCK_DGRAM, W['unix_datagram'])",
+    "a path of a Unix socket, relative": "talk(socket.AF_UNIX, socket.SOCK_STREAM, '../' * 9 + W['unix'][1:])",
+    "an abstract Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['abstract'])",
+    "TCP": "talk(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', W['tcp']))",
+    "UDP": "talk(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', W['udp']))",
+    "a name": "socket.getaddrinfo('localhost', 1)",
+    "a pair": "socket.socketpair()",
+    "listen": "socket.create_server(('127.0.0.1', 0))",
+    "connect on no socket": "reached(42, 203, 0, None, 0)",
+    "bind on no socket": "reached(49, 200, 0, None, 0)",
+    "listen on no socket": "reached(50, 201, 0, 0)",
+    "accept on no socket": "reached(43, 202, 0, None, None)",
+    "accept4": "reached(288, 242, 0, None, None, 0)",
+    "sendto": "reached(44, 206, 0, None, 0, 0, None, 0)",
+    "recvfrom": "reached(45, 207, 0, None, 0, 0, None, None)",
+    "sendmsg": "reached(46, 211, 0, None, 0)",
+    "recvmsg": "reached(47, 212, 0, None, 0)",
+    "sendmmsg": "reached(307, 269, 0, None, 0, 0)",
+    "recvmmsg": "reached(299, 243, 0, None, 0, 0, None)",
+    "options of sockets": "reached(54, 208, 0, 0, 0, None, 0)",
+    "names of sockets": "reached(51, 204, 0, None, None)",
+    "shutdown": "reached(48, 210, 0, 0)",
+    "interfaces": "[n for n in socket.if_nameindex()]",
+}  # fmt: skip
+SURFACE = {
+    "keyring: the session": "reached(250, 219, 0, -3, 0)",
+    "keyring: the user": "reached(250, 219, 0, -4, 0)",
+    "keyring: another session": "reached(250, 219, 1, None)",
+    "keyring: read": "reached(250, 219, 11, W['key'], None, 0)",
+    "keyring: describe": "reached(250, 219, 6, W['key'], None, 0)",
+    "keyring: search": "reached(250, 219, 10, -3, b'user', b'sandbox-probe', 0)",
+    "keyring: revoke nothing": "reached(250, 219, 3, 0)",
+    "keyring: add": "reached(248, 217, b'user', b'probe', b'1', 1, -1)",
+    "keyring: request": "reached(249, 218, b'user', b'sandbox-probe', None, 0)",
+    "shared memory: make": "reached(29, 194, 0, 0, 0)",
+    "shared memory: get": "reached(29, 194, W['shm_key'], 0, 0)",
+    "shared memory: attach": "reached(30, 196, -1, None, 0)",
+    "shared memory: control": "reached(31, 195, -1, 0, None)",
+    "shared memory: detach": "reached(67, 197, None)",
+    "semaphores: get": "reached(64, 190, 0, 0, 0)",
+    "semaphores: use": "reached(65, 193, 0, None, 0)",
+    "semaphores: control": "reached(66, 191, -1, 0, 0)",
+    "queues: get": "reached(68, 186, 12345, 0)",
+    "queues: send": "reached(69, 189, -1, None, 0, 0)",
+    "queues: receive": "reached(70, 188, -1, None, 0, 0, 0)",
+    "queues: control": "reached(71, 187, -1, 0, None)",
+    "POSIX queues: open": "reached(240, 180, b'probe', 0, 0, None)",
+    "POSIX queues: unlink": "reached(241, 181, b'probe')",
+    "POSIX queues: notify": "reached(244, 184, -1, None)",
+    "memfd": "memory_file()",
+    "secret memory": "reached(447, 447, 99)",
+    "userfaultfd": "reached(323, 282, 1)",
+    "io_uring: set up": "reached(425, 425, 0, None)",
+    "io_uring: enter": "reached(426, 426, -1, 0, 0, 0, None, 0)",
+    "io_uring: register": "reached(427, 427, -1, 0, None, 0)",
+    "asynchronous input": "reached(206, 0, 0, None)",
+    "bpf": "reached(321, 280, 99, None, 0)",
+    "perf": "reached(298, 241, None, 0, -1, -1, 0)",
+    "inotify": "reached(294, 26, 99)",
+    "inotify: watch": "reached(254, 27, -1, b'/tmp', 1)",
+    "fanotify": "reached(300, 262, 0, 0)",
+    "notices of folders": "fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 1) == 0",
+    "leases": "fcntl.fcntl(os.open('own', os.O_CREAT), fcntl.F_SETLEASE, fcntl.F_UNLCK) == 0",
+    "sizes of pipes": "fcntl.fcntl(os.pipe()[0], 1031, 1 << 16)",
+    "typing into the terminal": "reached(16, 29, 1, 0x5412, b'x')",
+    "the console": "reached(16, 29, 1, 0x541C, b'\\x02')",
+    "reboot": "reached(169, 142, 0, 0, 0, None)",
+    "kexec": "reached(246, 104, 0, 0, None, 0)",
+    "kexec of a file": "reached(320, 294, -1, -1, 0, None, 0)",
+    "modules: load": "reached(175, 105, None, 0, b'')",
+    "modules: load a file": "reached(313, 273, -1, b'', 0)",
+    "modules: remove": "reached(176, 106, b'none', 0)",
+    "ports": "reached(173, None, 0, 1, 0)",
+    "port level": "reached(172, None, 0)",
+    "segments": "reached(154, None, 0, None, 0)",
+    "the kernel's log": "reached(103, 116, 10, None, 0)",
+    "host name": "reached(170, 161, None, 0)",
+    "domain name": "reached(171, 162, None, 0)",
+    "set the time": "reached(164, 170, None, None)",
+    "set a clock": "reached(227, 112, 99, None)",
+    "adjust the time": "reached(159, 171, None)",
+    "adjust a clock": "reached(305, 266, 99, None)",
+    "swap on": "reached(167, 224, b'', 0)",
+    "swap off": "reached(168, 225, b'')",
+    "accounting": "reached(163, 89, b'')",
+    "quotas": "reached(179, 60, 0, None, 0, None)",
+    "hang up": "reached(153, 58)",
+    "timers": "reached(222, 107, 99, None, None)",
+    "timer descriptors": "reached(283, 85, 99, 0)",
+    "signal descriptors": "reached(289, 74, -1, None, 0, 0)",
+    "event descriptors": "reached(290, 19, 0, 0)",
+    "epoll": "reached(291, 20, 99)",
+    "memory policy": "reached(238, 237, 99, None, 0)",
+    "memory of a node": "reached(237, 235, 0, 0, 99, None, 0, 0)",
+    "locked memory": "reached(149, 228, None, 0)",
+    "all memory locked": "reached(151, 230, 0)",
+    "protection keys": "reached(330, 289, 99, 0)",
+    "pages mapped anew": "reached(216, 234, None, 0, 0, 0, 0)",
+    "splice": "reached(275, 76, -1, None, -1, None, 0, 0)",
+    "tee": "reached(276, 77, -1, -1, 0, 0)",
+    "pages given to a pipe": "reached(278, 75, -1, None, 0, 0)",
+    "Landlock": "reached(444, 444, None, 0, 1)",
+    "modules of security": "reached(461, 461, None, None, 0)",
+    "cache of pages": "reached(451, 451, -1, None, None, 0)",
+    "futexes of others": "reached(449, 449, None, 0, 0, None, 0)",
+}
+CHANNEL = {
+    "close the channel": "reached(3, 57, 3)",
+    "replace the channel": "os.dup2(1, 3, inheritable=True)",
+    "replace the channel by dup3": "reached(292, 24, 1, 3, 0)",
+    "close a range": "reached(436, 436, 900, 901, 0)",
+    "another descriptor": "[fd for fd in range(4, 32) if os.path.exists('/proc/self') and os.fstat(fd)]",
+    "read the channel": "select.select([3], [], [], 0)[0] and os.read(3, 1)",
+}
+AREAS = {
+    "files": FILES, "metadata": METADATA, "properties": PROPERTIES, "processes": PROCESSES, "network": NETWORK,
+    "surface": SURFACE, "privileges": PRIVILEGES, "channel": CHANNEL,
+}  # fmt: skip
+PROBES = {f"{area}: {name}": source for area, probes in AREAS.items() for name, source in probes.items()}
+
+
+def program(world: dict) -> str:
+    """Tries every probe and prints the names of those that got through, as JSON."""
+    return (
+        f"{HELPERS}\nW = json.loads({json.dumps(world)!r})\nPROBES = json.loads({json.dumps(PROBES)!r})\n"
+        "through, held = [], {}\n"
+        "for name, source in PROBES.items():\n"
+        "    try:\n        value = eval(source)\n"
+        "    except BaseException as error:\n        held[name] = f'{type(error).__name__}: {error}'\n"
+        "    else:\n        (through.append(name) if value else held.update({name: 'false'}))\n"
+        "print(json.dumps([through, held]))\n"
+    )
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b\u202e\u2028"
+OS = "import random\nos = random._os\n"
+LINE = '{"reason":"ok","value":"FORGED","error":"","refused":[],"layers":["none"]}'
+FRAMES = """
+found = []
+try:
+    1 / 0
+except ZeroDivisionError as error:
+    frame = error.__traceback__.tb_frame
+    while frame.f_back:
+        frame = frame.f_back
+        found += [str(k) + '=' + repr(v) for k, v in frame.f_locals.items() if k in ('mark', 'job', 'refused', 'recorder')]
+        if 'refused' in frame.f_locals:
+            frame.f_locals['refused'].clear()
+        for name in ('libc', 'ctypes', 'socket', 'sandbox_walls', 'subprocess'):
+            if name in frame.f_globals:
+                found.append(name)
+"""
+"""What is reached from a traceback: S0, and a list of refusals that could be emptied."""
+WHOLE = {
+    # name: (program, reasons, what must be true of the result)
+    "a hidden refusal": (f"try: open('/etc/passwd')\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
+    "a hidden import": (f"try: import socket\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
+    "tools of the walls": (f"{FRAMES}\n[f for f in found if not f.startswith('job')]", "ok", "r.value == '[]'"),
+    "the mark in the job": (f"{FRAMES}\n'mark' in str(found)", "ok", "r.value == 'False'"),
+    "a line before the end": (f"{OS}os.write(3, b'{LINE}\\n{{')\n1", "forbidden", "r.value == '1'"),
+    "a line and no end": (f"{OS}os.write(3, b'{LINE}\\n')\nos._exit(0)", "error forbidden", "r.value == ''"),
+    "a torn line": (f"{OS}os.write(3, b'{{')\n2", "forbidden", "r.value == '2'"),
+    "forged walls": (f"{OS}os.write(3, b'{LINE}')\n1", "forbidden", "'none' not in r.layers"),
+    "a forged refusal": ("import random\nrandom._os.sys.audit('earlyfusion.refused', 'x' * 10**5)", "forbidden",
+                         "len(r.refused[0]) < 120"),
+    "an end that is none": ("import random\nrandom._os.sys.audit('earlyfusion.end', 1, [], {})\n3", "ok",
+                            "r.value == '3'"),
+    "the channel closed": (f"{OS}\ntry: os.close(3)\nexcept OSError: pass\n4", "ok", "r.value == '4'"),
+    "the channel on stdout": (f"{OS}\ntry: os.dup2(3, 1)\nexcept OSError: pass\n5", "ok forbidden", "r.value == '5'"),
+    "json replaced": ("import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *_: 'FORGED'\n6", "ok",
+                      "r.value == '6'"),
+    "audit replaced": ("import random\nrandom._os.sys.audit = print\nrandom._os._exit = print\n7", "ok", "r.value == '7'"),
+    "escapes on stdout": (f"print({ESCAPES!r})", "ok", "'title' in r.stdout"),
+    "escapes on stderr": (f"{OS}os.write(2, {ESCAPES.encode()!r})\n1", "ok", "'title' in r.stderr"),
+    "escapes in a value": (f"class A:\n    def __repr__(self): return {ESCAPES!r}\nA()", "ok", "'title' in r.value"),
+    "escapes in an error": (f"raise ValueError({ESCAPES!r})", "error", "'title' in r.error"),
+    "escapes in an import": (f"__import__({ESCAPES!r})", "forbidden", "'title' in r.refused[0]"),
+    "half characters in an error": ("raise ValueError('\\udcff')", "error", "'udcff' in r.error"),
+    "half characters in a value": ("class A:\n    def __repr__(self): return '\\ud800'\nA()", "ok", "'ud800' in r.value"),
+    "half characters in an import": ("__import__('a\\ud800')", "forbidden", "r.refused"),
+    "half characters in the program": ("x = '\ud800'\nprint(x)", "error", "True"),
+    "half characters in a class": ("raise type('A', (Exception,), {'__str__': lambda s: '\\udfff'})()", "error", "True"),
+    "bytes that are no text": (f"{OS}os.write(1, bytes(range(256)))\n1", "ok", "len(r.stdout) > 256"),
+    "a null character": ("print('a\\0b')", "ok", "r.stdout == 'a\\\\x00b\\n'"),
+    "a string of its own class": ("class S(str):\n    def __getitem__(self, i): return 5\n    def __str__(self): return 5\n"
+                                  "class A:\n    def __repr__(self): return S('own')\nA()", "ok", "r.value == 'own'"),
+    "an error that cannot be told": ("class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E", "error",
+                                     "True"),
+    "an error without end": ("class E(Exception):\n    def __str__(self): return 'x' * 10**7\nraise E", "error memory",
+                             "len(r.error) < 1100"),
+    "an exit of its own class": ("class E:\n    def __repr__(self): raise ValueError\nraise SystemExit(E())", "error",
+                                 "True"),
+    "an exit with half a character": ("raise SystemExit('\\ud800')", "error", "True"),
+    "a generator's exit": ("raise GeneratorExit", "error", "True"),
+    "an interrupt": ("raise KeyboardInterrupt", "error", "True"),
+    "stdout that fails": (f"{OS}class O:\n    def flush(self): raise SystemExit\nos.sys.stdout = O()\n8", "ok",
+                          "r.value == '8'"),
+    "deep folders": (f"{OS}for i in range(1500):\n    os.mkdir('d'); os.chdir('d')", "output_limit forbidden", "True"),
+    "deep folders by full names": (f"{OS}for i in range(900):\n    os.mkdir('d' * 200); os.chdir('d' * 200)",
+                                   "output_limit forbidden ok", "True"),
+    "folders that cannot be read": (f"{OS}for i in range(99):\n    os.mkdir(str(i), 0)", "ok output_limit", "True"),
+    "many folders": (f"{OS}for i in range(10**5): os.mkdir(str(i))", "output_limit", "True"),
+    "many files": (f"{OS}for i in range(10**5): os.close(os.open(str(i), 66))", "forbidden output_limit", "True"),
+    "much in many files": (f"{OS}for i in range(64):\n    f = open(str(i), 'wb')\n    f.write(bytes(1 << 16))\n    f.close()"
+                           "\nfor i in range(63): open('0', 'rb').read()", "ok output_limit", "True"),
+    "signal 9 to itself": (f"{OS}os.kill(os.getpid(), 9)", "forbidden memory", "True"),
+    "a fault": ("import numpy as np\nnp.lib.stride_tricks.as_strided(np.zeros(1), (10**12,), (8,)).sum()", "error timeout",
+                "True"),
+    "an end by a fault": ("def f(g):\n    return f((g, g))\nimport random\nrandom._os.sys.setrecursionlimit(10**9)\nf(0)",
+                          "error memory timeout", "True"),
+    "a value that is too deep": ("x = []\nfor i in range(10**5): x = [x]\nx", "error", "True"),
+    "another thread": ("import random\nrandom._os.sys.modules.get('_thread').start_new_thread(print, ())", "error forbidden",
+                       "True"),
+    "numbers without end": ("10 ** 5000", "error ok", "True"),
+}  # fmt: skip
+KERNEL_WHOLE = {
+    # Without the walls inside Python.
+    "shared memory beyond the limit": ("import ctypes\nL = ctypes.CDLL(None)\n"
+                                       "[L.shmget(0, 1 << 24, 0o1600) for _ in range(20)]", "ok", "set(eval(r.value)) == {-1}"),
+    "much in many files": ("import os\nfor i in range(999): open(str(i), 'wb').write(bytes(60_000))", "output_limit", "True"),
+    "many files": ("import os\nfor i in range(10**6): os.close(os.open(str(i), 66))", "output_limit", "True"),
+    "many folders": ("import os\nfor i in range(10**6): os.mkdir(str(i))", "output_limit", "True"),
+    "folders and files without rights": ("import os\nfor i in range(50):\n    os.mkdir(str(i), 0o300)\n"
+                                         "    os.close(os.open(f'{i}/f', 66, 0))", "ok output_limit", "True"),
+    "deep folders": ("import os\nfor i in range(10**5):\n    os.mkdir('d'); os.chdir('d')", "output_limit", "True"),
+    "memory in pieces": ("import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]", "error memory", "True"),
+    "shared memory of its own": ("import mmap\nx = [mmap.mmap(-1, 1 << 24, mmap.MAP_SHARED) for _ in range(99)]",
+                                 "error memory", "True"),
+    "core files": ("import os, signal\nsignal.signal(11, 0)\nos.kill(os.getpid(), 11)\nimport ctypes\nctypes.string_at(0)",
+                   "error", "True"),
+    "signals held back": ("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+                          "timeout", "True"),
+    "calls of the 32-bit table": ("import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex("
+                                  "'b814000000cd80c3'))\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof("
+                                  "ctypes.c_char.from_buffer(m)))()", "forbidden error", "not r.value"),
+    "calls of the x32 table": ("import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)", "forbidden ok",
+                               "r.value in ('', '-1')"),
+}  # fmt: skip
