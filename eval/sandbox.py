@@ -123,6 +123,11 @@ class ProgramResult:
         return self.reason == "ok"
 
     @property
+    def weaker(self) -> str:
+        """What a record of this program says of a sandbox with walls missing; "" where none is."""
+        return f"without {', '.join(self.missing)}; with {', '.join(self.layers)}" if self.missing else ""
+
+    @property
     def text(self) -> str:
         """What the model reads in its tool turn."""
         return tool_text(self.stdout, self.value, self.error)
@@ -192,11 +197,13 @@ class Sandbox:
         return ours
 
     def check(self) -> ProgramResult:
-        """The result of an empty program, which names the walls that stand; raises SandboxError where programs cannot
-        be run, or a wall is missing that must not be."""
+        """The result of an empty program, which names the walls that stand. Where some are missing and may be, one line
+        on stderr says so; otherwise, and where programs cannot be run at all, it raises SandboxError."""
         result = self.run("", limits=replace(self.limits, wall_s=60.0, cpu_s=60.0))
         if result.reason != "ok":
             raise SandboxError(f"the sandbox does not run programs here: {result.error or result.stderr}")
+        if result.weaker:
+            print(f"warning: programs run in a weaker sandbox: {result.weaker}", file=sys.stderr, flush=True)
         return result
 
     def run(self, code: str, files: Mapping[str, Any] | None = None, limits: Limits | None = None) -> ProgramResult:

@@ -29,20 +29,22 @@ ALLOWED = """
     fdatasync 75 83, fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, umask 95 166, dup 32 23, pipe 22 -,
     pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, mmap 9 222, munmap 11 215, mremap 25 216,
     mprotect 10 226, madvise 28 233, msync 26 227, brk 12 214, futex 202 98, set_robust_list 273 99,
-    get_robust_list 274 100, rseq 334 293, restart_syscall 219 128, sched_yield 24 124, sched_getaffinity 204 123,
-    getcpu 309 168, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
+    get_robust_list 274 100, rseq 334 293, restart_syscall 219 128, sched_yield 24 124,
+    getcpu 309 168, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
     gettimeofday 96 169, time 201 -, times 100 153, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174,
     geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
-    getpgrp 111 -, getpgid 121 155, getsid 124 156, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, uname 63 160,
+    getpgrp 111 -, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, uname 63 160,
     getrandom 318 278, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
     rt_sigsuspend 130 133, sigaltstack 131 132, exit 60 93, exit_group 231 94
 """
 """name, number on x86_64, number on aarch64 (-: it has none)."""
 ONE_OF = """
-    ioctl 16 29 1 0x5401 0x5413 0x541B 0x5450 0x5451, fcntl 72 25 1 0 1 2 3 4 5 6 7 1030
+    ioctl 16 29 1 0x5401 0x5413 0x541B 0x5450 0x5451, fcntl 72 25 1 0 1 2 3 4 5 6 7 1030, getpgid 121 155 0 0,
+    getsid 124 156 0 0, sched_getaffinity 204 123 0 0, clock_gettime 228 113 0 0 1 2 3 4 5 6 7 8 9 11
 """
 """name, numbers, argument, its permitted values. ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIOCLEX, FIONCLEX. fcntl:
-descriptors, flags and locks, but no owner of signals, leases, notices or sizes of pipes."""
+descriptors, flags and locks, but no owner of signals, leases, notices or sizes of pipes. The others: questions about the
+process itself, and clocks of the machine or its own."""
 NOT = "close 3 57 0 3, dup2 33 - 1 3, dup3 292 24 1 3"
 """name, numbers, argument, its one forbidden value: the channel of results stays what it is."""
 FORK = "clone 56 220, fork 57 -, vfork 58 -"
@@ -82,8 +84,9 @@ def build(machine: str, pid: int) -> bytes:
     column = list(ARCHITECTURES).index(machine)
     allow, refuse, number = _op(_RETURN, _ALLOW), _answer(errno.EPERM), _op(_LOAD, 0)
     own = _argument(0) + _op(_EQUAL, pid, 0, 1) + allow + refuse
-    # Limits may be read: the pointer to new ones is null.
-    reading = _argument(2) + _op(_EQUAL, 0, 0, 3) + _argument(2, 1) + _op(_EQUAL, 0, 0, 1) + allow + refuse
+    # Its own limits may be read: the pointer to new ones is null.
+    zero = [_argument(0), _argument(2), _argument(2, 1)]
+    reading = b"".join(part + _op(_EQUAL, 0, 1, 0) + refuse for part in zero) + allow
 
     code = [_op(_LOAD, 4), _op(_EQUAL, ARCHITECTURES[machine], 1, 0), _op(_RETURN, _DIE), number]
     code += [_op(_AT_LEAST, X32, 0, 1), _op(_RETURN, _DIE)] if machine == "x86_64" else []

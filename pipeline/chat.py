@@ -59,6 +59,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--system", default="", help="system message")
     add("--template", choices=("auto", "chat", "qa"), default="auto", help="form of the messages; auto: as trained")
     add("--tools", action="store_true", help="run the model's Python calls in the sandbox (pictures: image.png, ...)")
+    add(
+        "--sandbox.allow_weaker", dest="allow_weaker", action="store_true",
+        help="run them although walls of the sandbox are missing here",
+    )  # fmt: skip
     add("--max-new-tokens", type=int, default=256, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest mass")
@@ -270,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.model = model_folder(options.model)
     model = load_model(options.model, device=device_of(options.device)).eval()
     template = template_of(options.model) if options.template == "auto" else options.template
-    sandbox = Sandbox() if options.tools else None
+    sandbox = Sandbox(allow_weaker=options.allow_weaker) if options.tools else None
+    if sandbox is not None:
+        sandbox.check()
     chat = Conversation(
         model, Tokenizer.load(options.model), params, template=template, context=options.context, sandbox=sandbox
     )

@@ -238,6 +238,12 @@ class TrackSection(Section):
     """Further accelerate trackers by name, for example wandb or trackio."""
 
 
+class SandboxSection(Section):
+    allow_weaker: bool = False
+    """Run programs of the model although walls of the sandbox are missing on this machine (eval/sandbox_walls.py); every
+    record then names those that are missing and those that stand. Otherwise that is an error."""
+
+
 class RunConfig(Section):
     """The whole of a run. Build it with `compose.load_config`, which turns every mistake into one clear line."""
 
@@ -254,6 +260,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
+    sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="before")
     @classmethod

@@ -65,9 +65,10 @@ class ChatEvaluator(Evaluator):
             if not isinstance(source, ZeroVision):
                 continue
             talks = [source.talk(index, heldout=True) for index in range(min(limit, source.heldout_len()))]
-            with Sandbox() as sandbox:
+            with Sandbox(allow_weaker=self.config.sandbox.allow_weaker) as sandbox:
+                weaker = sandbox.check().weaker
                 played = play_talks(self.fusion, self.tokens, talks, sandbox)
-            found = summary(played)
+            found = summary(played) | ({"sandbox": weaker} if weaker else {})
             shown = [
                 transcript(game) | {"picture": self._picture(config.name, number, game)}
                 for number, game in enumerate(played[:SHOWN])

@@ -74,7 +74,7 @@ class Collector:
         self.carried: list[tuple[Ask, PausedRequest]] = []
         self._replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
         self.counts: Counter[str] = Counter()
-        self.desk: ToolDesk | None = ToolDesk(config.rollout) if config.has_tools else None
+        self.desk: ToolDesk | None = ToolDesk(config.rollout, config.sandbox.allow_weaker) if config.has_tools else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._ahead: Future[None] | None = None
 
@@ -84,18 +84,20 @@ class Collector:
         if self.desk is not None:
             self.desk.close()
 
-    def tool_metrics(self) -> dict[str, float]:
+    def tool_metrics(self) -> dict[str, Any]:
         """What programs did since the last call, over all processes (every process calls it): "tools/..." by the names
-        of tool_desk.NAMES, those that are not 0; tools/valid as the share of answers with a valid call. {} without tools."""
+        of tool_desk.NAMES, those that are not 0; tools/valid as the share of answers with a valid call; tools/sandbox, where walls are
+        missing, in words. {} without tools."""
         if self.desk is None:
             return {}
         counts = torch.tensor([float(self.desk.counts[name]) for name in NAMES], dtype=torch.float64)
         self.desk.counts.clear()
         found = dict(zip(NAMES, self.runtime.sum(counts).tolist()))
         found["valid"] /= max(1.0, found["answers"])
-        return {
+        shown = {
             f"tools/{name}": value for name, value in found.items() if value or name in ("answers", "valid", "calls")
         }
+        return shown | ({"tools/sandbox": self.desk.weaker} if self.desk.weaker else {})
 
     def prefetch(self, update: int) -> None:
         """Make this process's prompts of a coming iteration in a thread: `collect` finds them in the book's memory."""

@@ -67,6 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--against", metavar="FILE", help="measured.jsonl of other weights, paired by problem")
     parser.add_argument("--out", metavar="DIR", help="folder for measured.jsonl and summary.json")
+    parser.add_argument(
+        "--sandbox.allow_weaker", dest="allow_weaker", action="store_true",
+        help="run programs although walls of the sandbox are missing here; the records name them",
+    )  # fmt: skip
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     return parser
 
@@ -74,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb; returns the exit code."""
     options = build_parser().parse_args(argv)
-    entries, rollout = _asked_for(options)
+    entries, rollout, weaker = _asked_for(options)
     plain, tools = ([entry for entry in entries if entry.tools is wanted] for wanted in (False, True))
     if tools and options.match_entropy is not None:
         raise UserError(
@@ -102,10 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
         measured += asked.measured(options.temperature)
     if tools:
-        measured += measure_tools(model, tokenizer, tools, rollout, **shared)
+        measured += measure_tools(
+            model, tokenizer, tools, rollout, allow_weaker=weaker or options.allow_weaker, **shared
+        )
     result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
     console = Console()
     print_table(console, _table(f"{options.model}", result["tasks"]))
+    weaker_words = next((one.sandbox for one in measured if one.sandbox), "")
+    result |= {"sandbox": weaker_words} if weaker_words else {}
     if options.match_entropy is not None:
         result["matched"] = {}
         for label in result["tasks"]:
@@ -125,8 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSection]:
-    """What is measured, and the limits of answers with tools."""
+def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSection, bool]:
+    """What is measured, the limits of answers with tools, and whether the recipe allows a weaker sandbox."""
+    weaker = False
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {options.max_new_tokens}: expected at least 1")
     if options.tasks:
@@ -141,13 +150,13 @@ def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSec
         from earlyfusion.rl.recipe import RLConfig
 
         config = validate(compose([options.recipe]), RLConfig)
-        entries, rollout = config.measured, config.rollout
+        entries, rollout, weaker = config.measured, config.rollout, config.sandbox.allow_weaker
     if options.max_new_tokens:
         rollout = rollout.model_copy(update={"max_new_tokens": options.max_new_tokens})
     labels = [entry.label for entry in entries]
     if len(set(labels)) < len(labels):
         raise UserError(f"--tasks: {max(labels, key=labels.count)} is given twice; name every one once")
-    return entries, rollout
+    return entries, rollout, weaker
 
 
 def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] = ()) -> Table:

@@ -235,13 +235,15 @@ class Kit:
             own = measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
             measured += self._of_all(own)
         if tools:
+            shared["allow_weaker"] = config.sandbox.allow_weaker
             measured += self._of_all(measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared))
         found = measure.summary(measured)
+        weaker = {"sandbox": one.sandbox for one in measured if one.sandbox}
         if runtime.is_main:
             measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
             if self._tracker is not None:
-                self._tracker.event(update, "eval", **{label: dict(row) for label, row in found.items()})
+                self._tracker.event(update, "eval", **{label: dict(row) for label, row in found.items()}, **weaker)
             if self._live is not None:
                 self._live.say(f"update {update}: greedy accuracy on held-out problems: {told}")
         return found

@@ -1,7 +1,7 @@
 """The schema of a reinforcement learning run: what `earlyfusion rl RECIPE` may hold.
 
 A recipe is TOML with the sections `run tasks rollout reward objective correction stale length overlong toggle repeat
-temperature curriculum ptx data optim train guard eval checkpoint track`. `tasks` is a list: one entry for each task,
+temperature curriculum ptx data optim train guard eval checkpoint track log sandbox`. `tasks` is a list: one entry for each task,
 level of difficulty and form of the prompt.
 
     [[tasks]]
@@ -27,7 +27,15 @@ from pydantic import (
 )
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.pipeline.config import CheckpointSection, GuardSection, OptimSection, RunSection, Section, TrackSection
+from earlyfusion.pipeline.config import (
+    CheckpointSection,
+    GuardSection,
+    OptimSection,
+    RunSection,
+    SandboxSection,
+    Section,
+    TrackSection,
+)
 from earlyfusion.rl.config import (
     CorrectionConfig,
     CurriculumConfig,
@@ -265,6 +273,7 @@ class RLConfig(Section):
     checkpoint: RLCheckpointSection = RLCheckpointSection()
     track: TrackSection = TrackSection()
     log: LogSection = LogSection()
+    sandbox: SandboxSection = SandboxSection()
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:

@@ -75,3 +75,5 @@ class Measured:
     solved_4x: bool = False
     ended_4x: bool = True
     """The same with a limit four times as long: a policy that does not end its answers does not gain by the limit."""
+    sandbox: str = ""
+    """Of answers with tools: the walls of the sandbox that were missing and those that stood, where any was missing."""

@@ -82,8 +82,9 @@ class RolloutLog:
             if _OURS.fullmatch(path.name) and f"{FOLDER}/{path.name}" not in self._pictures:
                 path.unlink()
 
-    def write(self, groups: Sequence[GroupRecord]) -> None:
-        """Append one record for each group; pictures are on disk before the line that names them.
+    def write(self, groups: Sequence[GroupRecord], sandbox: str = "") -> None:
+        """Append one record for each group; pictures are on disk before the line that names them. sandbox: what is said
+        of one with walls missing.
 
         Numbers that are not finite are written as null.
         """
@@ -101,6 +102,7 @@ class RolloutLog:
                 "mean_score": group.mean_score,
                 "answers": [asdict(answer) for answer in group.answers],
             }
+            record |= {"sandbox": sandbox} if sandbox else {}
             lines.append(json.dumps(clean(record), allow_nan=False) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(lines))

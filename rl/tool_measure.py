@@ -11,7 +11,7 @@ limit. Greedy conversations are held once, with LONGER times the tokens: what th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -58,7 +58,7 @@ class _Question:
 def measure_tools(
     model: NativeFusion, tokenizer: Tokenizer, entries: Sequence[TaskEntry], rollout: RolloutSection, *, problems: int,
     seed: int, samples: int = 0, temperature: float = 1.0, slots: int = 128,
-    pictures: Sequence[Pictures] = ("true",), share: tuple[int, int] = (0, 1),
+    pictures: Sequence[Pictures] = ("true",), share: tuple[int, int] = (0, 1), allow_weaker: bool = False,
 ) -> list[Measured]:  # fmt: skip
     """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order of the
     entries. rollout: its limits of turns, tokens and programs hold. pictures: as in measure.ask; programs always find
@@ -77,7 +77,7 @@ def measure_tools(
     questions = questions[share[0] :: share[1]]
     if not questions:
         return []
-    desk = ToolDesk(rollout)
+    desk = ToolDesk(rollout, allow_weaker)
     try:
         with evaluating(model):
             longer = rollout.model_copy(update={"max_new_tokens": LONGER * rollout.max_new_tokens})
@@ -89,7 +89,8 @@ def measure_tools(
                 every = play(model, tokenizer, questions, rollout, desk, drawn, max(slots, samples))
                 for question, answers in zip(questions, every):
                     question.sampled = answers
-            return [_record(model, question, rollout.max_new_tokens) for question in questions]
+            measured = [_record(model, question, rollout.max_new_tokens) for question in questions]
+            return [replace(one, sandbox=desk.weaker) for one in measured]
     finally:
         desk.close()
 

@@ -257,7 +257,7 @@ class Reinforcement:
         if due and self.latest is not None:
             told = records(config, self.latest, self.update, config.log.groups, self.runtime)
             if kit.rollouts is not None:
-                kit.rollouts.write(told)
+                kit.rollouts.write(told, kit.collector.desk.weaker if kit.collector.desk is not None else "")
 
     def _budgets(self) -> None:
         """Toggle's budgets, once, from answers of the policy it starts from."""

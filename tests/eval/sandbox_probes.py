@@ -8,6 +8,7 @@ import json
 
 HELPERS = r"""
 import ctypes, errno, fcntl, json, mmap, os, platform, resource, select, signal, socket, struct, sys, threading, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)  # what a watched folder sends
 L = ctypes.CDLL(None, use_errno=True)
 LATER = platform.machine() == "aarch64"
 
@@ -88,7 +89,7 @@ def owned(fd):
 
 FILES = {
     **{f"read {path}": f"os.close(os.open({path!r}, os.O_NONBLOCK)) is None" for path in (
-        "/etc/passwd", "/etc/hostname", "/etc/os-release", "/proc/self/environ", "/proc/self/maps", "/proc/1/environ",
+        "/etc/passwd", "/etc/hostname", "/etc/group", "/proc/self/environ", "/proc/self/maps", "/proc/1/environ",
         "/proc/self/mem", "/proc/self/root/etc/passwd", "/proc/meminfo", "/proc/net/unix", "/proc/sys/kernel/hostname",
         "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/tty", "/dev/zero", "/dev/full",
         "/dev/ptmx", "/dev/vda", "../../etc/passwd", "../" * 40 + "etc/passwd", "/./etc/../etc/passwd",
@@ -390,10 +391,11 @@ AREAS = {
 PROBES = {f"{area}: {name}": source for area, probes in AREAS.items() for name, source in probes.items()}
 
 
-def program(world: dict) -> str:
-    """Tries every probe and prints the names of those that got through, as JSON."""
+def program(world: dict, leave_out: tuple[str, ...] = ()) -> str:
+    """Tries every probe, but those of some areas, and prints the names of those that got through, as JSON."""
+    probes = {name: source for name, source in PROBES.items() if name.partition(":")[0] not in leave_out}
     return (
-        f"{HELPERS}\nW = json.loads({json.dumps(world)!r})\nPROBES = json.loads({json.dumps(PROBES)!r})\n"
+        f"{HELPERS}\nW = json.loads({json.dumps(world)!r})\nPROBES = json.loads({json.dumps(probes)!r})\n"
         "through, held = [], {}\n"
         "for name, source in PROBES.items():\n"
         "    try:\n        value = eval(source)\n"
@@ -414,7 +416,7 @@ except ZeroDivisionError as error:
     frame = error.__traceback__.tb_frame
     while frame.f_back:
         frame = frame.f_back
-        found += [str(k) + '=' + repr(v) for k, v in frame.f_locals.items() if k in ('mark', 'job', 'refused', 'recorder')]
+        found += [k for k, v in frame.f_locals.items() if k in ('mark', 'recorder') or k == 'job' and 'mark' in v]
         if 'refused' in frame.f_locals:
             frame.f_locals['refused'].clear()
         for name in ('libc', 'ctypes', 'socket', 'sandbox_walls', 'subprocess'):
@@ -426,8 +428,7 @@ WHOLE = {
     # name: (program, reasons, what must be true of the result)
     "a hidden refusal": (f"try: open('/etc/passwd')\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
     "a hidden import": (f"try: import socket\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
-    "tools of the walls": (f"{FRAMES}\n[f for f in found if not f.startswith('job')]", "ok", "r.value == '[]'"),
-    "the mark in the job": (f"{FRAMES}\n'mark' in str(found)", "ok", "r.value == 'False'"),
+    "tools of the walls": (f"{FRAMES}\nfound", "ok", "r.value == '[]'"),
     "a line before the end": (f"{OS}os.write(3, b'{LINE}\\n{{')\n1", "forbidden", "r.value == '1'"),
     "a line and no end": (f"{OS}os.write(3, b'{LINE}\\n')\nos._exit(0)", "error forbidden", "r.value == ''"),
     "a torn line": (f"{OS}os.write(3, b'{{')\n2", "forbidden", "r.value == '2'"),
@@ -468,7 +469,7 @@ WHOLE = {
                           "r.value == '8'"),
     "deep folders": (f"{OS}for i in range(1500):\n    os.mkdir('d'); os.chdir('d')", "output_limit forbidden", "True"),
     "deep folders by full names": (f"{OS}for i in range(900):\n    os.mkdir('d' * 200); os.chdir('d' * 200)",
-                                   "output_limit forbidden ok", "True"),
+                                   "output_limit forbidden error", "True"),
     "folders that cannot be read": (f"{OS}for i in range(99):\n    os.mkdir(str(i), 0)", "ok output_limit", "True"),
     "many folders": (f"{OS}for i in range(10**5): os.mkdir(str(i))", "output_limit", "True"),
     "many files": (f"{OS}for i in range(10**5): os.close(os.open(str(i), 66))", "forbidden output_limit", "True"),

@@ -1,9 +1,7 @@
 """Programs nobody has read: what they may do works, what they may not is refused, counted, and the caller goes on."""
 
-import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources import build_source
 from earlyfusion.eval import sandbox as module
-from earlyfusion.eval import sandbox_child, sandbox_walls
+from earlyfusion.eval import sandbox_walls
 from earlyfusion.eval.sandbox import REASONS, Limits, ProgramResult, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -32,15 +30,7 @@ OS = "import random\nos = random._os\n"
 
 @pytest.fixture(scope="module")
 def box():
-    with Sandbox(SHORT) as sandbox:
-        yield sandbox
-
-
-@pytest.fixture(scope="module")
-def bare():
-    """A sandbox without the walls inside Python: only the kernel stands in the way."""
-    with Sandbox(SHORT) as sandbox:
-        sandbox._python_walls = False
+    with Sandbox(SHORT, allow_weaker=True) as sandbox:  # other tests look at walls; these at what programs get
         yield sandbox
 
 
@@ -159,7 +149,7 @@ HOSTILE = {
     "results for ever": (OS + "while True: os.write(3, b'x' * 9999)", "output_limit"),
     "a forged result": (
         OS + 'os.write(3, b\'\\n[1]\\n{"reason": [], "refused": 3, "layers": 1}\\n\')\nos._exit(0)',
-        "error",
+        "forbidden",
     ),
     "a long value": ("'x' * 10**6", "ok"),
     "repr that fails": ("class A:\n    def __repr__(self): raise ValueError('no')\nA()", "error"),
@@ -194,63 +184,12 @@ def test_a_program_that_catches_a_refusal_is_still_counted(box):
     assert box.counts["refused import os"] == before + 1
 
 
-# ---- the kernel's walls alone
-
-KERNEL = {
-    "fork": ("import os\nos.fork()", "rlimits", "BlockingIOError"),
-    "fork by system call": ("import ctypes\nctypes.CDLL(None, use_errno=True).fork()", "rlimits", "-1"),
-    "threads": ("import threading\nthreading.Thread(target=print).start()", "rlimits", "RuntimeError"),
-    "raise a limit": ("import resource as r\nr.setrlimit(r.RLIMIT_CPU, (99, 99))", "rlimits", "ValueError"),
-    "become root": ("import os\nos.setresuid(0, 0, 0)", "uid", "PermissionError"),
-    "read": ("open('/etc/passwd').read()", "landlock", "PermissionError"),
-    "read by system call": (
-        "import ctypes\nl = ctypes.CDLL(None, use_errno=True)\n(l.open(b'/etc/passwd', 0), ctypes.get_errno())",
-        "landlock",
-        "(-1, 13)",
-    ),
-    "list": ("import os\nos.listdir('/tmp')", "landlock", "PermissionError"),
-    "write": (f"open('{ESCAPED}', 'w')", "landlock", "PermissionError"),
-    "delete the directory": ("import os\nos.rmdir(os.getcwd())", "landlock", "PermissionError"),
-    "link": ("import os\nos.symlink('/etc/passwd', 'p')", "landlock", "PermissionError"),
-    "device": ("import os\nos.mknod('d', 0o60666, 2048)", "landlock", "PermissionError"),
-    "execute": ("import os\nos.execv('/bin/true', ['true'])", "landlock", "PermissionError"),
-    "new namespaces": ("import ctypes\nctypes.CDLL(None).unshare(0x00020000)", "uid", "-1"),
-    "kill the caller": (f"import os\nos.kill({os.getpid()}, 9)", "pid", "ProcessLookupError"),
-    "kill everybody": ("import os\nos.kill(-1, 9)", "pid", "ProcessLookupError"),
-}
-
-
-@pytest.mark.parametrize("name", KERNEL)
-def test_the_kernel_refuses_what_gets_past_python(bare, name):
-    code, layer, said = KERNEL[name]
-    result = bare.run(code)
-    if layer not in result.layers:
-        pytest.skip(f"this kernel or container does not permit the wall {layer!r}")
-    assert "audit" not in result.layers
-    assert said in result.text, (result.reason, result.text, result.stderr)
-    assert not ESCAPED.exists()
-
-
-def test_there_is_no_network(bare):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        code = (
-            f"import socket\ns = socket.socket()\ns.settimeout(1)\ns.connect(('127.0.0.1', {server.getsockname()[1]}))"
-        )
-        result = bare.run(code)
-        if not {"net", "landlock"} & set(result.layers):
-            pytest.skip("neither network namespaces nor landlock are permitted here")
-        assert result.reason == "error" and ("unreachable" in result.error or "PermissionError" in result.error)
-        server.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            server.accept()
-
-
 # ---- the caller's side
 
 
 def test_no_directory_and_no_process_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
-    with Sandbox(SHORT) as box:
+    with Sandbox(SHORT, allow_weaker=True) as box:
         for code in ("1", "while True: pass", "open('a', 'w')", "print('x' * 10**6)"):
             box.run(code)
         server = box._server.pid
@@ -264,7 +203,7 @@ def test_no_directory_and_no_process_is_left(tmp_path, monkeypatch):
 
 
 def test_a_server_that_was_killed_is_started_again():
-    with Sandbox(SHORT) as box:
+    with Sandbox(SHORT, allow_weaker=True) as box:
         assert box.run("1").ok
         box._server.kill()
         box._server.wait()
@@ -283,18 +222,19 @@ def test_limits_must_be_positive():
 
 
 def test_every_wall_that_the_kernel_permits_stands(box):
-    layers = set(box.run("1").layers)
-    assert {"rlimits", "audit", "imports", "uid"} <= layers
-    assert ("landlock" in layers) == (sandbox_walls.libc.syscall(444, None, 0, 1) >= 1)
+    result = box.run("1")
+    assert {"rlimits", "audit", "imports"} <= set(result.layers)
+    assert ("uid" in result.layers) == (os.geteuid() == 0)
+    assert ("landlock" in result.layers) == (sandbox_walls.libc.syscall(444, None, 0, 1) >= 1)
     if shutil.which("unshare"):
         permitted = subprocess.run(["unshare", "-Unpf", "true"], capture_output=True).returncode == 0
-        assert {"net", "pid"} <= layers or not permitted
+        assert {"net", "pid"} <= set(result.layers) or not permitted
 
 
 def test_a_program_ends_with_its_caller():
     """The caller is killed in the middle of a program: its server and the program go too."""
     script = (
-        "import sys, threading, time\nfrom earlyfusion.eval.sandbox import Limits, Sandbox\nbox = Sandbox(Limits(wall_s=60, cpu_s=60))\n"
+        "import sys, threading, time\nfrom earlyfusion.eval.sandbox import Limits, Sandbox\nbox = Sandbox(Limits(wall_s=60, cpu_s=60), allow_weaker=True)\n"
         "box.run('1')\nprint(box._server.pid, flush=True)\nthreading.Thread(target=box.run, args=('while True: pass',)).start()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as caller:
@@ -311,43 +251,6 @@ def test_a_program_ends_with_its_caller():
             return
         time.sleep(0.05)
     pytest.fail("the server or a program outlived the caller")
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root, to become somebody else")
-def test_a_caller_without_privileges_has_the_same_walls(monkeypatch):
-    """The server runs as an ordinary user: a user namespace takes the place of the change of user."""
-    nobody = 54_321
-    sandbox_child.preload()  # Python itself may lie where nobody can read
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = os.fork()
-    if server == 0:
-        try:
-            ours.close()
-            os.setgroups([])
-            os.setresgid(nobody, nobody, nobody)
-            os.setresuid(nobody, nobody, nobody)
-            sandbox_walls.libc.prctl(4, 1, 0, 0, 0)  # a changed user hides /proc/self from itself; a login does not
-            sandbox_child.serve(theirs)
-        finally:
-            os._exit(0)
-    theirs.close()
-    box = Sandbox(SHORT)
-    try:
-        assert ours.recv(16) == b"ready"
-        monkeypatch.setattr(module, "FIRST_UID", nobody)
-        box._numbers = itertools.repeat(0)
-        monkeypatch.setattr(Sandbox, "_start", lambda self: ours)
-        plain = box.run("open('a', 'w').write('x')\nopen('a').read()")
-        assert (plain.reason, plain.value) == ("ok", "'x'"), plain
-        box._python_walls = False
-        for name, (code, layer, said) in KERNEL.items():
-            result = box.run(code)
-            said = "Errno 22" if name == "become root" else said  # root does not exist in that namespace
-            assert layer not in result.layers or said in result.text, (name, result)
-        assert "uid" in plain.layers
-    finally:
-        ours.close()
-        os.waitpid(server, 0)
 
 
 def test_programs_from_threads_do_not_mix(box):
@@ -368,7 +271,7 @@ def test_every_program_of_the_tool_conversations_gives_its_recorded_output_here(
     talks = build_source(SourceConfig(name=kind, kind=kind))
     made = [talks.talk(number, heldout) for number in range(40) for heldout in (False, True)]
     turns = [(turn, talk.files) for talk in made for turn in talk.turns]
-    with Sandbox(Limits(wall_s=30, cpu_s=10)) as box:
+    with Sandbox(Limits(wall_s=30, cpu_s=10), allow_weaker=True) as box:
         results = box.map([(turn.task.code, files) for turn, files in turns])
         assert box.counts == {"ok": len(turns)}
     assert [result.text for result in results] == [turn.output for turn, _ in turns]

@@ -57,11 +57,11 @@ TAKEN = {
     "pivot_root": (("mount",), [((155, 41), errno.EINVAL)], ("metadata",)),
     "network namespaces": (("net",), [(UNSHARE, errno.EPERM, 0, BITS, 0x40000000)], ()),
     "ipc namespaces": (("ipc",), [(UNSHARE, errno.EPERM, 0, BITS, 0x08000000)], ()),
-    "process namespaces": (("pid",), [(UNSHARE, errno.EPERM, 0, BITS, 0x20000000)], ("processes",)),
+    "process namespaces": (("pid",), [(UNSHARE, errno.EPERM, 0, BITS, 0x20000000)], ()),
     "keyrings": (("keyring",), [((250, 219), errno.EDQUOT)], ()),
     "landlock": (("landlock",), [((444, 444), errno.ENOSYS)], ("files", "metadata")),
     "filters": (("seccomp",), [(PRCTL, errno.EINVAL, 0, EQUAL, 22)], tuple(AREAS)),
-    "limits": (("rlimits",), [(PRLIMIT, errno.EPERM, 2, BITS, 0xFFFFFFFF)], ()),
+    "limits": (("rlimits",), [(PRLIMIT, errno.EPERM, 2, BITS, 0xFFFFFFFF)], ("privileges",)),
     "users": (("uid",), [((117, 147), errno.EPERM)], ()),
     "user namespaces": (SPACES, [(UNSHARE, errno.EPERM, 0, BITS, 0x10000000)], ("metadata",)),
     "namespaces and landlock": ((*SPACES, "landlock"), [(UNSHARE, errno.EPERM), ((444, 444), errno.ENOSYS)],
@@ -204,7 +204,7 @@ def unconfined(world, caller, folder):
             os.chdir(folder)
             if ROOT:
                 drop(ORDINARY if caller == "ordinary" else 1_500_000_000)
-            exec(program(world.told), {"__name__": "probes"})
+            exec(program(world.told, ("channel",)), {"__name__": "probes"})
             sys.stdout.flush()
         finally:
             os._exit(0)
@@ -215,12 +215,12 @@ def unconfined(world, caller, folder):
     return json.loads(said.splitlines()[-1])[0]
 
 
-def through(box, world):
+def through(box, world, leave_out=()):
     """Names of the probes that get through in a sandbox, with the result."""
-    result = box.run(program(world.told))
+    result = box.run(program(world.told, leave_out))
     assert result.reason == "ok", (result.reason, result.error, result.stderr[-500:])
     found, held = json.loads(result.stdout.splitlines()[-1])
-    assert len(found) + len(held) == len(PROBES)
+    assert len(found) + len(held) == len(PROBES) - sum(len(AREAS[area]) for area in leave_out)
     return found, result
 
 
@@ -251,7 +251,11 @@ def test_the_probes_work_without_a_sandbox(caller, world):
         found = unconfined(world, caller, folder)
     finally:
         shutil.rmtree(folder)
-    share = {area: sum(name.startswith(f"{area}: ") for name in found) / len(AREAS[area]) for area in AREAS}
+    share = {
+        area: sum(name.startswith(f"{area}: ") for name in found) / len(AREAS[area])
+        for area in AREAS
+        if area != "channel"
+    }
     assert all(part > 0.3 for part in share.values()) and len(found) > 150, (len(found), share)
     assert not world.untouched()
 
@@ -268,9 +272,11 @@ def test_a_missing_wall_is_refused_or_named(caller, world, monkeypatch, name):
     assert told.startswith(f"no program is run: the sandbox lacks {', '.join(missing)} here (") and "\n" not in told
     assert "allow_weaker" in told
     with served(caller, monkeypatch, calls, allow_weaker=True) as box:
-        found, result = through(box, world)
+        # Without a filter a program may close its own channel, which ends it without a result.
+        found, result = through(box, world, ("channel",) if "seccomp" in missing else ())
     assert result.missing == missing and not set(missing) & set(result.layers)
     assert set(sandbox_walls.REQUIRED) <= {*result.layers, *result.missing}
+    if "XX" in os.environ: print(name, found)
     assert {one.partition(": ")[0] for one in found} <= set(areas), found
 
 
@@ -326,10 +332,10 @@ def test_quotas_hold_and_folders_go_without_a_file_system_of_their_own(caller, m
 
 
 def test_a_folder_of_any_depth_is_removed(tmp_path):
-    top = tmp_path / "program"
-    top.mkdir()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # quicker
+    top = Path(tempfile.mkdtemp(dir=memory))
     here = os.open(top, os.O_RDONLY)
-    for number in range(2_000):
+    for number in range(1_200):  # more than a stack of Python has, and longer than a path may be
         os.mkdir("d" * 200, dir_fd=here)
         os.close(os.open(f"f{number}", os.O_CREAT, 0, dir_fd=here))
         below = os.open("d" * 200, os.O_RDONLY, dir_fd=here)
@@ -341,7 +347,7 @@ def test_a_folder_of_any_depth_is_removed(tmp_path):
     (tmp_path / "kept").write_text("x")
     module.remove_folder(str(top))
     module.remove_folder(str(tmp_path / "none"))
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert not top.exists() and [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_the_filter_knows_both_architectures():

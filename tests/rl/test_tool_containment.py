@@ -1,7 +1,10 @@
 """What programs may not do, calls that are none, held-out problems with tools: contained, counted, and the run goes on."""
 
 import json
+import struct
+import subprocess
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +25,8 @@ from tool_cases import (
 from earlyfusion.data.chat import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
+from earlyfusion.eval import sandbox, sandbox_seccomp
+from earlyfusion.eval.sandbox import SandboxError
 from earlyfusion.model.hub import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.track import read_metrics
@@ -273,3 +278,55 @@ def test_refusals_have_kinds_and_texts_no_places():
     assert kinds_of("os.listdir") == ["blocked_file"] and kinds_of("mmap.__new__") == ["blocked_other"]
     folder = "No such file: '/tmp/program-ab12_x9z/cat.png'; <object at 0x7f00deadbeef>"
     assert repeatable(folder) == "No such file: './cat.png'; <object at 0x0>"
+
+
+PLAIN = {
+    "half a character in an error": "raise ValueError('\\udcff')",
+    "half a character in a value": "class A:\n    def __repr__(self): return '\\ud800'\nA()",
+    "half a character in the program": "print('\ud83d')",
+    "deep folders": "import random\nos = random._os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')",
+    "escapes": "print('\\x1b]0;x\\x07\\x1b[2J')",
+}
+
+
+def test_what_a_program_says_can_always_be_encoded():
+    """Plain programs that once ended the trainer: their text becomes a tool turn like any other."""
+    desk = ToolDesk(RolloutSection(), allow_weaker=True)
+    try:
+        for name, code in PLAIN.items():
+            said = Message("assistant", (), calls=(ToolCall("python", {"code": code}),))
+            messages, results = desk.start(said, {}).result()
+            assert desk.count(results), name
+            assert turn_ids(fitted(messages, TOKENIZER, VISION, 256), TOKENIZER, VISION), name
+            assert "\x1b" not in messages[0].text
+    finally:
+        desk.close()
+
+
+@pytest.fixture
+def without_landlock(monkeypatch):
+    """A kernel without landlock, as far as the sandbox's server sees."""
+    refused = b"".join(
+        struct.pack("=HBBI", *one)
+        for one in ((32, 0, 0, 0), (21, 0, 1, 444), (6, 0, 0, 0x50026), (6, 0, 0, 0x7FFF0000))
+    )
+    start = partial(subprocess.Popen, preexec_fn=lambda: sandbox_seccomp.attach(refused))
+    monkeypatch.setattr(sandbox.subprocess, "Popen", start)
+
+
+def test_a_missing_wall_ends_the_run_at_its_start_or_stands_in_every_record(folder, tmp_path, without_landlock):
+    with pytest.raises(SandboxError, match=r"the sandbox lacks .*landlock.*sandbox\.allow_weaker"):
+        tool_training(folder, tmp_path / "refused", look_then_tell)
+    changes = {"train": {"updates": 1}, "log": {"rollouts_every": 1}, "eval": {"problems": 2}}
+    made = tool_training(folder, tmp_path / "run", look_then_tell, sandbox={"allow_weaker": True}, **changes)
+    try:
+        assert made.train() == 0
+    finally:
+        made.close()
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    told = record["tools/sandbox"]
+    without, _, standing = told.partition("; with ")
+    assert without.startswith("without ") and "landlock" in without and "seccomp" in standing
+    for file in ("rollouts.jsonl", "eval/update-000001.jsonl"):
+        for line in (tmp_path / "run" / file).read_text().splitlines():
+            assert json.loads(line)["sandbox"] == told
