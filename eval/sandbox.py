@@ -236,7 +236,7 @@ class Sandbox:
 
     def _run(self, code: str, folder: str, uid: int, limits: Limits) -> ProgramResult:
         keys = ("wall_s", "cpu_s", "memory_mb", "file_bytes", "disk_bytes", "disk_files", "max_chars", "imports")
-        job = {"code": code, "folder": folder, "uid": uid, "python_walls": self._python_walls}
+        job: dict[str, Any] = {"code": code, "folder": folder, "uid": uid, "python_walls": self._python_walls}
         job |= {"allow_weaker": self.allow_weaker, "mark": secrets.token_hex(16)}
         job |= {key: getattr(limits, key) for key in keys}
         with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:

@@ -230,10 +230,18 @@ def landlock(folder: str) -> None:
 def build_house(walls: Walls) -> None:
     """Once, by the server: what all programs share."""
     walls.raise_("keyring", own_keyring)
-    if os.geteuid() != 0 and not walls.raise_("user", new_user):
-        walls.missing["mount"] = walls.missing["user"]
-        return
+    if os.geteuid() != 0:
+        try:
+            new_user()
+        except OSError as error:
+            walls.missing["mount"] = str(error)
+            return
     walls.raise_("mount", new_root)
+
+
+def enter(space: str) -> None:
+    """A namespace of its own."""
+    call(f"{space} namespace", libc.unshare(SPACES[space]))
 
 
 def build_rooms(walls: Walls, job: dict, source: int) -> None:
@@ -244,7 +252,7 @@ def build_rooms(walls: Walls, job: dict, source: int) -> None:
         walls.standing += spaces
     else:
         for name in spaces:
-            walls.raise_(name, lambda name=name: call(f"{name} namespace", libc.unshare(SPACES[name])))
+            walls.raise_(name, functools.partial(enter, name))
     if "mount" in walls.standing:
         walls.standing.remove("mount")
         if walls.raise_("mount", lambda: own_folder(job, source)):

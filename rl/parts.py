@@ -238,7 +238,7 @@ class Kit:
             shared["allow_weaker"] = config.sandbox.allow_weaker
             measured += self._of_all(measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared))
         found = measure.summary(measured)
-        weaker = {"sandbox": one.sandbox for one in measured if one.sandbox}
+        weaker = next(({"sandbox": one.sandbox} for one in measured if one.sandbox), {})
         if runtime.is_main:
             measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
