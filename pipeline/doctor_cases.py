@@ -19,6 +19,7 @@ from earlyfusion.kernels.segments import Segments
 
 Op = Callable[..., Any]
 LENGTHS = (37, 1, 64, 11)
+NEWEST = (5, 1, 20, 11)  # tokens at the ends of those documents
 
 # Error of a float32 backend against the float64 law, relative to the largest entry of each tensor. KDA multiplies
 # decays over whole documents and inverts a triangular matrix per chunk, hence ten times more.
@@ -100,6 +101,10 @@ CASES: dict[str, Case] = {
         _attention_inputs,
         lambda op, x: list(op(x["q"], x["k"], x["v"], _segments(), causal=True, scale=0.2, return_lse=True)),
         ("q", "k", "v"),
+    ),
+    "attention_append": Case(
+        lambda g: _normal(g, q=(sum(NEWEST), 4, 24), k=(_TOKENS, 2, 24), v=(_TOKENS, 2, 16)),
+        lambda op, x: [op(x["q"], x["k"], x["v"], Segments.from_lengths(NEWEST), _segments(), scale=0.2)],
     ),
     "max_logit": Case(_attention_inputs, _max_logit),
     "attnres_phase1": Case(
