@@ -33,7 +33,7 @@ from earlyfusion.data.source_folder import Folder
 from earlyfusion.data.source_shards import WebDataset
 from earlyfusion.data.source_text_files import LINES, TABLES
 from earlyfusion.data.sources import Source, build_source
-from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.tokenizer import Tokenizer, write_atomically
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         page = sheet(f"{args.path}: {len(cards)} samples", cards)
-        args.out.write_text(page, encoding="utf-8", errors="backslashreplace")  # names need not be UTF-8
+        whole = page.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
+        write_atomically(args.out, whole)
         console.print(f"contact sheet: {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
     return 0
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.order import digest64
 from earlyfusion.data.prepare_inputs import InputOptions, open_input
@@ -101,7 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.tokenizer,
         args.vision,
     )
-    found = open_input(job.source, job.input)
+    try:
+        found = open_input(job.source, job.input)
+    except DataError:
+        raise
+    except Exception as error:  # files of others: whatever nobody thought of is one line, too
+        raise DataError(f"{job.source}: cannot be opened ({type(error).__name__}: {one_line(error)})") from error
     items = min(len(found), args.limit) if args.limit is not None else len(found)
     identity = digest64(
         *(_LAYOUT, found.fingerprint(), items, job.input, job.format, job.check, job.dedup, job.vision),

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError, did_you_mean, one_line
 from earlyfusion.data.order import digest64
 from earlyfusion.data.sample import Sample, Text
 
@@ -85,7 +85,16 @@ class Source(ABC):
 def build_source(config: SourceConfig, *, seed: int = 0, val_fraction: float = 0.1) -> Source:
     """The source that `config` describes; raises DataError when its data is missing or holds no training sample."""
     module, _, name = KINDS[config.kind].partition(":")
-    source: Source = getattr(importlib.import_module(module), name)(config, seed=seed, val_fraction=val_fraction)
+    made: type[Source] = getattr(importlib.import_module(module), name)
+    try:
+        source = made(config, seed=seed, val_fraction=val_fraction)
+    except DataError:
+        raise
+    except Exception as error:  # files of others: whatever nobody thought of is one line, too
+        raise DataError(
+            f"source {config.name!r} ({config.kind}{' ' + config.path if config.path else ''}) cannot be opened "
+            f"({type(error).__name__}: {one_line(error)})"
+        ) from error
     if len(source) == 0:
         raise DataError(
             f"source {config.name!r} ({config.kind}{' ' + config.path if config.path else ''}) has no training sample; "

@@ -173,3 +173,11 @@ def test_any_exception_in_one_sample_costs_that_sample_alone(loader, monkeypatch
     monkeypatch.setattr(Folder, "get", lambda self, index, epoch: 1 // 0)
     with pytest.raises(DataError, match=r"source 'mine'.*ZeroDivisionError"):
         loader(on_bad_sample="raise").next_step()
+
+
+def test_a_source_that_cannot_be_opened_is_named(loader, monkeypatch):
+    from earlyfusion.data.source_folder import Folder
+
+    monkeypatch.setattr(Folder, "_scan", lambda self: 1 // 0)
+    with pytest.raises(DataError, match=r"^source 'mine' \(folder .*\) cannot be opened \(ZeroDivisionError"):
+        loader()
