@@ -246,6 +246,11 @@ def test_files_keep_everything_but_the_picture_which_is_drawn_again(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"task": 1}\n')
     with pytest.raises(DataError, match="line 1"):
         load_measured(tmp_path / "c.jsonl")
+    older = json.loads((tmp_path / "a" / "measured.jsonl").read_text().splitlines()[0])
+    del older["ended"]
+    (tmp_path / "d.jsonl").write_text(json.dumps(older) + "\n")
+    with pytest.raises(DataError, match="judged by their beginning"):
+        load_measured(tmp_path / "d.jsonl")
     with pytest.raises(DataError, match="expected task/split"):
         problem_of("counting")
 
