@@ -1,7 +1,8 @@
 """From a stored picture (bytes, path, array, PIL) to uint8 patches, safe against hostile files.
 
 Only the formats of FORMATS are tried: Pillow's other readers include some that start programs (EPS) or that nobody's
-shards hold. Size is checked from the header; a picture is never decoded before it is known to be small enough.
+shards hold. Size is checked from the header; a picture is never decoded before it is known to be small enough. Where
+Pillow tells another size than the file decodes to, or a small file asks for much work, data/decode_headers.py looks.
 
 Two ways to the same size: `fast` (libjpeg shrinks large JPEGs while decoding, then torch's uint8 bicubic, which uses the
 weights of Pillow) and exact (full decode, Pillow bicubic).
@@ -24,6 +25,7 @@ from PIL import UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from earlyfusion.data.decode_config import DecodeConfig
+from earlyfusion.data.decode_headers import JPEG_SCANS, ico_sizes, jpeg2000_size, jpeg_scans
 from earlyfusion.data.errors import BadSample
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, fit, grid_of, navit_size, orientation, patchify, to_rgb
@@ -66,8 +68,12 @@ def describe(picture: Picture) -> str:
     return f"image {picture}" if isinstance(picture, str | Path) else "image"
 
 
-def open_header(picture: Picture) -> PILImage.Image:
-    """The picture with its header read and no pixel decoded; raises BadSample with its reason when that fails."""
+def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Image:
+    """The picture with its header read and no pixel decoded (but an icon's, which is small: see `max_pixels`).
+
+    Raises BadSample with its reason when that fails, when pictures hidden inside are larger than `max_pixels`, and for
+    a JPEG of more scans than any encoder writes.
+    """
     if isinstance(picture, PILImage.Image):
         return picture
     if isinstance(picture, np.ndarray):
@@ -85,8 +91,12 @@ def open_header(picture: Picture) -> PILImage.Image:
         raise BadSample(f"{where}: cannot be read ({error.strerror})", "unreadable") from None
     if not data:
         raise BadSample(f"{where}: empty file; {_ADVICE}", "empty_file")
+    _check_hidden_work(data, where, DecodeConfig().max_pixels if max_pixels is None else max_pixels)
     try:
-        return PILImage.open(io.BytesIO(data), formats=_formats())
+        image = PILImage.open(io.BytesIO(data), formats=_formats())
+        if jpeg_scans(data, 1) > 1:
+            image.info["progressive"] = 1  # colours in scans of their own: libjpeg keeps the whole picture, too
+        return image
     except UnidentifiedImageError:
         raise BadSample(f"{where}: not an image Pillow can read; {_ADVICE}", "corrupt_image") from None
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
@@ -100,14 +110,23 @@ def open_picture(picture: Picture, max_pixels: int | None = None) -> PILImage.Im
 
     Raises BadSample: empty_file, missing_member, unreadable, corrupt_image, pixel_limit (more than `max_pixels`).
     """
-    image = open_header(picture)
-    _check_pixels(image, describe(picture), DecodeConfig().max_pixels if max_pixels is None else max_pixels)
+    limit = DecodeConfig().max_pixels if max_pixels is None else max_pixels
+    image = open_header(picture, limit)
+    _check_pixels(image.size, describe(picture), limit)
     _load(image, describe(picture))
     return image
 
 
-def _check_pixels(image: PILImage.Image, where: str, limit: int) -> None:
-    width, height = image.size
+def _check_hidden_work(data: bytes, where: str, limit: int) -> None:
+    """Raises BadSample (pixel_limit) for what Pillow's header does not show."""
+    for size in (*ico_sizes(data), jpeg2000_size(data) or (0, 0)):
+        _check_pixels(size, where, limit)
+    if jpeg_scans(data) > JPEG_SCANS:
+        raise BadSample(f"{where}: a JPEG of more than {JPEG_SCANS} scans; {_ADVICE}", "pixel_limit")
+
+
+def _check_pixels(size: tuple[int, int], where: str, limit: int) -> None:
+    width, height = size
     if width * height > limit:
         raise BadSample(
             f"{where}: {width} x {height} pixels, more than {limit}; raise data.decode.max_pixels or leave it out",
@@ -131,9 +150,12 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
     """
     decode = decode or DecodeConfig()
     where = describe(picture)
-    image = open_header(picture)
-    _check_pixels(image, where, decode.max_pixels)
+    image = open_header(picture, decode.max_pixels)
+    baseline = isinstance(image, JpegImageFile) and not image.info.get("progressive")
+    if not (decode.fast and baseline):
+        _check_pixels(image.size, where, decode.max_pixels)
     original, extent = _shrink_on_load(image, cfg, decode) if decode.fast else (None, None)
+    _check_pixels(image.size, where, decode.max_pixels)  # a JPEG that is shrunk row by row may be stored larger
     _load(image, where)
     try:
         with warnings.catch_warnings():

@@ -19,8 +19,10 @@ class DecodeConfig(BaseModel):
     decodes in full and resizes with Pillow, at about a third of the speed (the difference: tests/data/test_decode.py)."""
     jpeg_gap: float = Field(2.0, ge=1)
     """The fast path lets libjpeg shrink a JPEG by 2, 4 or 8 as long as this many times the final size is left."""
-    max_pixels: int = Field(178_956_970, ge=1, le=178_956_970)
-    """Most pixels of one picture, checked before it is decoded; Pillow itself refuses more than the default."""
+    max_pixels: int = Field(50_000_000, ge=1, le=178_956_970)
+    """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP), so the default
+    stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a progressive one as stored, since
+    libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
     video_backend: Literal["auto", "decord", "pyav", "torchcodec"] = "auto"
     """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, torchcodec, pyav that is installed."""
     video_fallback: bool = True
@@ -36,5 +38,8 @@ class DecodeConfig(BaseModel):
     """Most pixels of one frame."""
     video_max_frames: PositiveInt = 1_000_000
     """Most frames stored in a video."""
+    animation_max_pixels: PositiveInt = 4_000_000_000
+    """Most pixels of all frames of a GIF, animated WebP or PNG together: every frame up to the last that is wanted has to be
+    painted. The default is a minute's work for one core."""
     video_max_patches: PositiveInt = 1 << 20
     """Most patches that one video may give, over all sampled frames (a million patches of 14 pixels are 617 MB)."""

@@ -11,6 +11,7 @@ one group of frames at a time and are closed after use. GIF, animated WebP and P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,27 +30,68 @@ from earlyfusion.vision.patches import Grid, grid_of, navit_size, num_patches, p
 
 Stored = bytes | str | Path
 _HEAD = 512
+_ATOMS = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+_STARTS = {
+    "flv": re.compile(rb"FLV\x01[\x01\x04\x05]\0\0\0\x09\0\0\0\0[\x08\x09\x12]"),
+    "ogg": re.compile(rb"OggS\0\x02\0{8}"),
+    "asf": re.compile(re.escape(bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"))),
+    "mpeg": re.compile(rb"\0\0\x01\xba(?:[\x44-\x7f]|[\x21\x23\x25\x27\x29\x2b\x2d\x2f])", re.DOTALL),
+}
 
 
 def container_of(head: bytes) -> str | None:
     """The container that a file with these first bytes (512 are enough) is, or None.
 
-    A file of no known container never reaches a native decoder: FFmpeg takes text for playlists and follows them.
+    A file of no known container never reaches a native decoder: FFmpeg takes text for playlists and session descriptions,
+    and follows them to other files and hosts. A few bytes in front of such a text are not enough: what stands in the first
+    16 must be what the container's own writers put there, and PyAV is told which demuxer to use (data/video_av.py).
     """
-    if head[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"):
-        return "mp4"
+    if head[4:8] in _ATOMS:
+        return "mp4" if _is_mp4(head) else None
     if head[:4] == b"\x1a\x45\xdf\xa3":
-        return "matroska"
+        return "matroska" if _ebml_header(head) is not None else None
     if head[:4] == b"RIFF":
-        return {b"AVI ": "avi", b"WEBP": "webp"}.get(head[8:12])
+        if head[8:16] == b"AVI LIST":
+            return "avi"
+        return "webp" if head[8:15] == b"WEBPVP8" else None
     if head[:6] in (b"GIF87a", b"GIF89a"):
         return "gif"
-    if head[:8] == b"\x89PNG\r\n\x1a\n":
+    if head[:16] == b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR":
         return "png"
-    if head[:1] == b"\x47" and head[188:189] == b"\x47":
+    if head[:1] == head[188:189] == head[376:377] == b"\x47":
         return "mpegts"
-    starts = {b"FLV\x01": "flv", b"OggS": "ogg", b"\x30\x26\xb2\x75": "asf", b"\x00\x00\x01\xba": "mpeg"}
-    return starts.get(head[:4])
+    return next((name for name, pattern in _STARTS.items() if pattern.match(head)), None)
+
+
+def _is_mp4(head: bytes) -> bool:
+    """Whether the first box has a size that it can have; `ftyp` names brands, and JPEG 2000's are no videos."""
+    size = int.from_bytes(head[:4], "big")
+    if head[4:8] != b"ftyp":
+        return size == 1 or size >= 8 or (size == 0 and head[4:8] == b"mdat")
+    return 16 <= size <= 4096 and size % 4 == 0 and head[8:12] not in (b"jp2 ", b"jpx ", b"jpm ", b"mjp2")
+
+
+def _ebml_header(head: bytes) -> bytes | None:
+    """The body of the header element that a Matroska or WebM file begins with (RFC 8794), if it names its document type."""
+    if len(head) < 5 or not head[4]:
+        return None
+    width = 9 - head[4].bit_length()  # bytes of the length: leading zeros of the first
+    size = int.from_bytes(head[4 : 4 + width], "big") & ((1 << 7 * width) - 1)
+    body = head[4 + width : 4 + width + size]
+    known = re.search(rb"\x42\x82[\x84\x88](webm|matroska)", body)
+    return body if known and len(body) == size else None
+
+
+def sure_of(head: bytes) -> bool:
+    """Whether FFmpeg, left to itself, can take a file with this beginning for nothing but its container.
+
+    decord and torchcodec cannot be told the demuxer. FFmpeg's own probes give these beginnings more points than a session
+    description anywhere in the file can get (libavformat: mov_probe, matroska_probe, avi_probe, asf_probe, sdp_probe).
+    """
+    container = container_of(head)
+    if container == "mp4":
+        return head[4:8] in (b"ftyp", b"moov", b"mdat") and head[:4] > b"\0\0\0\7"
+    return container in ("matroska", "avi", "asf")
 
 
 def backend_of(asked: str | None, decode: DecodeConfig) -> str:
@@ -85,8 +127,8 @@ def describe(video: Stored, suffix: str = "") -> str:
     )
 
 
-def _checked(video: Stored, where: str, decode: DecodeConfig) -> str:
-    """The container of a file that is there, not empty and not too large; raises BadSample."""
+def _checked(video: Stored, where: str, decode: DecodeConfig) -> tuple[str, bytes]:
+    """(container, first bytes) of a file that is there, not empty and not too large; raises BadSample."""
     try:
         size = len(video) if isinstance(video, bytes) else os.path.getsize(video)
         if isinstance(video, bytes):
@@ -111,7 +153,7 @@ def _checked(video: Stored, where: str, decode: DecodeConfig) -> str:
             f"{where}: not a video this reads (mp4, mov, mkv, webm, avi, flv, ogg, wmv, mpeg, ts, gif, webp)",
             "corrupt_video",
         )
-    return container
+    return container, head
 
 
 @contextmanager
@@ -125,12 +167,14 @@ def open_video(
     """
     decode = decode or DecodeConfig()
     where = describe(video, suffix)
-    container = _checked(video, where, decode)
+    container, head = _checked(video, where, decode)
     name = "pillow" if container in ("gif", "webp", "png") else backend_of(backend, decode)
+    if name in ("decord", "torchcodec") and not sure_of(head):
+        raise BadSample(f"{where}: {name} cannot read it (it cannot be told that this is {container})", "corrupt_video")
     reader = None
     try:
         with _as_bad_sample(where, name):
-            reader = READERS[name](video, decode)
+            reader = READERS[name](video, decode, container)
         yield reader
     finally:
         if reader is not None:

@@ -1,6 +1,9 @@
 """PyAV: the packets of a video listed without decoding, and a reader that seeks by them.
 
 The list is also asked before decord or torchcodec open a file: it knows the size, and where they would go wrong.
+
+FFmpeg never chooses the demuxer here and never opens anything: it is told the container that the first bytes show, reads
+bytes that Python hands it, and may use no protocol for what a file refers to.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import importlib
 import io
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +71,21 @@ def _listing(container: Any, limit: int) -> Listing:
     return Listing(size, float(stream.time_base), sorted(pts), keys, early, stamped, closed and stamped)
 
 
-def _container(video: bytes | str | Path) -> Any:
+DEMUXERS = {
+    "mp4": "mov", "matroska": "matroska", "avi": "avi", "mpegts": "mpegts", "flv": "flv", "ogg": "ogg", "asf": "asf",
+    "mpeg": "mpeg", "gif": "gif",
+}  # fmt: skip
+"""Container (`video.container_of`) -> FFmpeg's name of its demuxer."""
+
+
+@contextmanager
+def _container(video: bytes | str | Path, container: str) -> Iterator[Any]:
+    """The open container, closed with its file at the end. A path is opened here: FFmpeg would take "concat:a" for an order."""
     av = importlib.import_module("av")
-    return av.open(io.BytesIO(video) if isinstance(video, bytes) else str(video))
+    with io.BytesIO(video) if isinstance(video, bytes) else open(video, "rb") as file:
+        options = {"protocol_whitelist": "none"}
+        with av.open(file, format=DEMUXERS[container], container_options=options) as opened:
+            yield opened
 
 
 def _stream(container: Any) -> Any:
@@ -80,7 +96,7 @@ def _stream(container: Any) -> Any:
     return stream
 
 
-def probe(video: bytes | str | Path, decode: DecodeConfig) -> Listing | None:
+def probe(video: bytes | str | Path, decode: DecodeConfig, container: str) -> Listing | None:
     """What PyAV, where installed, tells about a file without decoding it.
 
     decord cannot tell the size, seeks past frames in open groups, and its FFmpeg of 2019 crashes the process on some
@@ -88,8 +104,8 @@ def probe(video: bytes | str | Path, decode: DecodeConfig) -> Listing | None:
     """
     if problem("pyav") is not None:
         return None
-    with _container(video) as container:
-        listing = _listing(container, decode.video_max_frames)
+    with _container(video, container) as opened:
+        listing = _listing(opened, decode.video_max_frames)
     if listing.size[0] * listing.size[1] > decode.video_max_pixels:
         raise BadSample(
             f"video frames of {listing.size[0]} x {listing.size[1]} pixels, more than data.decode.video_max_pixels = "
@@ -106,11 +122,12 @@ class PyavReader:
 
     name = "pyav"
 
-    def __init__(self, video: bytes | str | Path, decode: DecodeConfig) -> None:
-        self._video, self._threads = video, decode.video_threads
+    def __init__(self, video: bytes | str | Path, decode: DecodeConfig, container: str) -> None:
+        self._video, self._container, self._threads = video, container, decode.video_threads
         self._open: Any = None
-        with _container(video) as container:
-            self._list = _listing(container, decode.video_max_frames)
+        self._held = ExitStack()
+        with _container(video, container) as opened:
+            self._list = _listing(opened, decode.video_max_frames)
         self.size, self.num_frames = self._list.size, len(self._list.pts)
         self.fps = average_fps([when * self._list.time_base for when in self._list.pts])
 
@@ -126,7 +143,7 @@ class PyavReader:
     def _frames(self) -> Iterator[Any]:
         """All frames from the start, by a fresh container."""
         self.close()
-        self._open = _container(self._video)
+        self._open = self._held.enter_context(_container(self._video, self._container))
         self._stream = _stream(self._open)
         self._stream.codec_context.thread_count = self._threads
         return iter(self._open.decode(self._stream))
@@ -155,9 +172,8 @@ class PyavReader:
             yield frame
 
     def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        self._held.close()
+        self._open = None
 
 
 def _upright(frame: Any) -> np.ndarray:

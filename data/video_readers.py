@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.video_av import PyavReader, probe
 from earlyfusion.data.video_backends import average_fps
 
@@ -46,15 +46,15 @@ class DecordReader:
 
     name = "decord"
 
-    def __init__(self, video: bytes | str | Path, decode: DecodeConfig) -> None:
+    def __init__(self, video: bytes | str | Path, decode: DecodeConfig, container: str) -> None:
         decord = importlib.import_module("decord")
-        listing = probe(video, decode)
+        listing = probe(video, decode, container)
         if listing is not None and not listing.stamped:  # and damaged files of this kind crash it
             raise ValueError("frames without times of their own")
         self.sequential, self._next = listing is None or not listing.closed, 0
         if listing is not None and self.sequential and decode.video_fallback:
             raise ValueError("open groups of pictures: its seeking would be off")
-        handle: Any = io.BytesIO(video) if isinstance(video, bytes) else str(video)
+        handle: Any = io.BytesIO(video) if isinstance(video, bytes) else os.path.abspath(video)
         self._reader: Any = decord.VideoReader(
             handle, ctx=decord.cpu(0), num_threads=decode.video_threads, fault_tol=0.0001
         )
@@ -108,13 +108,13 @@ class TorchcodecReader:
     closed = 0
     """Readers of this process that were closed."""
 
-    def __init__(self, video: bytes | str | Path, decode: DecodeConfig) -> None:
+    def __init__(self, video: bytes | str | Path, decode: DecodeConfig, container: str) -> None:
         decoders = importlib.import_module("torchcodec.decoders")
-        listing = probe(video, decode)
+        listing = probe(video, decode, container)
         if listing is not None and not listing.stamped:
             raise ValueError("frames without times of their own")
         self._decoder: Any = decoders.VideoDecoder(
-            video if isinstance(video, bytes) else str(video),
+            video if isinstance(video, bytes) else os.path.abspath(video),
             dimension_order="NHWC",
             num_ffmpeg_threads=decode.video_threads,
             seek_mode="exact",
@@ -147,7 +147,7 @@ class PillowReader:
     SHORTEST_MS, DEFAULT_MS = 20, 100
     """A shorter duration counts as the default, as in browsers and FFmpeg."""
 
-    def __init__(self, video: bytes | str | Path, decode: DecodeConfig) -> None:
+    def __init__(self, video: bytes | str | Path, decode: DecodeConfig, container: str) -> None:
         from PIL import Image
 
         data = video if isinstance(video, bytes) else Path(video).read_bytes()
@@ -157,20 +157,34 @@ class PillowReader:
             self.num_frames, self.fps = 1, 1.0  # enough for the caller's check of the limits
             return
         self.num_frames = int(getattr(self._image, "n_frames", 1))
+        self._most = decode.video_max_pixels
         times, now = [], 0.0
-        for index in range(min(self.num_frames, decode.video_max_frames)):
-            self._image.seek(index)
-            self._image.load()
+        if self.num_frames > decode.video_max_frames:
+            self.fps = 1.0
+            return
+        if self.num_frames * self.size[0] * self.size[1] > decode.animation_max_pixels:
+            raise BadSample(
+                f"animation of {self.num_frames} frames of {self.size[0]} x {self.size[1]} pixels, in all more than "
+                f"data.decode.animation_max_pixels = {decode.animation_max_pixels}",
+                "video_limit",
+            )
+        for index in range(self.num_frames):
+            self._show(index)
             times.append(now)
             shown = self._image.info.get("duration", 0) or 0
             now += shown if shown >= self.SHORTEST_MS else self.DEFAULT_MS
         self._seconds = [time / 1000 for time in times]
         self.fps = average_fps(self._seconds)
 
+    def _show(self, index: int) -> None:
+        self._image.seek(index)
+        if self._image.size[0] * self._image.size[1] > self._most:  # a later frame of a GIF may be larger
+            raise ValueError(f"frame {index} is larger than the picture")
+        self._image.load()
+
     def read(self, indices: Sequence[int]) -> Iterator[tuple[np.ndarray, float]]:
         for index in indices:
-            self._image.seek(index)
-            self._image.load()
+            self._show(index)
             frame = self._image
             if frame.has_transparency_data:
                 from PIL import Image

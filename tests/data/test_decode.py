@@ -210,6 +210,55 @@ def test_a_bomb_is_refused_before_its_pixels_are_decoded(monkeypatch):
     assert reason_of(png_header(13_000, 13_000), DecodeConfig(max_pixels=100_000_000)) == "pixel_limit"
 
 
+def icon(picture, said=16):
+    """An icon that says 16 x 16 and holds `picture`."""
+    entry = struct.pack("<BBBBHHII", said, said, 0, 0, 1, 32, len(picture), 22)
+    return b"\0\0\1\0\1\0" + entry + picture
+
+
+def test_sizes_that_the_header_hides_are_found_before_anything_is_decoded(monkeypatch):
+    from PIL import ImageFile
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    bitmap = struct.pack("<IiiHHIIiiII", 40, 9_000, 18_000, 1, 32, 0, 0, 0, 0, 0, 0)
+    stream = stored(photo(64, 48), "JPEG2000")
+    at = stream.index(b"\xff\x4f\xff\x51") + 8
+    grown = stream[:at] + struct.pack(">II", 9_000, 9_000) + stream[at + 8 :]
+    for data in (icon(png_header(9_000, 9_000)), icon(bitmap), grown):
+        assert reason_of(data) == "pixel_limit"
+
+
+def test_an_icon_is_read_at_its_own_size():
+    data = icon(stored(photo(40, 30), "PNG"))
+    assert decode_picture(data, TINY).original == (40, 30)
+
+
+def scans_of(count, **options):
+    """A JPEG whose last scan stands there `count` times more."""
+    data = stored(photo(64, 48), **options)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * (count + 1) + b"\xff\xd9"
+
+
+def test_a_jpeg_of_more_scans_than_an_encoder_writes_is_left_out():
+    for options in ({"progressive": True}, {}):
+        assert decode_picture(scans_of(0, **options), TINY).original == (64, 48)
+        assert reason_of(scans_of(101, **options)) == "pixel_limit"
+    many = b"\xff\xe1\x02\x02" + b"\xff\xda" * 256  # bytes of metadata that look like scans
+    data = stored(photo(64, 48))
+    assert decode_picture(data[:2] + many + data[2:], TINY).original == (64, 48)
+
+
+def test_a_jpeg_is_measured_by_what_is_decoded():
+    data, progressive = stored(photo(1600, 1200)), stored(photo(1600, 1200), progressive=True)
+    small = DecodeConfig(max_pixels=500_000)
+    cfg = VisionConfig.preset("moonvit_v2", in_patch_limit=40)
+    assert decode_picture(data, cfg, small).original == (1600, 1200)  # libjpeg makes 400 x 300 of it
+    for picture, decode in ((progressive, small), (data, DecodeConfig(max_pixels=500_000, fast=False))):
+        with pytest.raises(BadSample, match="1600 x 1200 pixels, more than 500000"):
+            decode_picture(picture, cfg, decode)
+
+
 def test_formats_that_start_programs_are_not_even_tried():
     assert "EPS" not in FORMATS and "WMF" not in FORMATS
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n%%EOF\n"

@@ -1,6 +1,9 @@
 """From a video file to items of four frames: sampling, timestamps, limits, fallback, damage."""
 
+import contextlib
+import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video import container_of, decode_video, open_video, sample_indices
+from earlyfusion.data.video import container_of, decode_video, open_video, sample_indices, sure_of
 from earlyfusion.data.video_backends import problem
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
@@ -205,6 +208,69 @@ def test_containers_are_told_by_their_first_bytes():
     for codec, container in expected.items():
         assert container_of(write_clip(numbered(1), codec)[:512]) == container
     assert container_of(b"ftyp") is None and container_of(b"") is None and container_of(b"<html>" * 50) is None
+
+
+SESSION = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+BEGINNINGS = {
+    "jpeg2000": b"AAAAftypjp2 ", "ftyp": b"\0\0\0\x18ftypisom\0\0\2\0isom", "skip": b"\0\0\0\x08skip", "free": b"AAAAfree",
+    "ebml": b"\x1a\x45\xdf\xa3\x01\0\0\0\0\0\xff\xff\x42\x82\x84webm", "flv": b"FLV\x01\x01\0\0\0\x09\0\0\0\0\x09",
+    "ogg": b"OggS\0\x02" + bytes(8), "avi": b"RIFF\xff\0\0\0AVI LIST", "mpeg": b"\0\0\x01\xba\x44",
+    "asf": bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"), "webm": b"\x1a\x45\xdf\xa3\x87\x42\x82\x84webm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("backend", ["decord", "pyav", "torchcodec"])
+def test_a_session_description_behind_a_containers_first_bytes_opens_no_port(backend, beginning, tmp_path):
+    """FFmpeg, left to choose, reads such a file as SDP: it binds UDP ports, looks names up and waits for packets."""
+    if problem(backend) is not None:
+        pytest.skip(f"{backend}: {problem(backend)}")
+    path = tmp_path / "a.mp4"
+    path.write_bytes(BEGINNINGS[beginning] + SESSION)
+    opened: set[str] = set()
+    done = threading.Event()
+
+    def sockets() -> set[str]:
+        with contextlib.suppress(OSError):
+            return {name for name in map(_target, os.listdir("/proc/self/fd")) if name.startswith("socket:")}
+        return set()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            opened.update(sockets() - before)
+
+    before = sockets()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for video in (path.read_bytes(), path):
+            with pytest.raises(BadSample) as caught:
+                decode_video(VideoFile(video, backend=backend), CFG)
+            assert caught.value.reason == "corrupt_video"
+    finally:
+        done.set()
+        watcher.join()
+    assert not opened
+
+
+def _target(number: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{number}")
+    return ""
+
+
+def test_a_decoder_that_guesses_gets_only_files_of_which_it_can_be_sure():
+    sure = {name: sure_of(head + SESSION) for name, head in BEGINNINGS.items()}
+    assert {name for name, yes in sure.items() if yes} == {"ftyp", "avi", "asf", "webm"}
+    for codec in ("h264", "h264-mkv", "h264-avi", "vp9"):
+        assert sure_of(write_clip(numbered(1), codec)[:512])
+
+
+def test_an_animation_that_asks_for_too_much_painting_is_told_from_its_header(monkeypatch):
+    data = write_clip(numbered(20), "gif")
+    monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(BadSample, match=r"animation of 20 frames of 96 x 64 pixels.*animation_max_pixels = 120000"):
+        decode_video(VideoFile(data), CFG, DecodeConfig(animation_max_pixels=120_000))
 
 
 def test_an_animated_webp_has_its_durations_and_its_transparency_is_white(tmp_path):

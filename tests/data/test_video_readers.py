@@ -108,7 +108,7 @@ def test_pillow_and_pyav_agree_on_a_gif():
     from earlyfusion.data.video_readers import PillowReader
 
     data = write_clip(numbered(12), "gif", times=VARIABLE)
-    readers = [kind(data, DecodeConfig()) for kind in (PillowReader, PyavReader)]
+    readers = [PillowReader(data, DecodeConfig(), "gif"), PyavReader(data, DecodeConfig(), "gif")]
     one, two = (list(reader.read(range(12))) for reader in readers)
     for (frame, seconds), (other, when) in zip(one, two, strict=True):
         assert seconds == pytest.approx(when, abs=0.01)  # GIF counts hundredths
