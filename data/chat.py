@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 
+from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Image, Regions, Sample, Segment, Special, Text, Video, VideoFile
@@ -122,6 +123,7 @@ def encode_chat(
     template: Template = "chat",
     add_generation_prompt: bool = True,
     key: str = "chat",
+    decode: DecodeConfig | None = None,
 ) -> Encoded:
     """Messages -> Encoded (ids int64 [n], uint8 patches [P, 3, p, p]).
 
@@ -130,12 +132,12 @@ def encode_chat(
     """
     sample = chat_sample(messages, source="chat", key=key, template=template)
     if not add_generation_prompt:
-        return encode(sample, tokenizer, vision)
+        return encode(sample, tokenizer, vision, decode=decode)
     if template == "chat":
         sample = replace(sample, segments=[*sample.segments, *_opening(Message("assistant", ()))])
     elif messages[-1].role != "user":
         raise DataError(f"the last message is of role {messages[-1].role!r}; the model answers a user's message")
-    return encode(sample, tokenizer, vision, eos=False)
+    return encode(sample, tokenizer, vision, eos=False, decode=decode)
 
 
 def chat_sample(messages: Sequence[Message], *, source: str, key: str, template: Wording = "chat") -> Sample:

@@ -93,6 +93,8 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self._memory: dict[str, tuple[int, ...]] = {}
+        self.cached_texts = _CACHED_TEXTS
+        """Most short texts whose ids are kept; where strangers send the texts, few should be."""
         self.added = tuple(missing)
         """Special tokens that the given tokenizer lacked."""
         self.bos_id, self.eos_id, self.pad_id = (self.id_of(name) for name in names)
@@ -151,7 +153,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # what the Rust library does with its own mistakes
                 raise
             raise BadSample(f"the tokenizer panicked: {one_line(error)}", "unexpected") from None
-        if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < _CACHED_TEXTS:
+        if len(text) <= _CACHED_TEXT_CHARS and len(self._memory) < self.cached_texts:
             self._memory[text] = ids
         return ids
 

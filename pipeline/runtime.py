@@ -162,16 +162,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep large freed buffers for reuse; True where that worked.
+def keep_freed_memory(most: int = 2**31 - 1) -> bool:
+    """Tell glibc to keep large freed buffers for reuse, `most` bytes in all; True where that worked.
 
     By default every tensor above 128 KiB is mapped anew and its pages are faulted in and zeroed again, which on a CPU
     costs as much as the arithmetic. Tensors of a training step have the same sizes in every step, so keeping them
-    costs little memory.
+    costs little memory. A server, whose sizes others choose, sets a bound: single buffers above it are never kept.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        return bool(libc.mallopt(M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+        return bool(libc.mallopt(M_MMAP_THRESHOLD, min(1 << 30, most)) and libc.mallopt(M_TRIM_THRESHOLD, most))
     except (OSError, AttributeError):
         return False
 

@@ -4,14 +4,16 @@
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_client.py
 
 Chat and completions, streamed or whole; pictures, video files and video frames as data URLs. It listens on loopback unless
-told otherwise. SIGTERM or Ctrl-C: no new requests, those in flight get --grace seconds to end.
+told otherwise, and there serves only loopback names. SIGTERM or Ctrl-C: no new requests, those in flight get --grace
+seconds to end.
 """
 
 from __future__ import annotations
 
 import argparse
-import ipaddress
+import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +28,10 @@ from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
+LAST_WORDS_S = 2
+"""Time to send what is left to say after the grace."""
+KEEP = 64 * 2**20
+"""Bytes of freed memory that the C library keeps for reuse."""
 KEY_VARIABLE = "EARLYFUSION_API_KEY"
 
 
@@ -44,6 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=4096, help="memory for this many tokens per slot, shared by all slots")
     add("--queue", type=int, default=256, help="open requests; more are refused with 429")
     add("--prefix-cache", type=int, default=16, help="checkpoints of shared beginnings; 0: off")
+    add("--connections", type=int, default=256, help="open connections; idle ones give way, more are refused with 503")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="serve this Host (also); loopback names always",
+    )
     add("--max-body-mb", type=float, default=32.0, help="largest request")
     add("--max-images", type=int, default=64, help="most pictures and frames of a request")
     add("--max-new-tokens", type=int, default=4096, help="longest answer, in tokens")
@@ -51,18 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def build_service(options: argparse.Namespace) -> Any:
     """Model, engine and limits as the options say. Raises UserError or the loaders' errors."""
-    from earlyfusion.pipeline.serve_answer import Limits, Service
+    from earlyfusion.pipeline.serve_answer import Service
     from earlyfusion.pipeline.serve_engine import EngineWorker
+    from earlyfusion.pipeline.serve_front import is_loopback
+    from earlyfusion.pipeline.serve_prepare import Preparer, Setup
+    from earlyfusion.pipeline.serve_schema import Limits
 
     options.model = model_folder(options.model)
     model = load_model(options.model, device=device_of(options.device)).eval()
@@ -76,17 +85,24 @@ def build_service(options: argparse.Namespace) -> Any:
         )  # fmt: skip
     except ValueError as error:
         raise UserError(str(error)) from None
+    tokenizer.cached_texts = 1024  # strangers send them
+    template = template_of(options.model) if options.template == "auto" else options.template
+    body = int(options.max_body_mb * 2**20)
+    tokens = engine.pools.num_pages * page
     return Service(
         worker=EngineWorker(engine, max_open=options.queue),
+        preparer=Preparer(Setup(tokenizer, model.config.vision, template)),
         tokenizer=tokenizer,
-        vision=model.config.vision,
         name=options.name or model_name(options.model),
-        template=template_of(options.model) if options.template == "auto" else options.template,
+        template=template,
         api_key=options.api_key or os.environ.get(KEY_VARIABLE) or None,
+        hosts=frozenset(map(str.lower, options.allow_host)) if options.allow_host or is_loopback(options.host) else None,
+        connections=options.connections,
         limits=Limits(
-            body=int(options.max_body_mb * 2**20), images=options.max_images, new_tokens=options.max_new_tokens
+            body=body, held=max(4 * body, 1 << 26), characters=16 * tokens, images=options.max_images,
+            new_tokens=options.max_new_tokens,
         ),
-    )
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,32 +112,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         import uvicorn
 
         from earlyfusion.pipeline.serve_app import create_app
+        from earlyfusion.pipeline.serve_front import is_loopback
+        from earlyfusion.pipeline.serve_protocol import guarded
     except ImportError as error:
         raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
     if not 0 <= options.port < 65536:
         raise UserError(f"--port {options.port}: expected 0 to 65535")
-    keep_freed_memory()
+    if options.connections < 1:
+        raise UserError(f"--connections {options.connections}: expected at least 1")
+    keep_freed_memory(KEEP)
     service = build_service(options)
     if not is_loopback(options.host) and service.api_key is None:
         print(f"warning: {options.host} can be reached from outside and no API key is set (--api-key)", file=sys.stderr)
     config = uvicorn.Config(
-        create_app(service), host=options.host, port=options.port, log_level="warning",
-        timeout_graceful_shutdown=options.grace, access_log=False,
+        create_app(service), host=options.host, port=options.port, log_level="error", access_log=False, ws="none",
+        http=guarded(options.connections), timeout_graceful_shutdown=options.grace + LAST_WORDS_S,
     )  # fmt: skip
-    server = _announcing(uvicorn.Server, service)(config)
+    server = _announcing(uvicorn.Server, service, options.grace)(config)
     try:
         server.run()
     except (KeyboardInterrupt, SystemExit):  # uvicorn leaves this way when it cannot listen
         pass
     finally:
+        service.preparer.close()
         service.worker.stop()
     if not server.started:
         raise UserError(f"could not listen on {options.host}:{options.port}; is the port in use? try --port 0")
     return EXIT_OK
 
 
-def _announcing(base: Any, service: Any) -> Any:
-    """A uvicorn server that says where it listens, and takes no new request once it is told to stop."""
+def _announcing(base: Any, service: Any, grace: float) -> Any:
+    """A uvicorn server that says where it listens, takes no new request once it is told to stop, and ends with code 0."""
 
     class Announcing(base):
         async def startup(self, sockets: Any = None) -> None:
@@ -132,9 +153,21 @@ def _announcing(base: Any, service: Any) -> Any:
                     shown = f"[{host}]" if ":" in host else host
                     print(f"serving {service.name} ({service.template} form) on http://{shown}:{port}/v1", flush=True)
 
-        def handle_exit(self, sig: int, frame: Any) -> None:
+        async def shutdown(self, sockets: Any = None) -> None:
+            # Streams still open at the end of the grace get an error event and [DONE] before uvicorn cuts connections.
+            asyncio.get_running_loop().call_later(grace, self._cut)
+            await super().shutdown(sockets=sockets)
+
+        def _cut(self) -> None:
+            service.preparer.close()
+            service.worker.cut()
+
+        def handle_exit(
+            self, sig: int, frame: Any
+        ) -> None:  # without uvicorn's, which raises the signal again at the end
             service.worker.drain()
-            super().handle_exit(sig, frame)
+            self.force_exit = self.should_exit and sig == signal.SIGINT
+            self.should_exit = True
 
     return Announcing
 

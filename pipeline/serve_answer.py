@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from earlyfusion.data.chat import Template
 from earlyfusion.data.chat_parse import parse_assistant
@@ -19,19 +18,8 @@ from earlyfusion.data.chat_stream import ChatStream
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.request import Completion, Event, Request, RequestError
 from earlyfusion.pipeline.serve_engine import EngineStopped, EngineWorker
-from earlyfusion.pipeline.serve_schema import Common
-from earlyfusion.vision.config import VisionConfig
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one request. body in bytes."""
-
-    body: int = 32 * 2**20
-    images: int = 64
-    samples: int = 16
-    new_tokens: int = 4096
-    default_new_tokens: int = 256
+from earlyfusion.pipeline.serve_prepare import Preparer
+from earlyfusion.pipeline.serve_schema import Common, Limits
 
 
 @dataclass(frozen=True)
@@ -39,12 +27,15 @@ class Service:
     """Everything the routes need."""
 
     worker: EngineWorker
+    preparer: Preparer
     tokenizer: Tokenizer
-    vision: VisionConfig
     name: str
+    limits: Limits
     template: Template = "chat"
     api_key: str | None = None
-    limits: Limits = Limits()
+    hosts: frozenset[str] | None = None
+    """Names that are served (the Host header), None for all."""
+    connections: int = 256
 
 
 class Answer:
@@ -61,29 +52,22 @@ class Answer:
         self.done: list[tuple[int, Completion]] = []
         self.streams: dict[int, ChatStream] = {}
 
-    async def respond(self, http: HttpRequest) -> Any:
+    async def respond(self) -> Any:
+        """Whole, or as a stream. A caller who leaves cancels it (serve_front.py), and with it its requests."""
         events = self._events()
         if self.body.stream:
             first = await anext(events)  # errors of the submission become a status, not a broken stream
             return StreamingResponse(self._sse(first, events), media_type="text/event-stream")
-        reading = asyncio.ensure_future(self._read(events))
-        try:
-            while not reading.done():
-                await asyncio.wait({reading}, timeout=0.5)
-                if not reading.done() and await http.is_disconnected():
-                    reading.cancel()
-                    break
-            await reading
-        except asyncio.CancelledError:
-            return JSONResponse({}, status_code=499)
-        finally:
-            reading.cancel()
-        choices = [self._choice(index, completion) for index, completion in sorted(self.done, key=lambda d: d[0])]
-        return JSONResponse({**self.base, "object": self.kind, "choices": choices, "usage": self._usage()})
-
-    async def _read(self, events: AsyncIterator[tuple[int, Event]]) -> None:
         async for _ in events:
             pass
+        return Response(await asyncio.to_thread(self._whole), media_type="application/json")
+
+    def _whole(self) -> bytes:
+        """The answer as JSON, choice by choice: one long one would hold the interpreter's lock."""
+        done = sorted(self.done, key=lambda d: d[0])
+        choices = [json.dumps(self._choice(index, completion)) for index, completion in done]
+        head = json.dumps({**self.base, "object": self.kind, "usage": self._usage()})
+        return f'{head[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
         """(choice index, event) of all requests as they come."""

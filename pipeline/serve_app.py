@@ -3,28 +3,23 @@
     GET  /health  /v1/models  /v1/models/{name}  /stats
     POST /v1/chat/completions  /v1/completions        (both with stream: true)
 
-Errors have OpenAI's form {"error": {"message", "type", "param", "code"}}: 400 what cannot be served, 401 a wrong key, 404
-an unknown model, 413 too large, 429 the line is full, 503 stopping.
+Errors have OpenAI's form {"error": {"message", "type", "param", "code"}}: 400 what cannot be served, 401 a wrong key, 403 a
+foreign Host, 404 an unknown model or path, 408 too slow, 413 too large, 429 the line is full, 503 busy or stopping. What
+stands before the routes is in serve_front.py, tokenising and decoding in serve_prepare.py. There are no CORS headers.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import secrets
 from typing import Any
 
 import torch
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
 
-from earlyfusion.data.chat import encode_chat
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Sample, Text
 from earlyfusion.model.engine.request import (
     EngineFull,
     Request,
@@ -34,66 +29,16 @@ from earlyfusion.model.engine.request import (
 )
 from earlyfusion.pipeline.serve_answer import Answer, Service
 from earlyfusion.pipeline.serve_engine import EngineStopped
-from earlyfusion.pipeline.serve_schema import ChatRequest, Common, CompletionRequest, Refused
-
-
-class BodyLimit:
-    """ASGI layer that refuses bodies over the limit while they arrive, whatever their Content-Length says."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limit:
-            return await self._refuse(scope, receive, send)
-        body, more = bytearray(), scope["method"] == "POST"
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.limit:
-                return await self._refuse(scope, receive, send)
-        sent = False
-
-        async def replay() -> Any:
-            nonlocal sent
-            if sent or scope["method"] != "POST":
-                return await receive()
-            sent = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-        await self.app(scope, replay, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the request is larger than {self.limit} bytes; send fewer or smaller pictures"
-        await error_response(Refused(message, status=413, code="request_too_large"))(scope, receive, send)
-
-
-def error_response(error: Refused, **headers: str) -> JSONResponse:
-    """The error in OpenAI's form."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    body = {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-    return JSONResponse(body, status_code=error.status, headers=headers)
+from earlyfusion.pipeline.serve_front import Front, error_response
+from earlyfusion.pipeline.serve_prepare import told
+from earlyfusion.pipeline.serve_schema import ChatRequest, CompletionRequest, Refused
 
 
 def create_app(service: Service) -> FastAPI:
     """The application for one model."""
     app = FastAPI(title="earlyfusion", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, limit=service.limits.body)
+    app.add_middleware(Front, limits=service.limits, key=service.api_key, hosts=service.hosts, most=service.connections)
     _handle_errors(app)
-
-    @app.middleware("http")
-    async def authorise(http: HttpRequest, call_next: Any) -> Any:
-        if service.api_key is not None and http.url.path != "/health":
-            given = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode(), service.api_key.encode()):
-                return error_response(Refused("wrong or missing API key", status=401, code="invalid_api_key"))
-        return await call_next(http)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -114,48 +59,58 @@ def create_app(service: Service) -> FastAPI:
         return _model(service.name)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, http: HttpRequest) -> Any:
-        _check(body, service)
-        messages = body.conversation(max_images=service.limits.images)
-        prompt = await asyncio.to_thread(
-            encode_chat, messages, service.tokenizer, service.vision, template=service.template
-        )
+    async def chat(http: HttpRequest) -> Any:
+        asked = http.state.asked
+        body = ChatRequest.read(asked.body, service.limits)
+        asked.body = None
+        _known(body.model, service)
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        _check_count(wanted, service)
+        service.worker.check_room()
+        messages, length = body.conversation(service.limits)
+        body.messages.clear()  # the data URLs, which are as large as the body
+        prompt = await service.preparer.prompt(messages, length)
+        del messages
+        asked.holds(0 if prompt.patches is None else prompt.patches.numel())
         request = _request(prompt, body, service, wanted, body.logprobs)
-        answer = Answer(service, "chat.completion", [request], body, chat=True)
-        return await answer.respond(http)
+        return await Answer(service, "chat.completion", [request], body, chat=True).respond()
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Any:
-        _check(body, service)
-        prompts = [_text_prompt(prompt, service) for prompt in _prompts(body.prompt)]
+    async def completions(http: HttpRequest) -> Any:
+        body = CompletionRequest.read(http.state.asked.body, service.limits)
+        _known(body.model, service)
         wanted = 16 if body.max_tokens is None else body.max_tokens
+        _check_count(wanted, service)
+        service.worker.check_room()
+        prompts = [await _text_prompt(prompt, service) for prompt in body.prompts(service.limits)]
         known = body.logprobs is not None
         requests = [_request(prompt, body, service, wanted, known, i) for i, prompt in enumerate(prompts)]
-        return await Answer(service, "text_completion", requests, body, chat=False).respond(http)
+        return await Answer(service, "text_completion", requests, body, chat=False).respond()
 
     return app
 
 
 def _handle_errors(app: FastAPI) -> None:
     async def refused(_: HttpRequest, error: Exception) -> JSONResponse:
-        return error_response(error if isinstance(error, Refused) else Refused(str(error)))
+        return error_response(error if isinstance(error, Refused) else Refused(told(error)))
 
-    async def invalid(_: HttpRequest, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return error_response(Refused(f"{place or 'body'}: {first['msg']}", param=place or None))
+    async def unknown(_: HttpRequest, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return error_response(Refused(str(error.detail), status=error.status_code))
 
     async def full(_: HttpRequest, error: Exception) -> JSONResponse:
-        return error_response(Refused(str(error), status=429, code="queue_full"), **{"Retry-After": "1"})
+        return error_response(Refused(str(error), status=429, code="queue_full"))
 
     async def stopped(_: HttpRequest, error: Exception) -> JSONResponse:
-        return error_response(Refused(str(error), status=503, code="stopping"), **{"Retry-After": "10"})
+        return error_response(Refused(str(error), status=503, code="stopping"))
+
+    async def broken(_: HttpRequest, error: Exception) -> JSONResponse:
+        return error_response(Refused(f"the server failed: {type(error).__name__}", status=500))
 
     for kind, handler in (
-        (Refused, refused), (RequestError, refused), (DataError, refused), (RequestValidationError, invalid),
-        (EngineFull, full), (EngineStopped, stopped),
+        (Refused, refused), (RequestError, refused), (DataError, refused), (RecursionError, refused),
+        (OverflowError, refused), (HTTPException, unknown), (EngineFull, full), (EngineStopped, stopped),
+        (Exception, broken),
     ):  # fmt: skip
         app.add_exception_handler(kind, handler)
 
@@ -170,38 +125,33 @@ def _known(name: str, service: Service) -> None:
         raise Refused(message, status=404, param="model", code="model_not_found")
 
 
-def _check(body: Common, service: Service) -> None:
-    _known(body.model, service)
-    body.check()
-    if body.n > service.limits.samples:
-        raise Refused(f"n = {body.n}: at most {service.limits.samples} samples of one prompt are served", param="n")
+def _check_count(wanted: int | None, service: Service) -> None:
+    if wanted is not None and wanted > service.limits.new_tokens:
+        text = f"max_tokens = {wanted}: at most {service.limits.new_tokens} are served"
+        raise Refused(text, param="max_tokens")
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One or several prompts, each a text or token ids."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    if not prompt:
-        raise Refused("prompt is empty", param="prompt")
-    return list(prompt)
-
-
-def _text_prompt(prompt: str | list[int], service: Service) -> Any:
+async def _text_prompt(prompt: str | list[int], service: Service) -> Any:
     if isinstance(prompt, str):
-        return encode(Sample([Text(prompt)], "prompt", "0"), service.tokenizer, service.vision, eos=False)
-    wrong = [i for i in prompt if not 0 <= i < service.tokenizer.vocab_size or i == service.tokenizer.media_pad_id]
-    if wrong or not prompt:
-        raise Refused(f"prompt: token ids {wrong[:4]} are not text tokens of this model", param="prompt")
+        return await service.preparer.prompt(prompt, len(prompt))
+    tokenizer = service.tokenizer
+    wrong = [i for i in prompt if not 0 <= i < tokenizer.vocab_size or i == tokenizer.media_pad_id][:4]
+    if wrong:
+        shown = [i if abs(i) < 10**12 else "..." for i in wrong]
+        raise Refused(f"prompt: token ids {shown} are not text tokens of this model", param="prompt")
     return TokenPrompt(torch.tensor(prompt))
 
 
 def _request(
-    prompt: Any, body: Common, service: Service, wanted: int | None, logprobs: bool, number: int = 0
+    prompt: Any,
+    body: ChatRequest | CompletionRequest,
+    service: Service,
+    wanted: int | None,
+    logprobs: bool,
+    number: int = 0,
 ) -> Request:
-    limit = service.limits.new_tokens
-    count = min(service.limits.default_new_tokens, limit) if wanted is None else wanted
-    if count > limit:
-        raise Refused(f"max_tokens = {count}: at most {limit} are served", param="max_tokens")
+    limits = service.limits
+    count = min(limits.default_new_tokens, limits.new_tokens) if wanted is None else wanted
     params = SamplingParams(
         max_new_tokens=count, temperature=body.temperature, top_p=body.top_p, min_p=body.min_p, stop=body.stops,
         seed=secrets.randbits(31) if body.seed is None else body.seed % 2**31, n=body.n, ignore_eos=body.ignore_eos, logprobs=logprobs,

@@ -60,6 +60,11 @@ class EngineWorker:
         """Whether new requests are taken."""
         return not self._draining and self._failure is None
 
+    def check_room(self) -> None:
+        """Raises EngineFull when no further request is taken now."""
+        if len(self._waiting) >= self.max_open:
+            raise EngineFull(self.max_open)
+
     async def stream(self, request: Request) -> AsyncIterator[Event]:
         """Events of the request until its last sample is complete.
 
@@ -69,8 +74,7 @@ class EngineWorker:
             raise EngineStopped(f"the engine has failed: {self._failure}") from self._failure
         if not self.accepting:
             raise EngineStopped("the server is stopping")
-        if len(self._waiting) >= self.max_open:
-            raise EngineFull(self.max_open)
+        self.check_room()
         entry = _Waiting(asyncio.get_running_loop(), left=request.params.n)
         self._waiting[request.id] = entry
         try:
@@ -89,6 +93,11 @@ class EngineWorker:
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""
         self._draining = True
+
+    def cut(self) -> None:
+        """End all requests now: whoever waits gets EngineStopped. From the thread of the event loop."""
+        self._draining = True
+        self._fail_all(EngineStopped("the server stopped before this answer was complete"))
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; unfinished requests get EngineStopped."""
@@ -130,5 +139,7 @@ class EngineWorker:
             self._fail_all(error)
 
     def _fail_all(self, error: BaseException) -> None:
+        if not isinstance(error, EngineStopped):
+            error = EngineStopped(f"the engine has failed: {type(error).__name__}: {error}")
         for entry in list(self._waiting.values()):
-            entry.put(EngineStopped(f"the engine has failed: {type(error).__name__}: {error}"))
+            entry.put(error)

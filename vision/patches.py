@@ -153,13 +153,22 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I"):
-        samples = np.clip(np.asarray(image).astype(np.float64), 0, 65535)
-        image = Image.fromarray((samples / 257.0).round().astype(np.uint8))
+        image = _eight_bits(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         canvas = Image.new("RGBA", image.size, (*background, 255))
         return Image.alpha_composite(canvas, image).convert("RGB")
     return image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image, rows: int = 256) -> Image.Image:
+    """16-bit samples as 8-bit ones, some rows at a time: in float64 a whole picture would take 24 bytes a pixel."""
+    width, height = image.size
+    small = np.empty((height, width), np.uint8)
+    for top in range(0, height, rows):
+        samples = np.asarray(image.crop((0, top, width, min(top + rows, height)))).astype(np.float64)
+        small[top : top + rows] = (np.clip(samples, 0, 65535) / 257.0).round()
+    return Image.fromarray(small)
 
 
 def fit(
