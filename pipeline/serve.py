@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from earlyfusion.pipeline.serve_app import create_app
         from earlyfusion.pipeline.serve_front import is_loopback
-        from earlyfusion.pipeline.serve_protocol import guarded
+        from earlyfusion.pipeline.serve_protocol import ACCEPTED, guarded
     except ImportError as error:
         raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
     if not 0 <= options.port < 65536:
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"warning: {options.host} can be reached from outside and no API key is set (--api-key)", file=sys.stderr)
     config = uvicorn.Config(
         create_app(service), host=options.host, port=options.port, log_level="error", access_log=False, ws="none",
-        http=guarded(options.connections), timeout_graceful_shutdown=options.grace + LAST_WORDS_S,
+        http=guarded(options.connections), backlog=ACCEPTED, timeout_graceful_shutdown=options.grace + LAST_WORDS_S,
     )  # fmt: skip
     server = _announcing(uvicorn.Server, service, options.grace)(config)
     try:
@@ -143,12 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _announcing(base: Any, service: Any, grace: float) -> Any:
     """A uvicorn server that says where it listens, takes no new request once it is told to stop, and ends with code 0."""
+    from earlyfusion.pipeline.serve_protocol import QUEUED
 
     class Announcing(base):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets=sockets)
             for server in getattr(self, "servers", []):
                 for bound in server.sockets:
+                    with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
+                        same.listen(QUEUED)
                     host, port = bound.getsockname()[:2]
                     shown = f"[{host}]" if ":" in host else host
                     print(f"serving {service.name} ({service.template} form) on http://{shown}:{port}/v1", flush=True)

@@ -16,7 +16,9 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -91,6 +93,7 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.nice(5)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Pillow's, about strangers' files
     start = _data_bytes()
     if start is not None:
         most = start + setup.memory_mb * 2**20
@@ -144,23 +147,25 @@ class _Process:
         self.setup, self.seconds = setup, seconds
         self._process: Any = None
         self._pipe: Connection | None = None
+        self._starting = threading.Lock()
         self.closed = False
 
     def start(self) -> Connection:
         """The pipe of a living process."""
-        if self._pipe is not None and self._process.is_alive():
-            return self._pipe
-        self.kill()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["earlyfusion.pipeline.serve_prepare", "earlyfusion.pipeline.serve"])
-        here, there = context.Pipe()
-        self._process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
-        self._process.start()
-        there.close()
-        self._pipe = here
-        if not here.poll(START_S) or here.recv_bytes(16) != b"ready":
-            raise OSError("the process that reads pictures did not start")
-        return here
+        with self._starting:
+            if self._pipe is not None and self._process.is_alive():
+                return self._pipe
+            self.kill()
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["earlyfusion.pipeline.serve_prepare"])
+            here, there = context.Pipe()
+            self._process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
+            self._process.start()
+            there.close()
+            if not here.poll(START_S) or here.recv_bytes(16) != b"ready":
+                raise OSError("the process that reads media did not start")
+            self._pipe = here
+            return here
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""

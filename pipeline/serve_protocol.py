@@ -4,7 +4,7 @@ uvicorn bounds the length of a head and the idle time after an answer; a caller 
 nothing, it waits for without end, and 1,000 of them are all the files that a process may open. Here
 
 * a head must be there within HEAD_S seconds of the connection or of the last answer,
-* no more than `most` connections are open: for a new one the oldest that is not being answered goes, with a 503,
+* about `most` connections are open: for a new one the oldest that is not being answered goes, with a 503,
 * what is written must be taken within WRITE_S seconds,
 * a body in chunks of next to nothing is cut: each costs the parser as much as a large one.
 """
@@ -17,6 +17,10 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S, WRITE_S = 10.0, 60.0
+YOUNG_S, SPARE = 0.5, 256
+"""A connection younger than this stays, as long as no more than SPARE are open beyond the limit: its head may be on the way."""
+ACCEPTED, QUEUED = 128, 2048
+"""Connections accepted in one turn of the event loop (fewer than SPARE), and those that the kernel keeps until then."""
 SLICE = 4096
 """Bytes that are parsed between two looks at what they held."""
 OVERHEAD = 16384
@@ -33,12 +37,17 @@ def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> t
         _head: asyncio.TimerHandle | None = None
         _write: asyncio.TimerHandle | None = None
         _wire = _body = 0
+        since = 0.0
+        """When it began to wait for a head."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > most:
-                for other in list(waiting)[: len(self.connections) - most]:
-                    other.turn_away(b"503 Service Unavailable", _BUSY)
+            over, now = len(self.connections) - most, self.loop.time()
+            for other in list(waiting)[: max(over, 0)]:
+                if now - other.since < YOUNG_S and over <= SPARE:
+                    break
+                other.turn_away(b"503 Service Unavailable", _BUSY)
+                over -= 1
             self._watch()
 
         def data_received(self, data: bytes) -> None:
@@ -101,7 +110,7 @@ def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> t
                     self._head.cancel()
                     self._head = None
             elif self._head is None:
-                waiting[self] = None
+                waiting[self], self.since = None, self.loop.time()
                 self._head = self.loop.call_later(head_s, self.turn_away, b"408 Request Timeout")
 
     return Guarded

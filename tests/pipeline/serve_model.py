@@ -1,9 +1,14 @@
-"""A small random model directory for the tests of the endpoint and the chat."""
+"""A small random model directory for the tests of the endpoint and the chat, and a server of it as a process."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -17,3 +22,51 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     model = tiny_model(tiny_config(tokenizer), seed)
     save_model(model, tokenizer, folder)
     return folder
+
+
+KEY = "a secret"
+
+
+class Server:
+    """A started `earlyfusion serve` process."""
+
+    def __init__(self, folder, *options: str, key: str | None = KEY) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "EARLYFUSION_API_KEY": key or ""}
+        command = [
+            sys.executable,
+            "-m",
+            "earlyfusion.pipeline.cli",
+            "serve",
+            "--model",
+            str(folder),
+            "--port",
+            "0",
+            *options,
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        line = self.process.stdout.readline()
+        found = re.search(r"http://\S+/v1", line)
+        assert found, (line, self.process.stderr.read() if not line else "")
+        self.url = found.group(0)
+        import openai
+
+        self.client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
+
+    def post(self, path: str, **arguments) -> Any:
+        import httpx
+
+        return httpx.post(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, **arguments)
+
+    def stats(self) -> dict:
+        import httpx
+
+        return httpx.get(self.url.removesuffix("/v1") + "/stats", headers={"Authorization": f"Bearer {KEY}"}).json()
+
+    def close(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()

@@ -3,8 +3,6 @@
 import base64
 import io
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,7 +12,7 @@ import time
 
 import pytest
 from PIL import Image as PILImage
-from serve_model import write_model
+from serve_model import KEY, Server, write_model
 
 from earlyfusion.data.chat import Message, encode_chat
 from earlyfusion.data.sample import Image, Text
@@ -25,37 +23,6 @@ from earlyfusion.model.hub import load_model
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
-
-KEY = "a secret"
-
-
-class Server:
-    """A started `earlyfusion serve` process."""
-
-    def __init__(self, folder, *options: str, key: str | None = KEY) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "EARLYFUSION_API_KEY": key or ""}
-        command = [sys.executable, "-m", "earlyfusion.pipeline.serve", "--model", str(folder), "--port", "0", *options]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        line = self.process.stdout.readline()
-        found = re.search(r"http://\S+/v1", line)
-        assert found, (line, self.process.stderr.read() if not line else "")
-        self.url = found.group(0)
-        self.client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=60)
-
-    def post(self, path: str, **arguments) -> "httpx.Response":
-        return httpx.post(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, **arguments)
-
-    def stats(self) -> dict:
-        return httpx.get(self.url.removesuffix("/v1") + "/stats", headers={"Authorization": f"Bearer {KEY}"}).json()
-
-    def close(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +144,32 @@ def test_video_frames_and_video_files_are_taken(server):
         ("/completions", {"prompt": [10**9]}, 400, "token ids"),
         ("/completions", {"prompt": []}, 400, "prompt"),
         ("/completions", {"prompt": "x", "echo": True}, 400, "echo"),
+        ("/completions", {"prompt": "x", "stop": list("abcde")}, 400, "5 stop strings"),
+        ("/completions", {"prompt": ["x"] * 65}, 400, "65 prompts"),
+        ("/completions", {"prompt": ["x"] * 64, "n": 3}, 400, "128 samples"),
+        ("/completions", {"prompt": "x", **{f"k{i}": 1 for i in range(70)}}, 400, "72 keys"),
+        ("/completions", {"prompt": [[1], "x", [[2]]]}, 400, "list of token ids"),
+        ("/chat/completions", {"messages": ask("x") * 1025}, 400, "1025 messages"),
+        (
+            "/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 20_000 + "1" + "}" * 20_000}}],
+                    }
+                ]
+            },
+            400,
+            "nested too deep",
+        ),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": [url_of(b"x")], "fps": 1e-320}]}]},
+            400,
+            "fps",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_openais_form(server, path, body, status, said):
@@ -205,8 +198,9 @@ def test_large_bodies_are_refused_while_they_arrive(server):
         for _ in range(40):
             yield b" " * 50_000
 
+    kind = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     try:
-        status = server.post("/completions", content=endless()).status_code
+        status = httpx.post(server.url + "/completions", content=endless(), headers=kind).status_code
     except httpx.WriteError:  # the server hung up before all was sent
         status = 413
     assert status == 413
@@ -234,6 +228,60 @@ def test_a_client_that_goes_away_frees_its_memory(server):
         assert time.monotonic() < deadline, server.stats()
         time.sleep(0.1)
     assert server.stats()["finished_cancelled"] + server.stats()["finished_stop"] >= 4
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_a_caller_of_a_whole_answer_who_goes_away_is_noticed(server, path):
+    before = server.stats()["finished_cancelled"]
+    body = {"max_tokens": 3900, "ignore_eos": True, "n": 2}
+    body |= {"prompt": "the"} if path == "/completions" else {"messages": ask("x")}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            server.url + path,
+            json=body,
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=httpx.Timeout(60, read=0.3),
+        )
+    deadline = time.monotonic() + 90
+    while (now := server.stats())["open_requests"] or now["running"]:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.05)
+    assert now["finished_cancelled"] == before + 2
+
+
+def test_only_loopback_names_are_served_on_a_loopback_address(server):
+    address = server.url.removesuffix("/v1")
+    for host, status in (
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost:1", 200),
+        ("[::1]:80", 200),
+    ):
+        answer = httpx.get(address + "/health", headers={"Host": host})
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_what_a_client_is_told_of_a_bad_picture_speaks_to_a_client(server):
+    for data in (b"no picture", png()[:60], b""):
+        said = server.post("/chat/completions", json={"messages": ask("x", data)}).json()["error"]["message"]
+        assert "image of" in said and not any(word in said for word in ("on_bad_sample", "data.decode", "chat chat"))
+
+
+def test_a_stream_that_outlives_the_grace_ends_with_an_error_and_done(folder):
+    server = Server(folder, "--grace", "0", "--max-new-tokens", "100000", "--context", "101000", key=None)
+    body = {"prompt": "the", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + "/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        *_, error, end = [line for line in lines if line]
+    assert (
+        json.loads(error.removeprefix("data: "))["error"]["message"]
+        == "the server stopped before this answer was complete"
+    )
+    assert end == "data: [DONE]"
+    assert server.process.wait(60) == 0
 
 
 def test_a_full_line_answers_429_and_a_stop_lets_requests_finish(folder):
@@ -276,5 +324,14 @@ def test_a_port_in_use_is_told(folder):
 
 
 def test_error_bodies_are_json_for_every_route(server):
-    answer = server.post("/chat/completions", content=b"{not json")
-    assert answer.status_code == 400 and "error" in json.loads(answer.text)
+    for content, said in (
+        (b"{not json", "not JSON"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"[]", "expected a JSON object"),
+    ):
+        kind = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        answer = httpx.post(server.url + "/chat/completions", content=content, headers=kind)
+        assert answer.status_code == 400 and said in json.loads(answer.text)["error"]["message"]
+    for method, path, status in (("GET", "/nothing", 404), ("PUT", "/completions", 405)):
+        answer = httpx.request(method, server.url + path, headers={"Authorization": f"Bearer {KEY}"})
+        assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
