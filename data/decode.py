@@ -25,7 +25,7 @@ from PIL import UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.decode_headers import JPEG_SCANS, ico_sizes, jpeg2000_size, jpeg_scans
+from earlyfusion.data.decode_headers import JPEG_SCANS, ico_sizes, jpeg2000_size, jpeg_scans, png_is_short, png_size
 from earlyfusion.data.errors import BadSample
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, fit, grid_of, navit_size, orientation, patchify, to_rgb
@@ -118,9 +118,11 @@ def open_picture(picture: Picture, max_pixels: int | None = None) -> PILImage.Im
 
 
 def _check_hidden_work(data: bytes, where: str, limit: int) -> None:
-    """Raises BadSample (pixel_limit) for what Pillow's header does not show."""
-    for size in (*ico_sizes(data), jpeg2000_size(data) or (0, 0)):
+    """Raises BadSample (pixel_limit, corrupt_image) for what Pillow's header does not show."""
+    for size in (*ico_sizes(data), jpeg2000_size(data) or (0, 0), png_size(data) or (0, 0)):
         _check_pixels(size, where, limit)
+    if png_is_short(data):
+        raise BadSample(f"{where}: cannot be decoded (rows are missing); {_ADVICE}", "corrupt_image")
     if jpeg_scans(data) > JPEG_SCANS:
         raise BadSample(f"{where}: a JPEG of more than {JPEG_SCANS} scans; {_ADVICE}", "pixel_limit")
 

@@ -1,9 +1,9 @@
-"""What a picture's own header says where Pillow does not ask: the true size inside ICO and JPEG 2000, the scans of a JPEG.
+"""What a picture's own header says where Pillow does not ask: sizes inside ICO and JPEG 2000, scans of a JPEG, missing rows.
 
 A hostile file is small and asks for much: an icon of "16 x 16" that holds a PNG of 13,000 x 13,000, a progressive JPEG
 whose 200,000 scans of 95 bytes each pass over all pixels. Everything here reads bytes and decodes nothing.
 
-Sources: the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, ISO/IEC 15444-1 A.5.1 (SIZ), ITU-T T.81 B.1.1.
+Sources: RFC 1951, the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, ISO/IEC 15444-1 A.5.1 (SIZ), ITU-T T.81 B.1.1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ JPEG_SCANS = 100
 
 ICO_ENTRIES = 256
 """Most pictures in an icon."""
+
+DEFLATE = 1032
+"""Bytes that one byte of a deflate stream can stand for (a match of 258 bytes in two bits)."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SIZ = b"\xff\x4f\xff\x51"
@@ -44,6 +47,23 @@ def ico_sizes(data: bytes) -> list[tuple[int, int]]:
             width, height = struct.unpack_from("<ii", head, 4)
             sizes.append((abs(width), abs(height) // 2))
     return sizes
+
+
+def png_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) of a PNG; None for anything else."""
+    if data[:8] != _PNG or len(data) < 26:
+        return None
+    return struct.unpack_from(">II", data, 16)
+
+
+def png_is_short(data: bytes) -> bool:
+    """Whether a PNG is smaller than its pixels can be packed: most of its rows are not there, which Pillow does not tell."""
+    width, height = png_size(data) or (0, 0)
+    if not height:
+        return False
+    depth, colour = data[24], data[25]
+    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
+    return height * (1 + (width * bits + 7) // 8) > DEFLATE * len(data)
 
 
 def jpeg2000_size(data: bytes) -> tuple[int, int] | None:

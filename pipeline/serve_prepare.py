@@ -92,6 +92,8 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.nice(5)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # what decoders print of strangers' files would fill the server's log
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Pillow's, about strangers' files
     start = _data_bytes()
@@ -159,9 +161,12 @@ class _Process:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["earlyfusion.pipeline.serve_prepare"])
             here, there = context.Pipe()
-            self._process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
-            self._process.start()
+            process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
+            process.start()
+            self._process = process
             there.close()
+            if self.closed:
+                self.kill()
             if not here.poll(START_S) or here.recv_bytes(16) != b"ready":
                 raise OSError("the process that reads media did not start")
             self._pipe = here

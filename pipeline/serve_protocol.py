@@ -61,7 +61,7 @@ def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> t
                     self._wire, self._body, held = 0, 0, 0
                 self._wire += len(piece)
                 self._body += max(len(self.cycle.body) - held, 0) if self.cycle is not None else 0
-                if self._wire > OVERHEAD + 2 * self._body and self._answering():
+                if self._wire > OVERHEAD + 2 * self._body and self.cycle is not None and self.cycle.more_body:
                     self.transport.abort()
                     break
             self._watch()

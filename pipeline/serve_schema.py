@@ -148,13 +148,14 @@ class Common(BaseModel):
             if isinstance(things, list | dict) and len(things) > most:
                 raise Refused(f"{len(things)} {what} in one request; at most {most} are taken", param=param)
         try:
-            found = cls.model_validate(body)
+            request = cls.model_validate(body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            first = max(found, key=lambda each: len(each["loc"]))  # of a union the branch that came furthest
             place = ".".join(str(part) for part in first["loc"])
             raise Refused(f"{place or 'body'}: {first['msg']}", param=place or None) from None
-        found.check(limits)
-        return found
+        request.check(limits)
+        return request
 
     def check(self, limits: Limits) -> None:
         """Refuse what is asked for and not served."""

@@ -228,6 +228,12 @@ def test_sizes_that_the_header_hides_are_found_before_anything_is_decoded(monkey
         assert reason_of(data) == "pixel_limit"
 
 
+def test_a_png_of_which_most_rows_are_missing_is_not_taken_for_a_good_one():
+    whole = stored(PILImage.new("RGB", (3_000, 3_000)), "PNG")
+    assert decode_picture(whole, TINY).original == (3_000, 3_000)  # zeros: as small as a true one gets
+    assert reason_of(png_header(3_000, 3_000)) == "corrupt_image"
+
+
 def test_an_icon_is_read_at_its_own_size():
     data = icon(stored(photo(40, 30), "PNG"))
     assert decode_picture(data, TINY).original == (40, 30)

@@ -17,6 +17,8 @@ from typing import Any
 
 from PIL import Image as PILImage
 
+LONGEST = 16 * 4 * 8192
+"""Characters that the server of the test reads: 16 for each token of its memory."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 90.0
 JSON = {"Content-Type": "application/json"}
@@ -94,15 +96,19 @@ def texts() -> Iterator[Attack]:
         "line": "\n",
     }
     for name, piece in kinds.items():
-        for size in (900_000, 1_100_000, 4_000_000):
-            for path in (CHAT, COMPLETIONS):
+        for size, path in (
+            (LONGEST - 9, CHAT),
+            (LONGEST + 1, CHAT),
+            (LONGEST + 1, COMPLETIONS),
+            (4_000_000, COMPLETIONS),
+        ):
 
-                def body(piece: str = piece, size: int = size, path: str = path) -> bytes:
-                    text = (piece * (size // len(piece) + 1))[:size]
-                    return json.dumps(chat(text) if path == CHAT else {"prompt": text, "max_tokens": 2}).encode()
+            def body(piece: str = piece, size: int = size, path: str = path) -> bytes:
+                text = (piece * (size // len(piece) + 1))[:size]
+                return json.dumps(chat(text) if path == CHAT else {"prompt": text, "max_tokens": 2}).encode()
 
-                # below a million characters they are read, in a process: a million spaces are few tokens
-                yield ask(f"{size} characters of {name} {path}", path, body, "refused", "answered")
+            # up to LONGEST they are read, in a process: half a million spaces are few tokens
+            yield ask(f"{size} characters of {name} {path}", path, body, "refused", "answered")
     yield ask("a message of 30 MB", CHAT, lambda: json.dumps(chat("a b, " * 6_000_000)).encode())
     yield ask("a prompt of 30 MB of one letter", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * 30_000_000 + b'"}')
     yield ask("5 million escapes", COMPLETIONS, lambda: b'{"prompt": "' + b"\\u0041" * 5_000_000 + b'"}')
@@ -373,7 +379,7 @@ def leavers() -> Iterator[Attack]:
         "whole chat": (CHAT, {**chat("x"), **long, "n": 4}),
         "stream": (COMPLETIONS, {"prompt": "x", "stream": True, **long}),
         "pictures": (CHAT, chat([picture(png(4_000, 4_000))] * 16)),
-        "long text": (COMPLETIONS, {"prompt": "9" * 900_000, **long}),
+        "long text": (COMPLETIONS, {"prompt": "9" * (LONGEST - 9), **long}),
     }
     for name, (path, body) in bodies.items():
         for reset in (False, True):

@@ -118,7 +118,7 @@ def server(tmp_path_factory):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
     made = Server(
-        write_model(tmp_path_factory.mktemp("attacked") / "model"), "--slots", "4", "--context", "16384",
+        write_model(tmp_path_factory.mktemp("attacked") / "model"), "--slots", "4", "--context", "8192",
         "--prefix-cache", "0", "--grace", "1", key=None,
     )  # fmt: skip
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

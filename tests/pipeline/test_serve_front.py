@@ -25,17 +25,21 @@ from earlyfusion.pipeline.serve_schema import Limits, Refused  # noqa: E402
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-async def hello(scope, receive, send):
-    while scope["method"] == "POST" and (await receive()).get("more_body"):
+async def reading(scope, receive, send):
+    while (await receive()).get("more_body"):
         pass
+    await hello(scope, receive, send)
+
+
+async def hello(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"hi"})
 
 
 @contextlib.contextmanager
 def listening(most, **times):
-    """The port of a server of `hello` with the guarded protocol."""
-    config = uvicorn.Config(hello, port=0, log_level="critical", lifespan="off", http=guarded(most, **times))
+    """The port of a server of `reading` with the guarded protocol."""
+    config = uvicorn.Config(reading, port=0, log_level="critical", lifespan="off", http=guarded(most, **times))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -199,8 +203,8 @@ def test_what_takes_too_long_or_too_much_memory_is_killed_and_the_next_request_i
         try:
             with pytest.raises(Refused) as caught:
                 await preparer.prompt(job, len(job))
+            preparer._all[0].seconds = 60.0
             fine = await preparer.prompt(picture(png(40, 30)), 5)
-            assert fine.patches is not None and fine.patches.shape[1:] == (3, 14, 14)
             whole = Setup(*parts, "qa").encoded(picture(png(40, 30)))
             assert fine.ids.equal(whole.ids) and fine.patches.equal(whole.patches)
             assert fine.grids == tuple(whole.grids) and list(fine.media_positions) == whole.media_positions.tolist()
@@ -208,22 +212,23 @@ def test_what_takes_too_long_or_too_much_memory_is_killed_and_the_next_request_i
         finally:
             preparer.close()
 
-    assert "takes more than 0.2 s to read" in asyncio.run(go(0.2, 640, "7" * 3_000_000))
-    assert "MiB" in asyncio.run(go(60.0, 24, picture(png(4_900, 5_000))))
+    assert "takes more than 0.2 s to read" in asyncio.run(go(0.2, 2000, "7" * 1_000_000))
+    assert "MiB" in asyncio.run(go(60.0, 48, picture(png(4_900, 5_000))))
 
 
 def test_a_caller_who_leaves_frees_the_process(parts):
     async def go():
-        preparer = Preparer(Setup(*parts, "qa"), processes=1, seconds=60.0)
+        preparer = Preparer(Setup(*parts, "qa", memory_mb=2000), processes=1, seconds=60.0)
         try:
             await preparer.prompt(picture(png(40, 30)), 5)
-            long = asyncio.ensure_future(preparer.prompt("7" * 30_000_000, 30_000_000))
-            await asyncio.sleep(0.1)
+            first = preparer._all[0]._process.pid
+            long = asyncio.ensure_future(preparer.prompt("7" * 1_000_000, 1_000_000))
+            await asyncio.sleep(0.05)
             long.cancel()
-            start = time.monotonic()
             await preparer.prompt(picture(png(40, 30)), 5)
-            return time.monotonic() - start
+            return first, preparer._all[0]._process.pid
         finally:
             preparer.close()
 
-    assert asyncio.run(go()) < 30  # the text alone takes minutes
+    first, then = asyncio.run(go())
+    assert first != then
