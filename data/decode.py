@@ -142,7 +142,9 @@ def _load(image: PILImage.Image, where: str) -> None:
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
         raise BadSample(f"{where}: too many pixels ({error})", "pixel_limit") from None
     except Exception as error:  # see open_header
-        raise BadSample(f"{where}: cannot be decoded ({error}); {_ADVICE}", "corrupt_image") from None
+        raise BadSample(
+            f"{where}: cannot be decoded ({str(error) or type(error).__name__}); {_ADVICE}", "corrupt_image"
+        ) from None
 
 
 def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | None = None) -> Media:
@@ -164,7 +166,9 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
             warnings.simplefilter("ignore")  # Pillow warns about odd metadata; the pixels are what counts
             rgb = to_rgb(image, cfg.alpha_background)
     except Exception as error:  # frames and palettes are decoded here as well
-        raise BadSample(f"{where}: cannot be prepared ({error}); {_ADVICE}", "corrupt_image") from None
+        raise BadSample(
+            f"{where}: cannot be prepared ({str(error) or type(error).__name__}); {_ADVICE}", "corrupt_image"
+        ) from None
     original = original or rgb.size
     size = navit_size(*original, cfg)
     patches = patchify(fit(rgb, size, exact=not decode.fast, extent=extent), cfg.patch_size)

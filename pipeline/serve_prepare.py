@@ -116,12 +116,15 @@ def _answer(job: str | list[Message], setup: Setup) -> list[Any]:
         found = setup.encoded(job)
         if found.num_patches > MAX_PATCHES:
             raise BadSample(f"the request's pictures give {found.num_patches} patches, more than {MAX_PATCHES}")
-    except (DataError, RecursionError, OverflowError) as error:
-        return [json.dumps({"refused": told(error)}).encode()]
-    except Exception as error:  # MemoryError, torch's own, and whatever else a hostile file brings about
-        short = isinstance(error, MemoryError) or "memory" in str(error)
-        said = f"takes more than {setup.memory_mb} MiB to read" if short else f"cannot be read ({type(error).__name__})"
-        return [json.dumps({"refused": f"the request {said}"}).encode()]
+    except Exception as error:  # DataError, MemoryError, torch's own, and whatever else a hostile file brings about
+        said = (
+            told(error)
+            if isinstance(error, DataError | RecursionError | OverflowError)
+            else "the request cannot be read"
+        )
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            said = f"the request takes more than {setup.memory_mb} MiB to read; send less or smaller media"
+        return [json.dumps({"refused": said}).encode()]
     shape = None if found.patches is None else list(found.patches.shape)
     places = found.media_positions.tolist()
     head = {"grids": found.grids, "patches": shape, "places": places}

@@ -12,7 +12,7 @@ nothing, it waits for without end, and 1,000 of them are all the files that a pr
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -29,88 +29,93 @@ OVERHEAD = 16384
 _BUSY = b'{"error": {"message": "too many connections; try again later", "type": "server_error", "param": null, "code": "busy"}}'
 
 
-def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> type[H11Protocol]:
-    """The protocol class of one server that keeps at most `most` connections."""
-    waiting: dict[Guarded, None] = {}  # the oldest first: not being answered
+class Guarded(H11Protocol):
+    """One connection; `guarded` makes the class that a server's connections share."""
 
-    class Guarded(H11Protocol):
-        _head: asyncio.TimerHandle | None = None
-        _write: asyncio.TimerHandle | None = None
-        _wire = _body = 0
-        since = 0.0
-        """When it began to wait for a head."""
+    most: ClassVar[int]
+    head_s: ClassVar[float]
+    write_s: ClassVar[float]
+    waiting: ClassVar[dict[Guarded, None]]
+    """Connections that are not being answered, the oldest first"""
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            over, now = len(self.connections) - most, self.loop.time()
-            for other in list(waiting)[: max(over, 0)]:
-                if now - other.since < YOUNG_S and over <= SPARE:
-                    break
-                other.turn_away(b"503 Service Unavailable", _BUSY)
-                over -= 1
-            self._watch()
+    _head: asyncio.TimerHandle | None = None
+    _write: asyncio.TimerHandle | None = None
+    _wire = _body = 0
+    since = 0.0
+    """When it began to wait for a head."""
 
-        def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), SLICE):
-                piece = data[start : start + SLICE]
-                cycle, held = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
-                super().data_received(piece)
-                if self.transport.is_closing():
-                    break
-                if self.cycle is not cycle:
-                    self._wire, self._body, held = 0, 0, 0
-                self._wire += len(piece)
-                self._body += max(len(self.cycle.body) - held, 0) if self.cycle is not None else 0
-                if self._wire > OVERHEAD + 2 * self._body and self.cycle is not None and self.cycle.more_body:
-                    self.transport.abort()
-                    break
-            self._watch()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        over, now = len(self.connections) - self.most, self.loop.time()
+        for other in list(self.waiting)[: max(over, 0)]:
+            if now - other.since < YOUNG_S and over <= SPARE:
+                break
+            other.turn_away(b"503 Service Unavailable", _BUSY)
+            over -= 1
+        self._watch()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            waiting.pop(self, None)
-            for timer in (self._head, self._write):
-                if timer is not None:
-                    timer.cancel()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._write = self._write or self.loop.call_later(write_s, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._write is not None:
-                self._write.cancel()
-                self._write = None
-
-        def turn_away(self, status: bytes, body: bytes = b"") -> None:
-            """Answer without having read a head, and close; whoever does not take it is dropped."""
-            waiting.pop(self, None)
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), SLICE):
+            piece = data[start : start + SLICE]
+            cycle, held = self.cycle, len(self.cycle.body) if self.cycle is not None else 0
+            super().data_received(piece)
             if self.transport.is_closing():
-                return
-            head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: %d" % len(
-                body
-            )
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n\r\n" + body)
-            self.transport.close()
-            self.loop.call_later(1.0, self.transport.abort)
+                break
+            if self.cycle is not cycle:
+                self._wire, self._body, held = 0, 0, 0
+            self._wire += len(piece)
+            self._body += max(len(self.cycle.body) - held, 0) if self.cycle is not None else 0
+            if self._wire > OVERHEAD + 2 * self._body and self.cycle is not None and self.cycle.more_body:
+                self.transport.abort()
+                break
+        self._watch()
 
-        def _answering(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
-        def _watch(self) -> None:
-            """A connection that is being answered is left alone; any other has a time to ask."""
-            if self._answering() or self.transport.is_closing():
-                waiting.pop(self, None)
-                if self._head is not None:
-                    self._head.cancel()
-                    self._head = None
-            elif self._head is None:
-                waiting[self], self.since = None, self.loop.time()
-                self._head = self.loop.call_later(head_s, self.turn_away, b"408 Request Timeout")
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.waiting.pop(self, None)
+        for timer in (self._head, self._write):
+            if timer is not None:
+                timer.cancel()
 
-    return Guarded
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write = self._write or self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write is not None:
+            self._write.cancel()
+            self._write = None
+
+    def turn_away(self, status: bytes, body: bytes = b"") -> None:
+        """Answer without having read a head, and close; whoever does not take it is dropped."""
+        self.waiting.pop(self, None)
+        if self.transport.is_closing():
+            return
+        head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: "
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"%d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+        self.loop.call_later(1.0, self.transport.abort)
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """A connection that is being answered is left alone; any other has a time to ask."""
+        if self._answering() or self.transport.is_closing():
+            self.waiting.pop(self, None)
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
+        elif self._head is None:
+            self.waiting[self], self.since = None, self.loop.time()
+            self._head = self.loop.call_later(self.head_s, self.turn_away, b"408 Request Timeout")
+
+
+def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> type[Guarded]:
+    """The protocol class of one server that keeps about `most` connections."""
+    return type("GuardedOfOne", (Guarded,), {"most": most, "head_s": head_s, "write_s": write_s, "waiting": {}})
