@@ -169,8 +169,8 @@ def _announcing(base: Any, service: Any, grace: float) -> Any:
         def handle_exit(
             self, sig: int, frame: Any
         ) -> None:  # without uvicorn's, which raises the signal again at the end
+            self.force_exit = not service.worker.accepting and sig == signal.SIGINT  # asked a second time
             service.worker.drain()
-            self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
     return Announcing

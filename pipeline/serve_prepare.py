@@ -111,7 +111,7 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
             give_back()
 
 
-def _answer(job: str | list[Message], setup: Setup) -> list[Any]:
+def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
     try:
         found = setup.encoded(job)
         if found.num_patches > MAX_PATCHES:
@@ -128,9 +128,9 @@ def _answer(job: str | list[Message], setup: Setup) -> list[Any]:
     shape = None if found.patches is None else list(found.patches.shape)
     places = found.media_positions.tolist()
     head = {"grids": found.grids, "patches": shape, "places": places}
-    parts = [json.dumps(head).encode(), memoryview(found.ids.numpy()).cast("B")]
+    parts = [json.dumps(head).encode(), found.ids.numpy().tobytes()]
     if found.patches is not None:
-        parts.append(memoryview(found.patches.contiguous().numpy()).cast("B"))
+        parts.append(found.patches.contiguous().numpy().tobytes())
     return parts
 
 
