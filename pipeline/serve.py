@@ -166,9 +166,8 @@ def _announcing(base: Any, service: Any, grace: float) -> Any:
             service.preparer.close()
             service.worker.cut()
 
-        def handle_exit(
-            self, sig: int, frame: Any
-        ) -> None:  # without uvicorn's, which raises the signal again at the end
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            # Without uvicorn's, which raises the signal again at the end.
             self.force_exit = not service.worker.accepting and sig == signal.SIGINT  # asked a second time
             service.worker.drain()
             self.should_exit = True
