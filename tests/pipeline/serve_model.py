@@ -39,6 +39,8 @@ class Server:
             "serve",
             "--model",
             str(folder),
+            "--name",
+            "model",
             "--port",
             "0",
             *options,
