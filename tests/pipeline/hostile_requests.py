@@ -402,7 +402,7 @@ def leavers() -> Iterator[Attack]:
                 )
 
 
-def crowd(name: str, count: int, piece: bytes, hold_s: float) -> Attack:
+def crowd(name: str, count: int, piece: bytes, hold_s: float, *allowed: str) -> Attack:
     """`count` connections that send `piece` and no more; a stranger's request is answered meanwhile."""
 
     def run(port: int) -> str:
@@ -423,7 +423,7 @@ def crowd(name: str, count: int, piece: bytes, hold_s: float) -> Attack:
             for link in links:
                 link.close()
 
-    return Attack(name, run, frozenset({"answered"}))
+    return Attack(name, run, frozenset(allowed or {"answered"}))
 
 
 def crowds() -> Iterator[Attack]:
@@ -431,7 +431,13 @@ def crowds() -> Iterator[Attack]:
     yield crowd("900 silent callers", 900, b"", 0.5)
 
 
+def half_bodies() -> Attack:
+    """More requests under way than are taken: strangers are told to come back, until the bodies' time is over."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    return crowd("400 half bodies", 400, head, 1.0, "refused", "answered")
+
+
 def attacks() -> list[Attack]:
-    """All of them."""
+    """All of them; the last leaves no place for others."""
     makers = (texts, counts, nested, odd_json, pictures, videos, wire, leavers, crowds)
-    return [attack for make in makers for attack in make()]
+    return [*(attack for make in makers for attack in make()), half_bodies()]

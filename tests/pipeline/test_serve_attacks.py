@@ -158,7 +158,8 @@ def test_every_attack_is_refused_while_health_is_answered_and_nothing_is_left(se
         slowest.append((round(time.monotonic() - begun, 1), attack.name))
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(run, listed))
+        list(pool.map(run, listed[:-1]))
+    run(listed[-1])
     took = time.monotonic() - start
     stats = at_rest(server)
     found = watch.end()
