@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from earlyfusion.data.chat import template_of
+from earlyfusion.data.encode import MAX_TEXT_CHARS
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.hub import load_model
@@ -100,7 +101,7 @@ def build_service(options: argparse.Namespace) -> Any:
         hosts=frozenset(map(str.lower, options.allow_host)) if options.allow_host or is_loopback(options.host) else None,
         connections=options.connections,
         limits=Limits(
-            body=body, held=max(4 * body, 1 << 26), characters=16 * tokens, images=options.max_images,
+            body=body, held=max(4 * body, 1 << 26), characters=min(16 * tokens, MAX_TEXT_CHARS), images=options.max_images,
             new_tokens=options.max_new_tokens,
         ),
     )  # fmt: skip

@@ -162,7 +162,7 @@ def test_video_frames_and_video_files_are_taken(server):
                 ]
             },
             400,
-            "nested too deep",
+            "tool call",
         ),
         (
             "/chat/completions",
