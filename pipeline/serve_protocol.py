@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S, WRITE_S = 10.0, 60.0
-YOUNG_S, SPARE = 0.5, 256
+YOUNG_S, SPARE = 0.5, 512
 """A connection younger than this stays, as long as no more than SPARE are open beyond the limit: its head may be on the way."""
 ACCEPTED, QUEUED = 128, 2048
 """Connections accepted in one turn of the event loop (fewer than SPARE), and those that the kernel keeps until then."""
