@@ -179,11 +179,12 @@ def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path
 
 def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatch):
     """As many for an update as there were processes, here two: one process that goes on takes both."""
+    changes = {"ptx": {"only": True, "tokens": 192, "length": 96}, "data": PTX["data"], "train": {"updates": 2}}
     with monkeypatch.context() as patch:
         patch.setattr("earlyfusion.rl.parts.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
-        assert run(folder, tmp_path / "whole", **PTX) == 0
-        assert run(folder, tmp_path / "cut", **{**PTX, "run": {"steps": 2}}) == 0
-    assert run(folder, tmp_path / "cut", resume=True, **PTX) == 0
+        assert run(folder, tmp_path / "whole", **changes) == 0
+        assert run(folder, tmp_path / "cut", **{**changes, "run": {"steps": 1}}) == 0
+    assert run(folder, tmp_path / "cut", resume=True, **changes) == 0
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -127,7 +127,7 @@ def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path)
 
     seen, read = [], []
     for number, kept in enumerate((True, True, False)):
-        made = tool_training(folder, tmp_path / str(number), thrice, rollout={"tool_turns": 3})
+        made = tool_training(folder, tmp_path / str(number), thrice, rollout={"tool_turns": 3, "prompts": 2})
         try:
             if not kept:
                 held = made.kit.engine.submit
