@@ -123,12 +123,13 @@ def open_mix(path: str, tokenizer: str | None = None, vision: str | None = None,
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
     if path.endswith(".toml") or not (exists or is_url(path) or path.startswith("pipe:")):
         return _recipe(path, tokenizer, vision, run_commands)
-    kind = _kind(path, local)
+    kind = kind_of(path, local)
     data = DataConfig(sources=[SourceConfig(name=Path(path).name or "data", kind=kind, path=path)], val_fraction=0.0)
     return Mix(data, VisionConfig.preset(vision or "moonvit_v2"), open_tokenizer(tokenizer))
 
 
-def _kind(path: str, local: Path | None) -> str:
+def kind_of(path: str, local: Path | None) -> str:
+    """The kind of source that reads what is at `path` (`local`: the same as a path, None for a URL)."""
     name = path.split("?")[0].lower()
     if name.endswith((*LINES, *TABLES, ".txt", ".md")):
         return "text_files"

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.explain import explain
 from earlyfusion.eval.models_own import OwnModel
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
     Generation,
+    LossRequest,
     Model,
     Question,
     Record,
@@ -97,8 +99,12 @@ def run_task(
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
     summary["prompts_sha256"] = hashlib.sha256("".join(sorted(r["prompt_hash"] for r in kept)).encode()).hexdigest()
     summary["refused"] = sum(bool(record.get("refused")) for record in kept)
+    if lines := explain(task, summary["metrics"], kept):
+        summary["explained"] = lines
     if folder is not None:
         write_json(folder / SUMMARY, summary)
+        if callable(page := getattr(task, "write_page", None)):
+            page(folder, kept, summary)
     return summary
 
 
@@ -200,7 +206,12 @@ def _kept(outputs: Sequence[Generation], private: bool) -> Record:
 def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
     """Outputs in the order of the requests, whichever kinds they are of."""
     results: list[Any] = [None] * len(requests)
-    methods = ((GenerateRequest, "generate"), (ScoreRequest, "loglikelihood"), (RollingRequest, "rolling"))
+    methods: tuple[tuple[type, str], ...] = (
+        (GenerateRequest, "generate"),
+        (ScoreRequest, "loglikelihood"),
+        (RollingRequest, "rolling"),
+        (LossRequest, "losses"),
+    )
     for kind, method in methods:
         places = [place for place, request in enumerate(requests) if isinstance(request, kind)]
         if places:

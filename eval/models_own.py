@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from earlyfusion.data.chat import Message, encode_chat, template_of
 from earlyfusion.data.chat_stream import ChatStream
 from earlyfusion.data.encode import encode
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.tokenizer import (
     END_OF_MSG,
@@ -24,8 +26,9 @@ from earlyfusion.data.tokenizer import (
     MEDIA_PAD,
     Tokenizer,
 )
+from earlyfusion.eval.heldout import Loss, Room, measure
 from earlyfusion.eval.models_batch import Piece, TokenModel
-from earlyfusion.eval.protocol import Prompt
+from earlyfusion.eval.protocol import LossRequest, Prompt
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import DecoderCache
 from earlyfusion.model.fusion import NativeFusion
@@ -41,6 +44,10 @@ in the tail of a vector, round differently: without it an answer's last bits wou
 
 _QUESTION = re.compile(r"\nQ: (.*)\nA:", re.DOTALL)
 """A question as pretraining puts it (data/source_easy_vqa.py)."""
+
+
+PATCHES_A_TOKEN = 16
+"""Most patches that one token of a picture or video stands for: 2 x 2, over up to four frames."""
 
 
 class OwnSession:
@@ -131,7 +138,7 @@ class OwnModel(TokenModel):
     thought (data/chat.py); what is scored stays as it is.
     """
 
-    capabilities = frozenset({"text", "image", "video", "score", "generate"})
+    capabilities = frozenset({"text", "image", "video", "score", "generate", "loss"})
 
     def __init__(
         self,
@@ -174,6 +181,18 @@ class OwnModel(TokenModel):
     def _prefix(self, prompt: Prompt, shared: int, context: Piece) -> tuple[int, ...]:
         return () if self.chat else super()._prefix(prompt, shared, context)
 
+    @property
+    def asks_qa(self) -> bool:
+        """Whether a question is to stand as in pretraining ("Q: ... A:"), where no chat form says otherwise."""
+        return not self.chat
+
+    def losses(self, requests: Sequence[LossRequest]) -> list[Loss | BadSample]:
+        """The loss of every sample, packed into rows of `batch_tokens`."""
+        length = max(request.length for request in requests)
+        tokens = max(self.batch_tokens, length)
+        room = Room(tokens=tokens, max_patches=PATCHES_A_TOKEN * tokens, length=length)
+        return measure(self.model, self.tokenizer, (partial(_sample_of, request) for request in requests), room)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See TokenModel."""
         if self.chat:
@@ -211,6 +230,10 @@ class OwnModel(TokenModel):
             "dtype": str(weight.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
         }
+
+
+def _sample_of(request: LossRequest) -> Sample:
+    return request.sample
 
 
 def said(prompt: Prompt) -> tuple[Segment, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError, did_you_mean
-from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
+from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, VideoFile
 
 Prompt: TypeAlias = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""
@@ -68,7 +68,16 @@ class RollingRequest:
     text: str
 
 
-Request: TypeAlias = GenerateRequest | ScoreRequest | RollingRequest
+@dataclass(frozen=True)
+class LossRequest:
+    """The loss of a whole sample as training counts it, documents cut at `length` tokens, with its blind twin
+    (eval/heldout.py). The output is a heldout.Loss, or the BadSample that says why there is none."""
+
+    sample: Sample
+    length: int
+
+
+Request: TypeAlias = GenerateRequest | ScoreRequest | RollingRequest | LossRequest
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,8 @@ class Model(Protocol):
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]: ...
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]: ...
+
+    # with the capability "loss" also: losses(requests: Sequence[LossRequest]) -> list[heldout.Loss | BadSample]
 
     def identity(self) -> dict[str, Any]:
         """What was evaluated: path or address, sha256 of the weights, dtype, parameters. JSON values only."""
@@ -210,6 +221,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "gpqa_diamond": ("earlyfusion.eval.gpqa:diamond", "198 questions, own gated file; forms cot, mcf, cf, lm_eval"),
     "gpqa_main": ("earlyfusion.eval.gpqa:main", "448 questions, own gated file"),
     "gpqa_extended": ("earlyfusion.eval.gpqa:extended", "546 questions, own gated file"),
+    "heldout": ("earlyfusion.eval.heldout_task:heldout", "loss and answers on own samples: shards, folder, jsonl, ..."),
     "bits_per_byte": ("earlyfusion.eval.text_tasks:bits_per_byte", "bits per byte of a text file, folder or jsonl"),
     "blimp": ("earlyfusion.eval.text_tasks:blimp", "minimal pairs: the grammatical sentence is likelier"),
     "piqa": ("earlyfusion.eval.text_tasks:piqa", "two ways to do a thing; log-likelihood of the option text"),
@@ -261,13 +273,18 @@ def prompt_hash(requests: Sequence[Request]) -> str:
         if isinstance(request, RollingRequest):
             digest.update(f"rolling\0{request.text}\0".encode())
             continue
-        prompt = request.prompt if isinstance(request, GenerateRequest) else request.context
+        if isinstance(request, LossRequest):
+            weights = [getattr(part, "loss", None) for part in request.sample.segments]
+            digest.update(f"loss\0{request.length}\0{weights}\0".encode())
+            prompt: Prompt = request.sample.segments
+        else:
+            prompt = request.prompt if isinstance(request, GenerateRequest) else request.context
         for part in [prompt] if isinstance(prompt, str) else prompt:
             _feed(digest, part)
         if isinstance(request, GenerateRequest):
             asked = (request.max_new_tokens, request.stop, float(request.temperature), float(request.top_p))
             digest.update(f"\0generate\0{asked}\0".encode())
-        else:
+        elif isinstance(request, ScoreRequest):
             digest.update(f"\0score\0{request.continuation}\0".encode())
     return digest.hexdigest()[:16]
 

@@ -205,6 +205,9 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
         cells = [_cell(metrics.get(k)) for k in ("score", "standard_error", "chance", "majority", "unextracted")]
         table.add_row(summary["task"], str(metrics.get("n")), *cells, ", ".join(more))
     print_table(Console(width=None if sys.stdout.isatty() else 160), table)
+    for summary in summaries:
+        for line in summary.get("explained", ()):
+            print(f"{summary['task']}: {line}")
 
 
 def _cell(value: Any) -> str:

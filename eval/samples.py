@@ -82,11 +82,12 @@ def answer_samples(
     for (prompt, reference), answer in zip(split, answers):
         record = {"source": prompt.source, "prompt": prompt.text.strip(), "answer": answer.strip()}
         record["reference"] = reference.strip()
-        records.append({**record, "picture": _first_picture(prompt)})
+        records.append({**record, "picture": first_picture(prompt)})
     return records
 
 
-def _first_picture(sample: Sample) -> PilImage.Image | None:
+def first_picture(sample: Sample) -> PilImage.Image | None:
+    """The first picture, or the first frame of the first video; None without one."""
     for segment in sample.segments:
         if isinstance(segment, Image):
             return segment.open()

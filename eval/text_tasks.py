@@ -1,7 +1,8 @@
 """Text tasks that need only probabilities, where small models move first: bits per byte, BLiMP, PIQA.
 
-    bits_per_byte   --data FILE.txt | FILE.jsonl (field text) | FOLDER of such; without --data the held-out topics of the
-                    Python manual that the recipes keep out of training
+    bits_per_byte   --data FILE.txt | FILE.jsonl (field text) | FOLDER of such | SHARDS of texts; without --data the held-out
+                    topics of the Python manual that the recipes keep out of training. Data with a picture or video is
+                    refused: the task `heldout` measures it
     blimp           --data FILE.jsonl | FOLDER; fields sentence_good, sentence_bad, UID (Warstadt et al. 2020)
     piqa            --data FILE.jsonl | FOLDER with valid.jsonl; fields goal, sol1, sol2 and label, or the labels one a
                     line in <name>-labels.lst beside it (Bisk et al. 2020)
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.formats import PICTURES, VIDEOS, ending
+from earlyfusion.data.prepare_rows import MEDIA_FIELDS
+from earlyfusion.data.sample import Text
+from earlyfusion.data.shards_fetch import TAR_ENDS
 from earlyfusion.data.sources import build_source
 from earlyfusion.eval.bpb import compressed_bits_per_byte
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, ScoreRequest, TaskOptions
@@ -50,7 +55,11 @@ class BitsPerByte(BaseTask):
             found = [(f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples(None)]
         else:
             path = self.data_path()
-            found = [pair for file in data_files(path, "*.jsonl", "*.txt", "**/*.txt") for pair in _texts(file)]
+            if _is_shards(path):
+                found = _shard_texts(path)
+            else:
+                _no_pictures(path)
+                found = [pair for file in data_files(path, "*.jsonl", "*.txt", "**/*.txt") for pair in _texts(file)]
         found = [(identity, text) for identity, text in found if text]
         if not found:
             raise EvalError(f"{self.name}: --data {self.options.data} holds no text")
@@ -96,11 +105,47 @@ class BitsPerByte(BaseTask):
 
 def _texts(file: Path) -> list[tuple[str, str]]:
     if file.suffix == ".jsonl":
-        return [(f"{file.name}:{n}", str(need(row, "text", f"{file}:{n}"))) for n, row in enumerate(read_rows(file), 1)]
+        rows = list(enumerate(read_rows(file), 1))
+        for number, row in rows:
+            for key in MEDIA_FIELDS & row.keys():
+                named = [str(value) for value in (row[key] if isinstance(row[key], list) else [row[key]])]
+                if any(ending(name) in (*PICTURES, *VIDEOS) for name in named):
+                    raise _pictured(f"{file}:{number}: its field {key!r} names a picture or video")
+        return [(f"{file.name}:{number}", str(need(row, "text", f"{file}:{number}"))) for number, row in rows]
     try:
         return [(file.name, file.read_text(encoding="utf-8"))]
     except UnicodeDecodeError:
         raise EvalError(f"{file}: not UTF-8 text") from None
+
+
+def _pictured(what: str) -> EvalError:
+    return EvalError(f"bits_per_byte: {what}, and this task measures text alone; --tasks heldout measures both")
+
+
+def _is_shards(path: Path) -> bool:
+    files = [path] if path.is_file() else path.iterdir()
+    return any(file.name.endswith(TAR_ENDS) for file in files)
+
+
+def _shard_texts(path: Path) -> list[tuple[str, str]]:
+    """Every sample of shards, which must be text alone."""
+    source = build_source(SourceConfig(name="text", kind="webdataset", path=str(path)), val_fraction=0.0)
+    found = []
+    for index in range(len(source)):
+        sample = source.get(index, 0)
+        if not all(isinstance(segment, Text) for segment in sample.segments):
+            raise _pictured(f"{path}: sample {sample.key} holds a picture, video or regions")
+        found.append((sample.key, sample.text))
+    return found
+
+
+def _no_pictures(path: Path) -> None:
+    """Raises EvalError for a folder with pictures or videos among its files."""
+    if not path.is_dir():
+        return
+    media = [file for file in path.rglob("*") if ending(file.name) in (*PICTURES, *VIDEOS)]
+    if media:
+        raise _pictured(f"{path} holds {len(media)} pictures or videos ({min(media).relative_to(path)} is one)")
 
 
 class Blimp(BaseTask):

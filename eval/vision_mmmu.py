@@ -3,8 +3,10 @@
 Rows as in the public data set: id ("validation_Accounting_1"), question with "<image 1>" ... placeholders, options (a
 Python list written as a string), answer (a letter, or the open answer, or a list of accepted ones as a string),
 question_type ("multiple-choice" or "open"), image_1 ... image_7 (a path beside the file, base64, or {"bytes", "path"}).
---data names a .jsonl or .parquet file, or a folder of them.
+--data names a .jsonl or .parquet file, or a folder of them. Every picture of a row must be placed by the question or an
+option (or belong to the row's explanation): one that is not is an error, for the question would be asked blind.
 
+A model of ours without a chat form is asked as in pretraining: "Q: ... A:", a picture that begins the question before it.
 Prompts and parsing follow the published evaluation (MMMU-Benchmark/MMMU, eval/), but for one thing: where nothing can
 be read out of an answer it guesses at random, unseeded; here the answer is wrong and counts as unextracted.
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.sample import Image, Segment, Text
+from earlyfusion.data.source_easy_vqa import question_text
 from earlyfusion.eval.metrics_open import open_match
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Question, Record, TaskOptions
 from earlyfusion.eval.tasks import read_rows
@@ -28,6 +31,7 @@ from earlyfusion.eval.vision_base import aggregate, generate_request, views_of
 from earlyfusion.eval.vision_questions import grey
 
 LETTERS = "ABCDEFGHIJ"
+_PICTURE_FIELDS = ("image", "images", "img", "picture", "photo", "image_path", "video", "videos")
 _PLACEHOLDER = re.compile(r"<image (\d)>")
 CHOICE_REQUEST = "\n\nAnswer with the option's letter from the given choices directly."
 OPEN_REQUEST = "\n\nAnswer the question using a single word or phrase."
@@ -75,7 +79,7 @@ class MmmuTask:
     """See the module. options.extra "views": "blind" (default, grey pictures) or nothing."""
 
     name = "mmmu"
-    version = "1"
+    version = "2"
     kind = "generate"
     private = False
     needs = frozenset({"image"})
@@ -86,6 +90,7 @@ class MmmuTask:
         self.options = options
         self.views = views_of(self.name, options, ("blind",))
         self.files = _files(Path(options.data))
+        self.qa = False
 
     def data_hash(self) -> str:
         """Over the content of the files in order of their names."""
@@ -95,7 +100,8 @@ class MmmuTask:
         return digest.hexdigest()
 
     def prepare(self, model: Model) -> None:
-        """Nothing to prepare."""
+        """Whether the model is asked in the form of pretraining."""
+        self.qa = bool(getattr(model, "asks_qa", False))
 
     def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
         """Rows in file order, or `limit` of them at even distances. The category is the subject."""
@@ -110,7 +116,7 @@ class MmmuTask:
             except (KeyError, ValueError, SyntaxError, TypeError) as error:
                 raise EvalError(
                     f"{path}: row {number} ({row.get('id')!r}) is not in MMMU's schema: {error}; expected id, question, "
-                    "options, answer, question_type and image_1 ..."
+                    "options, answer, question_type and image_1 ... (each named in the question as <image 1> ...)"
                 ) from None
 
     def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
@@ -118,7 +124,10 @@ class MmmuTask:
         prompts: list[list[Segment]] = [list(question.prompt)]  # type: ignore[arg-type]
         prompts += [[grey(s) if isinstance(s, Image) else s for s in question.prompt] for _ in self.views]  # type: ignore[misc]
         tokens = self.options.max_new_tokens or 64
-        return [generate_request(prompt, self.options, question.id, repeat, tokens, stop=()) for prompt in prompts]
+        stop: tuple[str, ...] = ()
+        if self.qa:
+            prompts, stop = [as_pretrained(prompt) for prompt in prompts], ("\n",)
+        return [generate_request(prompt, self.options, question.id, repeat, tokens, stop=stop) for prompt in prompts]
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """Letter equality, or one of the open answers found; blind_score likewise."""
@@ -136,6 +145,19 @@ class MmmuTask:
         return {**whole, "chance": sum(chance) / len(chance), "by_domain": domains}
 
 
+def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:
+    """A prompt as a question of pretraining: the pictures that it begins with, then "Q: ", the rest, and "A:"."""
+    segments = [part for part in prompt if not isinstance(part, Text) or part.text.strip()]
+    first = next((i for i, part in enumerate(segments) if isinstance(part, Text)), len(segments))
+    before, after = question_text("\0").split("\0")
+    rest = segments[first:] or [Text("")]
+    opening = Text(before + rest[0].text.lstrip()) if isinstance(rest[0], Text) else Text(before)
+    asked = [opening, *rest[1:]]
+    last = asked[-1]
+    closed = [*asked[:-1], Text(last.text.rstrip() + after)] if isinstance(last, Text) else [*asked, Text(after)]
+    return [*segments[:first], *closed]
+
+
 def _judge(question: Question, text: str) -> tuple[Any, float]:
     if question.choices:
         letter = parse_choice(text, question.choices)
@@ -149,6 +171,7 @@ def _question(row: dict[str, Any], folder: Path) -> Question:
     text = str(row["question"])
     listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, chosen))
     whole = f"{text}\n\n{listed}{CHOICE_REQUEST}" if chosen else f"{text}{OPEN_REQUEST}"
+    _check_pictures(row, whole)
     answer = row["answer"]
     golds = ast.literal_eval(answer) if isinstance(answer, str) and answer.strip().startswith("[") else [answer]
     if chosen and answer not in LETTERS[: len(chosen)]:
@@ -161,6 +184,18 @@ def _question(row: dict[str, Any], folder: Path) -> Question:
         choices=chosen,
         meta={"answers": [str(gold) for gold in golds]},
     )
+
+
+def _check_pictures(row: dict[str, Any], text: str) -> None:
+    """Raises ValueError for a picture of the row that neither the prompt nor the explanation names."""
+    named = set(_PLACEHOLDER.findall(text)) | set(_PLACEHOLDER.findall(str(row.get("explanation") or "")))
+    for field, value in row.items():
+        held = any(value.values()) if isinstance(value, dict) else value not in (None, "", [], b"")
+        number = re.fullmatch(r"image_(\d)", field)
+        if held and number and number[1] not in named:
+            raise ValueError(f"{field} is not used: write <image {number[1]}> where the question shows it")
+        if held and not number and field in _PICTURE_FIELDS:
+            raise ValueError(f"{field!r} is not read: call it image_1 and write <image 1> where the question shows it")
 
 
 def _interleave(text: str, row: dict[str, Any], folder: Path) -> list[Segment]:

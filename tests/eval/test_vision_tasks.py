@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from eval_cases import own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text, Video
@@ -272,6 +273,26 @@ def test_mmmu_rows_become_interleaved_prompts(exam):
     assert questions[2].prompt[-1].text.endswith("using a single word or phrase.")
 
 
+def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
+    """Pictures that begin a question stand before it, others where they are; a chat form takes the question alone."""
+    path, rows = exam
+    rows[3] |= {"explanation": "see <image 2>", "image_2": "red.png"}
+    path.write_text("\n".join(map(json.dumps, rows)))
+    model = own_model()
+    task = build_task("mmmu", TaskOptions(data=path))
+    task.prepare(model)
+    asked = [task.requests(question, 0) for question in task.questions(None, None, 0)]
+    first, second = asked[0][0].prompt, asked[1][0].prompt
+    assert [type(part) for part in first] == [Image, Text] and asked[0][0].stop == ("\n",)
+    assert first[1].text.startswith("\nQ: Which colour") and first[1].text.endswith("directly.\nA:")
+    assert [type(part) for part in second] == [Text, Image, Text, Image, Text]
+    assert second[0].text == "\nQ: Compare " and second[-1].text.endswith("\nA:")
+    assert [type(part) for part in asked[0][1].prompt] == [Image, Text], "the blind view has the same form"
+    model.chat = True
+    task.prepare(model)
+    assert task.requests(next(iter(task.questions(None, None, 0))), 0)[0].prompt[1].text.startswith(" Which colour")
+
+
 def test_mmmu_scores_letters_and_open_answers_and_never_guesses(exam):
     path, _ = exam
     said = {"validation_Accounting_1": "(A)", "validation_Art_Theory_2": "I do not know", "validation_Math_3": "It is 20.0",
@@ -292,7 +313,7 @@ def test_mmmu_reads_parquet_as_jsonl(exam, tmp_path):
     path, rows = exam
     full = (tmp_path / "red.png").read_bytes()
     for row in rows:
-        row |= {key: {"bytes": full, "path": "red.png"} for key in ("image_1", "image_2")}
+        row |= {key: {"bytes": full, "path": "red.png"} if key in row else None for key in ("image_1", "image_2")}
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "exam.parquet")
     one, other = (
         list(build_task("mmmu", TaskOptions(data=p)).questions(None, None, 0))
@@ -324,6 +345,9 @@ def test_broken_exams_are_named(exam, tmp_path):
         ({"image_1": "lost.png"}, "neither a file"),
         ({"image_1": None}, "missing"),
         ({"options": "[1, "}, "row 1"),
+        ({"question": "Which colour?"}, "row 1 .*image_1 is not used: write <image 1>"),
+        ({"image_2": "red.png"}, "image_2 is not used: write <image 2>"),
+        ({"question": "Which?", "image_1": None, "image": "red.png"}, "'image' is not read: call it image_1"),
     ):
         path.write_text(json.dumps({**rows[0], **change}))
         with pytest.raises(EvalError, match=message):

@@ -1,0 +1,166 @@
+"""Own samples through `earlyfusion eval`: the loss training would count, the blind row, answers, and no picture dropped."""
+
+import json
+import math
+
+import pytest
+import torch
+from eval_cases import Scripted, own_model
+from PIL import Image as PILImage
+
+from earlyfusion.data import prepare
+from earlyfusion.data.encode import encode
+from earlyfusion.data.pack import assemble
+from earlyfusion.data.sample import Image, Sample, Text
+from earlyfusion.eval.explain import explain
+from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
+from earlyfusion.eval.run import show
+
+COLOURS = ("red", "blue", "green")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return own_model(3)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Six pictures with captions and two texts."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(6):
+        PILImage.new("RGB", (16, 16), COLOURS[number % 3]).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a {COLOURS[number % 3]} shape")
+    for name in ("one", "two"):
+        (folder / f"{name}.txt").write_text(f"the quick brown fox jumps {name}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(photos, model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("shards")
+    model.tokenizer.save(out / "tokenizer")
+    words = [str(photos), "--out", str(out / "made"), "--tokenizer", str(out / "tokenizer"), "--vision", "tiny"]
+    assert prepare.main([*words, "--workers", "1"]) == 0
+    return out / "made"
+
+
+def by_hand(model, samples) -> tuple[float, int]:
+    """Nats and number of learned tokens, document by document."""
+    nats, tokens = 0.0, 0
+    for sample in samples:
+        document = encode(sample, model.tokenizer, model.model.config.vision)
+        batch = assemble([document], tokens=len(document), pad_id=0, sources=["s"], patch_size=8)
+        with torch.no_grad():
+            log_probs = model.model.logits(model.model.hidden(batch)).double().log_softmax(-1)
+        learned = document.loss_weights[1:] > 0
+        nats -= float(log_probs[:-1].gather(1, document.ids[1:, None])[learned].sum())
+        tokens += int(learned.sum())
+    return nats, tokens
+
+
+def captioned(colour_of) -> list[Sample]:
+    return [
+        Sample([Image(PILImage.new("RGB", (16, 16), colour_of(c))), Text(f"\na {c} shape")], "s", "0")
+        for c in (*COLOURS, *COLOURS)
+    ]
+
+
+def heldout(data, **extra):
+    return build_task("heldout", TaskOptions(data=data, extra=extra))
+
+
+def test_shards_and_their_folder_give_the_loss_of_a_loop_by_hand(model, photos, shards, tmp_path):
+    texts = [Sample([Text(f"the quick brown fox jumps {name}")], "s", "0") for name in ("one", "two")]
+    seen, grey = by_hand(model, captioned(lambda c: c)), by_hand(model, captioned(lambda c: (128, 128, 128)))
+    plain = by_hand(model, texts)
+    for data in (shards, photos):
+        summary = run_task(model, heldout(data), RunOptions(), out=tmp_path / data.name)
+        metrics = summary["metrics"]
+        assert metrics["n"] == 8 and metrics["tokens"] == seen[1] + plain[1]
+        assert metrics["loss"] == pytest.approx((seen[0] + plain[0]) / (seen[1] + plain[1]), rel=1e-5)
+        assert metrics["seen_loss"] == pytest.approx(seen[0] / seen[1], rel=1e-5)
+        assert metrics["blind_loss"] == pytest.approx(grey[0] / seen[1], rel=1e-5)
+        assert metrics["text_loss"] == pytest.approx(plain[0] / plain[1], rel=1e-5)
+        assert metrics["score"] == -metrics["loss"] and "bits_per_byte" not in metrics
+        assert "a grey one" in "".join(summary["explained"]) and "val_fraction" in summary["explained"][-1]
+
+
+def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(model, shards, tmp_path, capsys, monkeypatch):
+    summary = run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "heldout" / "records.jsonl").read_text().splitlines()]
+    shown = [record for record in records if "number" in record]
+    assert len(records) == 5 and len(shown) == 3 and all(record["output"] is not None for record in shown)
+    page = (tmp_path / "heldout" / "report.html").read_text()
+    assert page.count('class="one"') == 3 and page.count("data:image/png") == sum("shape" in r["target"] for r in shown)
+    assert all(record["target"] in page for record in shown)
+    show([summary])
+    assert f"loss {summary['metrics']['loss']:.4f}" in capsys.readouterr().out
+    monkeypatch.setattr(model, "losses", None)
+    assert run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)["metrics"] == summary["metrics"]
+
+
+def test_texts_have_bits_per_byte(model, tmp_path):
+    (tmp_path / "lines.jsonl").write_text('{"text": "the quick brown fox"}\n{"text": "jumps over the lazy dog"}\n')
+    metrics = run_task(model, heldout(tmp_path / "lines.jsonl"), RunOptions())["metrics"]
+    nats, _ = by_hand(model, [Sample([Text(t)], "s", "0") for t in ("the quick brown fox", "jumps over the lazy dog")])
+    assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / 42, rel=1e-5)
+
+
+def test_only_what_a_recipe_holds_out_is_measured_when_its_share_is_named(shards):
+    held = heldout(shards, val_fraction=0.5)
+    assert len(held.samples) == 4 and held.data_hash() != heldout(shards).data_hash()
+    assert {held.samples.key(n) for n in range(4)} and not any("val_fraction" in x for x in held.explain(
+        {"loss": 1.0, "tokens": 2, "n": 1}, []))  # fmt: skip
+
+
+def test_bad_samples_are_counted_and_wrong_options_named(model, photos, tmp_path):
+    (tmp_path / "0.png").write_bytes(b"no picture")
+    (tmp_path / "0.txt").write_text("a caption")
+    (tmp_path / "1.txt").write_text("the quick brown fox")
+    metrics = run_task(model, heldout(tmp_path), RunOptions())["metrics"]
+    assert metrics["n"] == 1 and metrics["left_out"] == {"corrupt_image": 1}
+    for extra, message in (({"shwon": 3}, "did you mean 'shown'"), ({"val_fraction": 2}, "between 0 and 1")):
+        with pytest.raises(EvalError, match=message):
+            heldout(photos, **extra)
+    with pytest.raises(EvalError, match="pass --data"):
+        heldout(None)
+    with pytest.raises(EvalError, match="needs a model with loss"):
+        run_task(Scripted(), heldout(photos), RunOptions())
+
+
+def test_bits_per_byte_reads_shards_of_text_and_refuses_pictures(model, photos, shards, tmp_path):
+    task = lambda data: build_task("bits_per_byte", TaskOptions(data=data)).documents()
+    for data in (shards, photos):
+        with pytest.raises(EvalError, match=r"pictures? .*text alone; --tasks heldout"):
+            task(data)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "image": "a.png"}\n')
+    with pytest.raises(EvalError, match=r"rows\.jsonl:1: its field 'image'"):
+        task(tmp_path / "rows.jsonl")
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"the quick brown fox {number}")
+    assert prepare.main([str(tmp_path / "texts"), "--out", str(tmp_path / "made"), "--workers", "1"]) == 0
+    assert [text for _, text in task(tmp_path / "made")] == [f"the quick brown fox {n}" for n in range(3)]
+    (tmp_path / "code.jsonl").write_text('{"text": "x = 1", "path": "src/x.py"}\n')
+    assert len(task(tmp_path / "code.jsonl")) == 1, "a path of no picture is only a field"
+
+
+def test_a_score_of_nothing_is_explained(tmp_path):
+    PILImage.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
+    rows = [
+        {"id": f"own_{n}", "question": "<image 1> Which?", "options": "['red', 'blue']", "answer": "A",
+         "image_1": "red.png", "question_type": "multiple-choice"} for n in range(4)
+    ]  # fmt: skip
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = build_task("mmmu", TaskOptions(data=path))
+    lines = "\n".join(run_task(Scripted(lambda request: "mumble"), task, RunOptions())["explained"])
+    for part in ("none of 4 answers is right", "read out of 100%", "'mumble' where 'A'", "chance 0.500", "--chat"):
+        assert part in lines, part
+    lines = "\n".join(run_task(Scripted(lambda request: "B"), task, RunOptions())["explained"])
+    assert "read out of 0%" in lines and "right form and wrong" in lines
+    assert "explained" not in run_task(Scripted(lambda request: "A"), task, RunOptions())
+    task.private = True
+    assert not any("mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}]))
