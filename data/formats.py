@@ -9,7 +9,7 @@ The format is told by the members, or named by the option `format`:
     grounding     picture + .json with "boxes", "points", "regions" or "objects"
     ocr           picture + .json {"ocr": str, or list of {"text", "box"}}, or + .txt
     video         .mp4 .webm .avi .mkv .mov .gif + .txt or .json
-    code          picture + .html, .svg or another source text
+    code          picture + .html, .svg or another source text, without a caption beside them
     text          .txt, .md or .json {"text": str} alone
 """
 
@@ -139,7 +139,7 @@ def detect(group: Group, entry: Mapping[str, Any] | None) -> str:
         return "ocr"
     if keys & {"questions", "question"}:
         return "qa"
-    if picture and group.first(CODE):
+    if picture and group.first(CODE) and not (group.first(TEXTS) or keys & {"caption", "text"}):
         return "code"
     if group.first(VIDEOS) and not picture:
         return "video"

@@ -69,6 +69,8 @@ class Mix:
     data: DataConfig
     vision: VisionConfig
     tokenizer: Tokenizer
+    own_rule: bool = False
+    """whether patch rule and tokenizer were named (by a recipe or an option), so that counts must be theirs"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = build_source(config, seed=mix.data.seed, val_fraction=mix.data.val_fraction)
         seen = look(source, mix, args.samples, heldout=args.heldout)
         cards += seen
-        _branch(tree, config, source, seen, config.weight / total)
+        _branch(tree, config, source, seen, config.weight / total, mix)
     console.print(tree)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,8 @@ def open_mix(path: str, tokenizer: str | None = None, vision: str | None = None,
         return _recipe(path, tokenizer, vision, run_commands)
     kind = kind_of(path, local)
     data = DataConfig(sources=[SourceConfig(name=Path(path).name or "data", kind=kind, path=path)], val_fraction=0.0)
-    return Mix(data, VisionConfig.preset(vision or "moonvit_v2"), open_tokenizer(tokenizer))
+    rule = VisionConfig.preset(vision or "moonvit_v2")
+    return Mix(data, rule, open_tokenizer(tokenizer), own_rule=bool(vision or tokenizer))
 
 
 def kind_of(path: str, local: Path | None) -> str:
@@ -183,6 +186,7 @@ def _mix_of(tree: dict[str, Any], tokenizer: str | None, vision: str | None) -> 
         DataConfig.model_validate(tree["data"]),
         VisionConfig.model_validate(base if vision else {**base, **{k: v for k, v in chosen.items() if k != "preset"}}),
         words,
+        own_rule=True,
     )
 
 
@@ -207,7 +211,7 @@ def _format(source: Source, index: int, heldout: bool) -> str:
     return describe(source.shards.group(*where), source.options)[0]
 
 
-def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Card], share: float) -> None:
+def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Card], share: float, mix: Mix) -> None:
     limit = f", at most {config.max_epochs:g} epochs" if config.max_epochs else ""
     branch = tree.add(
         f"[bold cyan]{escape(one_line(config.name))}[/]  {config.kind}  weight {config.weight:g} ({share:.1%}){limit}"
@@ -219,8 +223,13 @@ def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Ca
         _shards(branch, source)
     manifest = source.shards.manifest if isinstance(source, WebDataset) else None
     if manifest and {*TOTALS, *COUNTED, "vision"} <= set(manifest):
-        _exact(branch, manifest)
-        return
+        if _counted_alike(manifest, mix):
+            _exact(branch, manifest)
+            return
+        branch.add(
+            f"[dim]prepare counted by {escape(str(manifest['vision']))}; these counts are by the rule of this mix "
+            f"(patches of {mix.vision.patch_size})[/]"
+        )
     good = [card for card in cards if not card.bad]
     bad = Counter(card.bad for card in cards if card.bad)
     if good:
@@ -236,11 +245,32 @@ def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Ca
         branch.add(f"[red]left out: {_listed(bad)}[/]  [dim](of {len(cards)} samples)[/]")
 
 
+_RULE = (
+    "patch_size",
+    "merge_kernel_size",
+    "max_patches_per_side",
+    "in_patch_limit",
+    "in_patch_limit_each_frame",
+    "pos_emb_time",
+)
+"""Keys of a vision section that decide how many patches and tokens a picture or video has."""
+
+
+def _counted_alike(manifest: dict[str, Any], mix: Mix) -> bool:
+    """Whether the counts of a preparation are those of the mix's own patch rule and tokenizer."""
+    if not mix.own_rule:
+        return True
+    if manifest["vision"] not in PRESETS or manifest.get("tokenizer") != mix.tokenizer.hash:
+        return False
+    theirs = VisionConfig.preset(manifest["vision"])
+    return all(getattr(theirs, key) == getattr(mix.vision, key) for key in _RULE)
+
+
 def _shards(branch: Tree, source: WebDataset) -> None:
     shards = source.shards
     cut = [name for name, torn in zip(shards.names, shards.cut) if torn]
     branch.add(
-        f"{len(shards.names):,} shards"
+        f"{len(shards.names):,} shard{'' if len(shards.names) == 1 else 's'}"
         + (f", [red]{len(cut)} cut short: {escape(one_line(', '.join(cut[:5])))}[/]" if cut else "")
     )
     refused: Counter[str] = Counter()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import shutil
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from earlyfusion.data import prepare_inputs
 from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.order import digest64
@@ -36,19 +38,27 @@ from earlyfusion.vision.config import PRESETS
 CHUNK = 32
 """Items of one task of a worker."""
 STATE = ".prepare.json"
+SKIPPED = "skipped.jsonl"
 _LAYOUT = 1
 """Part of what finished shards are recognised by: raise it when they would be written otherwise."""
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults beside the options, and the layouts as they are written."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of the verb."""
     made = argparse.ArgumentParser(
         prog="earlyfusion prepare",
-        description="Turn a folder, .jsonl, .parquet, Hugging Face dataset on disk, or shards into indexed shards.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Turn a folder, .jsonl, .json, .csv, .parquet, dataset on disk, or shards into indexed shards.",
+        epilog=f"what is read\n\n{(prepare_inputs.__doc__ or '').partition('.')[2].strip()}",
+        formatter_class=_Help,
     )
     made.add_argument(
-        "source", nargs="?", help="folder, .jsonl(.gz|.zst), .parquet, dataset on disk, tar shards or URL"
+        "source",
+        nargs="?",
+        help="folder, .jsonl(.gz|.zst), .json, .csv, .tsv, .parquet, dataset on disk, tar shards or URL (see below)",
     )
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the shards")
     made.add_argument("--verify", action="store_true", help="only recheck checksums and indexes of --out")
@@ -73,6 +83,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--image-field", metavar="NAME", help="field of a row with the path of a picture or video")
     made.add_argument("--text-field", metavar="NAME", help="field of a row with the text")
+    made.add_argument("--question-field", metavar="NAME", help="field of a row with a question")
+    made.add_argument("--answer-field", metavar="NAME", help="field of a row with its answer")
     made.add_argument("--split", metavar="NAME", help="split of a dataset on disk")
     made.add_argument("--limit", type=int, metavar="N", help="only the first N items")
     made.add_argument("--tokenizer", metavar="PATH", help="tokenizer that counts; without one the embedded one")
@@ -94,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a number above 0")
     job = Job(
         args.source,
-        InputOptions(args.image_field, args.text_field, args.split),
+        InputOptions(args.image_field, args.text_field, args.split, args.question_field, args.answer_field),
         args.format,
         args.check,
         args.dedup,
@@ -121,9 +133,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             shards = ShardSet(args.out, **limits, dedup=args.dedup != "none")
             if shards.next_item:
                 console.print(
-                    f"going on at item {shards.next_item}: {len(shards.entries)} finished shards kept", soft_wrap=True
+                    f"going on at item {shards.next_item}: {counted(len(shards.entries), 'finished shard')} kept",
+                    soft_wrap=True,
                 )
-            about = {"source": Path(job.source).name, "check": job.check, "vision": job.vision, "dedup": job.dedup}
+            about = {
+                "tokenizer": open_tokenizer(job.tokenizer).hash,
+                "source": Path(job.source).name,
+                "check": job.check,
+                "vision": job.vision,
+                "dedup": job.dedup,
+            }
             try:
                 _fill(shards, job, items, args.workers, console)
                 manifest = shards.finish(items, about)
@@ -167,13 +186,17 @@ def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("preparing", total=items, completed=shards.next_item, rate="")
         used = skipped = 0
+        notes: Counter[str] = Counter()
         for outcome in _outcomes(job, shards.next_item, items, workers):
             stored = shards.add(outcome)
+            notes.update([outcome.note] if outcome.note and stored else [])
             used, skipped = used + outcome.size * stored, skipped + (not stored)
             if (outcome.number + 1) % CHUNK == 0 or outcome.number + 1 == items:
                 speed = used / 1e6 / max(1e-6, bar.tasks[task].elapsed or 0)
-                told = f"{len(shards.entries) + 1} shards, {skipped} left out, {speed:.1f} MB/s"
+                told = f"{counted(len(shards.entries) + 1, 'shard')}, {skipped} left out, {speed:.1f} MB/s"
                 bar.update(task, completed=outcome.number + 1, rate=told)
+    for note, count in notes.items():
+        console.print(f"{counted(count, 'item')}: {note}", soft_wrap=True, markup=False)
 
 
 def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcome]:
@@ -210,6 +233,11 @@ def _result(waiting: deque[tuple[int, int, Future[list[Outcome]]]]) -> list[Outc
         ) from None
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 shard", "2 shards"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def _verify(out: Path, console: Console) -> int:
     manifest = read_manifest(str(out))
     if manifest is None or "earlyfusion_shards" not in manifest:
@@ -219,7 +247,8 @@ def _verify(out: Path, console: Console) -> int:
         told = "; ".join(f"{name}: {fault}" for name, fault in faults)
         raise DataError(f"{len(faults)} of {len(manifest['shards'])} shards are damaged: {told}")
     console.print(
-        f"{out}: {len(manifest['shards'])} shards, {manifest['samples']} samples, all as written", soft_wrap=True
+        f"{out}: {counted(len(manifest['shards']), 'shard')}, {counted(manifest['samples'], 'sample')}, all as written",
+        soft_wrap=True,
     )
     return 0
 
@@ -236,6 +265,10 @@ def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
     ):
         table.add_row(name, value)
     print_table(console, table)
+    if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):
+        first = json.loads(lines[0])
+        told = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"
+        console.print(told, soft_wrap=True, markup=False)
     console.print(f"look at it:  earlyfusion data inspect {out} --out sheet.html", soft_wrap=True)
 
 

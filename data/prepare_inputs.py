@@ -1,10 +1,23 @@
 """What `earlyfusion prepare` reads: numbered items, each the members of one sample.
 
-folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json, page.html + page.png); .jsonl line by line
-.jsonl     also .gz and .zst; paths in it are relative to its folder
+folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json, page.html + page.png), and the rows of .jsonl,
+           .json lists, .csv and .tsv files in it
+.jsonl     one object a line, also .gz and .zst; .json: a list of objects; .csv, .tsv: a first line of column names.
+           Paths in a row are relative to its file
 .parquet   one file, a folder or a glob
 datasets   a folder written by Hugging Face datasets' save_to_disk (media are taken as stored, not decoded)
 shards     tar files, to shard, index and deduplicate them anew
+
+What a row may hold (other names by --image-field, --text-field, --question-field, --answer-field):
+
+{"image": PATH, "caption": TEXT}                          a picture and its caption ("text" is the same)
+{"image": PATH, "question": TEXT, "answer": TEXT}         or "questions": a list of such pairs
+{"image": PATH, "conversations": [{"from", "value"}]}     LLaVA; or "messages": [{"role", "content"}]
+{"file_name": PATH, "text": TEXT}                         metadata of a Hugging Face image folder
+{"video": PATH, "caption": TEXT}    {"text": TEXT}    {"texts": [...], "images": [...]}
+
+Files beside a picture: .txt its caption, .json a row without the path, .html .svg ... its source. A picture with a source
+and a caption becomes a caption, --format code makes it source.
 """
 
 from __future__ import annotations
@@ -13,7 +26,7 @@ import json
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +34,8 @@ from typing import Any
 from earlyfusion.data.errors import BadSample, DataError, one_line
 from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, most_bytes
 from earlyfusion.data.order import digest64
-from earlyfusion.data.prepare_rows import RowMembers
+from earlyfusion.data.prepare_rows import MEDIA_FIELDS, RowMembers
+from earlyfusion.data.prepare_tables import TABLES, Rows, begins_array, names_columns
 from earlyfusion.data.sample import TEXT_BYTES, file_below, within
 from earlyfusion.data.shards import Shards
 from earlyfusion.data.shards_fetch import TAR_ENDS, as_local
@@ -39,6 +53,18 @@ class InputOptions:
     image_field: str | None = None
     text_field: str | None = None
     split: str | None = None
+    question_field: str | None = None
+    answer_field: str | None = None
+
+    def rows(self, folder: Path) -> RowMembers:
+        """What takes rows of a file in `folder` apart."""
+        return RowMembers(
+            _inside(folder),
+            image_field=self.image_field,
+            text_field=self.text_field,
+            question_field=self.question_field,
+            answer_field=self.answer_field,
+        )
 
 
 class Input(ABC):
@@ -87,8 +113,7 @@ class Lines(Input):
         self._paths = list(paths)
         self._tables = [TextTable(str(path), field="", chunk_bytes=0, cache=cache) for path in paths]
         self._ends = list(accumulate(map(len, self._tables)))
-        fields = {"image_field": options.image_field, "text_field": options.text_field}
-        self._rows = [RowMembers(_inside(path.parent), **fields) for path in paths]
+        self._rows = [options.rows(path.parent) for path in paths]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -119,37 +144,61 @@ class Lines(Input):
             yield f"{path.name} {len(table)} {int(table.starts[-1])} {path.stat().st_mtime_ns}"
 
 
+class TableFiles(Rows, Input):
+    """Rows of .json lists, .csv and .tsv files."""
+
+    def __init__(self, paths: Sequence[Path], options: InputOptions) -> None:
+        super().__init__(paths, [options.rows(path.parent) for path in paths])
+
+
 class Folder(Input):
-    """Files below a folder, those of one name together, in the order of their names; then the lines of .jsonl files."""
+    """Files below a folder, those of one name together, in the order of their names; then the rows of .jsonl files, and
+    those of .json lists and of .csv and .tsv files with a column that rows have."""
 
     def __init__(self, root: Path, options: InputOptions) -> None:
         groups: dict[str, dict[str, Path]] = {}
-        lines = []
+        lines, tables = [], []
+        columns = {*MEDIA_FIELDS, "caption", "text", "question", *filter(None, asdict(options).values())}
         for path in sorted(root.rglob("*")):
             name = path.relative_to(root).as_posix()
             if any(part.startswith(".") for part in name.split("/")) or not path.is_file():
                 continue
             if name.lower().endswith(LINES):
                 lines.append(path)
+            elif path.suffix.lower() in (".csv", ".tsv"):
+                tables += [path] if names_columns(path, columns) else []
             elif (parts := split_name(name)) and parts[1].rpartition(".")[2] in _KNOWN:
                 end = "txt" if parts[1] == "py" else parts[1]
                 groups.setdefault(parts[0], {}).setdefault(end, path)
-        if lines:  # media without a word beside them are then what the lines name
+        for key, ends in list(groups.items()):
+            if set(ends) == {"json"} and begins_array(ends["json"]):
+                tables.append(groups.pop(key)["json"])
+        if lines or tables:  # media without a word beside them are then what the lines name
             media = {*PICTURES, *VIDEOS}
             groups = {key: ends for key, ends in groups.items() if {end.rpartition(".")[2] for end in ends} - media}
         self.root = root
         self._groups = list(groups.items())
-        self._lines = Lines(lines, options)
+        self._parts: list[Input] = [Lines(lines, options), TableFiles(tables, options)]
 
     def __len__(self) -> int:
-        return len(self._groups) + len(self._lines)
+        return len(self._groups) + sum(map(len, self._parts))
+
+    def _row(self, number: int) -> tuple[Input, int]:
+        """The input that item `number` behind the groups of files is of, and its number there."""
+        number -= len(self._groups)
+        lines, tables = self._parts
+        return (lines, number) if number < len(lines) else (tables, number - len(lines))
 
     def origin(self, number: int) -> str:
-        return self._groups[number][0] if number < len(self._groups) else self._lines.origin(number - len(self._groups))
+        if number >= len(self._groups):
+            part, row = self._row(number)
+            return part.origin(row)
+        return self._groups[number][0]
 
     def members(self, number: int) -> dict[str, bytes]:
         if number >= len(self._groups):
-            return self._lines.members(number - len(self._groups))
+            part, row = self._row(number)
+            return part.members(row)
         load = _inside(self.root)
         paths = self._groups[number][1]
         return {end: load(str(path.relative_to(self.root))) for end, path in paths.items()}
@@ -159,7 +208,8 @@ class Folder(Input):
             for end, path in paths.items():
                 status = path.stat()
                 yield f"{key}.{end} {status.st_size} {status.st_mtime_ns}"
-        yield from self._lines.identity()
+        for part in self._parts:
+            yield from part.identity()
 
 
 class Parquet(Input):
@@ -182,8 +232,7 @@ class Parquet(Input):
                 self._where.append((file, group))
                 counts.append(meta.row_group(group).num_rows)
         self._ends = list(accumulate(counts))
-        fields = {"image_field": options.image_field, "text_field": options.text_field}
-        self._rows = [RowMembers(_inside(path.parent), **fields) for path in paths]
+        self._rows = [options.rows(path.parent) for path in paths]
         self._held: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
@@ -244,7 +293,7 @@ class Datasets(Input):
         self._name = root.name
         self._rows = loaded.with_format("arrow")
         self._identity = str(loaded._fingerprint)
-        self._members = RowMembers(_inside(root), image_field=options.image_field, text_field=options.text_field)
+        self._members = options.rows(root)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -310,9 +359,11 @@ def open_input(path: str, options: InputOptions) -> Input:
         return Lines(files, options)
     if files and all(file.suffix == ".parquet" for file in files):
         return Parquet(files, options)
+    if files and all(file.suffix.lower() in TABLES for file in files):
+        return TableFiles(files, options)
     raise DataError(
         f"{path}: {'cannot be prepared' if local.exists() else 'does not exist'}; expected a folder, .jsonl (.gz, .zst), "
-        ".parquet, a dataset on disk or tar shards"
+        ".json, .csv, .tsv, .parquet, a dataset on disk or tar shards (earlyfusion prepare --help shows their layouts)"
     )
 
 
@@ -329,6 +380,6 @@ def _open_folder(root: Path, options: InputOptions) -> Input:
     if not len(folder):
         raise DataError(
             f"{root} holds nothing to prepare; expected pictures or videos with .txt or .json beside them, texts, .jsonl, "
-            ".parquet, a dataset on disk or tar shards"
+            ".json, .csv, .parquet, a dataset on disk or tar shards (earlyfusion prepare --help shows their layouts)"
         )
     return folder

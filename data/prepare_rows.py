@@ -13,6 +13,7 @@ MEDIA_FIELDS = {"image", "images", "img", "picture", "photo", "screenshot", "fil
 MEDIA_FIELDS |= {"image_path", "image_name", "video", "videos", "video_path", "clip"}
 """Fields whose strings are taken as paths of media when they end like one."""
 _TEXT_FIELDS = ("caption", "text")
+_WORDS = {*_TEXT_FIELDS, "question", "answer"}
 
 
 def sniff(data: bytes) -> str | None:
@@ -35,13 +36,21 @@ class RowMembers:
     Args:
         load: bytes of a path that the row names; raises BadSample.
         image_field: one more field whose strings are paths of media.
-        text_field: the field that holds the text; it is stored as "text".
+        text_field, question_field, answer_field: the fields that hold these; they are stored as "text", "question", "answer".
     """
 
     def __init__(
-        self, load: Callable[[str], bytes], *, image_field: str | None = None, text_field: str | None = None
+        self,
+        load: Callable[[str], bytes],
+        *,
+        image_field: str | None = None,
+        text_field: str | None = None,
+        question_field: str | None = None,
+        answer_field: str | None = None,
     ) -> None:
-        self._load, self._text_field = load, text_field
+        self._load = load
+        given = {"text": text_field, "question": question_field, "answer": answer_field}
+        self._renamed = {name: field for name, field in given.items() if field is not None}
         self._fields = MEDIA_FIELDS | ({image_field} if image_field else set())
         self._media: dict[str, bytes] = {}
         self._names: dict[str, str] = {}
@@ -51,10 +60,12 @@ class RowMembers:
         self._media, self._names = {}, {}
         rest = {key: self._walk(value, key) for key, value in row.items()}
         rest = {key: value for key, value in rest.items() if value is not None}
-        if self._text_field is not None:
-            if self._text_field not in rest:
-                raise BadSample(f"no field {self._text_field!r}; there are {sorted(map(str, row))}", "bad_json")
-            rest = {"text": rest.pop(self._text_field), **rest}
+        for name, field in self._renamed.items():
+            if field not in rest:
+                raise BadSample(f"no field {field!r}; there are {sorted(map(str, row))}", "bad_json")
+            rest = {name: rest.pop(field), **rest}
+        if not self._media:
+            self._refuse_unread_media(rest)
         members = dict(self._media)
         if len(members) == 1:
             (old, data), *_ = members.items()
@@ -71,6 +82,17 @@ class RowMembers:
         if not members:
             raise BadSample("an empty row", "empty_text")
         return members
+
+    @staticmethod
+    def _refuse_unread_media(rest: Mapping[str, Any]) -> None:
+        """A row that names a picture in a field nobody reads must not become a text without it."""
+        for key, value in rest.items():
+            named = isinstance(value, str) and len(value) < 256 and "\n" not in value and key not in _WORDS
+            if named and ending(value) in (*PICTURES, *VIDEOS):
+                raise BadSample(
+                    f"the field {key!r} names {value!r}, which is not read as a picture or video: --image-field {key}",
+                    "missing_member",
+                )
 
     def _walk(self, value: Any, key: str) -> Any:
         if isinstance(value, str):

@@ -13,7 +13,7 @@ from typing import Any
 
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, one_sample
-from earlyfusion.data.formats import PICTURES, VIDEOS, Group, build, describe, ending
+from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, Group, build, describe, ending
 from earlyfusion.data.formats_regions import picture_size
 from earlyfusion.data.options import ShardsOptions
 from earlyfusion.data.prepare_inputs import InputOptions, open_input
@@ -51,6 +51,8 @@ class Outcome:
     media: int = 0
     reason: str = ""
     message: str = ""
+    note: str = ""
+    """what a reader should know of an item that is taken: the form chosen where there are two, fields nobody reads"""
 
     @property
     def size(self) -> int:
@@ -61,6 +63,23 @@ class Outcome:
 def open_tokenizer(path: str | None) -> Tokenizer:
     """The tokenizer in `path`; without one, the embedded one of 4,096 entries."""
     return Tokenizer.load(path) if path else embedded_tokenizer(4096)
+
+
+QUESTIONS = ("question", "prompt", "instruction", "query", "answer", "response")
+"""Fields that ask or answer; a caption or text beside them is taken without them."""
+
+
+def note_of(group: Group, form: str, entry: dict[str, Any] | None) -> str:
+    """What of an item is not taken although it looks as if it were meant to be; "" where nothing is."""
+    source = group.first(CODE)
+    if source is not None and form == "caption":
+        return f"a picture with a caption and .{ending(source)}: the caption is taken (--format code takes the source)"
+    if source is not None and form == "text" and group.first(TEXTS):
+        return f"a text with .{ending(source)} and no picture: the text alone is taken (draw the source as a .png beside it)"
+    unread = [name for name in QUESTIONS if name in (entry or {})] if form in ("caption", "text", "video") else []
+    if unread:
+        return f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
+    return ""
 
 
 def key_of(number: int, origin: str) -> str:
@@ -98,7 +117,8 @@ class Worker:
     def _check(self, made: Outcome) -> None:
         sizes = {name: len(data) for name, data in made.members.items()}
         group = Group(key_of(made.number, made.origin), made.origin, sizes, made.members.__getitem__)
-        made.format, _ = describe(group, self.options)
+        made.format, entry = describe(group, self.options)
+        made.note = note_of(group, made.format, entry)
         segments = build(group, self.options)
         made.media = len(group.all((*PICTURES, *VIDEOS)))
         if self.job.check == "full":

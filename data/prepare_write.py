@@ -225,7 +225,11 @@ class ShardSet:
         temporary.replace(self.out / "skipped.jsonl")
         if not self.entries:
             told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            raise DataError(f"none of {items} items can be used ({told}); see {self.out / 'skipped.jsonl'}")
+            first = json.loads(text.splitlines()[0]) if text else {"from": "nothing", "message": "no item"}
+            raise DataError(
+                f"none of {items} items can be used ({told}); see {self.out / 'skipped.jsonl'}; the first, "
+                f"{first['from']}: {first['message']}"
+            )
         manifest = {
             "earlyfusion_shards": 1,
             "items": items,

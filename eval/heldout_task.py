@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, did_you_mean
 from earlyfusion.data.formats import BUILDERS, Group, build
 from earlyfusion.data.inspect_cmd import kind_of
@@ -33,7 +34,7 @@ from earlyfusion.data.prepare_work import key_of
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources import build_source
 from earlyfusion.eval.heldout import Loss
-from earlyfusion.eval.protocol import EvalError, LossRequest, Question, Record, Request, TaskOptions
+from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
 from earlyfusion.eval.samples import first_picture, has_media, prompted, thumbnail
 from earlyfusion.eval.tasks import BaseTask, summarize
 from earlyfusion.eval.vision_base import generate_request
@@ -129,6 +130,10 @@ class HeldoutTask(BaseTask):
         """Of names, sizes and times of what is read (of the shards' checksums where they have them)."""
         return f"{digest64(self.samples.identity(), self.held):016x}"
 
+    def prepare(self, model: Model) -> None:
+        """How the model reads a prompt; one that it cannot read is not asked."""
+        self._encode = lambda sample: encode(sample, model.tokenizer, model.model.config.vision)  # type: ignore[attr-defined]
+
     def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""
         count = len(self.samples)
@@ -151,10 +156,17 @@ class HeldoutTask(BaseTask):
             return []
         asked: list[Request] = [LossRequest(sample, self.length)]
         cut = prompted(sample) if question.meta["shown"] else None
-        if cut is not None:
+        if cut is not None and self._reads(cut):
             tokens = self.options.max_new_tokens or 64
             asked.append(generate_request(cut.segments[:-1], self.options, question.id, repeat, tokens, stop=()))
         return asked
+
+    def _reads(self, sample: Sample) -> bool:
+        try:
+            self._encode(sample)
+        except BadSample:
+            return False
+        return True
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """The sums of one sample (heldout.Loss), or why it is left out (then its score is 0 and counts nowhere)."""

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from earlyfusion.data import options
 from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.compose import compose
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
@@ -202,7 +203,17 @@ def help_text(schema: type[BaseModel], *, verb: str, about: str) -> str:
     for key, kind, default, text in describe(schema):
         lines.append(f"  --{key}  {kind}  [{default}]")
         lines += [f"        {text}"] if text else []
+        lines += source_options() if key == "data.sources.<i>.options" else []
     return wrapped(lines)
+
+
+def source_options() -> list[str]:
+    """The options of every kind of source with their defaults, for the help."""
+    lines = []
+    for kind, model in options.OPTIONS.items():
+        keys = [f"{name} [{default}]" for name, _, default, _ in describe(model)]
+        lines.append(f"          {kind}: {', '.join(keys) or 'none'}")
+    return lines
 
 
 def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, str, str]]:

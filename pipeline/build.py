@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import Router, moe_layers, update_router_biases
-from earlyfusion.pipeline.compose import render
+from earlyfusion.pipeline.compose import dump
 from earlyfusion.pipeline.config import RunConfig
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.groups import build_param_groups
@@ -29,6 +30,7 @@ from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.runtime import Runtime, installed
 from earlyfusion.pipeline.stage_data import StageLoaders as StageLoaders
 from earlyfusion.pipeline.statefile import write_text
+from earlyfusion.pipeline.toml_text import to_toml
 
 # What stands behind the short names in `stages.frozen`.
 FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
@@ -223,10 +225,33 @@ class Costs:
         return decoder, vision
 
 
+def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """A dumped recipe whose inputs are named from the root, so that it means the same from every folder.
+
+    Paths in a recipe are relative to where the command is typed; addresses, commands and the output folder stay.
+    """
+
+    def whole(given: Any) -> Any:
+        if isinstance(given, list):
+            return [whole(item) for item in given]
+        local = isinstance(given, str) and given and not re.match(r"[a-z]+:", given)
+        return str(Path(given).expanduser().absolute()) if local else given
+
+    places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from")]
+    for source in (tree.get("data") or {}).get("sources", []):
+        places += [(source, "path"), *((source.get("options"), key) for key in ("shards", "media", "cache_dir"))]
+    asked = (tree.get("eval") or {}).get("data")
+    places += [(asked, key) for key in asked or ()]
+    for table, key in places:
+        if isinstance(table, dict) and table.get(key):
+            table[key] = whole(table[key])
+    return tree
+
+
 def write_recipe(out: Path, config: RunConfig) -> None:
     """recipe.toml (resolved) and versions.json of the output folder."""
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "recipe.toml", render(config))
+    write_text(out / "recipe.toml", to_toml(absolute_paths(dump(config))))
     names = ("earlyfusion", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pillow")
     versions = {"python": platform.python_version()} | {name: found for name in names if (found := installed(name))}
     write_text(out / "versions.json", json.dumps(versions, indent=1))

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
+from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.contact_sheet import LONGEST_TEXT, make_card, sheet
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.inspect_cmd import _bars, main
 from earlyfusion.data.prepare import main as prepare
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
+from earlyfusion.data.sources import build_source
+from earlyfusion.vision.config import VisionConfig
 
 from .shard_files import captions, picture, write_tar
 
@@ -47,6 +50,28 @@ def test_prepared_shards_are_counted_exactly_without_reading_them(tmp_path, insp
     for text in ("20 samples", "3 shards", "20 samples of 21 items", "20 caption", f"{made['tokens']:,} tokens",
                  f"{made['patches']:,} patches (moonvit_v2)", "left out: 1 empty_text"):  # fmt: skip
         assert text in shown, (text, shown)
+
+
+def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, capsys, tokenizer):
+    """One rule is not another's: 8-pixel patches give more of them than the 14-pixel ones that prepare counted by."""
+    write_tar(tmp_path / "in.tar", captions(6))
+    argv = [str(tmp_path / "in.tar"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer")]
+    prepare([*argv, "--workers", "1"])
+    for size, whole in ((14, True), (8, False)):
+        recipe = tmp_path / f"mix{size}.toml"
+        recipe.write_text(
+            f'data.val_fraction = 0.0\n[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
+            f'[[data.sources]]\nname = "own"\nkind = "webdataset"\npath = "{tmp_path}/out"\n'
+        )
+        capsys.readouterr()
+        shown = inspect(recipe, "--samples", 6)
+        made = json.loads((tmp_path / "out" / "index.json").read_text())
+        assert (f"{made['patches']:,} patches (moonvit_v2)" in shown) == whole, shown
+        assert "1 shard\n" in shown and ("(patches of 8)" in shown) != whole
+    config = VisionConfig.preset("moonvit_v2", patch_size=8)
+    source = build_source(SourceConfig(name="own", kind="webdataset", path=str(tmp_path / "out")), val_fraction=0.0)
+    patches = [encode(source.get(i, 0), tokenizer, config).num_patches for i in range(6)]
+    assert f"{sum(patches) / 6:,.0f} patches a sample" in shown
 
 
 def test_other_shards_are_estimated_and_damage_is_shown(tmp_path, inspect):

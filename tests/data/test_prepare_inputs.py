@@ -8,6 +8,7 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.prepare import main
 
 from .prepare_cases import prepare, samples, skipped
 from .shard_files import SHARED, captions, dump, picture, write_tar
@@ -157,3 +158,114 @@ def test_real_photographs(tmp_path):
         PILImage.open(names[0]) as own,
     ):
         assert np.array_equal(np.asarray(stored), np.asarray(own))
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three pictures in a folder."""
+    (tmp_path / "set" / "img").mkdir(parents=True)
+    for number in range(3):
+        (tmp_path / "set" / "img" / f"{number}.jpg").write_bytes(picture(number))
+    return tmp_path / "set"
+
+
+def test_a_list_of_rows_in_one_json_file_is_read_as_json_lines_are(tmp_path, three):
+    """LLaVA's usual form; also in a folder, where the pictures are then what the rows name."""
+    turns = lambda n: [
+        {"from": "human", "value": '<image>\nWhat \\"]}{[ is it?'},
+        {"from": "gpt", "value": f"{n} \u00e4"},
+    ]
+    rows = [{"id": str(n), "image": f"img/{n}.jpg", "conversations": turns(n)} for n in range(3)]
+    (three / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepare(tmp_path, three / "rows.jsonl", "lines")
+    (three / "rows.jsonl").unlink()
+    (three / "llava.json").write_text(json.dumps([*rows, {"image": "img/9.jpg", "caption": "gone"}, {"no": "text"}], indent=1,
+                                                 ensure_ascii=False), encoding="utf-8-sig")  # fmt: skip
+    expected = [(sample.text, sample.segments[0]) for sample in samples(tmp_path / "lines")]
+    for source, out in ((three / "llava.json", "list"), (three, "folder")):
+        made = prepare(tmp_path, source, out)
+        assert made["formats"] == {"conversation": 3} and made["items"] == 5
+        assert [(sample.text, sample.segments[0]) for sample in samples(tmp_path / out)] == expected
+        assert [entry["from"] for entry in skipped(tmp_path / out)] == ["llava.json:4", "llava.json:5"]
+
+
+@pytest.mark.parametrize(("name", "mark"), [("captions.csv", ","), ("captions.tsv", "\t")])
+def test_a_table_of_captions_is_read_alone_and_as_a_folders_metadata(tmp_path, three, name, mark):
+    lines = [mark.join(("file", "caption", "note")), mark.join(("img/0.jpg", '"a red, round one"', ""))]
+    lines += [mark.join((f"img/{n}.jpg", f'"two\nlines {n}"', "")) for n in (1, 2)]
+    (three / name).write_text("\n".join(lines) + "\n")
+    (three / "measures.csv").write_text("width,height\n1,2\n")  # no rows of samples: left alone
+    for source, out in ((three / name, "table"), (three, "folder")):
+        made = prepare(tmp_path, source, out)
+        assert made["formats"] == {"caption": 3} and made["items"] == 3
+        found = samples(tmp_path / out)
+        assert [s.text for s in found] == ["\na red, round one", "\ntwo\nlines 1", "\ntwo\nlines 2"]
+        assert [s.segments[0].image for s in found] == [picture(n) for n in range(3)]
+
+
+def test_questions_and_answers_of_other_names_are_asked_when_named(tmp_path, three, capsys):
+    row = {"img_file": "img/0.jpg", "prompt": "What is it?", "response": "a ball"}
+    (three / "own.jsonl").write_text(json.dumps(row))
+    named = ("--image-field", "img_file", "--question-field", "prompt", "--answer-field", "response")
+    assert prepare(tmp_path, three / "own.jsonl", "out", *named)["formats"] == {"qa": 1}
+    assert samples(tmp_path / "out")[0].text == "\nQ: What is it?\nA: a ball"
+    with pytest.raises(
+        DataError, match=r"none of 1 items .*own:1: .*'img_file' names 'img/0\.jpg'.*--image-field img_file"
+    ):
+        prepare(tmp_path, three / "own.jsonl", "plain")
+    capsys.readouterr()
+    half = ("--image-field", "img_file", "--text-field", "response")
+    assert prepare(tmp_path, three / "own.jsonl", "half", *half)["formats"] == {"caption": 1}
+    assert "1 item: caption without the field 'prompt': ask it with --question-field" in capsys.readouterr().err
+
+
+def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
+    root = tmp_path / "set"
+    root.mkdir()
+    (root / "frog.png").write_bytes(picture(0, form="PNG"))
+    (root / "frog.svg").write_text("<svg/>")
+    (root / "frog.txt").write_text("a frog")
+    (root / "bare.png").write_bytes(picture(1, form="PNG"))
+    (root / "bare.svg").write_text("<svg><g/></svg>")
+    (root / "lone.svg").write_text("<svg><a/></svg>")
+    (root / "lone.txt").write_text("a lone word")
+    made = prepare(tmp_path, root)
+    assert made["formats"] == {"caption": 1, "code": 1, "text": 1}
+    assert [s.text for s in samples(tmp_path / "out")] == ["\n<svg><g/></svg>", "\na frog", "a lone word"]
+    told = capsys.readouterr().err
+    assert "1 item: a picture with a caption and .svg: the caption is taken (--format code takes the source)" in told
+    assert "1 item: a text with .svg and no picture" in told
+    coded = prepare(tmp_path, root, "coded", "--format", "code")
+    assert coded["formats"] == {"code": 2} and "a frog" not in "".join(s.text for s in samples(tmp_path / "coded"))
+    assert "the first left out, lone: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{}", "not a list of rows"),
+        ("a.json", "[1, 2]", "without an object"),
+        ("a.json", '[{"text": "cut', "not closed"),
+        ("a.json", "", "not a list of rows"),
+        ("a.csv", "image,caption\n", "no rows"),
+        ("a.csv", b"image,caption\n\xff,x\n", "not UTF-8"),
+    ],
+)
+def test_tables_that_are_none_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path, tmp_path / name)
+
+
+def test_help_shows_the_layouts(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for part in (
+        '{"image": PATH, "caption": TEXT}',
+        '"conversations"',
+        ".csv, .tsv",
+        "--question-field",
+        "(default: 2)",
+    ):
+        assert part in shown, part

@@ -366,6 +366,7 @@ def test_help_names_every_key_with_type_and_default(capsys):
     assert rows["optim.lr"][:2] == ("float", "0.002") and rows["stages.<i>.steps"][:2] == ("int", "required")
     assert rows["optim.qk_clip"][0] == "float | null" and rows["guard.policy"][0] == "stop|skip|rollback"
     assert all(f"--{key}" in text for key in rows)
+    assert "folder: text_loss [1.0]" in text and "pydoc: none" in text, "the options of every kind of source"
     own = [key for key in rows if key.split(".")[0] not in ("data", "vision", "model")]
     assert all(rows[key][2] for key in own), "a key of pipeline.config has no docstring"
     with pytest.raises(SystemExit) as leave:

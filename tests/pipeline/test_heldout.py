@@ -1,5 +1,6 @@
 """What every source holds out is measured and shown: against a loop by hand, through a resume, with its blind control."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -14,6 +15,8 @@ from earlyfusion.data.encode import cuts, encode
 from earlyfusion.data.pack import assemble
 from earlyfusion.data.sample import Image
 from earlyfusion.eval.heldout import GREY, Loss, heldout_getters
+from earlyfusion.pipeline.build import absolute_paths
+from earlyfusion.pipeline.compose import dump, load_config, refused_on_resume
 from earlyfusion.pipeline.evaluate import heldout_headline
 from earlyfusion.pipeline.track import read_metrics
 
@@ -165,3 +168,23 @@ def test_a_source_of_both_kinds_names_its_pictured_tokens_beside_the_blind_ones(
         "heldout/image": 1.0, "heldout/image_blind": 2.0, "heldout/text": 2.5, "heldout/source/both": 1.5,
         "heldout/seen/both": 1.0, "heldout/blind/both": 2.0,
     }  # fmt: skip
+
+
+def test_the_saved_recipe_names_its_inputs_from_the_root(recipe, photos, monkeypatch):
+    monkeypatch.chdir(photos.parent)
+    given = dump(
+        load_config([str(recipe)], [("data.sources.photos.path", "photos"), ("eval.data", {"mmmu": "own.jsonl"})])
+    )
+    given["data"]["sources"].append(
+        {"name": "far", "path": "https://host/a.tar", "options": {"shards": ["a.tar", "pipe:cat b"]}}
+    )
+    saved = absolute_paths(copy.deepcopy(given))
+    assert saved["data"]["sources"][3]["path"] == str(photos)
+    assert saved["data"]["sources"][4] == {
+        "name": "far",
+        "path": "https://host/a.tar",
+        "options": {"shards": [str(photos.parent / "a.tar"), "pipe:cat b"]},
+    }
+    assert saved["eval"]["data"] == {"mmmu": str(photos.parent / "own.jsonl")}
+    own = {**given, "data": {**given["data"], "sources": given["data"]["sources"][:4]}}
+    assert refused_on_resume(own, absolute_paths(copy.deepcopy(own))) == [], "the same files, so a resume may go on"
