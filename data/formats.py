@@ -216,3 +216,9 @@ BUILDERS: dict[str, Callable[[Group, dict[str, Any] | None, Any, int], list[Segm
     "text": _text,
 }
 """Format -> function(group, JSON, options, epoch)."""
+
+
+def chosen_format(manifest: Mapping[str, Any] | None) -> str:
+    """The format that a preparation was told to take (prepare --format); "auto" where it was told none."""
+    chosen = (manifest or {}).get("format")
+    return chosen if isinstance(chosen, str) and chosen in BUILDERS else "auto"

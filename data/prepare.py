@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "tokenizer": open_tokenizer(job.tokenizer).hash,
                 "source": Path(job.source).name,
                 "check": job.check,
+                "format": job.format if job.format != "auto" else found.form,
                 "vision": job.vision,
                 "dedup": job.dedup,
             }

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError, one_line
-from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, most_bytes
+from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, chosen_format, most_bytes
 from earlyfusion.data.order import digest64
 from earlyfusion.data.prepare_rows import MEDIA_FIELDS, RowMembers
 from earlyfusion.data.prepare_tables import TABLES, Rows, begins_array, names_columns
@@ -69,6 +69,9 @@ class InputOptions:
 
 class Input(ABC):
     """Numbered items; the same in every process."""
+
+    form = "auto"
+    """the format that a preparation before this one was told to take"""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -322,6 +325,7 @@ class Reshard(Input):
 
     def __init__(self, path: str) -> None:
         self._shards = Shards(path)
+        self.form = chosen_format(self._shards.manifest)
         self._ends = list(accumulate(self._shards.counts))
 
     def __len__(self) -> int:

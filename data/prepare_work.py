@@ -95,7 +95,7 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.input = open_input(job.source, job.input)
-        self.options = ShardsOptions.model_validate({"format": job.format})
+        self.options = ShardsOptions.model_validate({"format": job.format if job.format != "auto" else self.input.form})
         self.tokenizer = open_tokenizer(job.tokenizer)
         self.vision = VisionConfig.preset(job.vision)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats import build
+from earlyfusion.data.formats import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards import Shards
 from earlyfusion.data.shards_split import Split
@@ -29,6 +29,8 @@ class WebDataset(Source):
             )
         except DataError as error:
             raise DataError(f"source {self.name!r}: {error}") from None
+        if self.options.format == "auto":  # what prepare --format chose holds, unless the recipe names another
+            self.options = self.options.model_copy(update={"format": chosen_format(self.shards.manifest)})
         self.split = Split(self.shards.names, self.shards.counts, val_fraction)
 
     def __len__(self) -> int:

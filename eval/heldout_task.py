@@ -58,7 +58,7 @@ class All:
 
     def __init__(self, path: str, form: str, options: InputOptions) -> None:
         self.input = open_input(path, options)
-        self.options = ShardsOptions.model_validate({"format": form})
+        self.options = ShardsOptions.model_validate({"format": form if form != "auto" else self.input.form})
 
     def __len__(self) -> int:
         return len(self.input)

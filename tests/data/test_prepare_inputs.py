@@ -210,7 +210,7 @@ def test_questions_and_answers_of_other_names_are_asked_when_named(tmp_path, thr
     assert prepare(tmp_path, three / "own.jsonl", "out", *named)["formats"] == {"qa": 1}
     assert samples(tmp_path / "out")[0].text == "\nQ: What is it?\nA: a ball"
     with pytest.raises(
-        DataError, match=r"none of 1 items .*own:1: .*'img_file' names 'img/0\.jpg'.*--image-field img_file"
+        DataError, match=r"none of 1 items .*own.jsonl:1: .*'img_file' names 'img/0\.jpg'.*--image-field img_file"
     ):
         prepare(tmp_path, three / "own.jsonl", "plain")
     capsys.readouterr()
@@ -238,6 +238,8 @@ def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
     coded = prepare(tmp_path, root, "coded", "--format", "code")
     assert coded["formats"] == {"code": 2} and "a frog" not in "".join(s.text for s in samples(tmp_path / "coded"))
     assert "the first left out, lone: " in capsys.readouterr().err
+    prepare(tmp_path, tmp_path / "coded", "again")
+    assert [s.text for s in samples(tmp_path / "again")] == [s.text for s in samples(tmp_path / "coded")], "it is kept"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def shards(photos, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("shards")
     model.tokenizer.save(out / "tokenizer")
     words = [str(photos), "--out", str(out / "made"), "--tokenizer", str(out / "tokenizer"), "--vision", "tiny"]
-    assert prepare.main([*words, "--workers", "1"]) == 0
+    assert prepare.main([*words, "--workers", "1", "--dedup", "none"]) == 0
     return out / "made"
 
 
