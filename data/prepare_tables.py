@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.sample import TEXT_BYTES, within
 
 TABLES = (".json", ".csv", ".tsv")
 MOST_BYTES = 1 << 29
@@ -41,6 +42,7 @@ class TableRows:
         if not self._spans:
             return {key: value for key, value in self._lines[number].items() if key and value}
         start, stop = self._spans[number]
+        within(stop - start, TEXT_BYTES, f"{self.path.name}:{number + 1}")
         with self.path.open("rb") as file:
             file.seek(start)
             raw = file.read(stop - start)

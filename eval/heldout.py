@@ -25,7 +25,7 @@ from torch import Tensor
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.encode import Encoded, cuts, encode, refuse_longer
-from earlyfusion.data.errors import BadSample
+from earlyfusion.data.errors import BadSample, one_sample
 from earlyfusion.data.order import Permutation
 from earlyfusion.data.pack import PackedBatch, pack_all
 from earlyfusion.data.sample import Sample, Text
@@ -124,8 +124,9 @@ def _documents(
     used = 0
     for number, get in enumerate(samples):
         try:
-            sample = get()
-            document = encode(sample, tokenizer, model.config.vision, decode=room.decode)
+            with one_sample(lambda: f"held-out sample {number}"):  # noqa: B023 (called in this turn)
+                sample = get()
+                document = encode(sample, tokenizer, model.config.vision, decode=room.decode)
             if room.overlong == "skip":
                 refuse_longer(document, room.length)
             ranges = cuts(document, room.length, room.max_patches, tokenizer.ends_line)

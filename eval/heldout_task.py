@@ -236,7 +236,7 @@ class HeldoutTask(BaseTask):
             f".q{{color:#666}}</style></head><body><h1>{escape(str(self.options.data))}</h1><ul>{lines}</ul>"
             f'<div class="all">{cards}</div></body></html>\n'
         )
-        (folder / PAGE).write_text(page, encoding="utf-8")
+        (folder / PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")  # texts need not be UTF-8
 
     def _card(self, record: Record) -> str:
         sample, sums = self.samples.read(record["number"]), Loss(**record["sums"]).numbers()
