@@ -269,7 +269,7 @@ def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
     if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):
         first = json.loads(lines[0])
         told = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"
-        console.print(told, soft_wrap=True, markup=False)
+        console.print(one_line(told), soft_wrap=True, markup=False)
     console.print(f"look at it:  earlyfusion data inspect {out} --out sheet.html", soft_wrap=True)
 
 
