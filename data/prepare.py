@@ -28,7 +28,7 @@ from earlyfusion.data import prepare_inputs
 from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.order import digest64
-from earlyfusion.data.prepare_inputs import InputOptions, open_input
+from earlyfusion.data.prepare_inputs import Input, InputOptions, open_input
 from earlyfusion.data.prepare_work import Job, Outcome, Worker, open_tokenizer, start_worker, work
 from earlyfusion.data.prepare_write import ShardSet, verify, write_json
 from earlyfusion.data.shards_fetch import MANIFEST, read_manifest
@@ -136,17 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"going on at item {shards.next_item}: {counted(len(shards.entries), 'finished shard')} kept",
                     soft_wrap=True,
                 )
-            about = {
-                "tokenizer": open_tokenizer(job.tokenizer).hash,
-                "source": Path(job.source).name,
-                "check": job.check,
-                "format": job.format if job.format != "auto" else found.form,
-                "vision": job.vision,
-                "dedup": job.dedup,
-            }
             try:
                 _fill(shards, job, items, args.workers, console)
-                manifest = shards.finish(items, about)
+                manifest = shards.finish(items, _about(job, found))
             except OSError as error:
                 shards.abandon()
                 raise DataError(
@@ -155,6 +147,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ) from None
     _report(args.out, manifest, console)
     return 0
+
+
+def _about(job: Job, found: Input) -> dict[str, Any]:
+    """What index.json tells of how the samples were read and counted."""
+    return {
+        "tokenizer": open_tokenizer(job.tokenizer).hash,
+        "source": Path(job.source).name,
+        "check": job.check,
+        "format": job.format if job.format != "auto" else found.form,
+        "vision": job.vision,
+        "dedup": job.dedup,
+    }
 
 
 @contextmanager
