@@ -184,6 +184,18 @@ def test_a_program_that_catches_a_refusal_is_still_counted(box):
     assert box.counts["refused import os"] == before + 1
 
 
+def test_processor_time_is_the_programs_own():
+    """On a busy machine the kernel's limit, which counts ticks, once ended programs early, and they were told that the
+    memory had run out."""
+    with Sandbox(Limits(wall_s=60, cpu_s=0.3), allow_weaker=True) as box:
+        result = box.run("while True: pass")
+    assert result.reason == "timeout" and 0.3 <= result.cpu_s < 0.9, result
+    status = {"signal": 9, "stopped": "cpu", "cpu_s": 2.39, "layers": [], "missing": {}}
+    data = {name: bytearray() for name in ("stdout", "stderr", "result")}
+    assert module._result(data, status, "mark", Limits(cpu_s=3.0), False).reason == "timeout"
+    assert module._result(data, status | {"stopped": ""}, "mark", Limits(cpu_s=3.0), False).reason == "memory"
+
+
 # ---- the caller's side
 
 
