@@ -48,10 +48,10 @@ def completion(ids, tokenizer):
 def answer(folder, tokenizer):
     """An HTTP answer without a server around it."""
     serve_answer = pytest.importorskip("earlyfusion.pipeline.serve_answer")
-    from earlyfusion.pipeline.serve_schema import ChatRequest
+    from earlyfusion.pipeline.serve_schema import ChatRequest, Limits
 
     def make(stop=None):
-        service = serve_answer.Service(None, tokenizer, VisionConfig.preset("tiny"), "m", template="chat")
+        service = serve_answer.Service(None, None, tokenizer, "m", Limits(), template="chat")
         body = ChatRequest(messages=[{"role": "user", "content": "x"}], stop=stop)
         request = Request("r", TokenPrompt(None), SamplingParams())
         return serve_answer.Answer(service, "chat.completion", [request], body, chat=True)
@@ -98,7 +98,7 @@ def test_tool_turns_that_a_client_sends_are_the_document_of_training(tokenizer):
              "function": {"name": "python", "arguments": '{"code": "1 + 1", "n": 2}'}}]},
         {"role": "tool", "name": "python", "tool_call_id": "call_1", "content": "2"},
     ]  # fmt: skip
-    sent = schema.ChatRequest(messages=turns).conversation(max_images=1)
+    sent = schema.ChatRequest(messages=turns).conversation(schema.Limits())[0]
     assert sent == [Message("user", (Text("x"),)), CALLED, Message("tool", (Text("2"),), tool="python")]
 
 
