@@ -27,8 +27,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.encode import Encoded, encode
 from earlyfusion.data.errors import BadSample, DataError
@@ -222,26 +220,6 @@ def _qa_parts(message: Message) -> list[Segment]:
     if message.role == "assistant":
         return [Text(answer_text(message.text.strip()), 1.0)]
     return [*media, Text(message.text, 0.0)]
-
-
-def join(pieces: Sequence[Encoded], *, source: str, key: str) -> Encoded:
-    """Pieces one after the other as a single document; places of media are shifted along."""
-    spans, positions, at = [], [], 0
-    for piece in pieces:
-        spans += [(a + at, b + at) for a, b in piece.spans]
-        positions.append(piece.media_positions + at)
-        at += len(piece)
-    patches = [piece.patches for piece in pieces if piece.patches is not None]
-    return Encoded(
-        ids=torch.cat([piece.ids for piece in pieces]),
-        loss_weights=torch.cat([piece.loss_weights for piece in pieces]),
-        patches=torch.cat(patches) if patches else None,
-        grids=[grid for piece in pieces for grid in piece.grids],
-        spans=spans,
-        media_positions=torch.cat(positions),
-        source=source,
-        key=key,
-    )
 
 
 def messages_from(turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[Message]:

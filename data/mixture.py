@@ -135,12 +135,6 @@ class Schedule:
         found = _at(self._vision, step)
         return None if found is None else found[VISION]
 
-    def mean_vision_share(self, steps: int) -> float | None:
-        """Mean of `vision_share` over the first `steps` steps; None when some of them have none."""
-        shares = [self.vision_share(step + 0.5) for step in range(steps)]
-        known = [share for share in shares if share is not None]
-        return sum(known) / steps if steps and len(known) == steps else None
-
 
 def _shares(weights: Mapping[str, float]) -> dict[str, float]:
     total = sum(weights.values())

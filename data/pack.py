@@ -67,11 +67,6 @@ class PackedBatch:
         return self.patches.shape[0]
 
     @property
-    def num_media_tokens(self) -> int:
-        """M."""
-        return self.media_positions.shape[0]
-
-    @property
     def fill(self) -> float:
         """Share of the positions that hold data."""
         return self.num_tokens / max(1, self.ids.shape[0])

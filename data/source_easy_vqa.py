@@ -42,11 +42,6 @@ def answer_text(answer: str) -> str:
     return f" {answer}"
 
 
-def prompt(picture: Image, question: str) -> list[Segment]:
-    """Segments of one question without its answer, exactly as in training."""
-    return [picture, Text(question_text(question), 0.0)]
-
-
 @lru_cache(maxsize=2)
 def load_split(split: str) -> tuple[Picture, ...]:
     """All pictures of "train" or "test" in order of their number; raises DataError when the package is missing."""

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeAlias
 
-from earlyfusion.data.balance import VisionCost
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.encode import Encoded, encode, next_cut, refuse_longer
 from earlyfusion.data.errors import BadSample, DataError, one_sample
@@ -17,6 +16,7 @@ from earlyfusion.data.order import Permutation
 from earlyfusion.data.sources import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.watch import Watch
+from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import num_patches
 

@@ -31,7 +31,6 @@ _NAMED = re.compile(
 )
 _LOCATION = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
 _SHARES = re.compile(rf'"box01"\s*:\s*\[\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\]')
-_POINT = re.compile(rf"[\[\(]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[\]\)]")
 
 
 _DIGITS, _DECIMALS = re.compile(r"\d{13,}"), re.compile(r"(\.\d{6})\d+")
@@ -68,19 +67,6 @@ def parse_boxes(text: str, width: float, height: float, units: str = "auto") -> 
         y0, x0, y1, x1 = (int(part) / 1024 for part in match.groups())
         found.append((match.start(), _ordered((x0 * width, y0 * height, x1 * width, y1 * height))))
     return [box for _, box in sorted(found, key=lambda entry: entry[0]) if all(map(math.isfinite, box))]
-
-
-def parse_point(text: str, width: float, height: float, units: str = "auto") -> tuple[float, float] | None:
-    """The first point "(x, y)" in pixels; the centre of the first box when no point comes before it; None for neither."""
-    boxes = parse_boxes(text, width, height, units)
-    if boxes:
-        return centre(boxes[0])
-    match = _POINT.search(text)
-    if match is None:
-        return None
-    x, y = match.groups()
-    x0, y0, _, _ = _to_pixels((x, y, x, y), width, height, units)
-    return x0, y0
 
 
 def _to_pixels(written: Sequence[str], width: float, height: float, units: str) -> Box:

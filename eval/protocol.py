@@ -100,9 +100,6 @@ class LogProb:
     greedy: bool
 
 
-Output: TypeAlias = Generation | LogProb
-
-
 class Model(Protocol):
     """Anything that can be evaluated. A list of outputs stands in the order of its requests, and an output is the
     same whatever else is in the list."""
@@ -238,11 +235,6 @@ TASKS: dict[str, tuple[str, str]] = {
     "video_qa": ("earlyfusion.eval.vision_video:video_qa", "questions about rendered clips"),
     "twins": ("earlyfusion.eval.twins:twins", "the visual tasks told in words alone"),
 }
-
-
-def register(name: str, factory: str, text: str) -> None:
-    """Add a task by "module:factory" (see TASKS)."""
-    TASKS[name] = (factory, text)
 
 
 def build_task(name: str, options: TaskOptions | None = None) -> Task:

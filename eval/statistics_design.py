@@ -60,16 +60,6 @@ def power_factor(power: float = 0.8, alpha: float = 0.05) -> float:
     return (normal_quantile(1 - alpha / 2) + normal_quantile(power)) ** 2
 
 
-def required_n(delta: float, discordance: float, *, power: float = 0.8, alpha: float = 0.05) -> int:
-    """Questions needed to see a true difference `delta` of binary scores at this discordance.
-
-    Raises ValueError unless 0 < |delta| <= discordance <= 1 (a difference cannot exceed the discordance).
-    """
-    if not 0 < abs(delta) <= discordance <= 1:
-        raise ValueError(f"delta={delta}, discordance={discordance}: expected 0 < |delta| <= discordance <= 1")
-    return math.ceil(power_factor(power, alpha) * (discordance - delta**2) / delta**2)
-
-
 def smallest_delta(n: int, discordance: float, *, power: float = 0.8, alpha: float = 0.05) -> float:
     """The true difference of binary scores that n questions at this discordance show with this power."""
     factor = power_factor(power, alpha)

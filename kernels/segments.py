@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ class Segments:
             if not isinstance(length, int) or isinstance(length, bool):
                 raise TypeError(
                     f"Segments: document {index} has length {length!r} of type {type(length).__name__}; lengths are "
-                    "Python ints. Use Segments.from_lengths or Segments.from_cu_seqlens to convert."
+                    "Python ints. Use Segments.from_lengths to convert."
                 )
             if length < 1:
                 raise ValueError(
@@ -59,17 +59,6 @@ class Segments:
         """Build from any sequence of integers (list, tuple, numpy or torch integers)."""
         values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         return cls(tuple(int(value) for value in values))
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Segments:
-        """Build from cumulative lengths ``[0, l0, l0 + l1, ...]`` of N + 1 entries.
-
-        A CUDA tensor is copied to the host here, once; prefer building from host lengths in a training loop.
-        """
-        edges = [int(edge) for edge in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-        if not edges or edges[0] != 0:
-            raise ValueError(f"Segments.from_cu_seqlens: expected cumulative lengths starting with 0, got {edges[:4]}")
-        return cls(tuple(end - start for start, end in pairwise(edges)))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

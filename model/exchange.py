@@ -27,7 +27,6 @@ from torch import Tensor
 from earlyfusion.vision.balance import Exchange
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
-HEADER = 7  # micro-batches, digest, pictures, and a complaint: kind, micro-batch, given, expected
 COMPLAINTS = {1: "patches, but its grids hold", 2: "<|media_pad|> positions, but its grids give"}
 
 

@@ -136,14 +136,3 @@ def training_flops(
     rooms = decoder_flops(config.text, lengths)
     rooms.update(vision_flops(config.vision, config.text.hidden_size, grids))
     return {room: _BACKWARD * flops for room, flops in rooms.items()}
-
-
-def training_flops_per_token(config: ModelConfig, context_length: int) -> float:
-    """Forward plus backward FLOPs per token of documents of `context_length` tokens."""
-    return _BACKWARD * sum(decoder_flops(config, [context_length]).values()) / context_length
-
-
-def training_flops_per_patch(config: FusionConfig, grid: tuple[int, int, int]) -> float:
-    """Forward plus backward FLOPs of tower and projector per patch of images of this grid."""
-    rooms = vision_flops(config.vision, config.text.hidden_size, [grid])
-    return _BACKWARD * sum(rooms.values()) / (grid[0] * grid[1] * grid[2])

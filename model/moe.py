@@ -159,7 +159,7 @@ def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, sli
 class MixtureOfExperts(Fp32State):
     """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule, `histogram` [E, B].
 
-    Counts are non-persistent fp32 buffers that start at zero after every `update_bias`. (A layer recomputed by
+    Counts are non-persistent fp32 buffers that start at zero after every `update_router_biases`. (A layer recomputed by
     activation checkpointing counts every token twice, which neither rule notices.)
     """
 
@@ -208,10 +208,6 @@ class MixtureOfExperts(Fp32State):
         bin_TE = ((alpha_T1 - scores_TE - low) / step).long().clamp_(0, BINS - 1)
         flat = bin_TE + torch.arange(experts, device=bin_TE.device) * BINS
         self.histogram.view(-1).scatter_add_(0, flat.flatten(), weight_T1.expand(-1, experts).flatten())
-
-    def update_bias(self, reduce: Reduce | None = None) -> dict[str, Tensor]:
-        """Apply the balancing rule to this layer alone; see `update_router_biases`."""
-        return update_router_biases(self, reduce)
 
     @torch.no_grad()
     def _apply_rule(self) -> None:

@@ -39,7 +39,6 @@ KEPT = "generate-kept"
 """transformers' generate in a process that keeps freed buffers, as ours does."""
 TUNED = "generate-tuned"
 """The same with the recurrent rule in the place of the chunk rule."""
-LENGTHS = ("equal", "ragged", "groups")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,7 +52,7 @@ class Case:
 
     @classmethod
     def make(cls, batch: int, prompt: int, new: int, lengths: str, vocabulary: int, seed: int) -> Case:
-        """lengths: of LENGTHS. Grouped batches are multiples of GROUP."""
+        """lengths: "equal", "ragged" or "groups". Grouped batches are multiples of GROUP."""
         ragged, group = lengths == "ragged", GROUP if lengths == "groups" else 1
         generator = torch.Generator().manual_seed(seed)
         draw = lambda most: int(torch.randint(max(1, most // 4), most + 1, (1,), generator=generator))

@@ -10,14 +10,10 @@ Source: ../shared/reference/rl.md section 5 (measuring vision-RL -> text transfe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.rl.measure import Asked, ask
-from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.measure import Asked
 from earlyfusion.rl.records import Measured
 
 COOLEST, HOTTEST = 1 / 64, 64.0
@@ -60,24 +56,3 @@ def match_entropy(asked: Asked, target_entropy: float) -> Matched:
     measured = asked.measured(math.exp(middle))
     entropy = sum(one.entropy for one in measured) / len(measured)
     return Matched(math.exp(middle), entropy, abs(entropy - target_entropy) <= 2 * CLOSE, measured)
-
-
-def temperature_for_entropy(
-    model: NativeFusion,
-    tokenizer: Any,
-    entries: Sequence[TaskEntry],
-    *,
-    target_entropy: float,
-    problems: int,
-    seed: int,
-    max_new_tokens: int = 8,
-    slots: int = 128,
-) -> Matched:
-    """The temperature at which the model's mean entropy on these problems is `target_entropy`, and what it knows there.
-
-    Arguments as of `measure`; for several targets ask once and use `match_entropy`.
-    """
-    asked = ask(
-        model, tokenizer, entries, problems=problems, seed=seed, max_new_tokens=max_new_tokens, slots=slots
-    )  # fmt: skip
-    return match_entropy(asked, target_entropy)

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -332,11 +332,3 @@ def _limit_memory(megabytes: int) -> None:
         mapped = int(status.read_text().split()[0]) * resource.getpagesize()
         limit = mapped + megabytes * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def mean_by(scored: Sequence[Scored], names: Sequence[str]) -> Mapping[str, float]:
-    """Mean reward of each name (task, category, ...), given one name for every answer."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for one, name in zip(scored, names):
-        found[name].append(one.value)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}

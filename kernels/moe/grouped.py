@@ -104,13 +104,6 @@ class _Groups:
         return out_EBA
 
 
-def _activation(h_RC: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate, up, sigmoid(gate) and silu(gate) * up, all [R, F]."""
-    gate_RF, up_RF = h_RC.to(wide).chunk(2, dim=-1)
-    sigmoid_RF = torch.sigmoid(gate_RF)
-    return gate_RF, up_RF, sigmoid_RF, gate_RF * sigmoid_RF * up_RF
-
-
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(

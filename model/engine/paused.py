@@ -52,14 +52,6 @@ class PausedRequest:
     version: int
     cached_tokens: int = 0
 
-    @property
-    def has_state(self) -> bool:
-        return bool(self.samples) and all(sample.state for sample in self.samples)
-
-    def without_state(self) -> PausedRequest:
-        """The same without KDA state and latents: small, and to be resumed by reading the text again."""
-        return replace(self, samples=[replace(sample, state={}, length=0) for sample in self.samples])
-
     def to_bytes(self) -> tuple[bytes, bytes]:
         """(JSON in UTF-8, safetensors). Raises RequestError for a request with a grammar, which is code."""
         params = self.request.params

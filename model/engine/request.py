@@ -66,25 +66,6 @@ class TokenPrompt:
     media_positions: tuple[int, ...] = ()
 
 
-def prompts_from_padded(ids_NL: Tensor, mask_NL: Tensor) -> list[TokenPrompt]:
-    """Rows of a padded batch as Hugging Face makes it (`input_ids`, `attention_mask`), left or right padded, as prompts.
-
-    The engine has no padding: a row is its real tokens, wherever the padding stood. Raises RequestError when a mask has
-    another shape, a row is empty, or padding stands between real tokens.
-    """
-    if ids_NL.shape != mask_NL.shape or ids_NL.dim() != 2:
-        raise RequestError(
-            f"input_ids {tuple(ids_NL.shape)} and attention_mask {tuple(mask_NL.shape)} must be equal [N, L]"
-        )
-    prompts = []
-    for row, (ids, mask) in enumerate(zip(ids_NL, mask_NL.bool())):
-        places = mask.nonzero().flatten()
-        if not len(places) or int(places[-1] - places[0]) + 1 != len(places):
-            raise RequestError(f"row {row}: expected one unbroken run of real tokens, padded on the left or the right")
-        prompts.append(TokenPrompt(ids[places]))
-    return prompts
-
-
 class Grammar(Protocol):
     """Restricts the next token. It must be a function of the tokens alone, so that a request can move or resume."""
 

@@ -25,9 +25,6 @@ PUBLISHED = (
     ("LongBench v2", 56.7, 58.9, "503 items"),
 )
 """Kimi K2.5 report, Table 2: before and after visual reinforcement learning."""
-SAY = {
-    "accuracy": "greedy accuracy", "p_target": "p(correct)", "p_matched": "p(correct) at equal entropy", "ece": "ECE",
-}  # fmt: skip
 FULL = 0.95
 """Accuracy of the starts above which a gain cannot be told."""
 SHORT = 0.9

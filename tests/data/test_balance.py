@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from earlyfusion.data.balance import VisionCost, assign, exchange, imbalance, loads
 from earlyfusion.model.flops import vision_flops
+from earlyfusion.vision.balance import VisionCost, assign, exchange, imbalance, loads
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import num_patches, num_tokens
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from earlyfusion.data.balance import VisionCost
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loader import Loader
 from earlyfusion.data.pack import PackedBatch
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import num_patches, num_tokens
 

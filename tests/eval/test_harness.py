@@ -7,7 +7,6 @@ import torch
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
 from earlyfusion.eval.harness import RECORDS, RunOptions, _Writer, evaluate_in_memory, label_of, read_records, run_task
-from earlyfusion.eval.messages import MessageModel, segments
 from earlyfusion.eval.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import (
     TASKS,
@@ -174,25 +173,6 @@ def test_weights_in_memory_are_evaluated_and_left_as_they_are(tmp_path, mode):
 def test_labels_name_the_form_when_it_is_not_the_default(tmp_path):
     assert label_of(task(tmp_path)) == "mmlu_pro"
     assert label_of(task(tmp_path, form="cf")) == "mmlu_pro_cf"
-
-
-def test_message_lists_become_prompts():
-    from PIL import Image
-
-    picture = Image.new("RGB", (16, 16), (0, 200, 0))
-    message = [{"type": "image", "value": picture}, {"type": "text", "value": "What color?"}]
-    model = Scripted(say=lambda r: " green ")
-    chat = MessageModel(model)
-    assert chat.generate_inner(message) == "green"
-    kinds = [type(part).__name__ for part in model.asked[0].prompt]
-    assert kinds == ["Image", "Text"] and model.asked[0].prompt[1].text == "\nQ: What color?\nA:"
-    video = [{"type": "video", "value": [picture, picture]}, {"type": "text", "value": "And now?"}]
-    assert chat.generate([message, video], max_new_tokens=3, temperature=0.0) == ["green", "green"]
-    assert segments(video)[0].timestamps == [0.0, 1.0]
-    with pytest.raises(EvalError, match="audio"):
-        segments([{"type": "audio", "value": b""}])
-    own = own_model(1)
-    assert isinstance(MessageModel(own).generate_inner(message), str)
 
 
 def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):

@@ -138,9 +138,6 @@ def test_what_is_no_box_is_not_read_as_one():
     assert metrics_boxes.parse_boxes("[1, 1, 1, 1]", 10, 10) == [(1, 1, 1, 1)]  # whole numbers stay pixels
     with pytest.raises(ValueError, match="known: auto"):
         metrics_boxes.parse_boxes("[1, 2, 3, 4]", 10, 10, "percent")
-    assert metrics_boxes.parse_point("at (0.5, 0.5)", 20, 10) == (10, 5)
-    assert metrics_boxes.parse_point("[2, 2, 6, 4]", 20, 10) == (4, 3)
-    assert metrics_boxes.parse_point("nowhere", 20, 10) is None
 
 
 def test_the_generators_own_boxes_are_read_back():

@@ -30,8 +30,6 @@ def test_every_constructor_gives_the_same_segments(lengths):
     segments = Segments(lengths)
     assert Segments.from_lengths(list(lengths)) == segments
     assert Segments.from_lengths(torch.tensor(lengths, dtype=torch.int64)) == segments
-    assert Segments.from_cu_seqlens(segments.cu_seqlens()) == segments
-    assert Segments.from_cu_seqlens(segments.offsets) == segments
     assert hash(Segments.from_lengths(lengths)) == hash(segments)
 
 
@@ -58,13 +56,6 @@ def test_a_plan_built_during_inference_can_be_used_in_training():
 def test_bad_lengths_are_refused_with_the_document_named(lengths, error):
     with pytest.raises(error, match=f"document {len(lengths) - 1}"):
         Segments(lengths)
-
-
-def test_bad_cumulative_lengths_are_refused():
-    with pytest.raises(ValueError, match="starting with 0"):
-        Segments.from_cu_seqlens([1, 4])
-    with pytest.raises(ValueError, match="at least 1"):
-        Segments.from_cu_seqlens([0, 4, 4])
 
 
 def test_a_row_of_the_wrong_length_is_refused():

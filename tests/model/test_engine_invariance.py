@@ -174,7 +174,7 @@ def test_a_state_of_another_model_is_refused_and_can_be_read_again():
         elsewhere.resume(paused)
     with pytest.raises(RequestError, match="not unfinished here"):
         engine.pause("r")
-    handle = elsewhere.resume(paused.without_state())
+    handle = elsewhere.resume(paused, keep_state=False)
     while elsewhere.has_work:
         elsewhere.step()
     assert len(handle.completions[0].ids) == 8 and handle.completions[0].ids[:2] == paused.samples[0].ids

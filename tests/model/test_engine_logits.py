@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, requests, serve, tokens, trained_logits
+from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, requests, tokens, trained_logits
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import tiles
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt, prompts_from_padded
+from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt
 from earlyfusion.model.engine.stores import KdaSlots
 
 pytestmark = pytest.mark.usefixtures("way")
@@ -92,23 +92,6 @@ def test_double_precision_agrees_to_ten_digits():
             expected = net.logits(hidden)[len(request.prompt.ids) - 1 : -1]
         got = torch.stack(engine.seen[completion.request_id, 0])
         torch.testing.assert_close(got, expected, atol=1e-9, rtol=0)
-
-
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_padded_batches_give_the_log_probabilities_of_single_prompts(padding_side):
-    net = model()
-    singles = [tokens(n).ids for n in (5, 19, 40, 33)]
-    width = max(len(ids) for ids in singles)
-    ids, mask = torch.full((4, width), TOKENIZER.pad_id), torch.zeros(4, width, dtype=torch.long)
-    for row, real in enumerate(singles):
-        place = slice(width - len(real), width) if padding_side == "left" else slice(0, len(real))
-        ids[row, place], mask[row, place] = real, 1
-    padded = prompts_from_padded(ids, mask)
-    together = serve(net, [Request(f"r{i}", prompt, drawn()) for i, prompt in enumerate(padded)])
-    for index, real in enumerate(singles):
-        alone = serve(net, [Request(f"r{index}", TokenPrompt(real), drawn())])
-        one, other = alone[f"r{index}", 0], together[f"r{index}", 0]
-        assert one.ids == other.ids and one.logprobs1 == other.logprobs1 and one.logprobs == other.logprobs
 
 
 def test_key_tiles_cover_every_length_with_the_same_borders():

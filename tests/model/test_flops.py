@@ -105,7 +105,7 @@ def test_long_context_costs_only_the_mla_layers():
     short, long = (flops.decoder_flops(config, [n]) for n in (4096, 8192))
     grown = {room for room in short if long[room] > 2.001 * short[room]}
     assert grown == {"mla"}
-    per_token = flops.training_flops_per_token(config, 4096)
+    per_token = 3 * sum(short.values()) / 4096
     active = flops.count_parameters(meta_decoder())
     matmul = 6 * (active.active - active.by_room["embedding"])
     assert matmul < per_token < 1.15 * matmul  # the rest is attention, recurrence and convolution
@@ -115,5 +115,5 @@ def test_training_flops_of_a_batch_are_thrice_its_forward():
     config = tiny_fusion(attn_res="block")
     rooms = flops.training_flops(config, [30, 4], [(1, 4, 4)])
     assert rooms["kda"] == 3 * flops.decoder_flops(config.text, [30, 4])["kda"]
-    per_patch = flops.training_flops_per_patch(config, (1, 4, 4))
-    assert per_patch * 16 == pytest.approx(rooms["vision"] + rooms["projector"])
+    tower = flops.vision_flops(config.vision, config.text.hidden_size, [(1, 4, 4)])
+    assert rooms["vision"] == 3 * tower["vision"] and rooms["projector"] == 3 * tower["projector"]

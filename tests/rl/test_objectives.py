@@ -10,7 +10,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.advantages import advantages
 from earlyfusion.rl.config import PRESETS, ObjectiveConfig
 from earlyfusion.rl.objectives import policy_loss, ptx_loss
-from earlyfusion.rl.sequences import totals
+from earlyfusion.rl.sequences import Totals, totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms
 SINGLE = 2e-6  # float32 against float64, gradients of order 1 / tokens
@@ -276,7 +276,7 @@ def test_pieces_with_the_totals_of_the_batch_sum_to_the_whole(name):
     ):
         parts.append((Segments(part), rows, answers))
         piece = totals(case.mask[rows], parts[-1][0])
-        batch = piece if batch is None else batch.plus(piece)
+        batch = piece if batch is None else Totals(*(a + b for a, b in zip(batch, piece)))
     losses = []
     for segments, rows, answers in parts:
         logp, old = case.logp(case.logits)[rows], case.old[rows]

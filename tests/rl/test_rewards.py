@@ -9,7 +9,7 @@ import pytest
 
 from earlyfusion.rl.long2short_heldout import _judged
 from earlyfusion.rl.measure_forward import Written
-from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward, mean_by
+from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward
 from earlyfusion.rl.tasks.registry import make_task, mixture
 
 TIMEOUT_S = 0.5
@@ -100,8 +100,6 @@ def test_tasks_are_scored_by_their_own_reward():
         assert set(rewards.report()["by_task"].values()) == {1.0}
         stranger = make_task("jigsaw").sample(0)
         assert rewards([(stranger, "1 2 3")])[0].status == "error"
-    names = [problem.task for _, problem in pairs]
-    assert set(mean_by(scored, names)) == {"maze", "ocr", "counting"}
 
 
 def test_the_random_reward_is_fair_blind_and_repeatable():
