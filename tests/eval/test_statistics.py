@@ -187,8 +187,7 @@ def test_required_questions_equal_the_published_numbers():
 
 def test_power_formula_holds_in_simulation():
     rng = np.random.default_rng(9)
-    for discordance, delta in ((0.10, 0.03), (0.30, 0.05)):
-        n = design.required_n(delta, discordance)
+    for n, discordance, delta in ((865, 0.10, 0.03), (935, 0.30, 0.05)):
         assert design.smallest_delta(n, discordance) == pytest.approx(delta, rel=0.001)
         won, lost = (discordance + delta) / 2, (discordance - delta) / 2
         table = rng.multinomial(n, [won, lost, 1 - discordance], size=4000)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
+from rl_cases import trained_logprobs
 from safetensors.torch import load_file
 
 from earlyfusion.model.engine.request import Completion
@@ -15,7 +16,7 @@ from earlyfusion.model.hub import save_model
 from earlyfusion.rl import long2short
 from earlyfusion.rl.prompts import encode_prompt
 from earlyfusion.rl.recipe import TaskEntry
-from earlyfusion.rl.rollout import Trajectory, pack, trained_logprobs
+from earlyfusion.rl.rollout import Trajectory, pack
 from earlyfusion.rl.tasks.registry import make_task
 
 SHORT, LONG = " yes", " no no no no"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model, tokens
+from torch import Tensor
 
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import pack_prompts
+from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.hub import save_model
 from earlyfusion.pipeline.compose import merge, validate
 from earlyfusion.rl import parts, train
 from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollout import Places, Trajectory, used_experts
 from earlyfusion.rl.tasks.problem import Problem
 
 
@@ -78,3 +82,45 @@ def spaces(problem: Problem, response: str) -> float:
 
 
 __all__ = ["config", "model_directory", "parts", "recipe", "run", "spaces", "training"]
+
+
+def trained_logprobs(model: NativeFusion, row: Row, places: Places, replay: bool = True) -> Tensor:
+    """fp32 log-probabilities [M] of the generated tokens at temperature 1 by the training forward; differentiable.
+
+    replay: use the experts the engine used, where they were captured.
+    """
+    if replay:
+        with used_experts(model, places):
+            hidden_TD = model.hidden(row)
+    else:
+        hidden_TD = model.hidden(row)
+    logits_MV = model.logits(hidden_TD.index_select(0, places.positions_M)).float()
+    return logits_MV.log_softmax(-1).gather(1, places.ids_M.unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Engine against trainer, over generated tokens. With d = trained - engine log-probability: kl = mean(e^d - 1 - d),
+    the estimator that is never negative (in nats per token); max_abs = max |d|. tokens: how many."""
+
+    kl: float
+    max_abs: float
+    tokens: int
+
+
+@torch.no_grad()
+def mismatch(trajectories: Sequence[Trajectory], trained_M: Tensor) -> Mismatch:
+    """How far the trainer's log-probabilities (of `trained_logprobs`) are from the engine's, same weights assumed."""
+    engine_M = torch.tensor([p for t in trajectories for p in t.completion.logprobs1], dtype=torch.float64)
+    if engine_M.shape != trained_M.shape:
+        raise ValueError(f"{engine_M.shape[0]} engine log-probabilities against {trained_M.shape[0]} of the trainer")
+    if not engine_M.numel():
+        return Mismatch(0.0, 0.0, 0)
+    difference_M = trained_M.double().cpu() - engine_M
+    kl = (torch.expm1(difference_M) - difference_M).mean()
+    return Mismatch(float(kl), float(difference_M.abs().max()), engine_M.numel())
+
+
+def flat(groups: Sequence[Sequence[Trajectory]]) -> list[Trajectory]:
+    """All trajectories of all groups in order."""
+    return [trajectory for group in groups for trajectory in group]

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from rl_cases import model_directory, training
+from rl_cases import flat, model_directory, training
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.experience import experience
 from earlyfusion.rl.learn import Sums, distinct, minibatches, rows
 from earlyfusion.rl.objectives import policy_loss
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollout import flat, pack, used_experts
+from earlyfusion.rl.rollout import pack, used_experts
 
 GRAD_RTOL = 2e-4
 """fp32 sums in another order, through twelve small layers; a wrong weight of a token is off by a tenth at least."""

@@ -374,7 +374,9 @@ def test_the_toy_is_a_toy(toy):
     assert SHORT.strip() == "yes" and len(TOKENIZER.encode(LONG)) >= 2 * len(TOKENIZER.encode(SHORT))
     entry = TaskEntry(name="colour_shape", form="twin")
     prompt = encode_prompt(problem_of("colour_shape/test/0/5"), entry, TOKENIZER, model(0).config.vision)
-    from earlyfusion.rl.rollout import pack, trained_logprobs
+    from rl_cases import trained_logprobs
+
+    from earlyfusion.rl.rollout import pack
 
     net = load_model(toy)
     with torch.no_grad():

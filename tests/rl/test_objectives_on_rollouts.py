@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_cases import TOKENIZER, model, pictured, tokens
+from rl_cases import flat, trained_logprobs
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
@@ -11,7 +12,7 @@ from earlyfusion.rl.advantages import advantages
 from earlyfusion.rl.config import CorrectionConfig, ObjectiveConfig
 from earlyfusion.rl.corrections import importance_weights
 from earlyfusion.rl.objectives import policy_loss
-from earlyfusion.rl.rollout import flat, pack, rollout, trained_logprobs
+from earlyfusion.rl.rollout import pack, rollout
 from earlyfusion.rl.sequences import sequence_sums
 
 

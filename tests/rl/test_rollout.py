@@ -1,14 +1,15 @@
-"""Rollouts: groups, divided rollouts, and how near the trainer is to the engine, with and without replayed routing."""
+"""Rollouts: groups, and how near the trainer is to the engine, with and without replayed routing."""
 
 import pytest
 import torch
 from engine_cases import TOKENIZER, all_returned, drawn, model, pictured, serve, tokens
+from rl_cases import flat, mismatch, trained_logprobs
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
 from earlyfusion.model.moe import moe_layers, recording_routing, replaying_routing
-from earlyfusion.rl.rollout import Trajectory, flat, length_report, mismatch, pack, rollout, trained_logprobs
+from earlyfusion.rl.rollout import Trajectory, pack, rollout
 
 KL_BAR = 1e-4  # nats per token, fp32
 
@@ -37,7 +38,6 @@ def test_trainer_and_engine_agree(seed):
     assert report.tokens == 4 * 3 * 16
     assert 0 <= report.kl < KL_BAR and report.max_abs < 1e-4
     assert trained.requires_grad
-    assert length_report(groups) == {"mean": 16.0, "longest": 16.0, "cut": 1.0}
     all_returned(engine)
 
 
@@ -55,26 +55,8 @@ def test_mismatch_sees_other_weights():
         mismatch(flat(groups)[:1], trained_logprobs(net, row, places))
 
 
-@pytest.mark.parametrize("chunk", [1, 5])
-@pytest.mark.parametrize("policy", ["keep", "reprefill"])
-def test_a_divided_rollout_gives_the_tokens_of_an_undivided_one(policy, chunk):
-    net = model()
-    options = dict(group_size=2, params=SamplingParams(13, 1.0, top_p=0.9, ignore_eos=True), name="step 7")
-    whole = rollout(engine_of(net), some_prompts(), **options)
-    engine = engine_of(net, max_slots=3)
-    parts = rollout(engine, some_prompts(), chunk_tokens=chunk, policy=policy, **options)
-    assert [[t.ids for t in group] for group in parts] == [[t.ids for t in group] for group in whole]
-    assert all(entry.startswith(policy) for t in flat(parts) for entry in t.completion.resumes)
-    assert engine.stats()["paused"] >= 2 * 4
-    other = rollout(engine_of(net), some_prompts(), **{**options, "name": "step 8"})
-    assert [t.ids for t in flat(other)] != [t.ids for t in flat(whole)]
-    all_returned(engine)
-
-
 def test_rollout_names_its_mistakes():
     engine = engine_of(model())
-    with pytest.raises(ValueError, match="chunk_tokens=0"):
-        rollout(engine, some_prompts(), group_size=1, params=SamplingParams(2), chunk_tokens=0)
     engine.submit(Request("busy", tokens(3), SamplingParams(2)))
     with pytest.raises(RuntimeError, match="idle"):
         rollout(engine, some_prompts(), group_size=1, params=SamplingParams(2))

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from rl_cases import flat
 from tool_cases import (
     PIXEL,
     TOKENIZER,
@@ -33,7 +34,6 @@ from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import measure_cmd, tool_measure
 from earlyfusion.rl.measure import measure, summary
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.rollout import flat
 from earlyfusion.rl.tool_desk import ToolDesk, kinds_of, repeatable
 from earlyfusion.rl.tool_measure import measure_tools
 from earlyfusion.rl.tool_rollouts import cut, fitted, turn_ids

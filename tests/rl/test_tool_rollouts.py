@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from rl_cases import config
+from rl_cases import config, flat, mismatch, trained_logprobs
 from test_rl_train import assert_same
 from tool_cases import (
     PIXEL,
@@ -30,7 +30,7 @@ from earlyfusion.rl.experience import experience
 from earlyfusion.rl.learn import Sums, distinct
 from earlyfusion.rl.objectives import policy_loss
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollout import Inserted, Trajectory, flat, mismatch, pack, trained_logprobs, used_experts
+from earlyfusion.rl.rollout import Inserted, Trajectory, pack, used_experts
 from earlyfusion.rl.tasks.rendering import render_text
 from earlyfusion.rl.tool_prompts import tool_messages
 
