@@ -159,7 +159,8 @@ def pick(op: str, device: torch.device | str) -> str:
 
 
 @cache
-def _load(path: str) -> Callable[..., Any]:
+def load(path: str) -> Callable[..., Any]:
+    """The function that an entry of REGISTRY names, as "module:function"."""
     module, _, function = path.partition(":")
     return getattr(import_module(module), function)
 
@@ -167,7 +168,7 @@ def _load(path: str) -> Callable[..., Any]:
 def resolve(op: str, device: torch.device | str) -> Callable[..., Any]:
     """The implementation of ``op`` for tensors on ``device``; call it with the operation's arguments."""
     backend = pick(op, device)
-    return _load(REGISTRY[op][backend])
+    return load(REGISTRY[op][backend])
 
 
 def table(device: torch.device | str) -> list[tuple[str, str, str]]:

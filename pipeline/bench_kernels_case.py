@@ -11,7 +11,7 @@ from torch import Tensor
 
 from earlyfusion.kernels import bench
 from earlyfusion.kernels.bench import Work
-from earlyfusion.kernels.dispatch import REGISTRY, _load
+from earlyfusion.kernels.dispatch import REGISTRY, load
 
 Side = Callable[..., Any]
 
@@ -65,9 +65,9 @@ def ours(op: str, setting: Setting) -> dict[str, Side]:
     """Our backends of an operation: on a GPU Triton as "ours" and the torch form as a peer, on a CPU the torch form."""
     entries = REGISTRY[op]
     best = "triton" if setting.gpu and "triton" in entries else "torch" if "torch" in entries else "naive"
-    sides = {"ours": _load(entries[best])}
+    sides = {"ours": load(entries[best])}
     if best == "triton" and "torch" in entries and "torch" in setting.against:
-        sides["torch form"] = _load(entries["torch"])
+        sides["torch form"] = load(entries["torch"])
     return sides
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.bench import Work
-from earlyfusion.kernels.dispatch import REGISTRY, _load
+from earlyfusion.kernels.dispatch import REGISTRY, load
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench_kernels_case import Case, Setting, Side, leaf, ours
 
@@ -110,7 +110,7 @@ def case(label: str, lengths: Sequence[int], heads: int, dim: int, regime: str, 
     leaves = [leaf(x) for x in (q, k, v, f, setting.randn(tokens, heads), A_log, dt_bias)]
     first = lambda op: lambda *x: op(*x, segments, lower_bound=bound)[0]
     sides = {name: first(op) for name, op in ours("kda", setting).items()}
-    law = _load(REGISTRY["kda"]["naive"])
+    law = load(REGISTRY["kda"]["naive"])
     skipped = {}
     if setting.gpu and "fla" in setting.against:
         if find_spec("fla") is None:
@@ -152,7 +152,7 @@ def step_case(batch: int, heads: int, dim: int, setting: Setting) -> Case:
     moved = 8.0 * state.numel() + 5.0 * batch * heads * dim * leaves[0].element_size()
     return Case(
         "kda", f"decode step B {batch} H {heads} D {dim}", leaves, [setting.randn(batch, heads, dim)], sides,
-        Work(moved, 6.0 * state.numel()), None, law=call(_load(REGISTRY["kda_step"]["naive"])), tolerance=0.03,
+        Work(moved, 6.0 * state.numel()), None, law=call(load(REGISTRY["kda_step"]["naive"])), tolerance=0.03,
     )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def conv_case(lengths: Sequence[int], channels: int, setting: Setting) -> Case:
     return Case(
         "kda", f"short convolution T {segments.total} C {channels}", [x, weight],
         [setting.randn(segments.total, channels)], sides, Work(2.0 * unit, 16.0 * x.numel()),
-        Work(3.0 * unit, 32.0 * x.numel()), law=call(_load(REGISTRY["short_conv"]["naive"])), tolerance=0.03,
+        Work(3.0 * unit, 32.0 * x.numel()), law=call(load(REGISTRY["short_conv"]["naive"])), tolerance=0.03,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.kernels.bench import Work
-from earlyfusion.kernels.dispatch import REGISTRY, _load
+from earlyfusion.kernels.dispatch import REGISTRY, load
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench_kernels_case import Case, Setting, Side, leaf, ours
 
@@ -52,7 +52,7 @@ def attention_case(
     return Case(
         "attention", f"{label} T {tokens}", leaves, [setting.randn(tokens, heads, value_dim)], sides,
         Work(moved, 2 * pairs * (key_dim + value_dim)), Work(2 * moved, 2 * pairs * (3 * key_dim + 2 * value_dim)),
-        law=first(_load(REGISTRY["attention"]["naive"])), tolerance=_tolerance(setting),
+        law=first(load(REGISTRY["attention"]["naive"])), tolerance=_tolerance(setting),
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def rope_case(tokens: int, heads: int, dim: int, setting: Setting) -> Case:
     leaves = [leaf(setting.randn(tokens, 3, heads, dim))]
     sides = {name: (lambda x, op=op: op(x, turns)) for name, op in ours("qkv_rope", setting).items()}
     unit = tokens * heads * dim * leaves[0].element_size()
-    law = _load(REGISTRY["qkv_rope"]["naive"])
+    law = load(REGISTRY["qkv_rope"]["naive"])
     return Case(
         "rope", f"T {tokens} H {heads} D {dim}", leaves, [setting.randn(tokens, heads, dim) for _ in range(3)], sides,
         Work(4.0 * unit, 0.0), Work(6.0 * unit, 0.0), law=lambda x: law(x, turns), tolerance=_tolerance(setting),
@@ -79,7 +79,7 @@ def decode_case(batch: int, heads: int, length: int, setting: Setting) -> Case:
     lengths = torch.full((batch,), length, dtype=torch.int32, device=setting.device)
     scale = width**-0.5
     call = lambda op: lambda q, rows: op(q, rows, table, lengths, rank, scale)[0]
-    law = call(_load(REGISTRY["mla_decode"]["naive"]))
+    law = call(load(REGISTRY["mla_decode"]["naive"]))
     sides = {name: call(op) for name, op in ours("mla_decode", setting).items()}
     if setting.gpu and "torch" in setting.against:
         sides["gathered"] = law
@@ -104,7 +104,7 @@ def moe_case(tokens: int, choices: int, experts: int, hidden: int, width: int, s
     ]  # fmt: skip
     call = lambda op: lambda x, w, g, d: op(x, ids, w, g, d)
     sides = {name: call(op) for name, op in ours("moe_experts", setting).items()}
-    law = call(_load(REGISTRY["moe_experts"]["naive"]))
+    law = call(load(REGISTRY["moe_experts"]["naive"]))
     if "eager" in setting.against:
         sides["loop over experts"] = law
     flops, size = 6.0 * tokens * choices * hidden * width, leaves[0].element_size()
@@ -144,7 +144,7 @@ def muon_case(count: int, rows: int, columns: int, setting: Setting) -> Case:
 
 def ns_case(count: int, rows: int, columns: int, setting: Setting) -> Case:
     """Newton-Schulz alone, for its error against the float64 polynomial."""
-    law = _load(REGISTRY["newton_schulz"]["naive"])
+    law = load(REGISTRY["newton_schulz"]["naive"])
     gradient = setting.randn(count, rows, columns, dtype=torch.float32)
     return Case(
         "muon", f"Newton-Schulz {count} x [{rows}, {columns}]", [gradient], [gradient], ours("newton_schulz", setting),

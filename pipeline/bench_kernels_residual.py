@@ -17,7 +17,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.attnres import fused
 from earlyfusion.kernels.bench import Work
-from earlyfusion.kernels.dispatch import REGISTRY, _load
+from earlyfusion.kernels.dispatch import REGISTRY, load
 from earlyfusion.pipeline.bench_kernels_case import Case, Setting, Side, leaf, ours
 
 EPS = 1e-5
@@ -168,7 +168,7 @@ def loss_case(tokens: int, hidden: int, vocabulary: int, setting: Setting) -> Ca
     return Case(
         "loss", f"T {tokens} d {hidden} vocabulary {vocabulary}", leaves, [torch.ones((), device=setting.device)], sides,
         Work(once, flops), Work(2 * once, 2 * flops),
-        law=lambda *x: _load(REGISTRY["linear_cross_entropy"]["naive"])(*x)[0],
+        law=lambda *x: load(REGISTRY["linear_cross_entropy"]["naive"])(*x)[0],
         tolerance=0.03 if setting.dtype == torch.bfloat16 else 1e-4, skipped=skipped,
     )  # fmt: skip
 

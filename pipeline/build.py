@@ -189,15 +189,14 @@ def held(fusion: NativeFusion, is_frozen: Callable[[str], bool]) -> Iterator[Non
             router.e_score_correction_bias.copy_(bias)
 
 
-def check_frozen(config: RunConfig, fusion: nn.Module) -> None:
-    """UserError for a `stages.frozen` entry that matches no parameter."""
+def check_frozen(fusion: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -> None:
+    """UserError for an entry that matches no parameter; `frozen_by_key` holds the entries of each key of the recipe."""
     names = [name for name, _ in fusion.named_parameters()]
-    for stage in config.stages:
-        for entry in stage.frozen:
+    for key, entries in frozen_by_key.items():
+        for entry in entries:
             if not any(map(frozen([entry]), names)):
                 raise UserError(
-                    f"stages.{stage.name}.frozen: {entry!r} matches no parameter; "
-                    f"use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
+                    f"{key}: {entry!r} matches no parameter; use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
                 )
 
 

@@ -93,13 +93,15 @@ class Run:
 
     def series(self, key: str, event: str = "train") -> Series:
         """(steps, values) of a numeric key, finite values only."""
-        pairs = [(r["step"], r[key]) for r in self.events(event) if is_number(r.get(key))]
+        pairs = [(r["step"], r[key]) for r in self.events(event) if is_chartable(r.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def keys(self, prefix: str, event: str = "train") -> list[str]:
         """Numeric keys that start with `prefix`, in order of first appearance."""
         return list(
-            dict.fromkeys(k for r in self.events(event) for k, v in r.items() if k.startswith(prefix) and is_number(v))
+            dict.fromkeys(
+                k for r in self.events(event) for k, v in r.items() if k.startswith(prefix) and is_chartable(v)
+            )
         )
 
     def last(self, key: str, event: str = "train") -> float | None:
@@ -108,7 +110,7 @@ class Run:
         return values[-1] if values else None
 
 
-def is_number(value: Any) -> bool:
+def is_chartable(value: Any) -> bool:
     """True for finite ints and floats (bool excluded); what is beyond 1e100 is no measurement, and no chart can hold it."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
@@ -136,11 +138,11 @@ def write_report(run_dir: str | Path) -> Path:
     sections: list[Callable[[], str]] = [
         partial(evaluation_part, run),
         partial(heldout_part, run),
-        partial(chat_part, run, _image_source),
-        partial(samples_part, run, _image_source),
+        partial(chat_part, run, image_source),
+        partial(samples_part, run, image_source),
     ]
     sections += [partial(part, run) for part in (loss_part, text_part, data_part, inside_part, optimisation_part)]
-    sections += [partial(_diary_part, run), partial(_recipe_part, run)]
+    sections += [partial(diary_part, run), partial(recipe_part, run)]
     parts = [_drawn(section) for section in sections]
     title = str(run.facts.get("name", run.directory.resolve().name))
     page = (
@@ -172,7 +174,7 @@ def _cards(run: Run) -> str:
     if run.easy_vqa:
         final = run.easy_vqa[-1]
         cards.append((f"{100 * final['accuracy']:.1f} %", "easy-VQA test accuracy"))
-        if is_number(final.get("blind_accuracy")):
+        if is_chartable(final.get("blind_accuracy")):
             margin = final["accuracy"] - final["blind_accuracy"]
             cards.append(
                 (f"{100 * final['blind_accuracy']:.1f} %", f"the same, blind (seeing adds {100 * margin:+.1f})")
@@ -194,7 +196,8 @@ def _cards(run: Run) -> str:
     return f'<div class="cards">{boxes}</div>' if boxes else ""
 
 
-def _diary_part(run: Run) -> str:
+def diary_part(run: Run) -> str:
+    """The section of messages: evaluations, checkpoints, what the guard did."""
     entries = [r for r in run.records if isinstance(r.get("message"), str)]
     if not entries and not run.broken_lines:
         return ""
@@ -213,7 +216,8 @@ def _diary_part(run: Run) -> str:
     return f"<section><h2>Events</h2>{broken}{table}</section>"
 
 
-def _recipe_part(run: Run) -> str:
+def recipe_part(run: Run) -> str:
+    """The section that says how to run it again: versions and the resolved recipe."""
     if not run.recipe and not run.versions:
         return ""
     rows = "".join(
@@ -228,7 +232,7 @@ def _recipe_part(run: Run) -> str:
     return f"<section><h2>To run it again</h2>{recipe}{versions}</section>"
 
 
-def _image_source(run: Run, image: Any) -> str | None:
+def image_source(run: Run, image: Any) -> str | None:
     """A data URI for a sample's picture; None when it is missing or outside the run folder."""
     if not isinstance(image, str) or not image:
         return None
@@ -253,7 +257,7 @@ def _read_jsonl(path: Path) -> tuple[list[dict[str, Any]], int]:
         except (ValueError, RecursionError):
             broken += 1
             continue
-        if isinstance(record, dict) and is_number(record.get("step")):
+        if isinstance(record, dict) and is_chartable(record.get("step")):
             records.append(record)
         else:
             broken += 1
@@ -276,7 +280,7 @@ def _read_dict(path: Path) -> dict[str, Any]:
 
 def _read_samples(directory: Path) -> list[dict[str, Any]]:
     found = [_read_dict(path) for path in sorted((directory / "samples").glob("*.json"))]
-    return [r for r in found if is_number(r.get("step")) and isinstance(r.get("samples"), list)]
+    return [r for r in found if is_chartable(r.get("step")) and isinstance(r.get("samples"), list)]
 
 
 def _read_recipe(directory: Path) -> str:

@@ -54,7 +54,8 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _svg(figure: Figure, description: str) -> str:
+def to_svg(figure: Figure, description: str) -> str:
+    """The figure as inline SVG; `description` is what a screen reader says of it."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -66,7 +67,8 @@ def _svg(figure: Figure, description: str) -> str:
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(description)}" ', 1)
 
 
-def _axes(figure: Figure, *, xlabel: str, ylabel: str) -> Axes:
+def new_axes(figure: Figure, *, xlabel: str, ylabel: str) -> Axes:
+    """Axes in the style of every chart of a report."""
     axes = figure.add_subplot()
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -97,7 +99,7 @@ def line_chart(
     With `smoothing` a long raw curve is drawn pale and its moving average, over a fiftieth of it, on top. Non-finite values are left out.
     """
     figure = new_figure(*size)
-    axes = _axes(figure, xlabel="step", ylabel=ylabel)
+    axes = new_axes(figure, xlabel="step", ylabel=ylabel)
     for index, (label, (xs, ys)) in enumerate(series.items()):
         kept = [(x, y) for x, y in zip(xs, ys) if y is not None and math.isfinite(y) and (not log or y > 0)]
         if not kept:
@@ -126,7 +128,7 @@ def line_chart(
         axes.tick_params(which="both", axis="y", colors=MUTED, labelsize=8, length=0)
     if len(series) + len(levels or {}) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _svg(figure, description)
+    return to_svg(figure, description)
 
 
 def heat_map(
@@ -169,7 +171,7 @@ def heat_map(
         bar = figure.colorbar(image, ax=list(panels), fraction=0.03, pad=0.02)
         bar.outline.set_visible(False)
         bar.ax.tick_params(labelsize=7, colors=MUTED, length=0)
-    return _svg(figure, description)
+    return to_svg(figure, description)
 
 
 def _annotate(axes: Axes, image: AxesImage, values: Sequence[Sequence[float]]) -> None:

@@ -65,6 +65,13 @@ class Collected:
     lengths: list[int] = field(default_factory=list)
     """Tokens of all answers in work, finished or not: partial rollout favours short ones, so both are logged."""
 
+    def add_cost(self, more: Collected) -> None:
+        """Count what a further round took; its groups are not taken over."""
+        self.seconds += more.seconds
+        self.working_s += more.working_s
+        self.tokens += more.tokens
+        self.lengths += more.lengths
+
 
 class Collector:
     """Asks the engine; keeps what is unfinished between iterations."""

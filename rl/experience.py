@@ -168,7 +168,11 @@ def _record(config: RLConfig, seen: Experience, update: int, g: int) -> GroupRec
         )
         for n, trajectory in zip(range(start, end), group.trajectories)
     ]
-    shown = {"picture": problem.picture, "rendered": render_text(problem.description)}.get(entry.form)
+    shown = None
+    if entry.form == "picture":
+        shown = problem.picture
+    elif entry.form == "rendered":
+        shown = render_text(problem.description)
     return GroupRecord(
         update, entry.name, entry.form, problem.key, entry.difficulty, "".join(said), problem.target, answers, shown
     )

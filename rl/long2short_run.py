@@ -39,7 +39,7 @@ from earlyfusion.rl.long2short_dpo import (
 from earlyfusion.rl.long2short_heldout import Held, compared, fallen, look, read_held, table, write_held
 from earlyfusion.rl.long2short_report import write_report
 from earlyfusion.rl.long2short_samples import FILE, Answered, Sampler, Stopped
-from earlyfusion.rl.parts import _check_frozen, start_directory
+from earlyfusion.rl.parts import start_directory
 from earlyfusion.rl.recipe import RLConfig
 
 WIDTH = 100
@@ -70,7 +70,7 @@ class DpoRun:
         )
         self.start = self._start(resume)
         self.model = load_model(self.folder, self.runtime.device, torch.float32)
-        _check_frozen(config, self.model)
+        build.check_frozen(self.model, {"train.frozen": config.train.frozen})
         self.frozen = build.frozen(config.train.frozen)
         self.sampler = Sampler(config, self.model, self.tokenizer, self.out, self.folder, problems)
         self.optimizer = build.optimizer(config, self.model)  # type: ignore[arg-type]  # reads config.optim only

@@ -82,7 +82,7 @@ class Kit:
     ) -> None:  # fmt: skip
         self.config, self.runtime, self.tokenizer, self.model = config, runtime, tokenizer, model
         self.out, self.folder, self.checkpoints, self.start = out, folder, checkpoints, start
-        _check_frozen(config, model)
+        build.check_frozen(model, {"train.frozen": config.train.frozen})
         self.frozen = build.frozen(config.train.frozen)
         self.optimizer = build.optimizer(config, model)  # type: ignore[arg-type]  # reads config.optim only
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
@@ -350,16 +350,6 @@ class Kit:
             if thing is not None:
                 thing.close()
         self.runtime.close()
-
-
-def _check_frozen(config: RLConfig, model: NativeFusion) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    for entry in config.train.frozen:
-        if not any(map(build.frozen([entry]), names)):
-            raise UserError(
-                f"train.frozen: {entry!r} matches no parameter; use {', '.join(build.FROZEN_ROOMS)} or a pattern like "
-                f"{names[0]!r}"
-            )
 
 
 def plan(config: RLConfig) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.pipeline.report import STYLE as HOUSE_STYLE
-from earlyfusion.pipeline.report import Run, _diary_part, _image_source, _recipe_part, read_run
+from earlyfusion.pipeline.report import Run, diary_part, image_source, read_run, recipe_part
 from earlyfusion.pipeline.report_charts import Series, line_chart
 from earlyfusion.pipeline.track import duration
 from earlyfusion.rl.live import PHASES
@@ -66,10 +66,10 @@ def write_rl_report(out: str | Path, *, each: int = 3) -> Path:
     measured, rollouts = read_measured(run.directory), read_rollouts(run.directory)
     options = task_options(run.recipe)
     redrawn = lambda record: None if (picture := redraw(record, options)) is None else data_uri(picture)
-    logged = lambda record: _image_source(run, record.get("image")) or redrawn(record)
+    logged = lambda record: image_source(run, record.get("image")) or redrawn(record)
     gallery = gallery_part(rollouts, measured, logged=logged, redrawn=redrawn, each=each)
     parts = [rewards_part(run), measured_part(measured), answers_part(run), time_part(run), gallery]
-    parts += [_diary_part(run), _recipe_part(run)]
+    parts += [diary_part(run), recipe_part(run)]
     title = html.escape(str(run.facts.get("name", run.directory.resolve().name)))
     facts = [f"{key.replace('_', ' ')}: {value}" for key, value in run.facts.items() if key != "name"]
     subtitle = html.escape(" · ".join(facts) or "Reinforcement learning run")

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from earlyfusion.pipeline.report import is_number
+from earlyfusion.pipeline.report import is_chartable
 from earlyfusion.rl.report_measured import Pair, Record, by_label, pairs_by_label
 
 Picture = Callable[[Mapping[str, Any]], str | None]
@@ -105,13 +105,13 @@ def later_half(groups: Sequence[Record]) -> list[Record]:
 
 def mean_score(group: Record) -> float:
     """Mean score of a group's answers, 0 when none has one."""
-    scores = [answer["score"] for answer in _answers(group) if is_number(answer.get("score"))]
+    scores = [answer["score"] for answer in _answers(group) if is_chartable(answer.get("score"))]
     return sum(scores) / len(scores) if scores else 0.0
 
 
 def spread(group: Record) -> float:
     """Variance of a group's rewards: how much it has to teach."""
-    rewards = [answer["reward"] for answer in _answers(group) if is_number(answer.get("reward"))]
+    rewards = [answer["reward"] for answer in _answers(group) if is_chartable(answer.get("reward"))]
     centre = sum(rewards) / len(rewards) if rewards else 0.0
     return sum((reward - centre) ** 2 for reward in rewards) / max(1, len(rewards))
 
@@ -166,7 +166,7 @@ def _group_card(group: Record, picture: Picture) -> str:
     for answer in _answers(group):
         line = tuple(answer.get(key) for key in ("text", "score", "reward", "advantage", "finish", "status"))
         rows[line] = rows.get(line, 0) + 1
-    ordered = sorted(rows.items(), key=lambda item: -(item[0][3] if is_number(item[0][3]) else 0.0))
+    ordered = sorted(rows.items(), key=lambda item: -(item[0][3] if is_chartable(item[0][3]) else 0.0))
     lines = "".join(_answer_row(line, count) for line, count in ordered[:LINES])
     more = f'<div class="q">{len(ordered) - LINES} more</div>' if len(ordered) > LINES else ""
     head = "<tr><th>answer</th><th>n</th><th>score</th><th>reward</th><th>adv.</th></tr>"
@@ -180,11 +180,17 @@ def _group_card(group: Record, picture: Picture) -> str:
 
 def _answer_row(line: tuple[Any, ...], count: int) -> str:
     text, score, reward, advantage, finish, status = line
-    tone = "good" if is_number(advantage) and advantage > 0 else "bad" if is_number(advantage) and advantage < 0 else ""
+    tone = (
+        "good"
+        if is_chartable(advantage) and advantage > 0
+        else "bad"
+        if is_chartable(advantage) and advantage < 0
+        else ""
+    )
     notes = [str(note) for note, usual in ((finish, "stop"), (status, "ok")) if note not in (usual, None)]
     aside = f' <span class="q">({show(", ".join(notes))})</span>' if notes else ""
     numbers = "".join(
-        f"<td>{value:{form}}</td>" if is_number(value) else "<td>–</td>"
+        f"<td>{value:{form}}</td>" if is_chartable(value) else "<td>–</td>"
         for value, form in ((score, ".2f"), (reward, ".2f"), (advantage, "+.2f"))
     )
     brief, whole = _folded(str(text or ""), 5)
@@ -219,7 +225,7 @@ def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 def _chance(record: Record) -> float:
     value = record.get("p_target")
-    return float(value) if is_number(value) else 0.0  # type: ignore[arg-type]
+    return float(value) if is_chartable(value) else 0.0  # type: ignore[arg-type]
 
 
 def _changed_sorts(pairs: Sequence[Pair], picture: Picture, each: int) -> str:

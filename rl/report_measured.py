@@ -23,7 +23,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.eval.compare_text import p_text
 from earlyfusion.eval.statistics_design import holm
 from earlyfusion.eval.statistics_paired import Estimate, clustered_estimate, sign_flip_p
-from earlyfusion.pipeline.report import is_number
+from earlyfusion.pipeline.report import is_chartable
 from earlyfusion.pipeline.report_charts import Series, line_chart
 from earlyfusion.rl.tasks.problem import THOUGHT_CUE, Task
 from earlyfusion.rl.tasks.registry import make_task
@@ -53,7 +53,7 @@ def _record(line: str) -> Record | None:
         record = json.loads(line)
     except ValueError:
         return None
-    good = isinstance(record, dict) and isinstance(record.get("key"), str) and is_number(record.get("score"))
+    good = isinstance(record, dict) and isinstance(record.get("key"), str) and is_chartable(record.get("score"))
     return record if good else None
 
 
@@ -147,7 +147,7 @@ def change(label: str, pairs: Sequence[Pair]) -> Change:
 
 
 def _best(record: Record) -> float:
-    scores = [score for score in record.get("sampled") or () if is_number(score)]
+    scores = [score for score in record.get("sampled") or () if is_chartable(score)]
     return max(scores) if scores else math.nan
 
 

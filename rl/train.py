@@ -143,9 +143,7 @@ class Reinforcement:
             groups = [seen.groups[i] for i in kept] + more.groups
             scored = [s for i in kept for s in seen.scored[slice(*seen.bounds[i])]] + fresh
             seen = experience(config, groups, scored, update, self.budgets)
-            for name in ("seconds", "working_s", "tokens"):
-                setattr(collected, name, getattr(collected, name) + getattr(more, name))
-            collected.lengths += more.lengths
+            collected.add_cost(more)
         return collected, seen, score_s
 
     def _learn(self, seen: Experience) -> dict[str, Any]:

@@ -372,7 +372,7 @@ def prefers_torch(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> bool:
     """Whether torch's variable-length kernel runs this: no gradient is asked for (its backward adds up with atomics, so two
     runs would differ), half precision, equal dims of a multiple of 8, which it does not pad."""
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_TGD, v_TGV))
-    return not trains and q_THD.shape[-1] == v_TGV.shape[-1] and varlen._varlen_available(q_THD, v_TGV)
+    return not trains and q_THD.shape[-1] == v_TGV.shape[-1] and varlen.varlen_available(q_THD, v_TGV)
 
 
 def attention(

@@ -197,7 +197,8 @@ class _BucketedAttention(torch.autograd.Function):
 # ---- CUDA ----
 
 
-def _varlen_available(q_THD: Tensor, v_TGV: Tensor) -> bool:
+def varlen_available(q_THD: Tensor, v_TGV: Tensor) -> bool:
+    """Whether torch's own variable-length attention takes these tensors."""
     if _varlen is None or q_THD.device.type != "cuda" or q_THD.dtype not in (torch.bfloat16, torch.float16):
         return False
     width = max(q_THD.shape[-1], v_TGV.shape[-1])
@@ -248,7 +249,7 @@ def attention(
     check_attention(q_THD, k_TGD, v_TGV, segments)
     dtype = compute_dtype(q_THD, k_TGD, v_TGV)
     q_THD, k_TGD, v_TGV = q_THD.to(dtype), k_TGD.to(dtype), v_TGV.to(dtype)
-    if _varlen_available(q_THD, v_TGV):
+    if varlen_available(q_THD, v_TGV):
         o_THV, lse_TH = _varlen_attention(q_THD, k_TGD, v_TGV, segments, causal, scale)
     else:
         o_THV, lse_TH = _BucketedAttention.apply(q_THD, k_TGD, v_TGV, segments, causal, scale)

@@ -183,7 +183,7 @@ def _edge_backward(
     return dtaps_RC.view(taps_NCW1.shape[0], -1, channels).transpose(1, 2).to(taps_NCW1.dtype)
 
 
-def _final_taps(x_TC: Tensor, taps_NCW1: Tensor | None, segments: Segments, width: int) -> Tensor:
+def final_taps(x_TC: Tensor, taps_NCW1: Tensor | None, segments: Segments, width: int) -> Tensor:
     """The last W - 1 inputs of every document, [N, C, W - 1], oldest first."""
     rows, inside, tap = [], [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
@@ -235,5 +235,5 @@ def short_conv(
             "expected [C, W] with C channels of x and W >= 2 taps"
         )
     y_TC = _ShortConv.apply(x_TC, weight_CW, initial_taps_NCW1, segments, _block_rows(x_TC))
-    taps = _final_taps(x_TC, initial_taps_NCW1, segments, weight_CW.shape[1]) if output_taps else None
+    taps = final_taps(x_TC, initial_taps_NCW1, segments, weight_CW.shape[1]) if output_taps else None
     return y_TC, taps

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.conv import _final_taps as final_taps
+from earlyfusion.kernels.kda.conv import final_taps
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import Segments, check_packed
 from earlyfusion.kernels.triton_support import check_floats, check_no_nan, check_shape, require_triton

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.pipeline.report_charts import COLOURS, GRID, INK, MUTED, _axes, _svg, new_figure
+from earlyfusion.pipeline.report_charts import COLOURS, GRID, INK, MUTED, new_axes, new_figure, to_svg
 
 GOOD, BAD = "#1f8a5f", "#c0392b"
 
@@ -18,7 +18,7 @@ def dots(rows: Sequence[Mapping[str, Any]], description: str, xlabel: str) -> st
     A row has name, value, low, high, clear and per_seed (start -> run -> difference), all in points.
     """
     figure = new_figure(8.6, 0.42 * len(rows) + 1.0)
-    axes = _axes(figure, xlabel=xlabel, ylabel="")
+    axes = new_axes(figure, xlabel=xlabel, ylabel="")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.grid(axis="y", visible=False)
     for place, row in enumerate(rows):
@@ -34,4 +34,4 @@ def dots(rows: Sequence[Mapping[str, Any]], description: str, xlabel: str) -> st
     axes.axvline(0, color=MUTED, linewidth=1.0)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)], fontsize=8, color=INK)
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    return _svg(figure, description)
+    return to_svg(figure, description)

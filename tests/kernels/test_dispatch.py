@@ -17,9 +17,9 @@ def _unset(monkeypatch):
 def test_every_registered_backend_exists_and_takes_the_arguments_of_the_definition(op):
     entries = dispatch.REGISTRY[op]
     assert "naive" in entries, "every operation has a definition"
-    law = list(inspect.signature(dispatch._load(entries["naive"])).parameters.values())
+    law = list(inspect.signature(dispatch.load(entries["naive"])).parameters.values())
     for path in entries.values():
-        given = inspect.signature(dispatch._load(path)).parameters
+        given = inspect.signature(dispatch.load(path)).parameters
         names = [p.name for p in law if p.kind is not p.KEYWORD_ONLY]
         assert list(given)[: len(names)] == names, path
         assert {p.name for p in law} <= set(given), path

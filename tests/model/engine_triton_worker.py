@@ -70,7 +70,7 @@ def main(path: str) -> None:
     for name, shape in CASES.items():
         net, called = model(1, **shape), set()
         plain = facts(engine(net, "torch").generate(requests()))
-        load, decode = dispatch._load, ring_slots.decode
+        load, decode = dispatch.load, ring_slots.decode
 
         def watched(where, load=load, called=called):
             called.add(where.removeprefix("earlyfusion.kernels."))
@@ -80,9 +80,9 @@ def main(path: str) -> None:
             called.add("kda.decode:decode")
             return decode(*arguments, **named)
 
-        dispatch._load, ring_slots.decode = watched, watched_decode
+        dispatch.load, ring_slots.decode = watched, watched_decode
         kernels = facts(engine(net, "triton").generate(requests()))
-        dispatch._load, ring_slots.decode = load, decode
+        dispatch.load, ring_slots.decode = load, decode
         results[name] = {
             "torch": plain,
             "triton": kernels,

@@ -55,8 +55,8 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
     """Loss, per-token losses and log-probabilities, all gradients, and the implementations that were called."""
     os.environ[dispatch.ENVIRONMENT] = backend
     called: set[str] = set()
-    load, seed = dispatch._load, case.get("seed", 0)
-    dispatch._load = _watched(load, called)  # type: ignore[assignment]
+    load, seed = dispatch.load, case.get("seed", 0)
+    dispatch.load = _watched(load, called)  # type: ignore[assignment]
     config = tiny_fusion(**case["text"])
     model = build(config, seed).train()
     model.decoder.recompute = case.get("recompute", False)
@@ -71,7 +71,7 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
             logp_T, entropy_T = model.token_log_probs(batch, temperature=0.7)
         (out.loss_sum - logp_T.square().sum()).backward()
     finally:
-        dispatch._load = load
+        dispatch.load = load
     values = {"loss": out.loss_sum.detach(), "nll": out.nll_T, "logp": logp_T.detach(), "entropy": entropy_T}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"values": values, "gradients": gradients, "called": called}
