@@ -101,28 +101,6 @@ def generate(
     return [done.text for done in engine.generate(_requests(prompts, params))]
 
 
-def generate_ids(
-    model: NativeFusion,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop_ids: Iterable[int] = (),
-    silent_ids: Iterable[int] = (),
-) -> list[list[int]]:
-    """New token ids of every prompt, without the stop token. `silent_ids` (and the image placeholder) never appear."""
-    stops = frozenset(stop_ids)
-    banned = tuple(set(silent_ids) - stops)
-    params = SamplingParams(
-        max_new_tokens, temperature, top_p, seed=seed, stop_ids=tuple(stops), banned_ids=banned, ignore_eos=True
-    )
-    engine = engine_for(model, None, prompts, max_new_tokens)
-    answers = [done.ids for done in engine.generate(_requests(prompts, params))]
-    return [ids[:-1] if ids and ids[-1] in stops else ids for ids in answers]
-
-
 def engine_for(
     model: NativeFusion, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int, most_slots: int = MOST_SLOTS
 ) -> Engine:

@@ -5,7 +5,7 @@ from collections import Counter
 import easy_vqa as package
 import pytest
 import torch
-from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.encode import encode
@@ -16,7 +16,7 @@ from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.eval import easy_vqa
 from earlyfusion.eval.easy_vqa import ANSWERS, _Exam, evaluate_easy_vqa, majority_answers, questions_of
 from earlyfusion.eval.scoring import Score
-from earlyfusion.model.generate import generate_ids, pack_prompts
+from earlyfusion.model.generate import pack_prompts
 
 
 @pytest.fixture(scope="module")

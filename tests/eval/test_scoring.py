@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
 from earlyfusion.eval.scoring import Asked, score_answers
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.generate import Row, generate_ids
+from earlyfusion.model.generate import Row
 from earlyfusion.vision.patches import prepare_image
 
 LIKELIHOOD = 2e-4  # fp32 sums of a few log-probabilities, packed against alone

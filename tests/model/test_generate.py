@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
 from earlyfusion.data.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.generate import generate, generate_ids, pack_prompts
+from earlyfusion.model.generate import generate, pack_prompts
 
 TOKENS = 12
 

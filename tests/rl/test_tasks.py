@@ -13,7 +13,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.synth.words import vocabulary
 from earlyfusion.rl.tasks.problem import Problem, Task, TaskError
-from earlyfusion.rl.tasks.registry import PROCEDURAL, TASKS, make_task, mixture
+from earlyfusion.rl.tasks.registry import PROCEDURAL, TASKS, make_task
 from earlyfusion.rl.tasks.text_math import TextMath
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -169,7 +169,6 @@ def test_bad_arguments_are_one_line_errors():
         (lambda: task.sample(0, "train", {"least": 99}), "widen the knobs"),
         (lambda: problem.prompt("image"), "prompt form"),
         (lambda: make_task("ocr").reward(problem, "x"), "asked to judge"),
-        (lambda: list(mixture({"maze": 0.0}, count=1, seed=0)), "positive sum"),
     ]
     for call, words in cases:
         with pytest.raises(TaskError, match=words) as caught:
@@ -181,15 +180,6 @@ def test_knobs_change_what_is_asked():
     problem = make_task("maze").sample(0, "train", {"rows": 6, "columns": 2})
     assert problem.description.startswith("maze of 6 rows and 2 columns")
     assert make_task("maze").sample(0, "train", {}).meta["knobs"] == make_task("maze").levels[0]
-
-
-def test_a_mixture_draws_by_weight_and_repeats_itself():
-    weights = {"arithmetic": 3.0, "odd_one_out": 1.0}
-    drawn = [problem.key for _, problem in mixture(weights, count=200, seed=1, difficulty={"arithmetic": 1})]
-    assert drawn == [problem.key for _, problem in mixture(weights, count=200, seed=1, difficulty={"arithmetic": 1})]
-    share = sum(key.startswith("arithmetic/train/1/") for key in drawn) / 200
-    assert 0.65 < share < 0.85
-    assert drawn != [problem.key for _, problem in mixture(weights, count=200, seed=2)]
 
 
 def test_any_jsonl_gives_word_problems(tmp_path):
