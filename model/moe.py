@@ -159,8 +159,8 @@ def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, sli
 class MixtureOfExperts(Fp32State):
     """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule, `histogram` [E, B].
 
-    Counts are non-persistent fp32 buffers that start at zero after every `update_router_biases`. (A layer recomputed by
-    activation checkpointing counts every token twice, which neither rule notices.)
+    Counts are non-persistent fp32 buffers that start at zero after every `update_router_biases`.
+    (A layer recomputed by activation checkpointing counts every token twice, which neither rule notices.)
     """
 
     load: Tensor

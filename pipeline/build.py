@@ -190,14 +190,13 @@ def held(fusion: NativeFusion, is_frozen: Callable[[str], bool]) -> Iterator[Non
 
 
 def check_frozen(fusion: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -> None:
-    """UserError for an entry that matches no parameter; `frozen_by_key` holds the entries of each key of the recipe."""
+    """UserError for an entry that matches no parameter. frozen_by_key: the recipe's key -> its entries."""
     names = [name for name, _ in fusion.named_parameters()]
+    known = f"use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
     for key, entries in frozen_by_key.items():
         for entry in entries:
             if not any(map(frozen([entry]), names)):
-                raise UserError(
-                    f"{key}: {entry!r} matches no parameter; use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
-                )
+                raise UserError(f"{key}: {entry!r} matches no parameter; {known}")
 
 
 class Costs:

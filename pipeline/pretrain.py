@@ -57,7 +57,7 @@ class Pretraining:
 
         self.fusion = self._build_model()
         self.fusion.decoder.recompute = config.train.recompute
-        build.check_frozen(self.fusion, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
+        build.check_frozen(self.fusion, {f"stages.{one.name}.frozen": one.frozen for one in config.stages})
         self.model = runtime.prepare_model(self.fusion)
         self.optimizer = build.optimizer(config, self.fusion)
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)

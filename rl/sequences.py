@@ -103,8 +103,8 @@ def spread(values_N: Tensor, segments: Segments) -> Tensor:
 class Totals(NamedTuple):
     """What a batch is divided by, 0-d float64: trained tokens, and responses with at least one of them.
 
-    A batch may be worked off in pieces, on several ranks: add up the totals of all pieces first (over ranks by an
-    all-reduce), hand them to every piece, and the pieces' losses and gradients sum to those of the whole batch.
+    A batch may be worked off in pieces, on several ranks: add up the totals of all pieces first (over
+    ranks by an all-reduce), hand them to every piece, and the pieces' losses and gradients sum to those of the whole batch.
     """
 
     tokens: Tensor

@@ -328,7 +328,8 @@ def test_a_run_is_never_written_over(folder, tmp_path):
 
 def test_rollouts_are_logged_with_their_pictures(folder, tmp_path, monkeypatch):
     """No prompt here is text drawn as a picture, so none is drawn for the log."""
-    monkeypatch.setattr("earlyfusion.rl.experience.render_text", lambda text: pytest.fail("drew what nobody was shown"))
+    drawn = lambda text: pytest.fail("drew what nobody was shown")
+    monkeypatch.setattr("earlyfusion.rl.experience.render_text", drawn)
     assert run(folder, tmp_path / "run", train={"updates": 1}, log={"groups": 4}) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 4
