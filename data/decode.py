@@ -131,7 +131,8 @@ def _check_pixels(size: tuple[int, int], where: str, limit: int) -> None:
     width, height = size
     if width * height > limit:
         raise BadSample(
-            f"{where}: {width} x {height} pixels, more than {limit}; raise data.decode.max_pixels or leave it out",
+            f"{where}: {width} x {height} pixels, more than {limit}; raise data.decode.max_pixels (prepare: --max-pixels) or leave "
+            "it out",
             "pixel_limit",
         )
 

@@ -9,6 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 VIDEO_BACKENDS = ("decord", "pyav", "torchcodec")
 
 
+MOST_PIXELS = 178_956_970
+"""What Pillow itself refuses to go beyond."""
+
+
 class DecodeConfig(BaseModel):
     """Decoding of pictures and videos. A file over a limit is a BadSample, told from its header where it can be."""
 
@@ -19,7 +23,7 @@ class DecodeConfig(BaseModel):
     decodes in full and resizes with Pillow, at about a third of the speed (the difference: tests/data/test_decode.py)."""
     jpeg_gap: float = Field(2.0, ge=1)
     """The fast path lets libjpeg shrink a JPEG by 2, 4 or 8 as long as this many times the final size is left."""
-    max_pixels: int = Field(50_000_000, ge=1, le=178_956_970)
+    max_pixels: int = Field(50_000_000, ge=1, le=MOST_PIXELS)
     """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP), so the default
     stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a progressive one as stored, since
     libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""

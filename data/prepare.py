@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from earlyfusion.data import prepare_inputs
+from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, one_line
 from earlyfusion.data.formats import BUILDERS
 from earlyfusion.data.order import digest64
@@ -89,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--limit", type=int, metavar="N", help="only the first N items")
     made.add_argument("--tokenizer", metavar="PATH", help="tokenizer that counts; without one the embedded one")
     made.add_argument("--vision", choices=sorted(PRESETS), default="moonvit_v2", help="patch rule that counts")
+    made.add_argument(
+        "--max-pixels",
+        type=int,
+        default=DecodeConfig().max_pixels,
+        metavar="N",
+        help="most pixels of a picture, as data.decode.max_pixels of the recipe that trains on it",
+    )
     made.add_argument("--overwrite", action="store_true", help="delete what another preparation left in --out")
     return made
 
@@ -104,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("workers", "shard_mb", "shard_samples"):
         if getattr(args, name) <= 0:
             raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a number above 0")
+    if not 1 <= args.max_pixels <= MOST_PIXELS:
+        raise DataError(f"--max-pixels {args.max_pixels}: expected 1 to {MOST_PIXELS}")
     job = Job(
         args.source,
         InputOptions(args.image_field, args.text_field, args.split, args.question_field, args.answer_field),
@@ -112,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.dedup,
         args.tokenizer,
         args.vision,
+        args.max_pixels,
     )
     try:
         found = open_input(job.source, job.input)
@@ -121,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise DataError(f"{job.source}: cannot be opened ({type(error).__name__}: {one_line(error)})") from error
     items = min(len(found), args.limit) if args.limit is not None else len(found)
     identity = digest64(
-        *(_LAYOUT, found.fingerprint(), items, job.input, job.format, job.check, job.dedup, job.vision),
+        *(_LAYOUT, found.fingerprint(), items, job.input, job.format, job.check, job.dedup, job.vision, job.max_pixels),
         *(open_tokenizer(job.tokenizer).hash, args.shard_mb, args.shard_samples),
     )
     with _owned(args.out, f"{identity:016x}", args.overwrite):

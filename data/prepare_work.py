@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, one_sample
 from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, Group, build, describe, ending
@@ -35,6 +36,7 @@ class Job:
     dedup: str = "sample"
     tokenizer: str | None = None
     vision: str = "moonvit_v2"
+    max_pixels: int = DecodeConfig().max_pixels
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Worker:
         self.options = ShardsOptions.model_validate({"format": job.format if job.format != "auto" else self.input.form})
         self.tokenizer = open_tokenizer(job.tokenizer)
         self.vision = VisionConfig.preset(job.vision)
+        self.decode = DecodeConfig(max_pixels=job.max_pixels)
 
     def outcomes(self, start: int, stop: int) -> list[Outcome]:
         """Items [start, stop)."""
@@ -122,7 +125,7 @@ class Worker:
         segments = build(group, self.options)
         made.media = len(group.all((*PICTURES, *VIDEOS)))
         if self.job.check == "full":
-            document = encode(Sample(segments, "item", made.origin), self.tokenizer, self.vision)
+            document = encode(Sample(segments, "item", made.origin), self.tokenizer, self.vision, decode=self.decode)
             made.tokens, made.patches = len(document), document.num_patches
         else:
             for segment in segments:

@@ -259,7 +259,9 @@ def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
             if isinstance(step, list):
                 waiting += step
             elif isinstance(step, Mapping):
-                content, pattern = step.get("content"), step.get("pattern")
+                content, pattern, front = step.get("content"), step.get("pattern"), step.get("prepend")
+                if isinstance(front, str):  # at most what it adds to a text of one letter
+                    growth *= 1 + len(front)
                 if isinstance(content, str):
                     literal = pattern.get("String") if isinstance(pattern, Mapping) else None
                     growth *= max(1.0, len(content) / (len(literal) if isinstance(literal, str) and literal else 1))

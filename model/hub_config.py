@@ -81,7 +81,7 @@ def load_config(directory: str | Path) -> FusionConfig:
         if raw.get("model_type") != MODEL_TYPE:
             raise ModelDirectoryError(
                 f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
-                "convert foreign checkpoints with `earlyfusion import`"
+                "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
             )
         text, vision = dict(raw["text_config"]), dict(raw["vision_config"])
         text.pop("model_type", None)

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from earlyfusion.data.prepare_write import sha256_of
-from earlyfusion.pipeline.compose import refused_on_resume
+from earlyfusion.pipeline.compose import explain_refusal, refused_on_resume
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 from earlyfusion.pipeline.statefile import fsync, load_tree, save_tree, tree_bytes, write_text
@@ -345,10 +345,8 @@ def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
             f"cannot resume {path}: the tokenizer differs from the one it was trained with (same size, other tokens); "
             "give the same tokenizer.path, or start another run (run.out)"
         )
-    changes = refused_on_resume(run["recipe"], facts.recipe)
-    if changes:
-        shown = "; ".join(map(str, changes[:6])) + (f"; and {len(changes) - 6} more" if len(changes) > 6 else "")
+    if changes := refused_on_resume(run["recipe"], facts.recipe):
         raise UserError(
-            f"cannot resume {path}: the recipe changed ({shown}); put these back, "
+            f"cannot resume {path}: {explain_refusal(changes)}, "
             "or start another run with run.init_from and another run.out"
         )

@@ -293,6 +293,15 @@ def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Ch
     ]
 
 
+def explain_refusal(changes: Sequence[Change]) -> str:
+    """What `refused_on_resume` found and what to do, in one line; at most six changes are named."""
+    shown = "; ".join(map(str, changes[:6])) + (f"; and {len(changes) - 6} more" if len(changes) > 6 else "")
+    told = f"the recipe changed ({shown}); put these back"
+    if any(Change.missing in (change.old, change.new) for change in changes):
+        told += " (a key you did not touch is another version's of earlyfusion: go on with the one that saved it)"
+    return told
+
+
 def _same_place(change: Change) -> bool:
     """Whether a path is only written in another way: recipe.toml of a run holds it from the root."""
     named = change.key.endswith(".path") and isinstance(change.old, str) and isinstance(change.new, str)

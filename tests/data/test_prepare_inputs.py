@@ -160,6 +160,20 @@ def test_real_photographs(tmp_path):
         assert np.array_equal(np.asarray(stored), np.asarray(own))
 
 
+def test_pictures_above_the_limit_are_left_out_and_the_limit_can_be_set(tmp_path):
+    root = tmp_path / "set"
+    root.mkdir()
+    for name, side in (("large", 24), ("small", 12)):
+        PILImage.new("RGB", (side, side)).save(root / f"{name}.png")
+        (root / f"{name}.txt").write_text(name)
+    assert prepare(tmp_path, root)["samples"] == 2
+    assert prepare(tmp_path, root, "limited", "--max-pixels", 300)["skipped"] == {"pixel_limit": 1}
+    (left_out,) = skipped(tmp_path / "limited")
+    assert left_out["from"] == "large" and "(prepare: --max-pixels)" in left_out["message"]
+    with pytest.raises(DataError, match="--max-pixels 0: expected 1 to"):
+        prepare(tmp_path, root, "none", "--max-pixels", 0)
+
+
 @pytest.fixture
 def three(tmp_path):
     """Three pictures in a folder."""

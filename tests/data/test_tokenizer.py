@@ -158,6 +158,10 @@ def test_held_out_topics_are_not_in_the_tokenizer_corpus():
             lambda tree: {**tree, "normalizer": {"type": "Sequence", "normalizers": 40 * [DOUBLE]}},
             "times as long; not used",
         ),
+        (
+            lambda tree: {**tree, "normalizer": {"type": "Sequence", "normalizers": [FRONT, LONGER]}},
+            "times as long; not used",
+        ),
         (lambda tree: {**tree, "added_tokens": [{"id": -1}]}, "not a tokenizers file"),
     ],
 )
@@ -177,3 +181,5 @@ def test_a_tokenizer_config_that_is_none_is_one_line(tmp_path, tokenizer, conten
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+FRONT = {"type": "Prepend", "prepend": "a" * 1_000}
+LONGER = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1_000}

@@ -320,7 +320,8 @@ def test_unknown_and_impossible_configuration_keys_are_named(saved):
     change_config(saved, "text_config", "hiden_size", 3)
     assert "hiden_size" in complaint(saved)
     change_config(saved, "", "model_type", "llama")
-    assert "'llama'" in complaint(saved)
+    told = complaint(saved)
+    assert "'llama'" in told and "earlyfusion import" not in told, "no verb is named that does not exist"
 
 
 def test_an_index_cannot_point_outside_its_directory(saved):

@@ -1,5 +1,6 @@
 """Recipes: composition, overrides, kind errors, a render that reads back, what a resume may change."""
 
+import copy
 import math
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from earlyfusion.pipeline.compose import (
     compose,
     diff,
     dump,
+    explain_refusal,
     load_config,
     merge,
     parse_literal,
@@ -278,6 +280,17 @@ def test_diff_names_every_changed_key_and_resume_refuses_only_those_that_matter(
     assert [c.key for c in diff(old, new)] == ["checkpoint.keep", "optim.lr", "run.out", "stages.1.steps"]
     assert [str(c) for c in refused_on_resume(old, new)] == ["optim.lr: 0.002 -> 0.0001"]
     assert diff(old, old) == []
+
+
+def test_a_resume_over_keys_of_another_version_says_so(base):
+    """Keys that one version knows and the other does not cannot be put back."""
+    new = dump(load_config([base]))
+    old = copy.deepcopy(new)
+    del old["train"]["recompute"]
+    old["train"]["compile"] = False
+    told = explain_refusal(refused_on_resume(old, new))
+    assert "train.recompute: '(absent)' -> False" in told and "another version's of earlyfusion" in told
+    assert explain_refusal(diff({"a": 1}, {"a": 2})) == "the recipe changed (a: 1 -> 2); put these back"
 
 
 def test_only_the_last_stage_may_grow_and_none_may_shrink(base):
