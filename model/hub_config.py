@@ -86,6 +86,9 @@ def load_config(directory: str | Path) -> FusionConfig:
         text, vision = dict(raw["text_config"]), dict(raw["vision_config"])
         text.pop("model_type", None)
         vision.pop("model_type", None)
+        if "projector_ln_eps" not in vision and vision.get("projector") == "v2" and "norm_eps" in vision:
+            # Directories from before this key: their projector was trained with the tower's eps.
+            vision["projector_ln_eps"] = vision["norm_eps"]
         return FusionConfig(text=text, vision=vision, media_token_id=raw["media_placeholder_token_id"])  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]

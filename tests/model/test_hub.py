@@ -324,6 +324,19 @@ def test_unknown_and_impossible_configuration_keys_are_named(saved):
     assert "'llama'" in told and "earlyfusion import" not in told, "no verb is named that does not exist"
 
 
+def test_a_directory_from_before_the_projectors_own_eps_keeps_the_one_it_was_trained_with(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["vision_config"] |= {"projector": "v2", "norm_eps": 2**-7, "projector_ln_eps": 1e-5}
+    (saved / "config.json").write_text(json.dumps(config))
+    assert load_config(saved).vision.projector_ln_eps == 1e-5
+    del config["vision_config"]["projector_ln_eps"]
+    (saved / "config.json").write_text(json.dumps(config))
+    assert load_config(saved).vision.projector_ln_eps == 2**-7
+    config["vision_config"]["projector"] = "v1"  # its norm had 1e-5 in every version
+    (saved / "config.json").write_text(json.dumps(config))
+    assert load_config(saved).vision.projector_ln_eps == 1e-5
+
+
 def test_an_index_cannot_point_outside_its_directory(saved):
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../../etc/passwd"}}))
     assert "plain file names" in complaint(saved)
