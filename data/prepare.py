@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     """The options of the verb."""
     made = argparse.ArgumentParser(
         prog="earlyfusion prepare",
-        description="Turn a folder, .jsonl, .json, .csv, .parquet, dataset on disk, or shards into indexed shards.",
+        description="Turn files, tables, datasets on disk or shards into indexed shards.",
         epilog=f"what is read\n\n{(prepare_inputs.__doc__ or '').partition('.')[2].strip()}",
         formatter_class=_Help,
     )

@@ -80,16 +80,32 @@ def test_a_worker_killed_while_it_sends_is_told_at_once(loader, mix):
         one.next_step()
 
 
+SLOW_DISK = """
+import pathlib, time
+read_bytes = pathlib.Path.read_bytes
+def slow(path):
+    while path.name == "endless.png" and path.exists():
+        time.sleep(0.05)
+    return read_bytes(path)
+pathlib.Path.read_bytes = slow
+"""
+
+
 @pytest.fixture
-def stuck(tmp_path):
-    """A folder whose eighth line names a picture that cannot be read to its end (a pipe nobody writes to)."""
-    os.mkfifo(tmp_path / "endless.png")
+def stuck(tmp_path, tmp_path_factory, monkeypatch):
+    """A folder whose eighth line names a picture that is never read to its end, as from a disk that does not answer; here
+    and in the processes that are started here."""
+    start = tmp_path_factory.mktemp("start")
+    (start / "sitecustomize.py").write_text(SLOW_DISK)
+    monkeypatch.setenv("PYTHONPATH", str(start), prepend=os.pathsep)
+    monkeypatch.setattr(Path, "read_bytes", Path.read_bytes)  # for the way back
+    exec(SLOW_DISK, {})
+    (tmp_path / "endless.png").write_bytes(b"a picture")
     lines = [json.dumps({"text": f"line {i} of text"}) for i in range(40)]
     lines[7] = '{"text": "never ends", "image": "endless.png"}'
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     yield tmp_path
-    with contextlib.suppress(OSError):  # let a thread that still reads go
-        os.close(os.open(tmp_path / "endless.png", os.O_WRONLY | os.O_NONBLOCK))
+    (tmp_path / "endless.png").unlink()  # lets a thread that still reads go
 
 
 def stuck_config(path, **settings):

@@ -65,7 +65,7 @@ def test_sampling_follows_the_seed(directory, capsys):
         (["--image", "{}/torn.png"], "cannot be decoded"),
         (["--image", "{}"], "cannot be read"),
         ([], "nothing to continue"),
-        (["--prompt", "x", "--model", "{}"], "not a model directory"),
+        (["--prompt", "x", "--model", "{}/.."], "not a model directory"),
         (["--prompt", "x", "--top-p", "7"], "top_p=7.0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--device", "abacus"], "--device abacus"),

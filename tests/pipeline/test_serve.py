@@ -285,18 +285,26 @@ def test_a_stream_that_outlives_the_grace_ends_with_an_error_and_done(folder):
 
 
 def test_a_full_line_answers_429_and_a_stop_lets_requests_finish(folder):
-    server = Server(folder, "--queue", "2", "--slots", "1", "--grace", "60", "--max-new-tokens", "400", key=None)
+    server = Server(folder, "--queue", "2", "--slots", "1", "--grace", "60", "--max-new-tokens", "1200", key=None)
     answers: list[int] = []
 
     def post() -> None:
-        body = {"prompt": "the", "max_tokens": 300, "temperature": 1.0, "seed": 1}
+        body = {"prompt": "the", "max_tokens": 1200, "ignore_eos": True, "temperature": 1.0, "seed": 1}
         answers.append(server.post("/completions", json=body).status_code)
 
+    # Two that take their time fill the line; only then come the others.
     threads = [threading.Thread(target=post) for _ in range(6)]
-    for thread in threads:
+    for thread in threads[:2]:
         thread.start()
-    while server.stats()["open_requests"] < 2 and len(answers) < 5:
-        time.sleep(0.02)
+    deadline = time.monotonic() + 60
+    while server.stats()["open_requests"] < 2:
+        assert time.monotonic() < deadline and not answers, answers
+        time.sleep(0.005)
+    for thread in threads[2:]:
+        thread.start()
+    while not answers:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     server.process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(60)
