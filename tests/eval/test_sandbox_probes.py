@@ -192,6 +192,15 @@ def world(caller):
     one.close()
 
 
+@pytest.fixture
+def folder():
+    """An empty folder that everybody may enter and write, unlike `tmp_path`, whose parents are shut to other users."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
 def unconfined(world, caller, folder):
     """Names of the probes that get through without a sandbox."""
     read, write = os.pipe()
@@ -243,14 +252,9 @@ def test_no_probe_gets_through(caller, world, monkeypatch):
     assert ("uid" in result.layers) == (caller == "root" and ROOT), "an unchanged user is no wall"
 
 
-def test_the_probes_work_without_a_sandbox(caller, world):
+def test_the_probes_work_without_a_sandbox(caller, world, folder):
     """What holds in the sandbox is not held by a mistake in the probe: unprivileged users do most of it."""
-    folder = tempfile.mkdtemp()
-    os.chmod(folder, 0o777)
-    try:
-        found = unconfined(world, caller, folder)
-    finally:
-        shutil.rmtree(folder)
+    found = unconfined(world, caller, folder)
     share = {
         area: sum(name.startswith(f"{area}: ") for name in found) / len(AREAS[area])
         for area in AREAS
@@ -317,19 +321,15 @@ def test_whole_programs_harm_nobody_by_the_kernel_alone(bare, name):
 
 
 @pytest.mark.parametrize("taken", ["namespaces", "namespaces and landlock"])
-def test_quotas_hold_and_folders_go_without_a_file_system_of_their_own(caller, monkeypatch, tmp_path, taken):
+def test_quotas_hold_and_folders_go_without_a_file_system_of_their_own(caller, monkeypatch, folder, taken):
     """The supervisor counts where no tmpfs does, and what is left is removed, however deep and whatever its modes."""
-    tmp_path.chmod(0o777)
-    for above in (tmp_path.parent, tmp_path.parent.parent):
-        monkeypatch.chdir("/")
-        os.chmod(above, 0o755)
-    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(folder))
     names = ("much in many files", "many files", "many folders", "folders and files without rights", "deep folders")
     with served(caller, monkeypatch, TAKEN[taken][1], allow_weaker=True) as box:
         box.limits = SHORT
         for name in names:
             check(box, name, *KERNEL_WHOLE[name])
-            assert list(tmp_path.iterdir()) == [], name
+            assert list(folder.iterdir()) == [], name
 
 
 def test_a_folder_of_any_depth_is_removed(tmp_path):
