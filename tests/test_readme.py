@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sysconfig
 import tomllib
 import urllib.request
 import venv
@@ -96,7 +97,8 @@ def python(tmp_path_factory) -> str:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (packages / top).exists():
                 (packages / top).symlink_to(distribution(name).locate_file(top))
-    for file in Path(str(distribution("earlyfusion").locate_file(""))).glob("*earlyfusion*"):
+    # Not by its metadata: beside a checkout's own egg-info those of the installation are not found.
+    for file in Path(sysconfig.get_paths()["purelib"]).glob("*earlyfusion*"):
         (packages / file.name).symlink_to(file)
     return str(folder / "bin" / "python")
 

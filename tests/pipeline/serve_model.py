@@ -64,7 +64,8 @@ class Server:
     def stats(self) -> dict:
         import httpx
 
-        return httpx.get(self.url.removesuffix("/v1") + "/stats", headers={"Authorization": f"Bearer {KEY}"}).json()
+        headers = {"Authorization": f"Bearer {KEY}"}
+        return httpx.get(self.url.removesuffix("/v1") + "/stats", headers=headers, timeout=60).json()
 
     def close(self) -> int:
         self.process.send_signal(signal.SIGTERM)
