@@ -44,7 +44,7 @@ from earlyfusion.data.errors import BadSample, DataError, one_line
 from earlyfusion.data.formats import CODE, PICTURES, TEXTS, VIDEOS, chosen_format, most_bytes
 from earlyfusion.data.order import digest64
 from earlyfusion.data.prepare_rows import MEDIA_FIELDS, RowMembers
-from earlyfusion.data.prepare_tables import TABLES, Rows, begins_array, names_columns
+from earlyfusion.data.prepare_tables import TABLES, Rows, begins_array, json_row, names_columns
 from earlyfusion.data.sample import TEXT_BYTES, file_below, within
 from earlyfusion.data.shards import Shards
 from earlyfusion.data.shards_fetch import TAR_ENDS, as_local
@@ -140,16 +140,7 @@ class Lines(Input):
 
     def members(self, number: int) -> dict[str, bytes]:
         file, line = self._locate(number)
-        raw = self._tables[file].raw(line)
-        try:
-            entry = json.loads(raw.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise BadSample(f"not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
-        except (ValueError, RecursionError) as error:
-            raise BadSample(f"not valid JSON ({error})", "bad_json") from None
-        if not isinstance(entry, dict):
-            raise BadSample(f"{type(entry).__name__}, expected a JSON object", "bad_json")
-        return self._rows[file](entry)
+        return self._rows[file](json_row(self._tables[file].raw(line)))
 
     def identity(self) -> Iterator[object]:
         for path, table in zip(self._paths, self._tables):

@@ -46,12 +46,20 @@ class TableRows:
         with self.path.open("rb") as file:
             file.seek(start)
             raw = file.read(stop - start)
-        try:
-            return json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise BadSample(f"not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
-        except (ValueError, RecursionError) as error:
-            raise BadSample(f"not valid JSON ({error})", "bad_json") from None
+        return json_row(raw)
+
+
+def json_row(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a row. Raises BadSample (encoding, bad_json)."""
+    try:
+        entry = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadSample(f"not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
+    except (ValueError, RecursionError) as error:
+        raise BadSample(f"not valid JSON ({error})", "bad_json") from None
+    if not isinstance(entry, dict):
+        raise BadSample(f"{type(entry).__name__}, expected a JSON object", "bad_json")
+    return entry
 
 
 def begins_array(path: Path) -> bool:
