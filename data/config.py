@@ -13,11 +13,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import did_you_mean
-from earlyfusion.data.options import OPTIONS, PATH_KINDS, Options
+from earlyfusion.data.sources.options import OPTIONS, PATH_KINDS, Options
 
 TEXT_KINDS = frozenset({"pydoc", "stdlib_code", "text_files", "zero_vision"})
 """Kinds without pictures, unless a source says otherwise."""
@@ -31,8 +39,8 @@ class SourceConfig(BaseModel):
     name: str
     """Name in reports, mixture weights and checkpoints."""
     kind: str
-    """easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words, synth_grid, synth_clips, zero_vision,
-    chat_scenes, problems, folder, webdataset, text_files or chat_files."""
+    """easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words, synth_grid, synth_clips,
+    zero_vision, chat_scenes, problems, folder, webdataset, text_files or chat_files."""
     path: str | None = None
     """What to read (kind = "folder", "webdataset", "text_files", "chat_files")."""
     weight: float = Field(1.0, ge=0)
@@ -40,7 +48,8 @@ class SourceConfig(BaseModel):
     max_epochs: float | None = Field(None, gt=0)
     """Most passes over the source; "null" means no limit."""
     vision: bool | None = None
-    """Whether its documents hold pictures, for `vision_share`; "null" goes by the kind (all but text hold some)."""
+    """Whether its documents hold pictures, for `vision_share`; "null" goes by the kind (all but text hold
+    some)."""
     options: dict[str, Any] = {}
     """Options of the kind."""
 
@@ -54,14 +63,18 @@ class SourceConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
         if self.kind in PATH_KINDS and self.path is None and not self.options.get("shards"):
-            raise ValueError(f"source {self.name!r}: kind = {self.kind!r} needs path = '<{PATH_KINDS[self.kind]}>'")
+            raise ValueError(
+                f"source {self.name!r}: kind = {self.kind!r} needs path = '<{PATH_KINDS[self.kind]}>'"
+            )
         if self.kind not in PATH_KINDS and self.path is not None:
             kinds = ", ".join(repr(kind) for kind in PATH_KINDS)
             raise ValueError(f"source {self.name!r}: path is for kind = {kinds}; {self.kind} takes none")
         try:
             resolved = OPTIONS[self.kind].model_validate(self.options)
         except ValidationError as error:
-            raise ValueError(f"source {self.name!r} ({self.kind}): {_explain(error, OPTIONS[self.kind])}") from None
+            raise ValueError(
+                f"source {self.name!r} ({self.kind}): {_explain(error, OPTIONS[self.kind])}"
+            ) from None
         object.__setattr__(self, "options", resolved.model_dump())
         return self
 
@@ -83,7 +96,9 @@ def _explain(error: ValidationError, model: type[Options]) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown option {key!r}; {did_you_mean(key, model.model_fields)}")
         else:
-            lines.append(f"option {key}: {item['msg'].removeprefix('Value error, ')} (given {item.get('input')!r})")
+            lines.append(
+                f"option {key}: {item['msg'].removeprefix('Value error, ')} (given {item.get('input')!r})"
+            )
     return "; ".join(lines)
 
 
@@ -101,12 +116,14 @@ class DataConfig(BaseModel):
     lookahead: int = Field(4, ge=1)
     """Micro-batches of documents that the packer chooses from."""
     on_bad_sample: Literal["raise", "skip"] = "raise"
-    """Unreadable picture, wrong encoding, image over the budget: stop, or leave it out, count it and log it."""
+    """Unreadable picture, wrong encoding, image over the budget: stop, or leave it out, count it and log it.
+    """
     overlong: Literal["split", "skip"] = "split"
-    """Documents over a stage's length: split them at line ends, or treat them as bad samples (for conversations, whose
-    second half means nothing without the first)."""
+    """Documents over a stage's length: split them at line ends, or treat them as bad samples (for
+    conversations, whose second half means nothing without the first)."""
     max_bad_share: float = Field(0.1, ge=0, le=1)
-    """on_bad_sample = "skip": largest share of bad samples before a process stops the run; looked at from 200 samples on."""
+    """on_bad_sample = "skip": largest share of bad samples before a process stops the run; looked at from 200
+    samples on."""
     max_bad: int | None = Field(None, ge=0)
     """on_bad_sample = "skip": most bad samples of one process and stage; "null" means no limit."""
     prefetch: Literal["none", "thread", "process"] = "thread"
@@ -118,7 +135,8 @@ class DataConfig(BaseModel):
     decode: DecodeConfig = DecodeConfig()
     """Limits of pictures and videos, the fast path, the video backend (data/decode_config.py)."""
     stall_s: float | None = Field(600.0, gt=0)
-    """Seconds that a prefetch may spend on one sample before the run stops and names it; "null" waits for ever."""
+    """Seconds that a prefetch may spend on one sample before the run stops and names it; "null" waits for
+    ever."""
 
     @field_validator("sources")
     @classmethod

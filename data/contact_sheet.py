@@ -1,7 +1,8 @@
 """A contact sheet: samples as the model gets them, in one HTML file without any other.
 
-Pictures are put together again from the encoded patches, so resizing and padding are seen as they are; boxes and points
-lie over them; text without loss is grey. The page shows what is in the data and runs none of it: everything is escaped.
+Pictures are put together again from the encoded patches, so resizing and padding are seen as they are; boxes
+and points lie over them; text without loss is grey. The page shows what is in the data and runs none of it:
+everything is escaped.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from html import escape
 from PIL import Image as PILImage
 
 from earlyfusion.data.decode import open_picture
-from earlyfusion.data.encode import encode, timestamp
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import encode, timestamp
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
@@ -62,7 +63,9 @@ def make_card(sample: Sample, tokenizer: Tokenizer, vision: VisionConfig, kind: 
     """The card of one sample; one that cannot be encoded gives a card that says why."""
     try:
         document = encode(sample, tokenizer, vision)
-        card = Card(sample.source, "", len(document), document.num_patches, len(document.media_positions), kind)
+        card = Card(
+            sample.source, "", len(document), document.num_patches, len(document.media_positions), kind
+        )
         _fill(card, sample, tokenizer, vision)
     except BadSample as error:
         return bad_card(sample.source, sample.key, error)
@@ -86,7 +89,14 @@ def bad_card(source: str, key: str, error: BadSample) -> Card:
 
 
 def _kind_of(sample: Sample) -> str:
-    names = {Image: "image", Video: "video", VideoFile: "video", Text: "text", Special: "text", Regions: "regions"}
+    names = {
+        Image: "image",
+        Video: "video",
+        VideoFile: "video",
+        Text: "text",
+        Special: "text",
+        Regions: "regions",
+    }
     return " + ".join(dict.fromkeys(names[type(segment)] for segment in sample.segments)) or "nothing"
 
 
@@ -112,7 +122,10 @@ def _fill(card: Card, sample: Sample, tokenizer: Tokenizer, vision: VisionConfig
 
 def _text(text: str, loss: float) -> str:
     shown = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} … ({len(text):,} characters)"
-    return f'<pre class="{"quiet" if loss == 0 else ""}" title="loss weight {loss:g}">{escape(shown.strip())}</pre>'
+    return (
+        f'<pre class="{"quiet" if loss == 0 else ""}" title="loss weight'
+        f' {loss:g}">{escape(shown.strip())}</pre>'
+    )
 
 
 def _medium(
@@ -139,7 +152,8 @@ def _medium(
     ]
     note = f" (first {MOST_FRAMES})" if len(frames) > MOST_FRAMES else ""
     return (
-        f'<div class="frames">{"".join(shown[:MOST_FRAMES])}</div><div class="facts">{len(frames)} frames{note}</div>'
+        f'<div class="frames">{"".join(shown[:MOST_FRAMES])}</div><div class="facts">{len(frames)}'
+        f" frames{note}</div>"
     )
 
 
@@ -154,7 +168,9 @@ def _time(times: list[str], frame: int, vision: VisionConfig) -> str:
     return times[item] if item < len(times) else timestamp(0.0)
 
 
-def _picture(segment: Image, seen: PILImage.Image, grid: Grid, regions: Sequence[Region], vision: VisionConfig) -> str:
+def _picture(
+    segment: Image, seen: PILImage.Image, grid: Grid, regions: Sequence[Region], vision: VisionConfig
+) -> str:
     width, height = _size(segment)
     size = navit_size(width, height, vision)
     across, down = size.new_w / seen.width / width * 100, size.new_h / seen.height / height * 100
@@ -170,7 +186,8 @@ def _picture(segment: Image, seen: PILImage.Image, grid: Grid, regions: Sequence
             marks.append(f'<div class="dot" style="{place}">{label}</div>')
     shrunk = "" if (size.new_w, size.new_h) == (width, height) else f" → {size.new_w}×{size.new_h}"
     facts = (
-        f"{width}×{height}{shrunk}, {grid[2]}×{grid[1]} patches, {num_tokens(grid, vision.merge_kernel_size)} tokens"
+        f"{width}×{height}{shrunk}, {grid[2]}×{grid[1]} patches, {num_tokens(grid, vision.merge_kernel_size)}"
+        " tokens"
     )
     return f'<div class="pic">{_img(seen)}{"".join(marks)}</div><div class="facts">{facts}</div>'
 
@@ -195,8 +212,13 @@ def sheet(title: str, cards: Sequence[Card]) -> str:
     body = []
     for source in dict.fromkeys(card.source for card in cards):
         mine = [card for card in cards if card.source == source]
-        body.append(f'<h2>{escape(source)}</h2><div class="sheet">{"".join(card.html for card in mine)}</div>')
-    policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
+        body.append(
+            f'<h2>{escape(source)}</h2><div class="sheet">{"".join(card.html for card in mine)}</div>'
+        )
+    policy = (
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; style-src'
+        " 'unsafe-inline'\">"
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{policy}<title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{''.join(body)}</body></html>\n"

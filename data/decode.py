@@ -1,11 +1,12 @@
 """From a stored picture (bytes, path, array, PIL) to uint8 patches, safe against hostile files.
 
-Only the formats of FORMATS are tried: Pillow's other readers include some that start programs (EPS) or that nobody's
-shards hold. Size is checked from the header; a picture is never decoded before it is known to be small enough. Where
-Pillow tells another size than the file decodes to, or a small file asks for much work, data/decode_headers.py looks.
+Only the formats of FORMATS are tried: Pillow's other readers include some that start programs (EPS) or that
+nobody's shards hold. Size is checked from the header; a picture is never decoded before it is known to be
+small enough. Where Pillow tells another size than the file decodes to, or a small file asks for much work,
+data/decode_headers.py looks.
 
-Two ways to the same size: `fast` (libjpeg shrinks large JPEGs while decoding, then torch's uint8 bicubic, which uses the
-weights of Pillow) and exact (full decode, Pillow bicubic).
+Two ways to the same size: `fast` (libjpeg shrinks large JPEGs while decoding, then torch's uint8 bicubic,
+which uses the weights of Pillow) and exact (full decode, Pillow bicubic).
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from PIL import UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.decode_headers import JPEG_SCANS, ico_sizes, jpeg2000_size, jpeg_scans, png_is_short, png_size
+from earlyfusion.data.decode_headers import (
+    JPEG_SCANS,
+    ico_sizes,
+    jpeg2000_size,
+    jpeg_scans,
+    png_is_short,
+    png_size,
+)
 from earlyfusion.data.errors import BadSample
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, fit, grid_of, navit_size, orientation, patchify, to_rgb
@@ -52,7 +60,8 @@ class Media:
     """One decoded picture or video."""
 
     items: list[tuple[torch.Tensor, Grid]]
-    """(uint8 patches [t*h*w, 3, p, p], (t, h, w)): one for a picture, one for every group of frames of a video"""
+    """(uint8 patches [t*h*w, 3, p, p], (t, h, w)): one for a picture, one for every group of frames of a
+    video"""
     original: tuple[int, int]
     """(width, height) as stored, upright"""
     resized: tuple[int, int]
@@ -69,16 +78,19 @@ def describe(picture: Picture) -> str:
 
 
 def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Image:
-    """The picture with its header read and no pixel decoded (but an icon's, which is small: see `max_pixels`).
+    """The picture with its header read and no pixel decoded (but an icon's, which is small: see
+    `max_pixels`).
 
-    Raises BadSample with its reason when that fails, when pictures hidden inside are larger than `max_pixels`, and for
-    a JPEG of more scans than any encoder writes.
+    Raises BadSample with its reason when that fails, when pictures hidden inside are larger than
+    `max_pixels`, and for a JPEG of more scans than any encoder writes.
     """
     if isinstance(picture, PILImage.Image):
         return picture
     if isinstance(picture, np.ndarray):
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-            raise BadSample(f"image array {picture.dtype} {list(picture.shape)}: expected uint8 [height, width, 3]")
+            raise BadSample(
+                f"image array {picture.dtype} {list(picture.shape)}: expected uint8 [height, width, 3]"
+            )
         return PILImage.fromarray(picture)
     where = describe(picture)
     try:
@@ -95,20 +107,25 @@ def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Ima
     try:
         image = PILImage.open(io.BytesIO(data), formats=_formats())
         if jpeg_scans(data, 1) > 1:
-            image.info["progressive"] = 1  # colours in scans of their own: libjpeg keeps the whole picture, too
+            image.info["progressive"] = (
+                1  # colours in scans of their own: libjpeg keeps the whole picture, too
+            )
         return image
     except UnidentifiedImageError:
         raise BadSample(f"{where}: not an image Pillow can read; {_ADVICE}", "corrupt_image") from None
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
         raise BadSample(f"{where}: too many pixels ({error})", "pixel_limit") from None
-    except Exception as error:  # a hostile header makes Pillow's readers raise anything: struct.error, KeyError, ...
+    except (
+        Exception
+    ) as error:  # a hostile header makes Pillow's readers raise anything: struct.error, KeyError, ...
         raise BadSample(f"{where}: not readable ({error!r}); {_ADVICE}", "corrupt_image") from None
 
 
 def open_picture(picture: Picture, max_pixels: int | None = None) -> PILImage.Image:
     """The picture as stored, decoded in full (first frame of an animation).
 
-    Raises BadSample: empty_file, missing_member, unreadable, corrupt_image, pixel_limit (more than `max_pixels`).
+    Raises BadSample: empty_file, missing_member, unreadable, corrupt_image, pixel_limit (more than
+    `max_pixels`).
     """
     limit = DecodeConfig().max_pixels if max_pixels is None else max_pixels
     image = open_header(picture, limit)
@@ -131,8 +148,8 @@ def _check_pixels(size: tuple[int, int], where: str, limit: int) -> None:
     width, height = size
     if width * height > limit:
         raise BadSample(
-            f"{where}: {width} x {height} pixels, more than {limit}; raise data.decode.max_pixels (prepare: --max-pixels) or leave "
-            "it out",
+            f"{where}: {width} x {height} pixels, more than {limit}; raise data.decode.max_pixels (prepare:"
+            " --max-pixels) or leave it out",
             "pixel_limit",
         )
 
@@ -160,7 +177,9 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
     if not (decode.fast and baseline):
         _check_pixels(image.size, where, decode.max_pixels)
     original, extent = _shrink_on_load(image, cfg, decode) if decode.fast else (None, None)
-    _check_pixels(image.size, where, decode.max_pixels)  # a JPEG that is shrunk row by row may be stored larger
+    _check_pixels(
+        image.size, where, decode.max_pixels
+    )  # a JPEG that is shrunk row by row may be stored larger
     _load(image, where)
     try:
         with warnings.catch_warnings():
@@ -181,8 +200,8 @@ def _shrink_on_load(
 ) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
     """Ask libjpeg for a smaller picture when the final one is much smaller.
 
-    Returns the upright size before that and the upright extent after it (a side of 777 shrunk by 4 gives 195 pixels, of
-    which 194.25 are picture); (None, None) for other formats.
+    Returns the upright size before that and the upright extent after it (a side of 777 shrunk by 4 gives 195
+    pixels, of which 194.25 are picture); (None, None) for other formats.
     """
     if not isinstance(image, JpegImageFile):
         return None, None

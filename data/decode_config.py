@@ -14,24 +14,27 @@ MOST_PIXELS = 178_956_970
 
 
 class DecodeConfig(BaseModel):
-    """Decoding of pictures and videos. A file over a limit is a BadSample, told from its header where it can be."""
+    """Decoding of pictures and videos. A file over a limit is a BadSample, told from its header where it can
+    be."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     fast: bool = True
-    """Resize with the vectorised uint8 bicubic filter and let libjpeg shrink large JPEGs while decoding them; false
-    decodes in full and resizes with Pillow, at about a third of the speed (the difference: tests/data/test_decode.py)."""
+    """Resize with the vectorised uint8 bicubic filter and let libjpeg shrink large JPEGs while decoding them;
+    false decodes in full and resizes with Pillow, at about a third of the speed (the difference:
+    tests/data/test_decode.py)."""
     jpeg_gap: float = Field(2.0, ge=1)
-    """The fast path lets libjpeg shrink a JPEG by 2, 4 or 8 as long as this many times the final size is left."""
+    """The fast path lets libjpeg shrink a JPEG by 2, 4 or 8 as long as this many times the final size is
+    left."""
     max_pixels: int = Field(50_000_000, ge=1, le=MOST_PIXELS)
-    """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP), so the default
-    stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a progressive one as stored, since
-    libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
+    """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP),
+    so the default stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a
+    progressive one as stored, since libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
     video_backend: Literal["auto", "decord", "pyav", "torchcodec"] = "auto"
     """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, torchcodec, pyav that is installed."""
     video_fallback: bool = True
-    """Read with PyAV what the backend cannot open (decord knows neither AV1 nor some 10-bit files); false counts such a
-    file as corrupt_video."""
+    """Read with PyAV what the backend cannot open (decord knows neither AV1 nor some 10-bit files); false
+    counts such a file as corrupt_video."""
     video_threads: PositiveInt = 1
     """Threads of one video decoder; workers are parallel already."""
     video_max_mb: PositiveFloat = 2048.0
@@ -43,7 +46,8 @@ class DecodeConfig(BaseModel):
     video_max_frames: PositiveInt = 1_000_000
     """Most frames stored in a video."""
     animation_max_pixels: PositiveInt = 4_000_000_000
-    """Most pixels of all frames of a GIF, animated WebP or PNG together: every frame up to the last that is wanted has to be
-    painted. The default is a minute's work for one core."""
+    """Most pixels of all frames of a GIF, animated WebP or PNG together: every frame up to the last that is
+    wanted has to be painted. The default is a minute's work for one core."""
     video_max_patches: PositiveInt = 1 << 20
-    """Most patches that one video may give, over all sampled frames (a million patches of 14 pixels are 617 MB)."""
+    """Most patches that one video may give, over all sampled frames (a million patches of 14 pixels are 617
+    MB)."""

@@ -1,9 +1,12 @@
-"""What a picture's own header says where Pillow does not ask: sizes inside ICO and JPEG 2000, scans of a JPEG, missing rows.
+"""What a picture's own header says where Pillow does not ask: sizes inside ICO and JPEG 2000, scans of a
+JPEG, missing rows.
 
-A hostile file is small and asks for much: an icon of "16 x 16" that holds a PNG of 13,000 x 13,000, a progressive JPEG
-whose 200,000 scans of 95 bytes each pass over all pixels. Everything here reads bytes and decodes nothing.
+A hostile file is small and asks for much: an icon of "16 x 16" that holds a PNG of 13,000 x 13,000, a
+progressive JPEG whose 200,000 scans of 95 bytes each pass over all pixels. Everything here reads bytes and
+decodes nothing.
 
-Sources: RFC 1951, the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, ISO/IEC 15444-1 A.5.1 (SIZ), ITU-T T.81 B.1.1.
+Sources: RFC 1951, the ICO directory and BITMAPINFOHEADER (Microsoft), PNG 5.6, ISO/IEC 15444-1 A.5.1 (SIZ),
+ITU-T T.81 B.1.1.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def png_size(data: bytes) -> tuple[int, int] | None:
 
 
 def png_is_short(data: bytes) -> bool:
-    """Whether a PNG is smaller than its pixels can be packed: most of its rows are not there, which Pillow does not tell."""
+    """Whether a PNG is smaller than its pixels can be packed: most of its rows are not there, which Pillow
+    does not tell."""
     width, height = png_size(data) or (0, 0)
     if not height:
         return False
@@ -67,7 +71,8 @@ def png_is_short(data: bytes) -> bool:
 
 
 def jpeg2000_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of the code stream of a JPEG 2000 file, whatever its container claims; None where there is none."""
+    """(width, height) of the code stream of a JPEG 2000 file, whatever its container claims; None where there
+    is none."""
     if data[:4] != _SIZ and data[4:8] != b"jP  ":
         return None
     at = data.find(_SIZ)
@@ -78,7 +83,8 @@ def jpeg2000_size(data: bytes) -> tuple[int, int] | None:
 
 
 def jpeg_scans(data: bytes, most: int = JPEG_SCANS) -> int:
-    """Scans of the first picture of a JPEG, counted no further than `most` + 1; 0 for anything that is no JPEG."""
+    """Scans of the first picture of a JPEG, counted no further than `most` + 1; 0 for anything that is no
+    JPEG."""
     if data[:2] != b"\xff\xd8" or data.count(b"\xff\xda") <= most:
         return 0
     at, scans = 2, 0

@@ -9,13 +9,16 @@ from contextlib import contextmanager
 
 
 class DataError(ValueError):
-    """Data or its configuration cannot be used. The message is one line and names the file, source or option."""
+    """Data or its configuration cannot be used. The message is one line and names the file, source or
+    option."""
 
 
 class BadSample(DataError):
-    """One sample cannot be used (unreadable image, wrong encoding, image over the budget); others may be fine.
+    """One sample cannot be used (unreadable image, wrong encoding, image over the budget); others may be
+    fine.
 
-    The loader raises or skips and counts it by `reason` (one word of REASONS), as `DataConfig.on_bad_sample` says.
+    The loader raises or skips and counts it by `reason` (one word of REASONS), as `DataConfig.on_bad_sample`
+    says.
     """
 
     def __init__(self, message: str, reason: str = "unreadable") -> None:
@@ -46,10 +49,12 @@ REASONS = (
 
 @contextmanager
 def one_sample(where: Callable[[], str]) -> Iterator[None]:
-    """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it has its own.
+    """Whatever goes wrong with the one sample read inside is a BadSample: of reason "unexpected" unless it
+    has its own.
 
-    A file made to do harm finds some line that nobody thought of; it costs the run one sample, and is named and counted.
-    A DataError passes: it is about a whole source or its configuration, and no other sample would fare better.
+    A file made to do harm finds some line that nobody thought of; it costs the run one sample, and is named
+    and counted. A DataError passes: it is about a whole source or its configuration, and no other sample
+    would fare better.
     """
     try:
         yield
@@ -65,7 +70,8 @@ def told(reasons: Counter[str]) -> str:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The text of `error` on one line, at most `limit` characters of it, without what a terminal would obey."""
+    """The text of `error` on one line, at most `limit` characters of it, without what a terminal would
+    obey."""
     text = " ".join(str(error).split())
     text = text if len(text) <= limit else f"{text[:limit]} ..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

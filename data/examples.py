@@ -1,6 +1,7 @@
 """`earlyfusion data examples FOLDER`: a few pictures with captions, to try the commands on.
 
-shape.png is a picture of easy-VQA's test split, scene-00.png and on are rendered (data/synth, held-out combinations).
+shape.png is a picture of easy-VQA's test split, scene-00.png and on are rendered (data/synth, held-out
+combinations).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.source_easy_vqa import load_split
+from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.synth.describe import caption
 from earlyfusion.data.synth.scene import draw_scene, make_scene
 
@@ -18,7 +19,8 @@ SCENES = 11
 
 
 def write_examples(folder: Path) -> int:
-    """Write the pictures and a .txt with the caption beside each; returns how many. Raises DataError for a file."""
+    """Write the pictures and a .txt with the caption beside each; returns how many. Raises DataError for a
+    file."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: is a file; give a folder")
     folder.mkdir(parents=True, exist_ok=True)

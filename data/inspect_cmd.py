@@ -1,7 +1,9 @@
-"""`earlyfusion data inspect PATH`: what a mix, a folder or a set of shards holds, as a tree and as a contact sheet.
+"""`earlyfusion data inspect PATH`: what a mix, a folder or a set of shards holds, as a tree and as a contact
+sheet.
 
-PATH is a recipe (name or .toml with a [data] section), a folder or file of shards (also a URL or pipe:command), a folder
-of pictures and texts, or a text file. Counts of prepared shards are exact, all others come from the samples looked at.
+PATH is a recipe (name or .toml with a [data] section), a folder or file of shards (also a URL or
+pipe:command), a folder of pictures and texts, or a text file. Counts of prepared shards are exact, all others
+come from the samples looked at.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
 from earlyfusion.data.errors import BadSample, DataError, did_you_mean, one_line, one_sample
 from earlyfusion.data.examples import write_examples
-from earlyfusion.data.formats import describe
-from earlyfusion.data.prepare_work import open_tokenizer
-from earlyfusion.data.shards_fetch import TABLES as COUNTED
-from earlyfusion.data.shards_fetch import TAR_ENDS, TOTALS, as_local, braces, is_url
-from earlyfusion.data.source_folder import Folder
-from earlyfusion.data.source_shards import WebDataset
-from earlyfusion.data.source_text_files import LINES, TABLES
-from earlyfusion.data.sources import Source, build_source
+from earlyfusion.data.formats.build import describe
+from earlyfusion.data.prepare.work import open_tokenizer
+from earlyfusion.data.shards.fetch import TABLES as COUNTED
+from earlyfusion.data.shards.fetch import TAR_ENDS, TOTALS, as_local, braces, is_url
+from earlyfusion.data.sources.folder import Folder
+from earlyfusion.data.sources.registry import Source, build_source
+from earlyfusion.data.sources.shards import WebDataset
+from earlyfusion.data.sources.text_files import LINES, TABLES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import PRESETS, VisionConfig
@@ -50,14 +52,22 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("path", help="recipe (name or .toml), shards, folder, text file, URL")
     made.add_argument("--out", type=Path, metavar="HTML", help="write a contact sheet here")
-    made.add_argument("--samples", type=int, default=12, help="samples of each source to look at, evenly spread")
+    made.add_argument(
+        "--samples", type=int, default=12, help="samples of each source to look at, evenly spread"
+    )
     made.add_argument("--heldout", action="store_true", help="look at held-out samples instead")
     made.add_argument(
-        "--tokenizer", metavar="PATH", help="tokenizer that counts; without one the recipe's or the embedded one"
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer that counts; without one the recipe's or the embedded one",
     )
-    made.add_argument("--vision", choices=sorted(PRESETS), help="patch rule; without one the recipe's, or moonvit_v2")
     made.add_argument(
-        "--run-commands", action="store_true", help="a recipe is code: run the commands (pipe:...) that it names"
+        "--vision", choices=sorted(PRESETS), help="patch rule; without one the recipe's, or moonvit_v2"
+    )
+    made.add_argument(
+        "--run-commands",
+        action="store_true",
+        help="a recipe is code: run the commands (pipe:...) that it names",
     )
     return made
 
@@ -70,7 +80,8 @@ class Mix:
     vision: VisionConfig
     tokenizer: Tokenizer
     own_rule: bool = False
-    """whether patch rule and tokenizer were named (by a recipe or an option), so that counts must be theirs"""
+    """whether patch rule and tokenizer were named (by a recipe or an option), so that counts must be theirs
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,18 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def open_mix(path: str, tokenizer: str | None = None, vision: str | None = None, *, run_commands: bool = False) -> Mix:
+def open_mix(
+    path: str, tokenizer: str | None = None, vision: str | None = None, *, run_commands: bool = False
+) -> Mix:
     """The mix that `path` names; raises DataError (or the recipe's own error) when it is none.
 
-    A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust it. A command
-    given as `path` itself was typed by whoever asks.
+    A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust
+    it. A command given as `path` itself was typed by whoever asks.
     """
     local = as_local(path)
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
     if path.endswith(".toml") or not (exists or is_url(path) or path.startswith("pipe:")):
         return _recipe(path, tokenizer, vision, run_commands)
     kind = kind_of(path, local)
-    data = DataConfig(sources=[SourceConfig(name=Path(path).name or "data", kind=kind, path=path)], val_fraction=0.0)
+    data = DataConfig(
+        sources=[SourceConfig(name=Path(path).name or "data", kind=kind, path=path)], val_fraction=0.0
+    )
     rule = VisionConfig.preset(vision or "moonvit_v2")
     return Mix(data, rule, open_tokenizer(tokenizer), own_rule=bool(vision or tokenizer))
 
@@ -152,11 +167,12 @@ def _commands(tree: Any) -> Iterator[str]:
 
 
 def _recipe(path: str, tokenizer: str | None, vision: str | None, run_commands: bool) -> Mix:
-    """A recipe is a higher floor's business: reached by name, and only its data, vision and tokenizer are used."""
+    """A recipe is a higher floor's business: reached by name, and only its data, vision and tokenizer are
+    used."""
     if "/" in path and not Path(path).is_file():
         raise DataError(f"{path}: no such file or folder")
     try:
-        compose: Any = importlib.import_module("earlyfusion.pipeline.compose")
+        compose: Any = importlib.import_module("earlyfusion.pipeline.config.compose")
     except ImportError:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     else:
@@ -166,8 +182,8 @@ def _recipe(path: str, tokenizer: str | None, vision: str | None, run_commands: 
     commands = list(_commands({name: tree[name] for name in ("data", "reward") if name in tree}))
     if commands and not run_commands:
         raise DataError(
-            f"{path}: names commands or functions that would run ({'; '.join(commands)[:200]}); a recipe is code: read it, "
-            "then add --run-commands"
+            f"{path}: names commands or functions that would run ({'; '.join(commands)[:200]}); a recipe is"
+            " code: read it, then add --run-commands"
         )
     try:
         return _mix_of(tree, tokenizer, vision)
@@ -176,7 +192,8 @@ def _recipe(path: str, tokenizer: str | None, vision: str | None, run_commands: 
 
 
 def _mix_of(tree: dict[str, Any], tokenizer: str | None, vision: str | None) -> Mix:
-    """The sections of a recipe that matter here. Raises ValidationError, DataError, TypeError, AttributeError."""
+    """The sections of a recipe that matter here. Raises ValidationError, DataError, TypeError,
+    AttributeError."""
     chosen = dict(tree.get("vision") or {})
     base = VisionConfig.preset(vision or chosen.pop("preset", "moonvit_v2")).model_dump()
     given = tree.get("tokenizer") or {}
@@ -184,7 +201,9 @@ def _mix_of(tree: dict[str, Any], tokenizer: str | None, vision: str | None) -> 
     words = open_tokenizer(own) if own else embedded_tokenizer(int(given.get("vocab_size", 4096)))
     return Mix(
         DataConfig.model_validate(tree["data"]),
-        VisionConfig.model_validate(base if vision else {**base, **{k: v for k, v in chosen.items() if k != "preset"}}),
+        VisionConfig.model_validate(
+            base if vision else {**base, **{k: v for k, v in chosen.items() if k != "preset"}}
+        ),
         words,
         own_rule=True,
     )
@@ -211,10 +230,13 @@ def _format(source: Source, index: int, heldout: bool) -> str:
     return describe(source.shards.group(*where), source.options)[0]
 
 
-def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Card], share: float, mix: Mix) -> None:
+def _branch(
+    tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Card], share: float, mix: Mix
+) -> None:
     limit = f", at most {config.max_epochs:g} epochs" if config.max_epochs else ""
     branch = tree.add(
-        f"[bold cyan]{escape(one_line(config.name))}[/]  {config.kind}  weight {config.weight:g} ({share:.1%}){limit}"
+        f"[bold cyan]{escape(one_line(config.name))}[/]  {config.kind}  weight {config.weight:g}"
+        f" ({share:.1%}){limit}"
     )
     branch.add(f"{len(source):,} samples, {source.heldout_len():,} held out")
     if isinstance(source, Folder) and source.left_out:
@@ -227,15 +249,17 @@ def _branch(tree: Tree, config: SourceConfig, source: Source, cards: Sequence[Ca
             _exact(branch, manifest)
             return
         branch.add(
-            f"[dim]prepare counted by {escape(str(manifest['vision']))}; these counts are by the rule of this mix "
-            f"(patches of {mix.vision.patch_size})[/]"
+            f"[dim]prepare counted by {escape(str(manifest['vision']))}; these counts are by the rule of this"
+            f" mix (patches of {mix.vision.patch_size})[/]"
         )
     good = [card for card in cards if not card.bad]
     bad = Counter(card.bad for card in cards if card.bad)
     if good:
         tokens, vision = sum(card.tokens for card in good), sum(card.vision_tokens for card in good)
         patches = sum(card.patches for card in good)
-        branch.add(f"formats: {_listed(Counter(card.kind for card in good))}  [dim](of {len(cards)} samples)[/]")
+        branch.add(
+            f"formats: {_listed(Counter(card.kind for card in good))}  [dim](of {len(cards)} samples)[/]"
+        )
         branch.add(
             f"{tokens / len(good):,.0f} tokens a sample, {vision / max(1, tokens):.0%} of them vision; about "
             f"{tokens / len(good) * len(source):,.0f} in all  [dim](from {len(good)} samples)[/]"
@@ -283,14 +307,17 @@ def _shards(branch: Tree, source: WebDataset) -> None:
 
 def _exact(branch: Tree, manifest: dict[str, Any]) -> None:
     samples = max(1, manifest["samples"])
-    branch.add(f"{manifest['bytes'] / 1e6:,.1f} MB, {manifest['samples']:,} samples of {manifest['items']:,} items")
+    branch.add(
+        f"{manifest['bytes'] / 1e6:,.1f} MB, {manifest['samples']:,} samples of {manifest['items']:,} items"
+    )
     branch.add(f"formats: {_listed(manifest['formats'])}")
     branch.add(
-        f"{manifest['tokens']:,} tokens, {manifest['tokens'] / samples:,.0f} a sample  {_bars(manifest['token_histogram'])}"
+        f"{manifest['tokens']:,} tokens, {manifest['tokens'] / samples:,.0f} a sample "
+        f" {_bars(manifest['token_histogram'])}"
     )
     branch.add(
-        f"{manifest['patches']:,} patches ({escape(str(manifest['vision']))}), {manifest['patches'] / samples:,.0f} a sample  "
-        f"{_bars(manifest['patch_histogram'])}"
+        f"{manifest['patches']:,} patches ({escape(str(manifest['vision']))}),"
+        f" {manifest['patches'] / samples:,.0f} a sample  {_bars(manifest['patch_histogram'])}"
     )
     branch.add(f"left out: {_listed(manifest['skipped']) or 'nothing'}")
 

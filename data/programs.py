@@ -1,7 +1,8 @@
-"""Programs as a tool turn of a conversation: how a result is written, and the running of programs we wrote ourselves.
+"""Programs as a tool turn of a conversation: how a result is written, and the running of programs we wrote
+ourselves.
 
-A program runs as a notebook cell: what it prints, then the value of its last expression. Programs that a model wrote
-go to eval/sandbox.py, never here.
+A program runs as a notebook cell: what it prints, then the value of its last expression. Programs that a
+model wrote go to eval/sandbox/host.py, never here.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ NO_OUTPUT = "(no output)"
 
 
 def tool_text(stdout: str, value: str, error: str = "") -> str:
-    """The content of a tool turn: printed text, value of the last expression, error; NO_OUTPUT when there is none."""
+    """The content of a tool turn: printed text, value of the last expression, error; NO_OUTPUT when there is
+    none."""
     return "\n".join(part for part in (stdout.rstrip("\n"), value, error) if part) or NO_OUTPUT
 
 
 def run_own(code: str, pictures: Mapping[str, PILImage.Image]) -> str:
-    """The tool text of a program from our own generators, run in this process; `Image.open` finds `pictures` by name.
+    """The tool text of a program from our own generators, run in this process; `Image.open` finds `pictures`
+    by name.
 
-    Raises whatever the program raises: generated programs are correct, and a test runs them in the sandbox as well.
+    Raises whatever the program raises: generated programs are correct, and a test runs them in the sandbox as
+    well.
     """
     opened = SimpleNamespace(Image=SimpleNamespace(open=lambda name: pictures[name].copy()))
 

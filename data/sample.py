@@ -1,6 +1,8 @@
-"""Sample: the one currency between sources and the encoder, an ordered list of text, special tokens, media and grounding.
+"""Sample: the one currency between sources and the encoder, an ordered list of text, special tokens, media
+and grounding.
 
-Sources hand over encoded bytes or paths; nothing is decoded before `encode.encode`, which runs inside the worker.
+Sources hand over encoded bytes or paths; nothing is decoded before `encode.encode`, which runs inside the
+worker.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = [
 ]
 
 TEXT_BYTES = 24 << 20
-"""Most bytes of a text or a JSON that is read at once; the worst JSON takes 25 times as much memory when it is parsed."""
+"""Most bytes of a text or a JSON that is read at once; the worst JSON takes 25 times as much memory when it
+is parsed."""
 MEDIA_BYTES = 2 << 30
 """Most bytes of a picture or a video that is read at once (DecodeConfig.video_max_mb may allow less)."""
 
@@ -40,16 +43,18 @@ def within(size: int, limit: int, where: str) -> None:
     """Raise BadSample (too_large) for more than `limit` bytes; asked before anything is read."""
     if size > limit:
         raise BadSample(
-            f"{where}: {size:,} bytes, more than {limit:,}: split it (text_files: chunk_bytes) or leave it out",
+            f"{where}: {size:,} bytes, more than {limit:,}: split it (text_files: chunk_bytes) or leave"
+            " it out",
             "too_large",
         )
 
 
 def file_below(root: Path, name: str | Path, where: str = "", outside: str = "missing_member") -> Path:
-    """The file `name` below `root`, with links followed on both sides; a row must not be able to name other files.
+    """The file `name` below `root`, with links followed on both sides; a row must not be able to name other
+    files.
 
-    Raises BadSample (missing_member) when there is none and for names that no file can have, (`outside`) when it lies
-    elsewhere; `where` stands before the message.
+    Raises BadSample (missing_member) when there is none and for names that no file can have, (`outside`) when
+    it lies elsewhere; `where` stands before the message.
     """
     start = f"{where} " if where else ""
     try:
@@ -62,7 +67,8 @@ def file_below(root: Path, name: str | Path, where: str = "", outside: str = "mi
         RuntimeError,
     ) as error:  # too long, a null character, half a character, a circle of links
         raise BadSample(
-            f"{start}{str(name)!r:.100}: no file can be called that ({one_line(error, 100)})", "missing_member"
+            f"{start}{str(name)!r:.100}: no file can be called that ({one_line(error, 100)})",
+            "missing_member",
         ) from None
     if not path.is_relative_to(real):
         raise BadSample(
@@ -84,7 +90,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """One special token of the tokenizer by its name ("<|open|>"); a Text never makes one. `loss` as in Text."""
+    """One special token of the tokenizer by its name ("<|open|>"); a Text never makes one. `loss` as in
+    Text."""
 
     token: str
     loss: float = 0.0
@@ -92,7 +99,8 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One picture, decoded or not (bytes and paths stay as they are until encode). Its tokens are never predicted."""
+    """One picture, decoded or not (bytes and paths stay as they are until encode). Its tokens are never
+    predicted."""
 
     image: Picture
 
@@ -120,9 +128,9 @@ class Video:
 class VideoFile:
     """A video as it is stored. encode opens it inside the worker, takes its frames and closes it.
 
-    Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a hint for
-    messages; the container is told by its first bytes. `backend` is decord, pyav or torchcodec; None leaves the choice
-    to the configuration (see data/video.py).
+    Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a
+    hint for messages; the container is told by its first bytes. `backend` is decord, pyav or torchcodec; None
+    leaves the choice to the configuration (see data/video/read.py).
     """
 
     video: bytes | str | Path
@@ -134,7 +142,8 @@ class VideoFile:
     def __post_init__(self) -> None:
         if not self.fps > 0 or (self.max_frames is not None and self.max_frames < 1):
             raise BadSample(
-                f"video sampled at fps = {self.fps} with max_frames = {self.max_frames}: both must be positive",
+                f"video sampled at fps = {self.fps} with max_frames = {self.max_frames}: both must be"
+                " positive",
                 reason="video_limit",
             )
 
@@ -145,9 +154,11 @@ Point: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Something in a picture: a box (left, top, right, bottom) or a point (x, y), in pixels of the original picture.
+    """Something in a picture: a box (left, top, right, bottom) or a point (x, y), in pixels of the original
+    picture.
 
-    The original picture is the one after EXIF orientation and before resizing; (0, 0) is its upper left corner.
+    The original picture is the one after EXIF orientation and before resizing; (0, 0) is its upper left
+    corner.
     """
 
     label: str
@@ -161,10 +172,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Where things are in media item number `media` of the sample (pictures and videos counted together, from 0).
+    """Where things are in media item number `media` of the sample (pictures and videos counted together, from
+    0).
 
-    encode writes them as text (see data/grounding.py): "absolute" in pixels of the picture as the model sees it (resized,
-    not padded), "normalized" in [0, 1] of the picture, or "both". `loss` is the weight of predicting that text.
+    encode writes them as text (see data/formats/grounding.py): "absolute" in pixels of the picture as the
+    model sees it (resized, not padded), "normalized" in [0, 1] of the picture, or "both". `loss` is the
+    weight of predicting that text.
     """
 
     regions: Sequence[Region]
@@ -178,7 +191,8 @@ Segment: TypeAlias = Text | Special | Image | Video | VideoFile | Regions
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One document. `source` is the name of its source, `key` names it inside the source (file, index, line)."""
+    """One document. `source` is the name of its source, `key` names it inside the source (file, index,
+    line)."""
 
     segments: Sequence[Segment]
     source: str

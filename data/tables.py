@@ -1,7 +1,7 @@
 """Tables on a terminal of any width: no word and no number is cut.
 
-A table that fits is printed as it is. One that does not gets narrower columns, as far as words allow. Where even that is
-too wide, every row is told by itself, as "name value" for each column.
+A table that fits is printed as it is. One that does not gets narrower columns, as far as words allow. Where
+even that is too wide, every row is told by itself, as "name value" for each column.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Tokenizer: any Hugging Face `tokenizer.json`, with the media and chat tokens of Kimi K3 added where they are missing.
+"""Tokenizer: any Hugging Face `tokenizer.json`, with the media and chat tokens of Kimi K3 added where they
+are missing.
 
-Text is always encoded with special tokens switched off: a document that contains the string `<|media_pad|>` becomes
-ordinary bytes, never a media position. Special ids come only from `Tokenizer.bos_id`, `media_begin_id`, ... .
+Text is always encoded with special tokens switched off: a document that contains the string `<|media_pad|>`
+becomes ordinary bytes, never a media position. Special ids come only from `Tokenizer.bos_id`,
+`media_begin_id`, ... .
 """
 
 from __future__ import annotations
@@ -29,44 +31,49 @@ MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD = (
     "<|media_end|>",
     "<|media_pad|>",
 )
-SPECIAL_TOKENS = (BOS, EOS, PAD, OPEN, CLOSE, SEP, END_OF_MSG, MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, MEDIA_PAD)
+SPECIAL_TOKENS = (
+    BOS,
+    EOS,
+    PAD,
+    OPEN,
+    CLOSE,
+    SEP,
+    END_OF_MSG,
+    MEDIA_BEGIN,
+    MEDIA_CONTENT,
+    MEDIA_END,
+    MEDIA_PAD,
+)
 
-# The message form of Kimi K3. `content` is a string, or a list of {"type": "text" | "image" | "video", ...} parts; one
-# <|media_pad|> stands for each picture until the processor repeats it as often as the picture has tokens. An assistant's
-# message with `reasoning_content` or `tool_calls` is written in channels: think, response, tools (data/chat.py). `tools`,
+# The message form of Kimi K3. `content` is a string, or a list of {"type": "text" | "image" | "video", ...}
+# parts; one
+# <|media_pad|> stands for each picture until the processor repeats it as often as the picture has tokens. An
+# assistant's
+# message with `reasoning_content` or `tool_calls` is written in channels: think, response, tools
+# (data/chat/template.py). `tools`,
 # declarations, are a system message before all others.
 CHAT_TEMPLATE = (
-    "{{- bos_token -}}"
-    "{%- if tools -%}{{- '<|open|>message role=\"system\"<|sep|># Tools' -}}"
-    "{%- for tool in tools -%}{{- '\n' + tool|tojson -}}{%- endfor -%}"
-    "{{- '<|close|>message<|sep|><|end_of_msg|>' -}}{%- endif -%}"
-    "{%- for message in messages -%}"
-    "{{- '<|open|>message role=\"' + message['role'] + '\"' -}}"
-    "{%- if message['role'] == 'tool' and message['name'] -%}"
-    "{{- ' tool=\"' + message['name'] + '\" index=\"' + (message['index'] or 1)|string + '\"' -}}{%- endif -%}"
-    "{{- '<|sep|>' -}}"
-    "{%- set channels = message['tool_calls'] or message['reasoning_content'] is string -%}"
-    "{%- if message['reasoning_content'] is string -%}"
-    "{{- '<|open|>think<|sep|>' + message['reasoning_content'] + '<|close|>think<|sep|>' -}}{%- endif -%}"
-    "{%- if channels -%}{{- '<|open|>response<|sep|>' -}}{%- endif -%}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- elif message['content'] -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
-    "{%- else -%}{{- '<|media_begin|>' + part['type'] + '<|media_content|><|media_pad|><|media_end|>' -}}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}"
-    "{%- if channels -%}{{- '<|close|>response<|sep|>' -}}{%- endif -%}"
-    "{%- if message['tool_calls'] -%}{{- '<|open|>tools<|sep|>' -}}"
-    "{%- for call in message['tool_calls'] -%}{%- set call = call['function'] or call -%}"
-    "{{- '<|open|>call tool=\"' + call['name'] + '\" index=\"' + loop.index|string + '\"<|sep|>' -}}"
-    "{%- for key, value in call['arguments'].items() -%}"
-    "{%- set kind = 'string' if value is string else 'boolean' if value is boolean else 'number' if value is number "
-    "else 'null' if value is none else 'object' if value is mapping else 'array' -%}"
-    "{{- '<|open|>argument key=\"' + key + '\" type=\"' + kind + '\"<|sep|>' -}}"
-    "{{- value if value is string else value|tojson -}}{{- '<|close|>argument<|sep|>' -}}"
-    "{%- endfor -%}{{- '<|close|>call<|sep|>' -}}{%- endfor -%}{{- '<|close|>tools<|sep|>' -}}{%- endif -%}"
-    "{{- '<|close|>message<|sep|><|end_of_msg|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|open|>message role=\"assistant\"<|sep|>' -}}{%- endif -%}"
+    "{{- bos_token -}}{%- if tools -%}{{- '<|open|>message role=\"system\"<|sep|># Tools' -}}{%- for tool in"
+    " tools -%}{{- '\n' + tool|tojson -}}{%- endfor -%}{{- '<|close|>message<|sep|><|end_of_msg|>' -}}{%-"
+    " endif -%}{%- for message in messages -%}{{- '<|open|>message role=\"' + message['role'] + '\"' -}}{%-"
+    " if message['role'] == 'tool' and message['name'] -%}{{- ' tool=\"' + message['name'] + '\" index=\"' +"
+    " (message['index'] or 1)|string + '\"' -}}{%- endif -%}{{- '<|sep|>' -}}{%- set channels ="
+    " message['tool_calls'] or message['reasoning_content'] is string -%}{%- if message['reasoning_content']"
+    " is string -%}{{- '<|open|>think<|sep|>' + message['reasoning_content'] + '<|close|>think<|sep|>' -}}{%-"
+    " endif -%}{%- if channels -%}{{- '<|open|>response<|sep|>' -}}{%- endif -%}{%- if message['content'] is"
+    " string -%}{{- message['content'] -}}{%- elif message['content'] -%}{%- for part in message['content']"
+    " -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- else -%}{{- '<|media_begin|>' +"
+    " part['type'] + '<|media_content|><|media_pad|><|media_end|>' -}}{%- endif -%}{%- endfor -%}{%- endif"
+    " -%}{%- if channels -%}{{- '<|close|>response<|sep|>' -}}{%- endif -%}{%- if message['tool_calls']"
+    " -%}{{- '<|open|>tools<|sep|>' -}}{%- for call in message['tool_calls'] -%}{%- set call ="
+    " call['function'] or call -%}{{- '<|open|>call tool=\"' + call['name'] + '\" index=\"' +"
+    " loop.index|string + '\"<|sep|>' -}}{%- for key, value in call['arguments'].items() -%}{%- set kind ="
+    " 'string' if value is string else 'boolean' if value is boolean else 'number' if value is number else"
+    " 'null' if value is none else 'object' if value is mapping else 'array' -%}{{- '<|open|>argument key=\"'"
+    " + key + '\" type=\"' + kind + '\"<|sep|>' -}}{{- value if value is string else value|tojson -}}{{-"
+    " '<|close|>argument<|sep|>' -}}{%- endfor -%}{{- '<|close|>call<|sep|>' -}}{%- endfor -%}{{-"
+    " '<|close|>tools<|sep|>' -}}{%- endif -%}{{- '<|close|>message<|sep|><|end_of_msg|>' -}}{%- endfor"
+    " -%}{%- if add_generation_prompt -%}{{- '<|open|>message role=\"assistant\"<|sep|>' -}}{%- endif -%}"
 )
 
 _CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
@@ -74,7 +81,8 @@ _CACHED_TEXT_CHARS, _CACHED_TEXTS = 160, 65536
 
 
 _MOST_BYTES, _MOST_IDS, _GROWTH = 40 << 20, 1 << 22, 4096.0
-"""What a tokenizer.json may be and do: its size, its ids, and how much longer its replacements may make a text."""
+"""What a tokenizer.json may be and do: its size, its ids, and how much longer its replacements may make a
+text."""
 
 
 class Tokenizer:
@@ -148,7 +156,9 @@ class Tokenizer:
         try:
             ids = tuple(self._backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeEncodeError):
-            raise BadSample("text holds surrogate code points; decode its bytes as UTF-8 first", "encoding") from None
+            raise BadSample(
+                "text holds surrogate code points; decode its bytes as UTF-8 first", "encoding"
+            ) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # what the Rust library does with its own mistakes
                 raise
@@ -158,7 +168,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of ids. Without special ids, decode(encode(x)) == x for every str a byte-level tokenizer is given."""
+        """Text of ids. Without special ids, decode(encode(x)) == x for every str a byte-level tokenizer is
+        given."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     @cached_property
@@ -199,12 +210,15 @@ class Tokenizer:
             "chat_template": self.chat_template,
         }
         write_atomically(target / "tokenizer.json", self._backend.to_str(pretty=True))
-        write_atomically(target / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(
+            target / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        )
         return target
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a Hugging Face tokenizer directory (or its tokenizer.json); raises DataError when it is not one."""
+        """Read a Hugging Face tokenizer directory (or its tokenizer.json); raises DataError when it is not
+        one."""
         given = Path(path)
         directory = given.parent if given.name == "tokenizer.json" else given
         source = directory / "tokenizer.json"
@@ -225,12 +239,16 @@ class Tokenizer:
             made.encode("a")
         except DataError as error:
             raise DataError(f"tokenizer {source}: {error}") from None
-        except BaseException as error:  # the Rust library raises bare Exception, and panics below BaseException
+        except (
+            BaseException
+        ) as error:  # the Rust library raises bare Exception, and panics below BaseException
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(f"tokenizer {source}: not a tokenizers file ({one_line(error)})") from None
         if made.vocab_size > _MOST_IDS:
-            raise DataError(f"tokenizer {source}: ids up to {made.vocab_size - 1}, expected fewer than {_MOST_IDS}")
+            raise DataError(
+                f"tokenizer {source}: ids up to {made.vocab_size - 1}, expected fewer than {_MOST_IDS}"
+            )
         return made
 
 
@@ -240,7 +258,9 @@ def _object(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         found = json.loads(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"tokenizer {path}: not a tokenizers file, no valid JSON ({one_line(error)})") from None
+        raise DataError(
+            f"tokenizer {path}: not a tokenizers file, no valid JSON ({one_line(error)})"
+        ) from None
     if not isinstance(found, dict):
         what = type(found).__name__ if size <= _MOST_BYTES else f"{size} bytes"
         raise DataError(f"tokenizer {path}: {what}, expected an object of at most {_MOST_BYTES >> 20} MiB")
@@ -248,9 +268,11 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
-    """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as long.
+    """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as
+    long.
 
-    Thirty that each write two letters for one make a gigabyte of one letter, inside the library where nothing stops it.
+    Thirty that each write two letters for one make a gigabyte of one letter, inside the library where nothing
+    stops it.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         growth, waiting = 1.0, [found.get(part)]
@@ -264,10 +286,14 @@ def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
                     growth *= 1 + len(front)
                 if isinstance(content, str):
                     literal = pattern.get("String") if isinstance(pattern, Mapping) else None
-                    growth *= max(1.0, len(content) / (len(literal) if isinstance(literal, str) and literal else 1))
+                    growth *= max(
+                        1.0, len(content) / (len(literal) if isinstance(literal, str) and literal else 1)
+                    )
                 waiting += [value for value in step.values() if isinstance(value, list | Mapping)]
         if growth > _GROWTH:
-            raise DataError(f"tokenizer {path}: its {part} makes texts up to {growth:.3g} times as long; not used")
+            raise DataError(
+                f"tokenizer {path}: its {part} makes texts up to {growth:.3g} times as long; not used"
+            )
 
 
 def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
@@ -275,7 +301,8 @@ def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write through a temporary file in the same directory: readers see the old file or the new one, never a half."""
+    """Write through a temporary file in the same directory: readers see the old file or the new one, never a
+    half."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:

@@ -1,8 +1,9 @@
-"""Questions about pictures whose answer is the output of a short Python program: crop, count, measure, binarise, look
-up a colour or a value, compare.
+"""Questions about pictures whose answer is the output of a short Python program: crop, count, measure,
+binarise, look up a colour or a value, compare.
 
-Two subjects: a scene of coloured shapes (data/synth/scene.py), and a small array of grey values. A task is the question,
-a plan in words, and the program; the answer is read off what the program really gives (data/programs.py).
+Two subjects: a scene of coloured shapes (data/synth/scene.py), and a small array of grey values. A task is
+the question, a plan in words, and the program; the answer is read off what the program really gives
+(data/programs.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.synth.describe import twin
 from earlyfusion.data.synth.palette import COLOURS, HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene, Thing, draw_scene
@@ -28,7 +29,10 @@ CELL = 8
 """Pixels of one cell of an array drawn as a picture."""
 SIDES = range(3, 9)
 
-_LOAD = f'import numpy as np\nfrom PIL import Image\na = np.array(Image.open("{FILE}").convert("RGB")).astype(int)\n'
+_LOAD = (
+    "import numpy as np\nfrom PIL import Image\na ="
+    f' np.array(Image.open("{FILE}").convert("RGB")).astype(int)\n'
+)
 _GREY = f'import numpy as np\nfrom PIL import Image\na = np.array(Image.open("{FILE}").convert("L"))'
 _BLOBS = """n = 0
 while m.any():
@@ -88,7 +92,10 @@ def make_grid(rng: Random, heldout: bool) -> Grid:
     rows, columns = rng.choice(grid_sizes(heldout))
     while True:
         values = [
-            [rng.choice((rng.randrange(70), rng.randrange(70), rng.randrange(160, 256))) for _ in range(columns)]
+            [
+                rng.choice((rng.randrange(70), rng.randrange(70), rng.randrange(160, 256)))
+                for _ in range(columns)
+            ]
             for _ in range(rows)
         ]
         if any(value >= 160 for row in values for value in row):
@@ -113,7 +120,8 @@ def describe(subject: Subject) -> str:
 
 
 def make_task(subject: Subject, rng: Random, *, stored: bool) -> Task:
-    """A question about the subject. With `stored`, an array is read from the file; else its numbers are typed in."""
+    """A question about the subject. With `stored`, an array is read from the file; else its numbers are typed
+    in."""
     makers: tuple[Callable[..., Task | None], ...]
     if isinstance(subject, Scene):
         makers = (_crop, _count, _measure, _binarise, _colour, _compare)
@@ -149,7 +157,9 @@ def _single(scene: Scene) -> list[Thing]:
 def _crop(scene: Scene, rng: Random) -> Task:
     left, top, right, bottom = rng.choice(scene.objects).box
     box = (left, top, right - rng.randrange(3), bottom - rng.randrange(3))
-    code = f"c = a[{box[1]}:{box[3]}, {box[0]}:{box[2]}]\nprint(c.shape[:2])\nint((c != a[0, 0]).any(2).sum())"
+    code = (
+        f"c = a[{box[1]}:{box[3]}, {box[0]}:{box[2]}]\nprint(c.shape[:2])\nint((c != a[0, 0]).any(2).sum())"
+    )
     asked = f"Crop the box [{', '.join(map(str, box))}]. How many of its pixels are not background?"
     plan = "The corner pixel is background. I crop the box and count the pixels that differ from it."
     return Task("crop", asked, plan, _LOAD + code, facts=(box,))
@@ -166,7 +176,8 @@ def _measure(scene: Scene, rng: Random) -> Task | None:
         return None
     thing = rng.choice(named)
     code = (
-        f"y, x = np.where((a == {_rgb(thing.colour)}).all(2))\n(int(x.max() - x.min() + 1), int(y.max() - y.min() + 1))"
+        f"y, x = np.where((a == {_rgb(thing.colour)}).all(2))\n(int(x.max() - x.min() + 1), int(y.max() -"
+        " y.min() + 1))"
     )
     plan = f"{thing.colour} is {_rgb(thing.colour)}. I find its pixels and measure their extent."
     asked = f"How wide and high is the {thing.colour} object, in pixels?"
@@ -178,7 +189,11 @@ def _binarise(scene: Scene, rng: Random) -> Task:
     code = f"b = (a < {level}).astype(int)\nint(b.sum())"
     asked = f"Make it grey and binarise it: 1 where the value is below {level}. How many pixels are 1?"
     return Task(
-        "binarise", asked, f"I convert to grey, compare with {level} and sum.", f"{_GREY}\n{code}", facts=(level,)
+        "binarise",
+        asked,
+        f"I convert to grey, compare with {level} and sum.",
+        f"{_GREY}\n{code}",
+        facts=(level,),
     )
 
 
@@ -188,7 +203,9 @@ def _colour(scene: Scene, rng: Random) -> Task:
     code = f'from PIL import Image\nImage.open("{FILE}").convert("RGB").getpixel(({x}, {y}))'
     names = {rgb: name for name, rgb in COLOURS.items()}
     asked = f"What color is the pixel at x = {x}, y = {y}?"
-    return Task("colour", asked, "I look the pixel up and name its color.", code, lambda v: names[v], (thing, x, y))
+    return Task(
+        "colour", asked, "I look the pixel up and name its color.", code, lambda v: names[v], (thing, x, y)
+    )
 
 
 def _compare(scene: Scene, rng: Random) -> Task | None:
@@ -212,16 +229,25 @@ def _window(size: int, rng: Random) -> tuple[int, int]:
 
 def _grid_crop(grid: Grid, rng: Random) -> Task:
     (top, bottom), (left, right) = (_window(size, rng) for size in grid.array.shape)
-    asked = f"Crop rows {top} to {bottom - 1} and columns {left} to {right - 1}, counted from 0. What is the sum?"
+    asked = (
+        f"Crop rows {top} to {bottom - 1} and columns {left} to {right - 1}, counted from 0. What is the sum?"
+    )
     code = f"c = a[{top}:{bottom}, {left}:{right}]\nprint(c)\nint(c.sum())"
     return Task("crop", asked, "I slice the array and sum the slice.", code, facts=(top, bottom, left, right))
 
 
 def _grid_count(grid: Grid, rng: Random) -> Task:
     level = rng.randrange(80, 160, 10)
-    asked = f"How many connected groups of values above {level} are there, up, down, left and right being connected?"
+    asked = (
+        f"How many connected groups of values above {level} are there, up, down, left and right being"
+        " connected?"
+    )
     return Task(
-        "count", asked, "I mark the values and count the connected groups.", f"m = a > {level}\n{_FOUR}", facts=(level,)
+        "count",
+        asked,
+        "I mark the values and count the connected groups.",
+        f"m = a > {level}\n{_FOUR}",
+        facts=(level,),
     )
 
 
@@ -248,7 +274,10 @@ def _grid_value(grid: Grid, rng: Random) -> Task:
 
 def _grid_compare(grid: Grid, rng: Random) -> Task:
     half = grid.array.shape[1] // 2
-    code = f'p, q = int(a[:, :{half}].sum()), int(a[:, -{half}:].sum())\nprint(p, q)\n"left" if p > q else "right" if q > p else "equal"'
+    code = (
+        f'p, q = int(a[:, :{half}].sum()), int(a[:, -{half}:].sum())\nprint(p, q)\n"left" if p > q else'
+        ' "right" if q > p else "equal"'
+    )
     asked = f"Which sum is larger, that of the {half} left columns or that of the {half} right columns?"
     if half == 1:
         asked = "Which sum is larger, that of the left column or that of the right column?"

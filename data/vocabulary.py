@@ -1,7 +1,7 @@
 """The tokenizer of a fresh checkout: byte-level BPE trained on text that is already here, kept in a cache.
 
-The corpus is real English (the pydoc topics), real code (standard library), the easy-VQA questions and captions of
-generated scenes; whatever a source holds out for evaluation is left out here as well.
+The corpus is real English (the pydoc topics), real code (standard library), the easy-VQA questions and
+captions of generated scenes; whatever a source holds out for evaluation is left out here as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 _FORMAT = 2
@@ -36,7 +36,8 @@ def embedded_corpus() -> Iterator[str]:
 
 
 def embedded_tokenizer(vocab_size: int = 4096) -> Tokenizer:
-    """The tokenizer for the embedded data, trained once per installation and size, then read from the cache."""
+    """The tokenizer for the embedded data, trained once per installation and size, then read from the
+    cache."""
     texts = list(embedded_corpus())
     digest = hashlib.sha256(f"{_FORMAT} {tokenizers.__version__} {vocab_size}".encode())
     for text in texts:
@@ -57,8 +58,8 @@ def cache_root() -> Path:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE of `vocab_size` entries: 11 special tokens, 256 bytes, merges; every digit stands alone.
 
-    The same texts give the same tokenizer. Raises DataError when `vocab_size` cannot hold the bytes, or when the texts
-    are too few for that many merges.
+    The same texts give the same tokenizer. Raises DataError when `vocab_size` cannot hold the bytes, or when
+    the texts are too few for that many merges.
     """
     least = len(SPECIAL_TOKENS) + 256
     if vocab_size < least:
@@ -79,7 +80,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(backend)
     if tokenizer.vocab_size != vocab_size:
         raise DataError(
-            f"vocab_size {vocab_size}: the texts give only {tokenizer.vocab_size} entries; lower it or add text"
+            f"vocab_size {vocab_size}: the texts give only {tokenizer.vocab_size} entries; lower it or add"
+            " text"
         )
     return tokenizer
 

@@ -1,8 +1,8 @@
 """Reading an answer out of a model's words. Every function returns None when there is nothing to read.
 
-MMLU-Pro: the three levels of the official script (TIGER-AI-Lab/MMLU-Pro, evaluate_from_local.py). GPQA: simple-evals'
-line "Answer: X" and lm-evaluation-harness' "(X)". GSM8K: the number after "####" or the last number. BBH: what follows
-"the answer is".
+MMLU-Pro: the three levels of the official script (TIGER-AI-Lab/MMLU-Pro, evaluate_from_local.py). GPQA:
+simple-evals' line "Answer: X" and lm-evaluation-harness' "(X)". GSM8K: the number after "####" or the last
+number. BBH: what follows "the answer is".
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _THE_ANSWER_IS = re.compile(r"(?<=the answer is )(.*)(?=.)")
 
 
 def mmlu_pro_letter(text: str, levels: int = 3) -> tuple[str, int] | None:
-    """(letter A-J, level that found it). Level 1: the first "answer is (X)"; 2: "answer: X", the last one of the first
-    line that has one; 3: the last capital A-J that stands alone. `levels` = 1 or 2 stops earlier."""
+    """(letter A-J, level that found it). Level 1: the first "answer is (X)"; 2: "answer: X", the last one of
+    the first line that has one; 3: the last capital A-J that stands alone. `levels` = 1 or 2 stops earlier.
+    """
     for level in (1, 2):
         if level <= levels and (match := _MMLU_PRO[level - 1].search(text)):
             return match.group(1), level
@@ -38,13 +39,14 @@ def mmlu_pro_letter(text: str, levels: int = 3) -> tuple[str, int] | None:
 
 
 def published_guess(options: int, seed: int = 12345) -> int:
-    """Index the official MMLU-Pro script draws for a question without an extracted answer: it seeds the generator anew
-    for each one, so the guess depends on the number of options alone."""
+    """Index the official MMLU-Pro script draws for a question without an extracted answer: it seeds the
+    generator anew for each one, so the guess depends on the number of options alone."""
     return random.Random(seed).randint(0, options - 1)
 
 
 def answer_line_letter(text: str, options: int = 4, *, which: str = "last") -> str | None:
-    """Letter of the "Answer: X" lines; which = "last", or "first" as in simple-evals. Markup (** and $) is ignored."""
+    """Letter of the "Answer: X" lines; which = "last", or "first" as in simple-evals. Markup (** and $) is
+    ignored."""
     found = [letter.upper() for letter in _ANSWER_LINE.findall(text.replace("**", ""))]
     found = [letter for letter in found if letter in LETTERS[:options]]
     return None if not found else found[-1 if which == "last" else 0]

@@ -1,4 +1,5 @@
-"""What the sub-layers read: mean Attention Residual weights by sub-layer and source, image tokens beside text tokens."""
+"""What the sub-layers read: mean Attention Residual weights by sub-layer and source, image tokens beside text
+tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from earlyfusion.model.generate import evaluating
 def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
     """Mean mixing weights over the tokens of one packed batch; None for a model without Attention Residuals.
 
-    batch: a PackedBatch on the model's device. Returns, for `eval.results.save_result` under the name "attnres":
-    `sublayers` (names of the mixes, in order), `sources` ("embedding", "block 1", ..., and "own block" for the running
-    sum of the sub-layer's own block), `image` and `text`: one row per sub-layer with a weight per source, None where the
-    sub-layer does not read that source. Rows sum to 1. A kind of token the batch does not hold is left out.
+    batch: a PackedBatch on the model's device. Returns, for `eval.results.save_result` under the name
+    "attnres": `sublayers` (names of the mixes, in order), `sources` ("embedding", "block 1", ..., and "own
+    block" for the running sum of the sub-layer's own block), `image` and `text`: one row per sub-layer with a
+    weight per source, None where the sub-layer does not read that source. Rows sum to 1. A kind of token the
+    batch does not hold is left out.
     """
     if model.config.text.attn_res == "none":
         return None
@@ -27,7 +29,8 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
     with evaluating(model):
         recorder = model.decoder.attnres_weights(model.embed(batch), batch.segments, masks)
     finished = max(
-        len(means["text"]) - has_partial for (_, means), has_partial in zip(recorder.rows, recorder.has_partial)
+        len(means["text"]) - has_partial
+        for (_, means), has_partial in zip(recorder.rows, recorder.has_partial)
     )
     sources = ["embedding", *(f"block {n}" for n in range(1, finished)), "own block"]
     result: dict[str, Any] = {
@@ -45,7 +48,8 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
 
 
 def _row(weights: list[float], has_partial: bool, width: int) -> list[float | None]:
-    """Weights at their columns: finished sources from the left, the own block's running sum in the last column."""
+    """Weights at their columns: finished sources from the left, the own block's running sum in the last
+    column."""
     row: list[float | None] = [None] * width
     finished = weights[:-1] if has_partial else weights
     row[: len(finished)] = finished

@@ -2,14 +2,14 @@
 
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out OUT
 
-Text is lower-cased and split into runs of letters and digits; an n-gram is n words in a row (13 by default, as in
-GPT-3's report, appendix C). A question shorter than n words is compared as one gram of its own length, but at least
-SHORTEST words, below which a match says nothing. What is looked for is the question and its options, not the shots
-before it. N-grams are compared by 64-bit hashes: with 10^9 training words and 10^6 benchmark grams, a false match is
-expected in about one of 20,000 runs.
+Text is lower-cased and split into runs of letters and digits; an n-gram is n words in a row (13 by default,
+as in GPT-3's report, appendix C). A question shorter than n words is compared as one gram of its own length,
+but at least SHORTEST words, below which a match says nothing. What is looked for is the question and its
+options, not the shots before it. N-grams are compared by 64-bit hashes: with 10^9 training words and 10^6
+benchmark grams, a false match is expected in about one of 20,000 runs.
 
-Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet (string columns), also .gz and
-.zst, tar shards of such members, and folders of them. Reports ids and shares, never text.
+Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet (string columns), also
+.gz and .zst, tar shards of such members, and folders of them. Reports ids and shares, never text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from earlyfusion.eval.benchmarks.base import mean
 from earlyfusion.eval.harness import label_of, read_records
 from earlyfusion.eval.protocol import EvalError, Question, Task, prompt_text
 from earlyfusion.eval.results import write_json
-from earlyfusion.eval.tasks import mean
 
 NGRAM, SHORTEST = 13, 8
 TEXT_ENDINGS = (".txt", ".md", ".html", ".py", ".jsonl", ".json")
@@ -91,7 +91,9 @@ class Overlap:
         return [identity for identity, share in self.shares.items() if share > 0]
 
 
-def find_overlap(questions: Sequence[Question], documents: Iterable[tuple[str, str]], n: int = NGRAM) -> Overlap:
+def find_overlap(
+    questions: Sequence[Question], documents: Iterable[tuple[str, str]], n: int = NGRAM
+) -> Overlap:
     """Compare questions with training documents (file name, text), which are read once.
 
     Raises EvalError for n below SHORTEST.
@@ -109,7 +111,9 @@ def find_overlap(questions: Sequence[Question], documents: Iterable[tuple[str, s
             continue
         lengths[question.id] = min(n, len(words))
         own[question.id] = np.unique(grams(words, lengths[question.id]))
-    wanted = {k: np.unique(np.concatenate([own[i] for i in own if lengths[i] == k])) for k in set(lengths.values())}
+    wanted = {
+        k: np.unique(np.concatenate([own[i] for i in own if lengths[i] == k])) for k in set(lengths.values())
+    }
     seen = {k: np.zeros(len(values), dtype=bool) for k, values in wanted.items()}
     result = Overlap({}, too_short)
     for name, text in documents:
@@ -151,7 +155,9 @@ def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     """(file name, text) of everything readable below `path`. Raises EvalError when there is nothing."""
     if not path.exists():
         raise EvalError(f"--contamination {path}: no such file or folder")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _readable(p.name))
+    files = (
+        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _readable(p.name))
+    )
     if not files:
         raise EvalError(f"--contamination {path}: holds no text, json, parquet or tar file")
     for file in files:
@@ -229,7 +235,9 @@ def _parquet_texts(file: Path) -> Iterator[str]:
         raise EvalError(f"{file}: parquet needs pyarrow; pip install 'earlyfusion[eval]'") from None
     opened = parquet.ParquetFile(str(file))
     columns = [
-        f.name for f in opened.schema_arrow if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)
+        f.name
+        for f in opened.schema_arrow
+        if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)
     ]
     for batch in opened.iter_batches(columns=columns):
         for row in batch.to_pylist():
@@ -239,7 +247,8 @@ def _parquet_texts(file: Path) -> Iterator[str]:
 def report(tasks: Sequence[Task], path: Path, n: int, limit: int | None, seed: int, out: Path | None) -> int:
     """The verb's --contamination: one line per task; details in OUT/<label>/contamination.json.
 
-    Where OUT/<label>/records.jsonl stands (an evaluation has run), the score on the untouched questions is told too.
+    Where OUT/<label>/records.jsonl stands (an evaluation has run), the score on the untouched questions is
+    told too.
     """
     for task in tasks:
         questions = list(task.questions(limit, None, seed))

@@ -1,11 +1,14 @@
-"""Runs a task on a model: asks in chunks, writes one line per question at once, goes on where a stopped run ended.
+"""Runs a task on a model: asks in chunks, writes one line per question at once, goes on where a stopped run
+ended.
 
     OUT/<label>/settings.json    what is asked of whom; a folder is never continued with other settings
-    OUT/<label>/records.jsonl    id, repeat, category, seed, prompt_hash, output, extracted, score, tokens, ...
-    OUT/<label>/summary.json     the numbers (Task.aggregate), the settings, seconds; written when all is answered
+    OUT/<label>/records.jsonl    id, repeat, category, seed, prompt_hash, output, extracted, score, tokens,
+                                 ...
+    OUT/<label>/summary.json     the numbers (Task.aggregate), the settings, seconds; written when all is
+                                 answered
 
-<label> is the task's name, followed by the form where it is not the task's default. Of private tasks no output is
-kept: a record holds its sha256 and length instead.
+<label> is the task's name, followed by the form where it is not the task's default. Of private tasks no
+output is kept: a record holds its sha256 and length instead.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.benchmarks.base import request_seed
 from earlyfusion.eval.explain import explain
-from earlyfusion.eval.models_own import OwnModel
+from earlyfusion.eval.models.own import OwnModel
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -40,7 +44,6 @@ from earlyfusion.eval.protocol import (
     prompt_hash,
 )
 from earlyfusion.eval.results import write_json
-from earlyfusion.eval.tasks import request_seed
 from earlyfusion.model.fusion import NativeFusion
 
 SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"
@@ -48,8 +51,8 @@ SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """limit: questions (None: all). shots None: the task's own number. samples: answers per question. chunk: questions
-    handed to the model at once; what a stopped run loses is at most one chunk."""
+    """limit: questions (None: all). shots None: the task's own number. samples: answers per question. chunk:
+    questions handed to the model at once; what a stopped run loses is at most one chunk."""
 
     limit: int | None = None
     shots: int | None = None
@@ -72,8 +75,8 @@ def run_task(
     out: Path | None = None,
     progress: bool | Callable[[int, int], None] = False,
 ) -> dict[str, Any]:
-    """Ask every question of the task (those not yet answered in `out`); returns the summary. progress: a bar, or a
-    function that is told (answered, all).
+    """Ask every question of the task (those not yet answered in `out`); returns the summary. progress: a bar,
+    or a function that is told (answered, all).
 
     Raises EvalError when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
@@ -86,7 +89,10 @@ def run_task(
     folder = None if out is None else out / label_of(task)
     done = {} if folder is None else _resume(folder, settings)
     started = time.monotonic()
-    with _Writer(folder) as writer, _bar(progress, label_of(task), len(questions) * options.samples) as advance:
+    with (
+        _Writer(folder) as writer,
+        _bar(progress, label_of(task), len(questions) * options.samples) as advance,
+    ):
         advance(len(done), list(done.values()))
         for chunk in _chunks(_pending(task, questions, options, done), options.chunk):
             records = answer(model, task, chunk, options)
@@ -97,7 +103,9 @@ def run_task(
     wanted = [(question.id, repeat) for repeat in range(options.samples) for question in questions]
     kept = [done[key] for key in wanted]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
-    summary["prompts_sha256"] = hashlib.sha256("".join(sorted(r["prompt_hash"] for r in kept)).encode()).hexdigest()
+    summary["prompts_sha256"] = hashlib.sha256(
+        "".join(sorted(r["prompt_hash"] for r in kept)).encode()
+    ).hexdigest()
     summary["refused"] = sum(bool(record.get("refused")) for record in kept)
     if lines := explain(task, summary["metrics"], kept):
         summary["explained"] = lines
@@ -164,8 +172,8 @@ def _pending(
                 yield question, repeat, requests, hashed
             elif record.get("prompt_hash") != hashed:
                 raise EvalError(
-                    f"task {task.name!r}: question {question.id!r} was answered under another prompt; the data or the "
-                    "task has changed since: use a new --out"
+                    f"task {task.name!r}: question {question.id!r} was answered under another prompt; the"
+                    " data or the task has changed since: use a new --out"
                 )
 
 
@@ -198,7 +206,10 @@ def _kept(outputs: Sequence[Generation], private: bool) -> Record:
         record["refused"] = True
     if private:
         text = "\0".join(output.text for output in outputs)
-        return record | {"output_sha256": hashlib.sha256(text.encode()).hexdigest(), "output_chars": len(text)}
+        return record | {
+            "output_sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "output_chars": len(text),
+        }
     texts = [output.text for output in outputs]
     return record | {"output": texts[0] if len(texts) == 1 else texts}
 
@@ -246,7 +257,9 @@ def _resume(folder: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], 
         limits = (earlier.get("limit"), plain["limit"])
         grown = limits[0] is not None and (limits[1] is None or limits[1] >= limits[0])
         differing = [
-            key for key in {**earlier, **plain} if earlier.get(key) != plain.get(key) and not (key == "limit" and grown)
+            key
+            for key in {**earlier, **plain}
+            if earlier.get(key) != plain.get(key) and not (key == "limit" and grown)
         ]
         if differing:
             shown = "; ".join(
@@ -263,7 +276,8 @@ def _short(value: Any) -> str:
 
 
 def read_records(path: Path) -> dict[tuple[str, int], Record]:
-    """Complete lines of a records file by (id, repeat). A last line without its end (a killed run) is cut off."""
+    """Complete lines of a records file by (id, repeat). A last line without its end (a killed run) is cut
+    off."""
     if not path.is_file():
         return {}
     content = path.read_bytes()
@@ -322,8 +336,15 @@ def _bar(shown: bool | Callable[[int, int], None], label: str, total: int):
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         row = bar.add_task(label, total=total, note="")
 
@@ -354,8 +375,8 @@ def evaluate_in_memory(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
-    tasks: "name", "name:form" or Task objects. data: task name -> path. The model's mode is restored; nothing is
-    written without `out` (a folder for this step). chat: as in OwnModel.
+    tasks: "name", "name:form" or Task objects. data: task name -> path. The model's mode is restored; nothing
+    is written without `out` (a folder for this step). chat: as in OwnModel.
     """
     wrapped = OwnModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
     results = {}

@@ -1,11 +1,13 @@
-"""Loss on samples that training never saw, with its image-blind control: how well a model knows data of any kind.
+"""Loss on samples that training never saw, with its image-blind control: how well a model knows data of any
+kind.
 
-    loss            mean negative log-likelihood, in nats, of the learned tokens (those whose text has a loss weight above
-                    0, and [EOS] after them)
+    loss            mean negative log-likelihood, in nats, of the learned tokens (those whose text has a loss
+                    weight above 0, and [EOS] after them)
     seen_loss       the same over the tokens of documents with a picture or video
     blind_loss      those tokens once more, every picture grey: what words and picture sizes alone give away
     text_loss       over the tokens of documents without one
-    bits_per_byte   without any picture: bits of all tokens / UTF-8 bytes, over samples that are learned text throughout
+    bits_per_byte   without any picture: bits of all tokens / UTF-8 bytes, over samples that are learned text
+                    throughout
 
 A sample is encoded, cut and packed as training does it. One that cannot be read is left out and counted.
 """
@@ -24,12 +26,12 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.encode import Encoded, cuts, encode, refuse_longer
 from earlyfusion.data.errors import BadSample, one_sample
-from earlyfusion.data.order import Permutation
-from earlyfusion.data.pack import PackedBatch, pack_all
+from earlyfusion.data.loading.encode import Encoded, cuts, encode, refuse_longer
+from earlyfusion.data.loading.order import Permutation
+from earlyfusion.data.loading.pack import PackedBatch, pack_all
 from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.sources import Source
+from earlyfusion.data.sources.registry import Source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
@@ -42,8 +44,8 @@ Getter = Callable[[], Sample]
 
 @dataclass(frozen=True)
 class Room:
-    """Limits of a packed row, as a training stage has them: positions, patches, and the longest document (in tokens),
-    which longer ones are cut to ("split") or left out for ("skip")."""
+    """Limits of a packed row, as a training stage has them: positions, patches, and the longest document (in
+    tokens), which longer ones are cut to ("split") or left out for ("skip")."""
 
     tokens: int
     max_patches: int
@@ -54,7 +56,8 @@ class Room:
 
 @dataclass
 class Loss:
-    """Sums over learned tokens: all, those of documents with a picture (and the same blind), those counted in bytes."""
+    """Sums over learned tokens: all, those of documents with a picture (and the same blind), those counted in
+    bytes."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -93,16 +96,22 @@ def measure(
     most_tokens: int | None = None,
     blind: bool = True,
 ) -> list[Loss | BadSample]:
-    """The sums of every sample in order, or why it is left out. A getter returns a sample or raises BadSample.
+    """The sums of every sample in order, or why it is left out. A getter returns a sample or raises
+    BadSample.
 
     most_tokens: stop before the sample (but the first) with which the documents hold more tokens than this.
     """
     results: list[Loss | BadSample] = []
     documents = _documents(model, tokenizer, samples, room, most_tokens, results)
     batches = pack_all(
-        documents, tokens=room.tokens, max_patches=room.max_patches, pad_id=tokenizer.pad_id, sources=[""],
-        patch_size=model.config.vision.patch_size, length=room.length,
-    )  # fmt: skip
+        documents,
+        tokens=room.tokens,
+        max_patches=room.max_patches,
+        pad_id=tokenizer.pad_id,
+        sources=[""],
+        patch_size=model.config.vision.patch_size,
+        length=room.length,
+    )
     with evaluating(model):
         for batch in batches:
             _enter(model, batch, results, blind)
@@ -120,7 +129,8 @@ def _documents(
     most_tokens: int | None,
     results: list[Loss | BadSample],
 ) -> Iterator[Encoded]:
-    """The pieces of every sample, its number as their key; enters a Loss or BadSample for each as it is read."""
+    """The pieces of every sample, its number as their key; enters a Loss or BadSample for each as it is
+    read."""
     used = 0
     for number, get in enumerate(samples):
         try:
@@ -166,14 +176,16 @@ def _nll(model: NativeFusion, batch: PackedBatch) -> Tensor:
 
 
 def plain_bytes(sample: Sample) -> int:
-    """UTF-8 bytes of a sample that is learned text throughout; 0 for any other, whose bytes are not all paid for."""
+    """UTF-8 bytes of a sample that is learned text throughout; 0 for any other, whose bytes are not all paid
+    for."""
     if not all(isinstance(segment, Text) and segment.loss > 0 for segment in sample.segments):
         return 0
     return len(sample.text.encode("utf-8", "surrogatepass"))
 
 
 def heldout_getters(source: Source, limit: int | None = None) -> Iterator[Getter]:
-    """All held-out samples of a source, or `limit` of them, in a fixed order that spreads any number over all."""
+    """All held-out samples of a source, or `limit` of them, in a fixed order that spreads any number over
+    all."""
     count = source.heldout_len()
     if count:
         order = Permutation(count, "heldout", source.name)

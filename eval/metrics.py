@@ -1,10 +1,11 @@
 """Scores of free answers against one gold answer: numbers, text read from pictures, charts, plain words.
 
     counting   the number said, as digits or as a word; exact, absolute error, within one
-    reading    CER = Levenshtein distance / length of gold; ANLS = 1 - distance / longer length, 0 from half wrong on
-               (threshold 0.5, ST-VQA); containment as OCRBench has it (inflates long answers: look at CER beside it)
-    charts     relaxed accuracy of ChartQA: numbers within 5 %, all else equal without case; as published, so "12" is
-               wrong for "12%" (a percent sign divides by 100) and a gold 0 is compared as text
+    reading    CER = Levenshtein distance / length of gold; ANLS = 1 - distance / longer length, 0 from half
+               wrong on (threshold 0.5, ST-VQA); containment as OCRBench has it (inflates long answers: look
+               at CER beside it)
+    charts     relaxed accuracy of ChartQA: numbers within 5 %, all else equal without case; as published, so
+               "12" is wrong for "12%" (a percent sign divides by 100) and a gold 0 is compared as text
 
 Nothing here guesses: an answer that cannot be read is wrong and counts as unextracted.
 """
@@ -15,8 +16,8 @@ import re
 from collections.abc import Sequence
 
 NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    " seventeen eighteen nineteen twenty"
 ).split()
 _WORD_VALUE = {**{word: value for value, word in enumerate(NUMBER_WORDS)}, "none": 0, "no": 0}
 _COUNT = re.compile(rf"(?<![\w.])(-?\d+)(?![\w]|\.\d)|\b({'|'.join(_WORD_VALUE)})\b", re.IGNORECASE)
@@ -29,7 +30,8 @@ def first_line(text: str) -> str:
 
 
 def parse_count(text: str) -> int | None:
-    """The first whole number said: digits, or none ... twenty in words. None when there is none ("3.5" is none)."""
+    """The first whole number said: digits, or none ... twenty in words. None when there is none ("3.5" is
+    none)."""
     found = _COUNT.search(text)
     if found is None:
         return None
@@ -37,7 +39,8 @@ def parse_count(text: str) -> int | None:
 
 
 def levenshtein(a: Sequence, b: Sequence) -> int:
-    """Fewest insertions, deletions and substitutions that turn `a` into `b`. O(len(a) * len(b)) time, one row."""
+    """Fewest insertions, deletions and substitutions that turn `a` into `b`. O(len(a) * len(b)) time, one
+    row."""
     if len(a) < len(b):
         a, b = b, a
     row = list(range(len(b) + 1))
@@ -49,7 +52,8 @@ def levenshtein(a: Sequence, b: Sequence) -> int:
 
 
 def character_error_rate(said: str, gold: str) -> float:
-    """Levenshtein distance over the length of gold; may exceed 1. For an empty gold: 0 if said is empty, else 1."""
+    """Levenshtein distance over the length of gold; may exceed 1. For an empty gold: 0 if said is empty, else
+    1."""
     if not gold:
         return float(bool(said))
     return levenshtein(said, gold) / len(gold)
@@ -63,7 +67,8 @@ def word_error_rate(said: str, gold: str) -> float:
 
 
 def anls(said: str, golds: Sequence[str], threshold: float = ANLS_THRESHOLD) -> float:
-    """Best 1 - NL over the gold answers, NL = distance / longer length of lower-case stripped text; 0 for NL >= threshold."""
+    """Best 1 - NL over the gold answers, NL = distance / longer length of lower-case stripped text; 0 for NL
+    >= threshold."""
     best = 0.0
     said = " ".join(said.lower().split())
     for gold in golds:
@@ -81,7 +86,8 @@ def contains(said: str, gold: str) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Lower case, single spaces, without a leading article and closing punctuation: "The red circle." -> "red circle"."""
+    """Lower case, single spaces, without a leading article and closing punctuation: "The red circle." -> "red
+    circle"."""
     text = " ".join(text.lower().split()).strip(" .,!?:;\"'")
     return re.sub(r"^(a|an|the) ", "", text)
 
@@ -92,7 +98,8 @@ def exact_match(said: str, gold: str) -> bool:
 
 
 def relaxed_match(said: str, gold: str, tolerance: float = 0.05) -> bool:
-    """ChartQA's relaxed correctness: both numbers and within `tolerance` of gold relative, else equal without case."""
+    """ChartQA's relaxed correctness: both numbers and within `tolerance` of gold relative, else equal without
+    case."""
     value, target = _as_float(said), _as_float(gold)
     if value is not None and target:
         return abs(value - target) / abs(target) <= tolerance

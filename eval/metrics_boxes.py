@@ -1,12 +1,15 @@
 """Boxes and points in answers: reading the public forms, intersection over union, matching, pointing.
 
 Forms that `parse_boxes` reads (x from the left, y from the top; right and bottom are outside):
-    [12, 30, 40, 58]      four numbers in brackets or parentheses, also "x1=12 y1=30 x2=40 y2=58" and JSON "bbox_2d"
+    [12, 30, 40, 58]      four numbers in brackets or parentheses, also "x1=12 y1=30 x2=40 y2=58" and JSON
+                          "bbox_2d"
     (12,30),(40,58)       two corners, as Qwen-VL writes them
-    {"label": ..., "box": [...], "box01": [...]}   data/grounding.py, as Kimi K3: box01 (shares of the sides) is read if there
+    {"label": ..., "box": [...], "box01": [...]}   data/formats/grounding.py, as Kimi K3: box01 (shares of the
+                                                   sides) is read if there
     <loc0123>...          four PaliGemma location tokens, order y0 x0 y1 x1, in 1/1024 of the sides
-Units are never guessed from the size of the numbers unless asked: `units` is "pixels", "relative" (0..1), "thousand"
-(0..1000) or "auto": relative when every number is at most 1 and one has a decimal point, else pixels.
+Units are never guessed from the size of the numbers unless asked: `units` is "pixels", "relative" (0..1),
+"thousand" (0..1000) or "auto": relative when every number is at most 1 and one has a decimal point, else
+pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ UNITS = ("auto", "pixels", "relative", "thousand")
 IOU_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
-_FOUR = re.compile(rf"[\[\(]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[\]\)]")
+_FOUR = re.compile(
+    rf"[\[\(]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[,\s]\s*({_NUMBER})\s*[\]\)]"
+)
 _CORNERS = re.compile(
     rf"[\(\[]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\)\]]\s*,?\s*[\(\[]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\)\]]"
 )
@@ -30,15 +35,17 @@ _NAMED = re.compile(
     re.IGNORECASE,
 )
 _LOCATION = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
-_SHARES = re.compile(rf'"box01"\s*:\s*\[\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\]')
+_SHARES = re.compile(
+    rf'"box01"\s*:\s*\[\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*,\s*({_NUMBER})\s*\]'
+)
 
 
 _DIGITS, _DECIMALS = re.compile(r"\d{13,}"), re.compile(r"(\.\d{6})\d+")
 
 
 def tame(text: str) -> str:
-    """Runs of blanks become one blank, decimals after the sixth go, and runs of more than 12 digits become an x, so
-    that no expression of ours backtracks for long over a hostile text."""
+    """Runs of blanks become one blank, decimals after the sixth go, and runs of more than 12 digits become an
+    x, so that no expression of ours backtracks for long over a hostile text."""
     return _DIGITS.sub("x", _DECIMALS.sub(r"\1", " ".join(text.split())))
 
 
@@ -74,7 +81,9 @@ def _to_pixels(written: Sequence[str], width: float, height: float, units: str) 
     if units == "auto":
         fractions = all(0 <= value <= 1 for value in numbers) and any("." in part for part in written)
         units = "relative" if fractions else "pixels"
-    x, y = {"pixels": (1.0, 1.0), "relative": (width, height), "thousand": (width / 1000, height / 1000)}[units]
+    x, y = {"pixels": (1.0, 1.0), "relative": (width, height), "thousand": (width / 1000, height / 1000)}[
+        units
+    ]
     return _ordered((numbers[0] * x, numbers[1] * y, numbers[2] * x, numbers[3] * y))
 
 
@@ -114,8 +123,9 @@ def grounding_scores(said: Box | None, gold: Box) -> dict[str, float]:
 def matched_f1(said: Sequence[Box], gold: Sequence[Box]) -> float:
     """F1 with soft matches: 2 * sum of IoU over the best one-to-one matching / (boxes said + boxes in gold).
 
-    1.0 when both are empty. Exact matching by dynamic programming over subsets up to 12 boxes on the smaller side,
-    SciPy's assignment above that. The grounding reward of the Kimi K2.5 report (section 4.4.2), softened by IoU.
+    1.0 when both are empty. Exact matching by dynamic programming over subsets up to 12 boxes on the smaller
+    side, SciPy's assignment above that. The grounding reward of the Kimi K2.5 report (section 4.4.2),
+    softened by IoU.
     """
     if not said and not gold:
         return 1.0

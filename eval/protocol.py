@@ -1,9 +1,12 @@
-"""What a model and a task are to the evaluator: two small protocols, the requests between them, and the task registry.
+"""What a model and a task are to the evaluator: two small protocols, the requests between them, and the task
+registry.
 
     Task.questions -> Question -> Task.requests -> [GenerateRequest | ScoreRequest | RollingRequest]
-        -> Model.generate | loglikelihood | rolling -> outputs -> Task.score -> one record -> Task.aggregate -> numbers
+        -> Model.generate | loglikelihood | rolling -> outputs -> Task.score -> one record -> Task.aggregate
+        -> numbers
 
-Model adapters: eval/models.py. Shared behaviour of tasks: eval/tasks.py. Who runs them: eval/harness.py.
+Model adapters: eval/models/base.py. Shared behaviour of tasks: eval/benchmarks/base.py. Who runs them:
+eval/harness.py.
 """
 
 from __future__ import annotations
@@ -26,16 +29,18 @@ Prompt: TypeAlias = str | Sequence[Segment]
 
 
 class EvalError(DataError):
-    """An evaluation cannot be run as asked; the message is one line. The command line ends with exit code 2."""
+    """An evaluation cannot be run as asked; the message is one line. The command line ends with exit code
+    2."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Continue `prompt`; the text ends before the first of the `stop` strings, or at the model's own end token.
+    """Continue `prompt`; the text ends before the first of the `stop` strings, or at the model's own end
+    token.
 
     temperature 0 is greedy. seed: of this request alone, so that an answer does not depend on its neighbours.
-    shared: the number of characters at the start of a text prompt that many requests have in common (a hint: adapters
-    may keep the model's state after them; the result does not depend on it).
+    shared: the number of characters at the start of a text prompt that many requests have in common (a hint:
+    adapters may keep the model's state after them; the result does not depend on it).
     """
 
     prompt: Prompt
@@ -82,8 +87,8 @@ Request: TypeAlias = GenerateRequest | ScoreRequest | RollingRequest | LossReque
 
 @dataclass(frozen=True)
 class Generation:
-    """text without the stop string. tokens: produced by the model. finish: "stop" (a stop string or the end token),
-    "length", or "refused" (the prompt does not fit; text is empty)."""
+    """text without the stop string. tokens: produced by the model. finish: "stop" (a stop string or the end
+    token), "length", or "refused" (the prompt does not fit; text is empty)."""
 
     text: str
     tokens: int
@@ -101,15 +106,16 @@ class LogProb:
 
 
 class Model(Protocol):
-    """Anything that can be evaluated. A list of outputs stands in the order of its requests, and an output is the
-    same whatever else is in the list."""
+    """Anything that can be evaluated. A list of outputs stands in the order of its requests, and an output is
+    the same whatever else is in the list."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Of "text", "image", "video" (what a prompt may hold), "score" and "generate" (what may be asked)."""
+        """Of "text", "image", "video" (what a prompt may hold), "score" and "generate" (what may be
+        asked)."""
         ...
 
     @property
@@ -127,7 +133,8 @@ class Model(Protocol):
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]: ...
 
-    # with the capability "loss" also: losses(requests: Sequence[LossRequest]) -> list[heldout.Loss | BadSample]
+    # with the capability "loss" also: losses(requests: Sequence[LossRequest]) -> list[heldout.Loss |
+    # BadSample]
 
     def identity(self) -> dict[str, Any]:
         """What was evaluated: path or address, sha256 of the weights, dtype, parameters. JSON values only."""
@@ -138,8 +145,8 @@ class Model(Protocol):
 class Question:
     """One item of a task.
 
-    id: unique inside the task, stable between versions of the file. target: what the scorer compares with (JSON value).
-    meta: what the task needs again in `requests` and `score`; it is never written anywhere.
+    id: unique inside the task, stable between versions of the file. target: what the scorer compares with
+    (JSON value). meta: what the task needs again in `requests` and `score`; it is never written anywhere.
     """
 
     id: str
@@ -151,16 +158,17 @@ class Question:
 
 
 Record: TypeAlias = dict[str, Any]
-"""A line of a task's JSONL: id, repeat, category, seed, prompt_hash, output, extracted, score, tokens, and what else the
-task's `score` returned. One record per question and repeat."""
+"""A line of a task's JSONL: id, repeat, category, seed, prompt_hash, output, extracted, score, tokens, and
+what else the task's `score` returned. One record per question and repeat."""
 
 
 class Task(Protocol):
-    """One benchmark in one form. Build with `build_task`; inherit from eval.tasks.BaseTask for the shared parts.
+    """One benchmark in one form. Build with `build_task`; inherit from eval.tasks.BaseTask for the shared
+    parts.
 
-    kind: "generate", "score" or "rolling": which of the model's methods answers. needs: capabilities beside the kind,
-    such as frozenset({"image"}). private: question text, options and outputs must leave no trace; the harness then
-    writes ids, hashes, extracted letters and scores alone.
+    kind: "generate", "score" or "rolling": which of the model's methods answers. needs: capabilities beside
+    the kind, such as frozenset({"image"}). private: question text, options and outputs must leave no trace;
+    the harness then writes ids, hashes, extracted letters and scores alone.
     """
 
     name: str
@@ -178,29 +186,32 @@ class Task(Protocol):
         ...
 
     def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
-        """At most `limit` questions (spread over the categories), in a fixed order. shots None: the task's own number."""
+        """At most `limit` questions (spread over the categories), in a fixed order. shots None: the task's
+        own number."""
         ...
 
     def requests(self, question: Question, repeat: int) -> Sequence[Request]:
-        """What to ask for the `repeat`-th sample; several where a score needs several (options, a blind control)."""
+        """What to ask for the `repeat`-th sample; several where a score needs several (options, a blind
+        control)."""
         ...
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
-        """At least {extracted, score}: extracted is a JSON value or None (nothing usable in the output), score a number,
-        higher is better. Further JSON values are kept in the record (for example "blind_score", "target")."""
+        """At least {extracted, score}: extracted is a JSON value or None (nothing usable in the output),
+        score a number, higher is better. Further JSON values are kept in the record (for example
+        "blind_score", "target")."""
         ...
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """Named numbers: at least n, score, unextracted (share), chance and majority (baselines, None when undefined),
-        and by_category: name -> {n, score}."""
+        """Named numbers: at least n, score, unextracted (share), chance and majority (baselines, None when
+        undefined), and by_category: name -> {n, score}."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What a factory is given. data: path of the task's data (file or folder) or None. form: see the task, None for
-    its default. samples: repeats per question. seed: of sampling, guesses and generated data. temperature, top_p and
-    max_new_tokens: None for the task's protocol. extra: further settings by name."""
+    """What a factory is given. data: path of the task's data (file or folder) or None. form: see the task,
+    None for its default. samples: repeats per question. seed: of sampling, guesses and generated data.
+    temperature, top_p and max_new_tokens: None for the task's protocol. extra: further settings by name."""
 
     data: Path | None = None
     form: str | None = None
@@ -214,26 +225,59 @@ class TaskOptions:
 
 # task -> (module:factory, one line). A factory takes TaskOptions and returns a Task.
 TASKS: dict[str, tuple[str, str]] = {
-    "mmlu_pro": ("earlyfusion.eval.mmlu_pro:mmlu_pro", "12,032 questions, 3-10 options; forms cot, mcf, cf"),
-    "gpqa_diamond": ("earlyfusion.eval.gpqa:diamond", "198 questions, own gated file; forms cot, mcf, cf, lm_eval"),
-    "gpqa_main": ("earlyfusion.eval.gpqa:main", "448 questions, own gated file"),
-    "gpqa_extended": ("earlyfusion.eval.gpqa:extended", "546 questions, own gated file"),
-    "heldout": ("earlyfusion.eval.heldout_task:heldout", "loss and answers on own samples: shards, folder, jsonl, ..."),
-    "bits_per_byte": ("earlyfusion.eval.text_tasks:bits_per_byte", "bits per byte of a text file, folder or jsonl"),
-    "blimp": ("earlyfusion.eval.text_tasks:blimp", "minimal pairs: the grammatical sentence is likelier"),
-    "piqa": ("earlyfusion.eval.text_tasks:piqa", "two ways to do a thing; log-likelihood of the option text"),
-    "bbh": ("earlyfusion.eval.text_tasks_generate:bbh", "BIG-Bench Hard, forms mcf, direct, cot"),
-    "gsm8k": ("earlyfusion.eval.text_tasks_generate:gsm8k", "grade-school word problems, last number"),
-    "easy_vqa": ("earlyfusion.eval.vision_easy_vqa:easy_vqa", "questions about one coloured shape, real pictures"),
-    "counting": ("earlyfusion.eval.vision_tasks:counting", "how many objects: exact, mean absolute error"),
-    "ocr": ("earlyfusion.eval.vision_tasks:ocr", "read a word: containment, character error rate, ANLS"),
-    "grounding": ("earlyfusion.eval.vision_tasks:grounding", "box of a named object: accuracy at IoU, centre in box"),
-    "chart": ("earlyfusion.eval.vision_tasks:chart", "a value in a chart: relaxed accuracy"),
-    "scene": ("earlyfusion.eval.vision_tasks:scene", "colours, shapes, relations, comparison, sorting of objects"),
-    "board": ("earlyfusion.eval.vision_tasks:board", "cells, rows and counts on boards of coloured squares"),
-    "mmmu": ("earlyfusion.eval.vision_mmmu:mmmu", "exam questions with pictures, MMMU format, own file"),
-    "video_qa": ("earlyfusion.eval.vision_video:video_qa", "questions about rendered clips"),
-    "twins": ("earlyfusion.eval.twins:twins", "the visual tasks told in words alone"),
+    "mmlu_pro": (
+        "earlyfusion.eval.benchmarks.mmlu_pro:mmlu_pro",
+        "12,032 questions, 3-10 options; forms cot, mcf, cf",
+    ),
+    "gpqa_diamond": (
+        "earlyfusion.eval.benchmarks.gpqa:diamond",
+        "198 questions, own gated file; forms cot, mcf, cf, lm_eval",
+    ),
+    "gpqa_main": ("earlyfusion.eval.benchmarks.gpqa:main", "448 questions, own gated file"),
+    "gpqa_extended": ("earlyfusion.eval.benchmarks.gpqa:extended", "546 questions, own gated file"),
+    "heldout": (
+        "earlyfusion.eval.benchmarks.heldout:heldout",
+        "loss and answers on own samples: shards, folder, jsonl, ...",
+    ),
+    "bits_per_byte": (
+        "earlyfusion.eval.benchmarks.text_tasks:bits_per_byte",
+        "bits per byte of a text file, folder or jsonl",
+    ),
+    "blimp": (
+        "earlyfusion.eval.benchmarks.text_tasks:blimp",
+        "minimal pairs: the grammatical sentence is likelier",
+    ),
+    "piqa": (
+        "earlyfusion.eval.benchmarks.text_tasks:piqa",
+        "two ways to do a thing; log-likelihood of the option text",
+    ),
+    "bbh": ("earlyfusion.eval.benchmarks.text_generate:bbh", "BIG-Bench Hard, forms mcf, direct, cot"),
+    "gsm8k": ("earlyfusion.eval.benchmarks.text_generate:gsm8k", "grade-school word problems, last number"),
+    "easy_vqa": (
+        "earlyfusion.eval.benchmarks.easy_vqa:easy_vqa",
+        "questions about one coloured shape, real pictures",
+    ),
+    "counting": (
+        "earlyfusion.eval.benchmarks.visual:counting",
+        "how many objects: exact, mean absolute error",
+    ),
+    "ocr": ("earlyfusion.eval.benchmarks.visual:ocr", "read a word: containment, character error rate, ANLS"),
+    "grounding": (
+        "earlyfusion.eval.benchmarks.visual:grounding",
+        "box of a named object: accuracy at IoU, centre in box",
+    ),
+    "chart": ("earlyfusion.eval.benchmarks.visual:chart", "a value in a chart: relaxed accuracy"),
+    "scene": (
+        "earlyfusion.eval.benchmarks.visual:scene",
+        "colours, shapes, relations, comparison, sorting of objects",
+    ),
+    "board": (
+        "earlyfusion.eval.benchmarks.visual:board",
+        "cells, rows and counts on boards of coloured squares",
+    ),
+    "mmmu": ("earlyfusion.eval.benchmarks.mmmu:mmmu", "exam questions with pictures, MMMU format, own file"),
+    "video_qa": ("earlyfusion.eval.benchmarks.video_qa:video_qa", "questions about rendered clips"),
+    "twins": ("earlyfusion.eval.benchmarks.twins:twins", "the visual tasks told in words alone"),
 }
 
 
@@ -259,7 +303,8 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def prompt_hash(requests: Sequence[Request]) -> str:
-    """sha256 (16 hexadecimal digits) over everything a model is shown and asked: texts, pictures, limits, sampling."""
+    """sha256 (16 hexadecimal digits) over everything a model is shown and asked: texts, pictures, limits,
+    sampling."""
     digest = hashlib.sha256()
     for request in requests:
         if isinstance(request, RollingRequest):

@@ -2,7 +2,8 @@
 
 Whoever evaluates writes with `save_result`; the report, the model card and later comparisons read with
 `load_results`. A file is complete or absent (written beside, then renamed). Keys common to all results:
-`name` (str, which measurement), `step` (int, optimizer step of the weights measured); the rest is the measurement's own.
+`name` (str, which measurement), `step` (int, optimizer step of the weights measured); the rest is the
+measurement's own.
 """
 
 import json
@@ -26,7 +27,8 @@ def _plain(value: Any) -> Any:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Write UTF-8 so that a reader sees the old file or the new one, never half of one; a full disk leaves nothing.
+    """Write UTF-8 so that a reader sees the old file or the new one, never half of one; a full disk leaves
+    nothing.
 
     Half a character (a lone surrogate, which names and JSON may hold) is written as its escape.
     """
@@ -56,7 +58,8 @@ def _is_step(value: Any) -> bool:
 
 
 def load_results(run_dir: str | Path, name: str) -> list[dict[str, Any]]:
-    """All measurements called `name`, sorted by step. Unreadable files are left out: a report must not fail on them."""
+    """All measurements called `name`, sorted by step. Unreadable files are left out: a report must not fail
+    on them."""
     results = []
     for path in sorted((Path(run_dir) / "eval").glob("*.json")):
         try:

@@ -1,12 +1,11 @@
 """`earlyfusion eval`: benchmarks on a model directory, a transformers model or an endpoint.
 
-    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out evals/run
-    earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
-    earlyfusion eval --model http://localhost:8000/v1 --tasks gsm8k --data DIR --out evals/served
-    earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR --out evals/lm
-    earlyfusion eval --rescore outputs.jsonl.gz --levels 1
-    earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out evals/overlap
-    earlyfusion eval --list
+    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out
+    evals/run earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out
+    evals/gpqa earlyfusion eval --model http://localhost:8000/v1 --tasks gsm8k --data DIR --out evals/served
+    earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR --out
+    evals/lm earlyfusion eval --rescore outputs.jsonl.gz --levels 1 earlyfusion eval --contamination SHARDS
+    --tasks mmlu_pro --data DIR --out evals/overlap earlyfusion eval --list
 
 A stopped run goes on when the same command is given again. `earlyfusion compare` reads the --out folders.
 """
@@ -39,7 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="model directory, embedded:NAME, hf:PATH (transformers, also .gguf), or http(s)://host/v1",
     )
     add("--tasks", metavar="A,B", help="task names, each with :form if not its default form")
-    add("--data", metavar="PATH", action="append", default=[], help="data, as PATH or TASK=PATH; may be given again")
+    add(
+        "--data",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="data, as PATH or TASK=PATH; may be given again",
+    )
     add("--out", metavar="DIR", type=Path, help="folder of records and summaries")
     add(
         "--sha256",
@@ -50,29 +55,70 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--form", metavar="FORM", help="form of all tasks that have it: cot, mcf, cf, ...")
     add("--limit", type=int, metavar="N", help="questions per task, spread over its categories (default all)")
-    add("--shots", type=int, metavar="N", help="worked examples in the prompt (default the task's own number)")
-    add("--samples", type=int, default=1, metavar="K", help="answers per question; the score is their mean (avg@k)")
-    add("--temperature", type=float, metavar="X", help="default: 0 for one sample, 1.0 with top-p 0.95 for several")
+    add(
+        "--shots", type=int, metavar="N", help="worked examples in the prompt (default the task's own number)"
+    )
+    add(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="K",
+        help="answers per question; the score is their mean (avg@k)",
+    )
+    add(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="default: 0 for one sample, 1.0 with top-p 0.95 for several",
+    )
     add("--top-p", type=float, metavar="P", help="sample from the likeliest mass P")
     add("--max-new-tokens", type=int, metavar="N", help="longest answer (default the task's own)")
     add("--seed", type=int, default=0, help="of sampling and generated data")
-    add("--set", metavar="KEY=VALUE", action="append", default=[], help="a task's extra option; may be given again")
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a task's extra option; may be given again",
+    )
     add("--batch", type=int, default=16, metavar="N", help="most sequences at once")
     add("--batch-tokens", type=int, default=4096, metavar="N", help="most tokens read at once")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16")
-    add("--exact", action="store_true", help="one sequence in a call: the same bits whatever else is asked; slower")
+    add(
+        "--exact",
+        action="store_true",
+        help="one sequence in a call: the same bits whatever else is asked; slower",
+    )
     add(
         "--chat",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="put generation prompts as the user's message (default: as a model directory was trained, else no)",
+        help=(
+            "put generation prompts as the user's message (default: as a model directory was trained,"
+            " else no)"
+        ),
     )
     add("--endpoint-model", metavar="NAME", help="model name to ask an endpoint for (default its first)")
-    add("--harness", choices=("own", "lm-eval"), default="own", help="lm-eval: run lm-evaluation-harness' tasks")
-    add("--rescore", metavar="FILE", type=Path, help="extract again from published MMLU-Pro outputs; needs no model")
+    add(
+        "--harness",
+        choices=("own", "lm-eval"),
+        default="own",
+        help="lm-eval: run lm-evaluation-harness' tasks",
+    )
+    add(
+        "--rescore",
+        metavar="FILE",
+        type=Path,
+        help="extract again from published MMLU-Pro outputs; needs no model",
+    )
     add("--levels", type=int, default=3, choices=(1, 2, 3), help="MMLU-Pro extraction levels")
-    add("--contamination", metavar="PATH", type=Path, help="training text or shards to look for the questions in")
+    add(
+        "--contamination",
+        metavar="PATH",
+        type=Path,
+        help="training text or shards to look for the questions in",
+    )
     add("--ngram", type=int, default=13, metavar="N", help="words per n-gram of --contamination")
     add("--list", action="store_true", help="show the tasks and leave")
     add("--quiet", action="store_true", help="no progress bar")
@@ -93,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise EvalError(f"--samples {options.samples}: give at least 1")
     data, default = data_paths(options.data)
     if options.harness == "lm-eval":
-        from earlyfusion.eval.lm_eval_adapter import run_harness
+        from earlyfusion.eval.benchmarks.lm_eval import run_harness
 
         return run_harness(_model(options), _names(options.tasks), data, default, options)
     tasks = [_task(name, options, data, default) for name in _names(options.tasks)]
@@ -117,7 +163,7 @@ def _names(given: str) -> list[str]:
 
 
 def _model(options: argparse.Namespace) -> Any:
-    from earlyfusion.eval.models import open_model
+    from earlyfusion.eval.models.base import open_model
 
     if not options.model:
         raise EvalError("--model is missing: a model directory, hf:PATH or http://host/v1")
@@ -167,7 +213,8 @@ def _check_data(task: Task, pinned: Sequence[str]) -> None:
             raise EvalError(f"--sha256 {value}: give at least 8 digits of the hash")
         if name in ("", task.name) and not task.data_hash().startswith(digits.lower()):
             raise EvalError(
-                f"{task.name}: its data has the hash {task.data_hash()}, not {digits}; get the pinned files, or pin this"
+                f"{task.name}: its data has the hash {task.data_hash()}, not {digits}; get the pinned files,"
+                " or pin this"
             )
 
 
@@ -198,11 +245,22 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
         table.add_column(column, justify="left" if column in ("task", "more") else "right")
     for summary in summaries:
         metrics = summary["metrics"]
-        known = {"n", "samples", "score", "standard_error", "chance", "majority", "unextracted", "by_category"}
+        known = {
+            "n",
+            "samples",
+            "score",
+            "standard_error",
+            "chance",
+            "majority",
+            "unextracted",
+            "by_category",
+        }
         more = [f"{k} {v:.4g}" for k, v in metrics.items() if k not in known and isinstance(v, int | float)]
         if summary.get("refused"):
             more.append(f"refused (too long) {summary['refused']}")
-        cells = [_cell(metrics.get(k)) for k in ("score", "standard_error", "chance", "majority", "unextracted")]
+        cells = [
+            _cell(metrics.get(k)) for k in ("score", "standard_error", "chance", "majority", "unextracted")
+        ]
         table.add_row(summary["task"], str(metrics.get("n")), *cells, ", ".join(more))
     print_table(Console(width=None if sys.stdout.isatty() else 160), table)
     for summary in summaries:
@@ -215,7 +273,7 @@ def _cell(value: Any) -> str:
 
 
 def _rescore(options: argparse.Namespace) -> int:
-    from earlyfusion.eval.mmlu_pro import rescore
+    from earlyfusion.eval.benchmarks.mmlu_pro import rescore
     from earlyfusion.eval.results import write_json
 
     if not options.rescore.is_file():
@@ -228,8 +286,9 @@ def _rescore(options: argparse.Namespace) -> int:
     for name, entry in categories.items():
         print(f"{name:<20} {entry['n']:>6} {100 * entry['score_strict']:6.2f} %")
     print(
-        f"{result['n']} answers, {result['differences']} differ from the stored predictions; accuracy "
-        f"{100 * result['score_strict']:.2f} % (unextracted wrong), {100 * result['score']:.2f} % (with guesses)"
+        f"{result['n']} answers, {result['differences']} differ from the stored predictions; accuracy"
+        f" {100 * result['score_strict']:.2f} % (unextracted wrong), {100 * result['score']:.2f} % (with"
+        " guesses)"
     )
     return 0
 

@@ -1,10 +1,13 @@
-"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON, pictures and a contact sheet.
+"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON, pictures and a
+contact sheet.
 
-    records = answer_samples(model, tokenizer, samples)          # [{"prompt", "answer", "reference", "picture"}]
-    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, .png and sheet
+    records = answer_samples(model, tokenizer, samples)          # [{"prompt", "answer", "reference",
+    "picture"}]
+    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, .png and
+    sheet
 
-A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int, "samples":
-[{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
+A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int,
+"samples": [{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from typing import Any
 from PIL import Image as PilImage
 from PIL import ImageDraw
 
-from earlyfusion.data.encode import encode
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.video import decode_video
+from earlyfusion.data.video.read import decode_video
 from earlyfusion.eval.results import STEP_DIGITS, write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import generate
@@ -30,24 +33,32 @@ from earlyfusion.vision.patches import unpatchify
 THUMBNAIL = 256  # longest side of a saved picture, pixels
 COLUMNS, CELL, CAPTION = 4, 224, 76  # contact sheet: cells a row, picture side and caption height in pixels
 LINE_CHARACTERS = 36
-OPENING, GOES_ON = 160, 160  # characters of a text alone: what is shown of its beginning, what it is compared with
+OPENING, GOES_ON = (
+    160,
+    160,
+)  # characters of a text alone: what is shown of its beginning, what it is compared with
 
 
 def split_reference(sample: Sample) -> tuple[Sample, str]:
     """(the sample without its last text, that text). Raises ValueError when it does not end in text."""
     last = sample.segments[-1] if sample.segments else None
     if not isinstance(last, Text) or len(sample.segments) < 2:
-        raise ValueError(f"sample {sample.key!r} of {sample.source!r} does not end in a text after its prompt")
+        raise ValueError(
+            f"sample {sample.key!r} of {sample.source!r} does not end in a text after its prompt"
+        )
     return Sample(segments=sample.segments[:-1], source=sample.source, key=sample.key), last.text
 
 
 def prompted(sample: Sample) -> Sample | None:
-    """The sample up to its last learned text, a text alone cut in two; None when nothing is asked or nothing stands before.
+    """The sample up to its last learned text, a text alone cut in two; None when nothing is asked or nothing
+    stands before.
 
     So a caption is asked for by its picture, an answer by its question, and a text goes on from its opening.
     """
     segments = list(sample.segments)
-    while segments and not (isinstance(segments[-1], Text) and segments[-1].loss > 0 and segments[-1].text.strip()):
+    while segments and not (
+        isinstance(segments[-1], Text) and segments[-1].loss > 0 and segments[-1].text.strip()
+    ):
         segments.pop()
     if len(segments) == 1:
         text = sample.text
@@ -72,12 +83,13 @@ def answer_samples(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or None)."""
+    """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or
+    None)."""
     split = [split_reference(sample) for sample in samples]
     prompts = [encode(prompt, tokenizer, model.config.vision, eos=False) for prompt, _ in split]
     answers = generate(
         model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )  # fmt: skip
+    )
     records = []
     for (prompt, reference), answer in zip(split, answers):
         record = {"source": prompt.source, "prompt": prompt.text.strip(), "answer": answer.strip()}
@@ -123,7 +135,8 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
 
 
 def thumbnail(picture: PilImage.Image) -> PilImage.Image:
-    """RGB copy, at most THUMBNAIL pixels a side; tiny pictures are enlarged by whole factors so pixels stay sharp."""
+    """RGB copy, at most THUMBNAIL pixels a side; tiny pictures are enlarged by whole factors so pixels stay
+    sharp."""
     copy = picture.convert("RGB")
     if max(copy.size) * 2 <= THUMBNAIL:
         factor = THUMBNAIL // max(copy.size)
@@ -133,7 +146,8 @@ def thumbnail(picture: PilImage.Image) -> PilImage.Image:
 
 
 def contact_sheet(records: Sequence[dict[str, Any]]) -> PilImage.Image:
-    """All pictures on one sheet with prompt, answer (green when it equals the reference, else red) and reference."""
+    """All pictures on one sheet with prompt, answer (green when it equals the reference, else red) and
+    reference."""
     rows = max(1, -(-len(records) // COLUMNS))
     sheet = PilImage.new("RGB", (COLUMNS * CELL, rows * (CELL + CAPTION)), "white")
     draw = ImageDraw.Draw(sheet)

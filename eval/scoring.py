@@ -1,9 +1,9 @@
 """Scoring of given answers: would the model have said this, and how likely was it?
 
-Questions about the same picture share its features: every picture goes through the vision tower once, and every
-question is a short document of its own in packed rows. Nothing is generated; all tokens of an answer are judged in one
-pass (teacher forcing), which gives the same verdict as greedy decoding: the answer is said exactly when each of its
-tokens is the argmax after the tokens before it.
+Questions about the same picture share its features: every picture goes through the vision tower once, and
+every question is a short document of its own in packed rows. Nothing is generated; all tokens of an answer
+are judged in one pass (teacher forcing), which gives the same verdict as greedy decoding: the answer is said
+exactly when each of its tokens is the argmax after the tokens before it.
 
 Shapes: T tokens, D hidden, V vocabulary, M image tokens, A answer tokens, C candidates.
 """
@@ -25,7 +25,8 @@ Picture = tuple[Tensor, list[tuple[int, int, int]]]  # uint8 patches [P, 3, p, p
 
 @dataclass(frozen=True)
 class Asked:
-    """A document that ends just before its answer, the answer's ids, and the picture its placeholders stand for."""
+    """A document that ends just before its answer, the answer's ids, and the picture its placeholders stand
+    for."""
 
     ids: tuple[int, ...]
     answer: tuple[int, ...]
@@ -56,9 +57,9 @@ def score_answers(
 ) -> list[Score]:
     """A Score for every question, in order.
 
-    candidates: token ids compared at the first answer position. silent_ids: ids that cannot be produced and so do not
-    compete in the argmax (they keep their share of the likelihood). progress: told (questions scored, all) after every
-    row. Raises KeyError for a picture that is not given.
+    candidates: token ids compared at the first answer position. silent_ids: ids that cannot be produced and
+    so do not compete in the argmax (they keep their share of the likelihood). progress: told (questions
+    scored, all) after every row. Raises KeyError for a picture that is not given.
     """
     scores: list[Score] = []
     with evaluating(model):

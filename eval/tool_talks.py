@@ -1,15 +1,18 @@
-"""Conversations with the Python tool, played by a model: it asks for programs, the sandbox answers, it says the result.
+"""Conversations with the Python tool, played by a model: it asks for programs, the sandbox answers, it says
+the result.
 
     played = play_talks(model, tokenizer, talks, sandbox)      # greedily, the first question of every talk
     report = summary(played)                                   # shares by kind of question, and of all
 
 Four things are asked of a model, each only counted where the one before it held:
 
-    well_formed   its first message keeps the form: every element closed, the message ended (data/chat_parse.py)
+    well_formed   its first message keeps the form: every element closed, the message ended
+                  (data/chat/parse.py)
     called        that message calls python(code) with a string
     ran           the program ended in the sandbox by itself, without an error
     result        what the program says last is what the right program says last
-    answered      the model's last message, with nothing but text, is the right answer (answers without a tool count too)
+    answered      the model's last message, with nothing but text, is the right answer (answers without a tool
+                  count too)
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earlyfusion.data.chat import Message, encode_chat
-from earlyfusion.data.chat_parse import Parsed, parse_assistant
+from earlyfusion.data.chat.parse import Parsed, parse_assistant
+from earlyfusion.data.chat.template import Message, encode_chat
 from earlyfusion.data.sample import Image
+from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.zero_vision import Talk
-from earlyfusion.eval.sandbox import Sandbox
+from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_turns import TOOL, answer_calls
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
@@ -37,7 +40,8 @@ MAX_MESSAGES = 3
 
 @dataclass
 class Played:
-    """One question as it went; `said` are the messages after the question; `ended`: the last one ended by itself."""
+    """One question as it went; `said` are the messages after the question; `ended`: the last one ended by
+    itself."""
 
     talk: Talk
     said: list[Message] = field(default_factory=list)
@@ -56,10 +60,14 @@ class Played:
     def marks(self) -> dict[str, bool]:
         """MEASURES of this talk."""
         formed = self.first is not None and self.first.well_formed
-        called = formed and self.first is not None and any(_runnable(call) for call in self.first.message.calls)
+        called = (
+            formed and self.first is not None and any(_runnable(call) for call in self.first.message.calls)
+        )
         last = self.said[-1] if self.said else None
         answered = last is not None and last.role == "assistant" and not last.calls
-        right = answered and self.ended and last is not None and last.text.strip() == self.talk.turns[0].answer
+        right = (
+            answered and self.ended and last is not None and last.text.strip() == self.talk.turns[0].answer
+        )
         ran = called and self.ran
         return dict(zip(MEASURES, (formed, called, ran, ran and self.result, right), strict=True))
 
@@ -90,9 +98,16 @@ def play_talks(
                 break
             longest = max(len(prompt) for prompt in prompts) + max_new_tokens
             engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
-            requests = [Request(f"{turn}/{i}", prompt, params) for (i, _), prompt in zip(active, prompts, strict=True)]
+            requests = [
+                Request(f"{turn}/{i}", prompt, params) for (i, _), prompt in zip(active, prompts, strict=True)
+            ]
             for (_, game), completion in zip(active, engine.generate(requests), strict=True):
-                _take(game, parse_assistant(completion.ids, tokenizer), sandbox, completion.finish_reason == "stop")
+                _take(
+                    game,
+                    parse_assistant(completion.ids, tokenizer),
+                    sandbox,
+                    completion.finish_reason == "stop",
+                )
     return played
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from earlyfusion.data.chat import Message
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.eval.sandbox import ProgramResult, Sandbox
+from earlyfusion.eval.sandbox.host import ProgramResult, Sandbox
 
 TOOL = "python"
 MAX_CALLS = 8
@@ -29,7 +29,8 @@ def picture_files(messages: Sequence[Message]) -> dict[str, Any]:
 def answer_calls(
     message: Message, sandbox: Sandbox, files: Mapping[str, Any]
 ) -> tuple[list[Message], list[ProgramResult | None]]:
-    """One tool message for every call, in order, with the result of its program (None: there was none to run).
+    """One tool message for every call, in order, with the result of its program (None: there was none to
+    run).
 
     A call of another tool, or without a string `code`, is answered with one line that says what was expected.
     """

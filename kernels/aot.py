@@ -1,14 +1,14 @@
 """Compile Triton kernels ahead of time, without a GPU, and read what the assembler made of them.
 
-``compile_for`` compiles one kernel for one architecture and returns registers per thread, spilled bytes, shared memory
-and the PTX. A kernel module that defines ``aot_variants() -> list[Variant]`` (or ``aot_variants(arch)``, where tiles
-depend on the architecture) can be printed as a table:
+``compile_for`` compiles one kernel for one architecture and returns registers per thread, spilled bytes,
+shared memory and the PTX. A kernel module that defines ``aot_variants() -> list[Variant]`` (or
+``aot_variants(arch)``, where tiles depend on the architecture) can be printed as a table:
 
     python -m earlyfusion.kernels.aot earlyfusion.kernels.kda.triton_fwd --arch 90 80 [--json FILE]
 
-The command exits with 1 if a variant spills or asks for more shared memory than a block may have. The process must not
-run Triton's interpreter (``TRITON_INTERPRET``); the command removes that variable for itself. Triton is imported only
-when something is compiled.
+The command exits with 1 if a variant spills or asks for more shared memory than a block may have. The process
+must not run Triton's interpreter (``TRITON_INTERPRET``); the command removes that variable for itself. Triton
+is imported only when something is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Shared memory one block may use, bytes (CUDA programming guide, compute capabilities table; 1 KiB is reserved).
+# Shared memory one block may use, bytes (CUDA programming guide, compute capabilities table; 1 KiB is
+# reserved).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
@@ -53,7 +54,8 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with the types and constants it is launched with. ``signature`` names every run-time argument."""
+    """One kernel with the types and constants it is launched with. ``signature`` names every run-time
+    argument."""
 
     name: str
     fn: Any
@@ -97,14 +99,16 @@ def compile_for(
     """Compile ``fn`` (a ``@triton.jit`` function) for ``sm_<arch>``; no device is needed.
 
     Args:
-        signature: type of every run-time argument by name, for instance ``{"x": "*bf16", "n": "i32"}``; a tuple of
+        signature: type of every run-time argument by name, for instance ``{"x": "*bf16", "n": "i32"}``; a
+        tuple of
             pointers is a tuple of types.
         constexprs: value of every ``tl.constexpr`` argument by name.
         divisible: integer arguments to be taken as multiples of 16, as the launcher does when they are.
         max_registers: cap on registers per thread (``maxnreg`` of a launch).
 
     Raises:
-        ValueError: an argument of the kernel is neither in ``signature`` nor in ``constexprs``, or ``fn`` was made
+        ValueError: an argument of the kernel is neither in ``signature`` nor in ``constexprs``, or ``fn`` was
+        made
             under TRITON_INTERPRET.
     """
     import triton
@@ -113,12 +117,14 @@ def compile_for(
 
     if not isinstance(fn, triton.runtime.jit.JITFunction):
         raise ValueError(
-            f"compile_for: fn is a {type(fn).__name__}, expected a triton JITFunction. Under TRITON_INTERPRET=1 kernels "
-            "are interpreted; compile in a process without that variable."
+            f"compile_for: fn is a {type(fn).__name__}, expected a triton JITFunction. Under"
+            " TRITON_INTERPRET=1 kernels are interpreted; compile in a process without that variable."
         )
     missing = [arg for arg in fn.arg_names if arg not in signature and arg not in constexprs]
     if missing:
-        raise ValueError(f"compile_for: {fn.__name__} needs {', '.join(missing)}; give a type or a constant for each")
+        raise ValueError(
+            f"compile_for: {fn.__name__} needs {', '.join(missing)}; give a type or a constant for each"
+        )
     types = {arg: "constexpr" if arg in constexprs else signature[arg] for arg in fn.arg_names}
     aligned = [["tt.divisibility", 16]]
     attrs: dict[tuple[int, ...], Any] = {}
@@ -152,13 +158,19 @@ def compile_variants(variants: Sequence[Variant], archs: Sequence[int] = (90,)) 
     """Every variant for every architecture, variants outermost."""
     return [
         compile_for(
-            v.fn, v.signature, v.constexprs,
-            arch=arch, num_warps=v.num_warps, num_stages=v.num_stages, divisible=v.divisible, name=v.name,
+            v.fn,
+            v.signature,
+            v.constexprs,
+            arch=arch,
+            num_warps=v.num_warps,
+            num_stages=v.num_stages,
+            divisible=v.divisible,
+            name=v.name,
         )
         for v in variants
         for arch in archs
         if v.only_arch in (None, arch)
-    ]  # fmt: skip
+    ]
 
 
 def format_table(rows: Sequence[Compiled]) -> str:
@@ -178,12 +190,21 @@ def format_table(rows: Sequence[Compiled]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the variants of the named modules and print the table. 0: all fit, 1: one spills or is too large."""
-    parser = argparse.ArgumentParser(prog="earlyfusion.kernels.aot", description=(__doc__ or "").split("\n\n")[0])
+    """Compile the variants of the named modules and print the table. 0: all fit, 1: one spills or is too
+    large."""
+    parser = argparse.ArgumentParser(
+        prog="earlyfusion.kernels.aot", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("modules", nargs="+", help="kernel modules that define aot_variants()")
-    parser.add_argument("--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)")
-    parser.add_argument("--only", default="", help="compile only variants whose name contains this (default: all)")
-    parser.add_argument("--json", type=Path, default=None, help="also write the rows, without PTX, to this file")
+    parser.add_argument(
+        "--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)"
+    )
+    parser.add_argument(
+        "--only", default="", help="compile only variants whose name contains this (default: all)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, help="also write the rows, without PTX, to this file"
+    )
     args = parser.parse_args(argv)
     os.environ.pop("TRITON_INTERPRET", None)
     rows: list[Compiled] = []

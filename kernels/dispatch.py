@@ -6,11 +6,11 @@ Every operation has up to three backends with the same signature:
 * ``torch``: plain torch with a custom backward; quick on a CPU, correct on any device.
 * ``triton``: a GPU kernel. Where one does not exist the table has no entry, never a stub.
 
-``resolve`` picks by device: on CUDA ``triton`` if there is one, else ``torch``, else ``naive``; elsewhere ``torch``, else
-``naive``. The environment variable ``EF_KERNELS`` (``auto``, ``naive``, ``torch`` or ``triton``) caps that choice: the
-named backend is used where it exists and the next simpler one where it does not. (The engine's C++ for a CPU, kernels/cpu,
-stands beside this table; ``torch`` and ``naive`` turn it off.) Implementations are imported when
-first asked for, so that a CPU machine never imports triton.
+``resolve`` picks by device: on CUDA ``triton`` if there is one, else ``torch``, else ``naive``; elsewhere
+``torch``, else ``naive``. The environment variable ``EF_KERNELS`` (``auto``, ``naive``, ``torch`` or
+``triton``) caps that choice: the named backend is used where it exists and the next simpler one where it does
+not. (The engine's C++ for a CPU, kernels/cpu, stands beside this table; ``torch`` and ``naive`` turn it off.)
+Implementations are imported when first asked for, so that a CPU machine never imports triton.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REGISTRY: dict[str, dict[str, str]] = {
     "kda": {
         "naive": f"{_ROOM}.kda.naive:kda",
         "torch": f"{_ROOM}.kda.chunk:kda",
-        "triton": f"{_ROOM}.kda.triton_kda:kda",
+        "triton": f"{_ROOM}.kda.triton.kda:kda",
     },
     "kda_step": {
         "naive": f"{_ROOM}.kda.naive:kda_step",
@@ -43,30 +43,30 @@ REGISTRY: dict[str, dict[str, str]] = {
     "short_conv": {
         "naive": f"{_ROOM}.kda.naive:short_conv",
         "torch": f"{_ROOM}.kda.conv:short_conv",
-        "triton": f"{_ROOM}.kda.triton_conv:short_conv",
+        "triton": f"{_ROOM}.kda.triton.conv:short_conv",
     },
     "attention": {
         "naive": f"{_ROOM}.attention.naive:attention",
         "torch": f"{_ROOM}.attention.varlen:attention",
-        "triton": f"{_ROOM}.attention.triton_flash:attention",
+        "triton": f"{_ROOM}.attention.triton.flash:attention",
     },
     "attention_append": {
         "naive": f"{_ROOM}.attention.naive:attention_append",
-        "triton": f"{_ROOM}.attention.triton_flash:attention_append",
+        "triton": f"{_ROOM}.attention.triton.flash:attention_append",
     },
     "qkv_rope": {
         "naive": f"{_ROOM}.attention.rope:qkv_rope_naive",
         "torch": f"{_ROOM}.attention.rope:qkv_rope",
-        "triton": f"{_ROOM}.attention.triton_rope:qkv_rope",
+        "triton": f"{_ROOM}.attention.triton.rope:qkv_rope",
     },
     "mla_decode": {
         "naive": f"{_ROOM}.attention.decode:mla_decode",
-        "triton": f"{_ROOM}.attention.triton_decode:mla_decode",
+        "triton": f"{_ROOM}.attention.triton.decode:mla_decode",
     },
     "max_logit": {
         "naive": f"{_ROOM}.attention.naive:max_logit",
         "torch": f"{_ROOM}.attention.max_logit:max_logit",
-        "triton": f"{_ROOM}.attention.triton_max_logit:max_logit",
+        "triton": f"{_ROOM}.attention.triton.max_logit:max_logit",
     },
     "attnres_phase1": {
         "naive": f"{_ROOM}.attnres.naive:phase1",
@@ -155,7 +155,9 @@ def pick(op: str, device: torch.device | str) -> str:
     for backend in reversed(BACKENDS[: BACKENDS.index(wanted) + 1]):
         if backend in REGISTRY[op] and (backend != "triton" or _has_triton()):
             return backend
-    raise ValueError(f"operation {op!r} has no backend at or below {wanted!r}; it has {', '.join(REGISTRY[op])}")
+    raise ValueError(
+        f"operation {op!r} has no backend at or below {wanted!r}; it has {', '.join(REGISTRY[op])}"
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""What every Triton wrapper needs on the host: checks that name the argument, tile choice, the device to launch on.
+"""What every Triton wrapper needs on the host: checks that name the argument, tile choice, the device to
+launch on.
 
 Kernels trust their pointers, so anything that could make one read outside its tensor is refused here.
 """
@@ -52,22 +53,26 @@ def check_tensor(
     """Raise ValueError naming the argument unless dtype, shape, device and layout are what a kernel takes."""
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}; expected one of {allowed}")
+        raise ValueError(
+            f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}; expected one of {allowed}"
+        )
     if shape is not None and tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{op}: {name} is on {tensor.device}; expected {device} like the other arguments")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(
-            f"{op}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; expected a contiguous tensor, "
-            f"pass {name}.contiguous()"
+            f"{op}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; expected a"
+            f" contiguous tensor, pass {name}.contiguous()"
         )
 
 
 def check_blocks(op: str, what: str, count: int) -> None:
     """ValueError for more blocks than the second and third dimension of a CUDA grid take."""
     if count > MOST_BLOCKS:
-        raise ValueError(f"{op}: {count:,} {what} in one call; a launch takes at most {MOST_BLOCKS:,}: split the batch")
+        raise ValueError(
+            f"{op}: {count:,} {what} in one call; a launch takes at most {MOST_BLOCKS:,}: split the batch"
+        )
 
 
 def power_of_two(size: int) -> int:
@@ -78,8 +83,8 @@ def power_of_two(size: int) -> int:
 def column_tile(width: int, most: int, least: int = 16, waste: float = 0.04) -> int:
     """Columns of a tile: the largest power of two of which whole tiles cover ``width`` with little waste.
 
-    2304 = 9 x 256 and 2560 = 10 x 256 are covered exactly, where padding to a power of two would idle 44 % and 38 % of
-    the lanes.
+    2304 = 9 x 256 and 2560 = 10 x 256 are covered exactly, where padding to a power of two would idle 44 %
+    and 38 % of the lanes.
     """
     tile = most
     while tile > least and -(-width // tile) * tile > width * (1 + waste):

@@ -1,8 +1,8 @@
 """Which dtype a kernel multiplies in, and which it accumulates in.
 
-An ``autograd.Function`` and a direct aten call both step around autocast, so every kernel states its dtypes itself:
-the operands of matrix products are brought to ``compute_dtype`` (what ``F.linear`` would use in the same place), and
-statistics (softmax sums, norms, logits) are kept in ``accumulate_dtype``.
+An ``autograd.Function`` and a direct aten call both step around autocast, so every kernel states its dtypes
+itself: the operands of matrix products are brought to ``compute_dtype`` (what ``F.linear`` would use in the
+same place), and statistics (softmax sums, norms, logits) are kept in ``accumulate_dtype``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def without_autocast(tensor: Tensor) -> torch.autocast:
 
 
 def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
-    """``alpha * a @ b`` of operands in one dtype, accumulated and returned in ``accumulate_dtype`` (no rounding back).
+    """``alpha * a @ b`` of operands in one dtype, accumulated and returned in ``accumulate_dtype`` (no
+    rounding back).
 
-    On a CPU, products of bfloat16 operands go to oneDNN with float32 output (:mod:`earlyfusion.kernels.products`). Where
-    it multiplies in bfloat16 (AMX) that is exact up to the order of the sums: the operands already are bfloat16 values.
+    On a CPU, products of bfloat16 operands go to oneDNN with float32 output
+    (:mod:`earlyfusion.kernels.products`). Where it multiplies in bfloat16 (AMX) that is exact up to the order
+    of the sums: the operands already are bfloat16 values.
     """
     wide = accumulate_dtype(a_BMK.dtype)
     if a_BMK.device.type == "cuda" and a_BMK.dtype != wide:
@@ -63,8 +65,8 @@ def wide_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 def softmax_with_lse(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax over the last axis and its log-sum-exp.
 
-    The normaliser is read off the largest entry, p_max = exp(s_max - lse) >= 1 / size, which costs two maxima instead
-    of another pass of exponentials and does not underflow.
+    The normaliser is read off the largest entry, p_max = exp(s_max - lse) >= 1 / size, which costs two maxima
+    instead of another pass of exponentials and does not underflow.
     """
     p = torch.softmax(logits, dim=-1)
     return p, logits.amax(dim=-1) - p.amax(dim=-1).log()

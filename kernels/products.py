@@ -1,15 +1,17 @@
 """Products of float32 matrices on a CPU, by oneDNN where that is the quicker multiplier.
 
-torch hands float32 products to MKL, which on a processor that is not Intel's uses its AVX2 kernels: 100 GFLOP/s on a Zen 5
-core that can do 230 with AVX-512. oneDNN looks at the instructions alone. torch lets it have a product while
-`torch.backends.mkldnn.matmul.fp32_precision` is "bf16", which permits bfloat16 inside; without AMX oneDNN has no such
-kernel and multiplies in float32 (tests/kernels/test_products.py holds it to the bits of MKL for inner dimensions up to
-SAME_BITS; with a longer one, all products go one way). The setting is process-wide and put back after every product.
+torch hands float32 products to MKL, which on a processor that is not Intel's uses its AVX2 kernels: 100
+GFLOP/s on a Zen 5 core that can do 230 with AVX-512. oneDNN looks at the instructions alone. torch lets it
+have a product while `torch.backends.mkldnn.matmul.fp32_precision` is "bf16", which permits bfloat16 inside;
+without AMX oneDNN has no such kernel and multiplies in float32 (tests/kernels/test_products.py holds it to
+the bits of MKL for inner dimensions up to SAME_BITS; with a longer one, all products go one way). The setting
+is process-wide and put back after every product.
 
-oneDNN compiles a kernel for each new shape, which takes 0.2 ms and more, and keeps a thousand. So it gets rows in a
-coarse grid: whole TILEs of them in one product (of fewer than a TILE, whole STEPs), and a second product for what is left,
-filled up to whole STEPs by rows before it that are computed twice. Its inner sums run in order from the first to the last
-column, so that a row's bits depend neither on how many rows there are nor on where it stands.
+oneDNN compiles a kernel for each new shape, which takes 0.2 ms and more, and keeps a thousand. So it gets
+rows in a coarse grid: whole TILEs of them in one product (of fewer than a TILE, whole STEPs), and a second
+product for what is left, filled up to whole STEPs by rows before it that are computed twice. Its inner sums
+run in order from the first to the last column, so that a row's bits depend neither on how many rows there are
+nor on where it stands.
 
 Legend: R rows, A inner dimension, B columns.
 """
@@ -33,14 +35,17 @@ FEWEST = 32  # rows, and
 LEAST = 1 << 21  # multiply-adds from which on a call of oneDNN pays
 SAME_BITS = 192  # inner dimension up to which MKL adds in the same order,
 NARROW = 16  # if there are as many columns; fewer are always MKL's
-INNER = 1024  # rows that the gradient of a weight sums at a time: errors grow with the length of a running sum
+INNER = (
+    1024  # rows that the gradient of a weight sums at a time: errors grow with the length of a running sum
+)
 
 Product = Callable[..., Tensor]
 
 
 @cache
 def quick() -> bool:
-    """oneDNN multiplies float32 more quickly than torch's own choice on this machine, and in float32. EF_ONEDNN=0: never."""
+    """oneDNN multiplies float32 more quickly than torch's own choice on this machine, and in float32.
+    EF_ONEDNN=0: never."""
     if os.environ.get(ENVIRONMENT) == "0":
         return False
     if not hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision"):
@@ -55,7 +60,9 @@ def quick() -> bool:
 
 
 def _suits(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling() and quick()
+    return (
+        x.dtype == torch.float32 and x.device.type == "cpu" and not torch.compiler.is_compiling() and quick()
+    )
 
 
 def _pays(rows: int, inner: int, columns: int) -> bool:
@@ -69,7 +76,8 @@ def _by_onednn(rows: int, x: Tensor, w_AB: Tensor) -> bool:
 
 
 def with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
-    """What `multiply` returns, its products on a CPU by oneDNN, which may use bfloat16 inside where there is AMX."""
+    """What `multiply` returns, its products on a CPU by oneDNN, which may use bfloat16 inside where there is
+    AMX."""
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     if before == "bf16":  # another thread's, or the user's
@@ -82,7 +90,8 @@ def with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
 
 
 def product(x_RA: Tensor, w_AB: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """x w, into `out` [R, B] if there is one: as the file's head says in float32 on a CPU, else `torch.mm`. No gradient."""
+    """x w, into `out` [R, B] if there is one: as the file's head says in float32 on a CPU, else `torch.mm`.
+    No gradient."""
     if not _by_onednn(x_RA.shape[0], x_RA, w_AB):
         return torch.mm(x_RA, w_AB) if out is None else torch.mm(x_RA, w_AB, out=out)
     return with_onednn(lambda: _in_steps(x_RA, w_AB, out))
@@ -110,12 +119,14 @@ def add_product_(into_RB: Tensor, x_RA: Tensor, w_AB: Tensor) -> Tensor:
 
 
 def product_of_few(rows: int, x_RA: Tensor, w_AB: Tensor) -> Product:
-    """For many products in a row with at most `rows` rows of x each: `product`, or `torch.mm` where it would do the same."""
+    """For many products in a row with at most `rows` rows of x each: `product`, or `torch.mm` where it would
+    do the same."""
     return product if _by_onednn(rows, x_RA, w_AB) else torch.mm
 
 
 def product_over_rows(left_RB: Tensor, right_RA: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """left^T right [B, A]: whole TILEs of rows by oneDNN, INNER at a time, and what is left by torch's own choice."""
+    """left^T right [B, A]: whole TILEs of rows by oneDNN, INNER at a time, and what is left by torch's own
+    choice."""
     rows, shape = left_RB.shape[0], (left_RB.shape[1], right_RA.shape[1])
     whole = rows // TILE * TILE
     if not whole or not _suits(left_RB) or not _pays(rows, *shape):
@@ -156,7 +167,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_BA: Tensor, bias_B: Tensor | None = None) -> Tensor:
-    """`F.linear`, [..., A] -> [..., B]. Where oneDNN is used (see the file's head) it is differentiable once."""
+    """`F.linear`, [..., A] -> [..., B]. Where oneDNN is used (see the file's head) it is differentiable
+    once."""
     plain = type(weight_BA) in (Tensor, torch.nn.Parameter) and weight_BA.dtype == x.dtype and x.dim() > 1
     if not plain or not _suits(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_BA, bias_B)

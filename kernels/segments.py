@@ -1,9 +1,10 @@
 """Packing metadata: where the documents (or images) of one packed row begin and end.
 
-A packed row is a tensor whose first axis holds T tokens of N documents, one after the other. Every kernel takes such
-tensors and one :class:`Segments`. The lengths are Python integers known on the host before anything is launched, so no
-kernel has to copy a device tensor back to find out how much work there is, and every plan derived from them (cumulative
-lengths, chunk grids, masks, sort orders) is built once per packed row and shared by all layers.
+A packed row is a tensor whose first axis holds T tokens of N documents, one after the other. Every kernel
+takes such tensors and one :class:`Segments`. The lengths are Python integers known on the host before
+anything is launched, so no kernel has to copy a device tensor back to find out how much work there is, and
+every plan derived from them (cumulative lengths, chunk grids, masks, sort orders) is built once per packed
+row and shared by all layers.
 
 Legend: T tokens, N documents.
 """
@@ -27,8 +28,8 @@ Device = torch.device | str
 class Segments:
     """Lengths (tokens) of the documents of one packed row, with a cache for everything derived from them.
 
-    Two instances are equal when their lengths are equal. The cache is neither compared, copied nor pickled, so an
-    instance may cross a process boundary cheaply.
+    Two instances are equal when their lengths are equal. The cache is neither compared, copied nor pickled,
+    so an instance may cross a process boundary cheaply.
 
     Raises:
         ValueError: a length is smaller than 1. Leave empty documents out instead.
@@ -42,8 +43,8 @@ class Segments:
         for index, length in enumerate(self.lengths):
             if not isinstance(length, int) or isinstance(length, bool):
                 raise TypeError(
-                    f"Segments: document {index} has length {length!r} of type {type(length).__name__}; lengths are "
-                    "Python ints. Use Segments.from_lengths to convert."
+                    f"Segments: document {index} has length {length!r} of type {type(length).__name__};"
+                    " lengths are Python ints. Use Segments.from_lengths to convert."
                 )
             if length < 1:
                 raise ValueError(
@@ -84,8 +85,8 @@ class Segments:
         """The value stored under ``key``, made by ``build()`` on first use.
 
         A key names its owner and everything the value depends on besides the lengths, for instance
-        ``("kda.grid", chunk, str(device))``. Tensors are made outside inference mode: a plan first built by an
-        evaluation must remain usable in a later training step.
+        ``("kda.grid", chunk, str(device))``. Tensors are made outside inference mode: a plan first built by
+        an evaluation must remain usable in a later training step.
         """
         if key not in self._cache:
             with torch.inference_mode(False):
@@ -114,7 +115,9 @@ class Segments:
         def build() -> Tensor:
             starts = torch.tensor(self.offsets[:-1], dtype=torch.int32)
             lengths = torch.tensor(self.lengths, dtype=torch.int64)
-            return (torch.arange(self.total, dtype=torch.int32) - torch.repeat_interleave(starts, lengths)).to(device)
+            return (
+                torch.arange(self.total, dtype=torch.int32) - torch.repeat_interleave(starts, lengths)
+            ).to(device)
 
         return self.cached(("position", str(device)), build)
 
@@ -123,6 +126,7 @@ def check_packed(name: str, tensor: Tensor, segments: Segments) -> None:
     """Raise ValueError unless the first axis of ``tensor`` holds exactly the tokens of ``segments``."""
     if tensor.shape[0] != segments.total:
         raise ValueError(
-            f"{name}: got {tensor.shape[0]} tokens on axis 0 (shape {tuple(tensor.shape)}), but the segments describe "
-            f"{segments.num} documents with {segments.total} tokens. Pass the Segments made for this packed row."
+            f"{name}: got {tensor.shape[0]} tokens on axis 0 (shape {tuple(tensor.shape)}), but the segments"
+            f" describe {segments.num} documents with {segments.total} tokens. Pass the Segments made for"
+            " this packed row."
         )

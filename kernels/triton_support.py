@@ -1,4 +1,5 @@
-"""What every Triton launcher needs: is triton there, is it interpreted, which dtype do dots run in, are arguments sane.
+"""What every Triton launcher needs: is triton there, is it interpreted, which dtype do dots run in, are
+arguments sane.
 
 Nothing here imports triton at module level, so a machine without it can import every launcher.
 """
@@ -22,8 +23,8 @@ def require_triton(op: str) -> Any:
         import triton
     except ImportError as error:
         raise ImportError(
-            f"{op}: the triton backend needs triton, which is not installed; pip install 'earlyfusion[triton]', "
-            "or set EF_KERNELS=torch"
+            f"{op}: the triton backend needs triton, which is not installed; pip install"
+            " 'earlyfusion[triton]', or set EF_KERNELS=torch"
         ) from error
     return triton
 
@@ -34,7 +35,8 @@ def interpreted(kernel: Any) -> bool:
 
 
 def dot_dtype(dtype: torch.dtype, kernel: Any) -> torch.dtype:
-    """Dtype of matrix product operands: that of the inputs; float32 under the interpreter, whose bfloat16 is broken."""
+    """Dtype of matrix product operands: that of the inputs; float32 under the interpreter, whose bfloat16 is
+    broken."""
     return torch.float32 if interpreted(kernel) else dtype
 
 
@@ -46,12 +48,14 @@ def as_triton(dtype: torch.dtype) -> Any:
 
 
 def checks_wanted(tensor: Tensor) -> bool:
-    """Look for NaN in arguments? Off CUDA always; on CUDA, where looking costs a host sync, with EF_KERNEL_CHECKS=1."""
+    """Look for NaN in arguments? Off CUDA always; on CUDA, where looking costs a host sync, with
+    EF_KERNEL_CHECKS=1."""
     return tensor.device.type != "cuda" or os.environ.get(CHECKS, "0") == "1"
 
 
 def check_floats(op: str, like: Tensor, **tensors: Tensor | None) -> None:
-    """Every tensor stands on the device of ``like``, has a float dtype of 32 or 16 bits, and unit stride on its last axis.
+    """Every tensor stands on the device of ``like``, has a float dtype of 32 or 16 bits, and unit stride on
+    its last axis.
 
     Raises:
         ValueError: naming the argument, what was given and what was expected.
@@ -62,7 +66,9 @@ def check_floats(op: str, like: Tensor, **tensors: Tensor | None) -> None:
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{op}: {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
         if tensor.device != like.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, but the first argument is on {like.device}")
+            raise ValueError(
+                f"{op}: {name} is on {tensor.device}, but the first argument is on {like.device}"
+            )
         if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(
                 f"{op}: {name} has strides {tensor.stride()}; expected unit stride on the last axis. "
@@ -75,7 +81,9 @@ def check_same_dtype(op: str, **tensors: Tensor) -> None:
     first, *others = tensors.items()
     for name, tensor in others:
         if tensor.dtype != first[1].dtype:
-            raise ValueError(f"{op}: {name} is {tensor.dtype} but {first[0]} is {first[1].dtype}; give both one dtype")
+            raise ValueError(
+                f"{op}: {name} is {tensor.dtype} but {first[0]} is {first[1].dtype}; give both one dtype"
+            )
 
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], legend: str) -> None:
@@ -88,4 +96,6 @@ def check_no_nan(op: str, **tensors: Tensor | None) -> None:
     """ValueError naming the first tensor that holds a NaN; see :func:`checks_wanted` for when this looks."""
     for name, tensor in tensors.items():
         if tensor is not None and checks_wanted(tensor) and bool(tensor.isnan().any()):
-            raise ValueError(f"{op}: {name} holds NaN; find where it was made before the recurrence spreads it")
+            raise ValueError(
+                f"{op}: {name} holds NaN; find where it was made before the recurrence spreads it"
+            )

@@ -4,16 +4,16 @@ With sources v_0 (the embedding), v_1, ... and one learned pseudo-query w and ke
 
     h = sum_i p_i v_i,    p = softmax_i( <w * g, v_i / rms(v_i)> )        (values are not normalised)
 
-replaces the residual stream. In block form the sub-layer outputs inside a block are summed, and the sources of a
-sub-layer are b_0 = embedding, the finished block sums b_1 .. b_{n-1}, and the partial sum of its own block (absent
-for the block's first sub-layer). After the last block one more (w, g) mixes all block sums. Full AttnRes is blocks
-of one sub-layer. The very first sub-layer has a single source, so its mix is the identity (and its w and g get
-gradients that are exactly zero, not missing ones).
+replaces the residual stream. In block form the sub-layer outputs inside a block are summed, and the sources
+of a sub-layer are b_0 = embedding, the finished block sums b_1 .. b_{n-1}, and the partial sum of its own
+block (absent for the block's first sub-layer). After the last block one more (w, g) mixes all block sums.
+Full AttnRes is blocks of one sub-layer. The very first sub-layer has a single source, so its mix is the
+identity (and its w and g get gradients that are exactly zero, not missing ones).
 
-Schedule: phase 1 mixes the finished sources for all sub-layers of a block in one pass; each sub-layer then merges
-its row with the partial sum by an online softmax (exact). Where there is a kernel for it, running sum, merge and the
-sub-layer's pre-norm are one operation; elsewhere they run one by one.
-Source: Attention Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
+Schedule: phase 1 mixes the finished sources for all sub-layers of a block in one pass; each sub-layer then
+merges its row with the partial sum by an online softmax (exact). Where there is a kernel for it, running sum,
+merge and the sub-layer's pre-norm are one operation; elsewhere they run one by one. Source: Attention
+Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
 
 Shapes: T tokens, D hidden, S sub-layers of a block, n sources.
 """
@@ -32,7 +32,8 @@ from earlyfusion.model.norm import RMSNorm, at_least_fp32
 
 @dataclass(frozen=True)
 class SubLayer:
-    """Pre-norm and body of a sub-layer, apart from each other so that the norm can be taken together with the mix."""
+    """Pre-norm and body of a sub-layer, apart from each other so that the norm can be taken together with the
+    mix."""
 
     norm: RMSNorm
     body: Callable[[Tensor], Tensor]
@@ -43,7 +44,8 @@ class SubLayer:
 
 @dataclass(frozen=True)
 class Mix:
-    """One place where sources are mixed: the pseudo-query w [D], the key norm that holds g [D], a name for reports."""
+    """One place where sources are mixed: the pseudo-query w [D], the key norm that holds g [D], a name for
+    reports."""
 
     name: str
     query_D: nn.Parameter
@@ -58,9 +60,9 @@ class Mix:
 class MixRecorder:
     """Mean mixing weights of every mix, split by token masks; for reports, never during training.
 
-    masks: name -> bool [T]. After a decoder pass `rows[i]` is (name of the mix, {mask name: weights [n] fp32}), where
-    source 0 is the embedding, the next ones the finished blocks; `has_partial[i]` tells that the last source is the
-    running sum of the mix's own block. A mask without tokens yields NaN.
+    masks: name -> bool [T]. After a decoder pass `rows[i]` is (name of the mix, {mask name: weights [n]
+    fp32}), where source 0 is the embedding, the next ones the finished blocks; `has_partial[i]` tells that
+    the last source is the running sum of the mix's own block. A mask without tokens yields NaN.
     """
 
     masks: dict[str, Tensor]
@@ -96,23 +98,31 @@ def mix_sources(sources: Sequence[Tensor], mix: Mix, recorder: MixRecorder | Non
         and pick("attnres_merge", "cpu") == "torch"
     ):
         return _run_block_alone(sources, [(mix, lambda h_TD: h_TD)], mix.folded().unsqueeze(0))
-    o_1TD, _ = resolve("attnres_phase1", sources[0].device)(list(sources), mix.folded().unsqueeze(0), mix.norm.eps)
+    o_1TD, _ = resolve("attnres_phase1", sources[0].device)(
+        list(sources), mix.folded().unsqueeze(0), mix.norm.eps
+    )
     return o_1TD[0]
 
 
 def run_block(
     sources: Sequence[Tensor], sublayers: Sequence[tuple[Mix, SubLayer]], recorder: MixRecorder | None = None
 ) -> tuple[Tensor, ...]:
-    """Run one block's sub-layers; returns the sources of the next block: the given ones and the block's sum [T, D].
+    """Run one block's sub-layers; returns the sources of the next block: the given ones and the block's sum
+    [T, D].
 
-    Go on with the returned sources: a fused phase 1 hands them through itself, and so adds the gradient of all later
-    blocks inside its own backward kernel. The sum is kept in the dtype of the embedding (source 0). Nothing but
-    `sources` is alive at the block's start, so recomputing whole blocks in the backward pass needs no saved activation
-    besides the block sums themselves.
+    Go on with the returned sources: a fused phase 1 hands them through itself, and so adds the gradient of
+    all later blocks inside its own backward kernel. The sum is kept in the dtype of the embedding (source 0).
+    Nothing but `sources` is alive at the block's start, so recomputing whole blocks in the backward pass
+    needs no saved activation besides the block sums themselves.
     """
     eps = sublayers[0][0].norm.eps
     qw_SD = torch.stack([mix.folded() for mix, _ in sublayers])
-    if recorder is None and not torch.is_grad_enabled() and qw_SD.is_cpu and pick("attnres_merge", "cpu") == "torch":
+    if (
+        recorder is None
+        and not torch.is_grad_enabled()
+        and qw_SD.is_cpu
+        and pick("attnres_merge", "cpu") == "torch"
+    ):
         return *sources, _run_block_alone(sources, sublayers, qw_SD)
     o_STD, lse_ST, sources = resolve("attnres_open", qw_SD.device)(list(sources), qw_SD, eps)
     if recorder is None and pick("attnres_step", qw_SD.device) == "triton":
@@ -136,9 +146,11 @@ def _fused_steps(
     lse_ST: Sequence[Tensor],
     qw_SD: Tensor,
 ) -> Tensor:
-    """The sub-layers of an opened block with one kernel between two of them; returns the sum of their outputs.
+    """The sub-layers of an opened block with one kernel between two of them; returns the sum of their
+    outputs.
 
-    The newest output is added to the sum by the kernel in front of the next sub-layer, that of the last one here.
+    The newest output is added to the sum by the kernel in front of the next sub-layer, that of the last one
+    here.
     """
     step = resolve("attnres_step", qw_SD.device)
     eps = sublayers[0][0].norm.eps
@@ -154,10 +166,11 @@ def _fused_steps(
 def _run_block_alone(
     sources: Sequence[Tensor], sublayers: Sequence[tuple[Mix, Callable[[Tensor], Tensor]]], qw_SD: Tensor
 ) -> Tensor:
-    """The sum of `run_block` for inference on a CPU: fewer operations, and a token's bits do not depend on the other tokens.
+    """The sum of `run_block` for inference on a CPU: fewer operations, and a token's bits do not depend on
+    the other tokens.
 
-    Scores of the finished sources are taken once; each sub-layer adds the score of its partial sum and takes one
-    softmax over all. Every product is one small matrix per token, every softmax one row per token.
+    Scores of the finished sources are taken once; each sub-layer adds the score of its partial sum and takes
+    one softmax over all. Every product is one small matrix per token, every softmax one row per token.
     """
     eps = sublayers[0][0].norm.eps
     v_TnD = torch.stack([at_least_fp32(source) for source in sources], dim=1)

@@ -1,14 +1,14 @@
 """What a decoder remembers between calls: KDA states and convolution taps, MLA latents.
 
-One cache serves N sequences at once. Every decoder call brings new tokens for each of them, packed in the order of
-the sequences: any number in a prefill (also a continued one), exactly one each in a decode step.
+One cache serves N sequences at once. Every decoder call brings new tokens for each of them, packed in the
+order of the sequences: any number in a prefill (also a continued one), exactly one each in a decode step.
 
-Layers see a memory only through its methods: `read`, `write` and `joined` of a KDA memory, `append` and `attend` of an
-MLA memory. The memories here hold each sequence in a row of its own; those of the engine (model/engine/memory.py) hold
-slots and pages.
+Layers see a memory only through its methods: `read`, `write` and `joined` of a KDA memory, `append` and
+`attend` of an MLA memory. The memories here hold each sequence in a row of its own; those of the engine
+(model/engine/memory.py) hold slots and pages.
 
-Shapes: N sequences, H heads, K key dim, V value dim, C convolution channels, W kernel width (of a convolution) or
-queries per sequence (of attention), L capacity, T new tokens, R latent rank.
+Shapes: N sequences, H heads, K key dim, V value dim, C convolution channels, W kernel width (of a
+convolution) or queries per sequence (of attention), L capacity, T new tokens, R latent rank.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def attend_in_tiles(
     seen: int = 0,
     reach: int | None = None,
 ) -> Tensor:
-    """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in fp32.
+    """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in
+    fp32.
 
-    last_NX1: last position each query may see. keys(start, stop): latents [N, stop - start, R], any finite numbers past
-    the end. seen: keys that every query may see, which need no mask. reach: one past the last key that any query may see;
-    a tile of the first size is cut there, at a multiple of 32 (what is cut off would add exact zeros). The borders do not
-    depend on `length`, so a result does not depend, bit for bit, on how long the others are.
-    -> [N, X, rank].
+    last_NX1: last position each query may see. keys(start, stop): latents [N, stop - start, R], any finite
+    numbers past the end. seen: keys that every query may see, which need no mask. reach: one past the last
+    key that any query may see; a tile of the first size is cut there, at a multiple of 32 (what is cut off
+    would add exact zeros). The borders do not depend on `length`, so a result does not depend, bit for bit,
+    on how long the others are. -> [N, X, rank].
     """
     wide = accumulate_dtype(query_NXR.dtype)
     top = total = mixed = None
@@ -73,7 +74,9 @@ def attend_in_tiles(
         else:  # a logit of 20 rounded to 8 bits is off by up to 0.06, and its probability by 6 %
             scores_NXL = wide_bmm(query_NXR, keys_NLR.transpose(1, 2), scale)
         if stop > seen:
-            scores_NXL.masked_fill_(torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf"))
+            scores_NXL.masked_fill_(
+                torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf")
+            )
         highest = scores_NXL.amax(-1, keepdim=True)
         new_top = highest if top is None else torch.maximum(top, highest)
         p_NXL = scores_NXL.sub_(new_top).exp_()
@@ -92,23 +95,24 @@ def attend_in_tiles(
 
 @dataclass(frozen=True)
 class Reads:
-    """All tokens of a call's sequences, for a kernel that wants their keys packed. segments: lengths, the new tokens
-    included. rows_L: rows of their latents in the flattened memory."""
+    """All tokens of a call's sequences, for a kernel that wants their keys packed. segments: lengths, the new
+    tokens included. rows_L: rows of their latents in the flattened memory."""
 
     segments: Segments
     rows_L: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Reads | None:
-        """From the latent rows of every sequence; None where no kernel takes them (`MlaStore.attend` is the way)."""
+        """From the latent rows of every sequence; None where no kernel takes them (`MlaStore.attend` is the
+        way)."""
         if pick("attention_append", device) != "triton":
             return None
         return cls(Segments(tuple(len(each) for each in rows)), torch.cat(list(rows)).to(device))
 
 
 class CallPlan(Protocol):
-    """What layers ask of a plan. single: one new token per sequence. fresh: no sequence has a past. reads: of several new
-    tokens after a past, where a kernel takes them."""
+    """What layers ask of a plan. single: one new token per sequence. fresh: no sequence has a past. reads: of
+    several new tokens after a past, where a kernel takes them."""
 
     @property
     def single(self) -> bool: ...
@@ -127,9 +131,12 @@ class KdaStore(Protocol):
 
     def write(self, plan: Any, state_NHKV: Tensor, taps_NCW1: Tensor) -> None: ...
 
-    def decode(self, plan: Any, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
-        """One token of every sequence by a kernel that works on the memory in place, from the layer's projections (before
-        the convolution, whose weight is given): heads' outputs [N, H, V]. None: use `read` and `write`."""
+    def decode(
+        self, plan: Any, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
+    ) -> Tensor | None:
+        """One token of every sequence by a kernel that works on the memory in place, from the layer's
+        projections (before the convolution, whose weight is given): heads' outputs [N, H, V]. None: use
+        `read` and `write`."""
         ...
 
     def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
@@ -145,8 +152,8 @@ class MlaStore(Protocol):
         ...
 
     def attend(self, query_THR: Tensor, plan: Any, rank: int, scale: float) -> Tensor:
-        """Softmax attention of absorbed queries over all latents of their sequence up to their own token; the mixed
-        latents [T, H, rank], whose values are the first `rank` channels."""
+        """Softmax attention of absorbed queries over all latents of their sequence up to their own token; the
+        mixed latents [T, H, rank], whose values are the first `rank` channels."""
         ...
 
     def latents(self, plan: Any) -> Tensor:
@@ -176,7 +183,9 @@ class KdaMemory:
     def write(self, plan: Plan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         self.state_NHKV, self.taps_NCW1 = state_NHKV, taps_NCW1
 
-    def decode(self, plan: Plan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
+    def decode(
+        self, plan: Plan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
+    ) -> Tensor | None:
         return None
 
     def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
@@ -190,7 +199,8 @@ class KdaMemory:
 
 @dataclass
 class MlaMemory:
-    """Latents of one MLA layer: [N, L, kv_lora_rank + qk_rope_head_dim], normed latent first, shared key part last."""
+    """Latents of one MLA layer: [N, L, kv_lora_rank + qk_rope_head_dim], normed latent first, shared key part
+    last."""
 
     latents_NLR: Tensor | None = None
 
@@ -277,8 +287,9 @@ class DecoderCache:
         """
         if segments.num != self.num_sequences:
             raise ValueError(
-                f"the cache holds {self.num_sequences} sequences but the call brings {segments.num} segments; give "
-                "one segment of new tokens per sequence, in the cache's order (reorder() drops finished sequences)"
+                f"the cache holds {self.num_sequences} sequences but the call brings {segments.num} segments;"
+                " give one segment of new tokens per sequence, in the cache's order (reorder() drops"
+                " finished sequences)"
             )
         width = segments.max_length
         longest = max((past + new for past, new in zip(self.lengths, segments.lengths)), default=0)
@@ -294,7 +305,9 @@ class DecoderCache:
         fresh, reads = not any(self.lengths), None
         if width > 1 and not fresh:
             ends = (past_N + new_N).tolist()
-            reads = Reads.of([row * self.capacity + torch.arange(end) for row, end in enumerate(ends)], device)
+            reads = Reads.of(
+                [row * self.capacity + torch.arange(end) for row, end in enumerate(ends)], device
+            )
         self.plan = Plan(
             sequences=segments.num,
             capacity=self.capacity,
@@ -313,7 +326,8 @@ class DecoderCache:
         self.lengths = tuple(past + new for past, new in zip(self.lengths, segments.lengths))
 
     def reorder(self, index: list[int]) -> None:
-        """Keep the sequences index[0], index[1], ... in that order: drops finished ones, repeats branching ones.
+        """Keep the sequences index[0], index[1], ... in that order: drops finished ones, repeats branching
+        ones.
 
         Raises IndexError for a sequence that is not there.
         """

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from earlyfusion.vision.config import VisionConfig
 
 MOST_EXPERTS = 1 << 18
-"""Experts of all layers together; with the limits of the fields, what a configuration may ask for before it is built
-on the meta device. Each is several times what the largest public models have."""
+"""Experts of all layers together; with the limits of the fields, what a configuration may ask for before it
+is built on the meta device. Each is several times what the largest public models have."""
 LayerKind = Literal["kda", "mla"]
 
 
@@ -26,9 +26,15 @@ class LinearAttnConfig(BaseModel):
     num_heads: int = Field(32, ge=1, le=4096)
     head_dim: int = Field(128, ge=1, le=1 << 14, description="key and value width of one head")
     short_conv_kernel_size: int = Field(4, ge=2, le=256)
-    kda_layers: list[int] | None = Field(None, description="1-based; None: three KDA, one MLA, and the last is MLA")
-    full_attn_layers: list[int] | None = Field(None, description="1-based MLA layers; None: those kda_layers leaves")
-    gate_lower_bound: float | None = Field(None, lt=0, description="None: softplus gate; -5.0: K3's bounded gate")
+    kda_layers: list[int] | None = Field(
+        None, description="1-based; None: three KDA, one MLA, and the last is MLA"
+    )
+    full_attn_layers: list[int] | None = Field(
+        None, description="1-based MLA layers; None: those kda_layers leaves"
+    )
+    gate_lower_bound: float | None = Field(
+        None, lt=0, description="None: softplus gate; -5.0: K3's bounded gate"
+    )
     full_rank_output_gate: bool = Field(False, description="one g_proj (K3) instead of g_a_proj, g_b_proj")
 
 
@@ -43,7 +49,9 @@ class ModelConfig(BaseModel):
     vocab_size: int = Field(163840, ge=1, le=1 << 22)
     hidden_size: int = Field(2304, ge=1, le=1 << 18)
     num_hidden_layers: int = Field(27, ge=1, le=256)
-    intermediate_size: int = Field(9216, ge=1, le=1 << 20, description="width of the dense feed-forward layers")
+    intermediate_size: int = Field(
+        9216, ge=1, le=1 << 20, description="width of the dense feed-forward layers"
+    )
     rms_norm_eps: float = Field(1e-5, gt=0)
     initializer_range: float = Field(0.02, gt=0)
     tie_word_embeddings: bool = False
@@ -58,7 +66,9 @@ class ModelConfig(BaseModel):
     qk_nope_head_dim: int = Field(128, ge=1, le=1 << 14)
     qk_rope_head_dim: int = Field(64, ge=0, le=1 << 14)
     v_head_dim: int = Field(128, ge=1, le=1 << 14)
-    kv_norm_eps: float = Field(1e-6, gt=0, description="q_a_layernorm and kv_a_layernorm; transformers uses 1e-6")
+    kv_norm_eps: float = Field(
+        1e-6, gt=0, description="q_a_layernorm and kv_a_layernorm; transformers uses 1e-6"
+    )
     mla_output_gate: bool = Field(False, description="K3: o_proj reads attention * sigmoid(g_proj(x))")
 
     linear_attn_config: LinearAttnConfig = Field(default_factory=LinearAttnConfig)
@@ -88,29 +98,36 @@ class ModelConfig(BaseModel):
             outside = sorted(set(given or []) - layers)
             if outside:
                 raise ValueError(
-                    f"linear_attn_config.{name} names layers {outside}, but layers are numbered 1..{len(layers)} "
-                    "(num_hidden_layers); remove them or raise num_hidden_layers"
+                    f"linear_attn_config.{name} names layers {outside}, but layers are numbered"
+                    f" 1..{len(layers)} (num_hidden_layers); remove them or raise num_hidden_layers"
                 )
         if kda is not None and full is not None:
             twice, missing = sorted(set(kda) & set(full)), sorted(layers - set(kda) - set(full))
             if twice or missing:
                 raise ValueError(
-                    "linear_attn_config.kda_layers and full_attn_layers must share out the layers "
-                    f"1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the other follow"
+                    "linear_attn_config.kda_layers and full_attn_layers must share out the layers"
+                    f" 1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the"
+                    " other follow"
                 )
         if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ValueError(
-                f"num_experts={self.num_experts} in num_hidden_layers={self.num_hidden_layers} layers are more than "
-                f"{MOST_EXPERTS:,} experts; lower one of them"
+                f"num_experts={self.num_experts} in num_hidden_layers={self.num_hidden_layers} layers are"
+                f" more than {MOST_EXPERTS:,} experts; lower one of them"
             )
         if self.num_experts and self.num_experts_per_token > self.num_experts:
             raise ValueError(
-                f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts}; lower it"
+                f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts};"
+                " lower it"
             )
-        if self.num_experts and self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
+        if (
+            self.num_experts
+            and self.router_balance == "quantile"
+            and self.num_experts_per_token == self.num_experts
+        ):
             raise ValueError(
-                f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below "
-                f"num_experts ({self.num_experts}); use router_balance='none' when every expert is always chosen"
+                f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below"
+                f" num_experts ({self.num_experts}); use router_balance='none' when every expert is always"
+                " chosen"
             )
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
@@ -141,7 +158,8 @@ class ModelConfig(BaseModel):
         )
 
     def sublayers_per_block(self) -> int:
-        """Sub-layers (attention or feed-forward) per AttnRes block; full AttnRes is blocks of one sub-layer."""
+        """Sub-layers (attention or feed-forward) per AttnRes block; full AttnRes is blocks of one
+        sub-layer."""
         return 1 if self.attn_res == "full" else 2 * self.attn_res_block_size
 
     @property
@@ -156,13 +174,15 @@ class FusionConfig(BaseModel):
 
     text: ModelConfig
     vision: VisionConfig
-    media_token_id: int = Field(ge=0, description="id of <|media_pad|>, whose embeddings the image features replace")
+    media_token_id: int = Field(
+        ge=0, description="id of <|media_pad|>, whose embeddings the image features replace"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.media_token_id >= self.text.vocab_size:
             raise ValueError(
-                f"media_token_id={self.media_token_id} lies outside the vocabulary of {self.text.vocab_size}; "
-                "take it from the tokenizer's <|media_pad|>"
+                f"media_token_id={self.media_token_id} lies outside the vocabulary of {self.text.vocab_size};"
+                " take it from the tokenizer's <|media_pad|>"
             )
         return self

@@ -1,10 +1,11 @@
-"""The text decoder: KDA and MLA layers 3:1, dense or MoE feed-forward, plain residual stream or Attention Residuals.
+"""The text decoder: KDA and MLA layers 3:1, dense or MoE feed-forward, plain residual stream or Attention
+Residuals.
 
     plain        x += mixer(norm(x));  x += feed_forward(norm(x))
     attn_res     see model/attnres.py: each sub-layer reads its own mix of earlier blocks
 
-It takes embeddings, not ids: text and image features have been put together before (model/fusion.py). Packed rows:
-T tokens of several documents, which never see each other.
+It takes embeddings, not ids: text and image features have been put together before (model/fusion.py). Packed
+rows: T tokens of several documents, which never see each other.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -35,10 +36,10 @@ Memory = KdaStore | MlaStore
 class DecoderLayer(nn.Module):
     """One transformer layer. Its two sub-layers, each with its pre-norm, are `attend` and `feed_forward`.
 
-    With Attention Residuals the decoder calls `attend_normed` and `feed_forward_normed` by themselves, so a sharding
-    wrapper must know both as forward methods. It must leave the pseudo-queries, their norms and the two pre-norms in
-    the root group: a block reads the queries of all its layers at its start, and the kernel in front of a sub-layer
-    takes its pre-norm with it.
+    With Attention Residuals the decoder calls `attend_normed` and `feed_forward_normed` by themselves, so a
+    sharding wrapper must know both as forward methods. It must leave the pseudo-queries, their norms and the
+    two pre-norms in the root group: a block reads the queries of all its layers at its start, and the kernel
+    in front of a sub-layer takes its pre-norm with it.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -47,7 +48,9 @@ class DecoderLayer(nn.Module):
         self.index, self.kind = index, config.plan()[index]
         self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn: KimiDeltaAttention | MultiHeadLatentAttention
-        self.self_attn = KimiDeltaAttention(config) if self.kind == "kda" else MultiHeadLatentAttention(config)
+        self.self_attn = (
+            KimiDeltaAttention(config) if self.kind == "kda" else MultiHeadLatentAttention(config)
+        )
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.sparse = config.is_moe(index)
         if self.sparse:
@@ -56,7 +59,8 @@ class DecoderLayer(nn.Module):
             self.mlp = SwiGLU(hidden, config.intermediate_size, std)
         self.attn_res = config.attn_res != "none"
         if self.attn_res:
-            # 1-D on purpose: optimizers route matrices to Muon, and a query must not take fixed-norm steps from zero
+            # 1-D on purpose: optimizers route matrices to Muon, and a query must not take fixed-norm steps
+            # from zero
             self.self_attention_res_query = nn.Parameter(torch.empty(hidden))
             self.self_attention_res_norm = RMSNorm(hidden, eps)
             self.mlp_res_query = nn.Parameter(torch.empty(hidden))
@@ -111,16 +115,24 @@ class DecoderLayer(nn.Module):
     def mixes(self) -> tuple[Mix, Mix]:
         """The AttnRes mixes in front of the two sub-layers."""
         return (
-            Mix(f"layers.{self.index}.{self.kind}", self.self_attention_res_query, self.self_attention_res_norm),
-            Mix(f"layers.{self.index}.{'moe' if self.sparse else 'mlp'}", self.mlp_res_query, self.mlp_res_norm),
+            Mix(
+                f"layers.{self.index}.{self.kind}",
+                self.self_attention_res_query,
+                self.self_attention_res_norm,
+            ),
+            Mix(
+                f"layers.{self.index}.{'moe' if self.sparse else 'mlp'}",
+                self.mlp_res_query,
+                self.mlp_res_norm,
+            ),
         )
 
 
 class Decoder(nn.Module):
     """embed_tokens, layers, final norm and (untied) lm_head; see the file's head.
 
-    recompute: when True, training keeps no activations inside a layer (inside an AttnRes block) and computes them
-    again in the backward pass.
+    recompute: when True, training keeps no activations inside a layer (inside an AttnRes block) and computes
+    them again in the backward pass.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -148,7 +160,9 @@ class Decoder(nn.Module):
     def new_cache(self, num_sequences: int) -> DecoderCache:
         """An empty cache for `num_sequences` sequences."""
         kinds = self.config.plan()
-        layers: list[KdaMemory | MlaMemory] = [KdaMemory() if kind == "kda" else MlaMemory() for kind in kinds]
+        layers: list[KdaMemory | MlaMemory] = [
+            KdaMemory() if kind == "kda" else MlaMemory() for kind in kinds
+        ]
         return DecoderCache(layers, lengths=(0,) * num_sequences)
 
     def forward(
@@ -189,7 +203,9 @@ class Decoder(nn.Module):
         Raises ValueError for a model without Attention Residuals.
         """
         if self.config.attn_res == "none":
-            raise ValueError("attn_res='none' has no mixing weights; ask a model with attn_res 'full' or 'block'")
+            raise ValueError(
+                "attn_res='none' has no mixing weights; ask a model with attn_res 'full' or 'block'"
+            )
         recorder = MixRecorder(masks)
         with torch.no_grad():
             self.forward(x_TD, segments, recorder=recorder)
@@ -201,12 +217,18 @@ class Decoder(nn.Module):
         return function(*arguments)
 
     def _sublayers(
-        self, segments: Segments, memories: list[Memory | None], plan: CallPlan | None, counted_T: Tensor | None
+        self,
+        segments: Segments,
+        memories: list[Memory | None],
+        plan: CallPlan | None,
+        counted_T: Tensor | None,
     ) -> Iterator[tuple[Mix, SubLayer]]:
         for layer, memory in zip(self.layers, memories):
             assert isinstance(layer, DecoderLayer)
             before_attention, before_mlp = layer.mixes()
-            attend = bind(layer.attend_normed, segments=segments, memory=memory, plan=plan, counted_T=counted_T)
+            attend = bind(
+                layer.attend_normed, segments=segments, memory=memory, plan=plan, counted_T=counted_T
+            )
             yield before_attention, SubLayer(layer.input_layernorm, attend)
             feed_forward = bind(layer.feed_forward_normed, counted_T=counted_T)
             yield before_mlp, SubLayer(layer.post_attention_layernorm, feed_forward)

@@ -1,14 +1,16 @@
 """Pictures encoded on another rank than their own: patches travel out, features home, their gradients back.
 
     own patches --all-to-all--> patches of the pictures this rank encodes -> tower, projector
-    features    --all-to-all--> features of the own pictures, in packed order      (backward: the other way round)
+    features    --all-to-all--> features of the own pictures, in packed order      (backward: the other way
+                round)
 
-A picture's gradient reaches the tower's weights on the rank that encoded it in place of the rank that holds it. Averaged
-over ranks, as data parallelism does, both are the same sum: nothing in tower or projector looks beyond one picture.
+A picture's gradient reaches the tower's weights on the rank that encoded it in place of the rank that holds
+it. Averaged over ranks, as data parallelism does, both are the same sum: nothing in tower or projector looks
+beyond one picture.
 
-The splits of both all-to-alls are known to the host beforehand (`gather_grids`, then vision/balance.py), so the forward
-pass has no host sync. The gather is one per optimizer step, before the forward pass; over gloo it does not touch the
-device, over nccl it waits for it once.
+The splits of both all-to-alls are known to the host beforehand (`gather_grids`, then vision/balance.py), so
+the forward pass has no host sync. The gather is one per optimizer step, before the forward pass; over gloo it
+does not touch the device, over nccl it waits for it once.
 
 Legend: W ranks, P patches, M merged vision tokens, D hidden size of the decoder.
 """
@@ -31,14 +33,17 @@ COMPLAINTS = {1: "patches, but its grids hold", 2: "<|media_pad|> positions, but
 
 
 class RanksDisagree(ValueError):
-    """Ranks that train one model were given different work or settings; raised on every rank at the same place."""
+    """Ranks that train one model were given different work or settings; raised on every rank at the same
+    place."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What `rank` sends and receives in one micro-batch under `plan`. Every rank of `group` must use its route.
+    """What `rank` sends and receives in one micro-batch under `plan`. Every rank of `group` must use its
+    route.
 
-    direct: the group's backend has all_to_all_single (`supports_all_to_all`); else sends and receives in pairs.
+    direct: the group's backend has all_to_all_single (`supports_all_to_all`); else sends and receives in
+    pairs.
     """
 
     plan: Exchange
@@ -63,12 +68,15 @@ class Route:
         return all_to_all(ordered, self.plan.patches[self.rank], arriving, self.group, self.direct)
 
     def bring_home(self, features: Tensor) -> Tensor:
-        """Features [M, D] of the pictures in `held` -> those of the own pictures in packed order; differentiable."""
+        """Features [M, D] of the pictures in `held` -> those of the own pictures in packed order;
+        differentiable."""
         leaving = tuple(row[self.rank] for row in self.plan.features)
         home = _AllToAll.apply(features, leaving, self.plan.features[self.rank], self.group, self.direct)
         merge, own = self.plan.merge, self.plan.grids[self.rank]
         sizes = [num_tokens(own[i], merge) for i in self._order]
-        place = sorted(range(len(own)), key=self._order.__getitem__)  # where picture i stands in what came home
+        place = sorted(
+            range(len(own)), key=self._order.__getitem__
+        )  # where picture i stands in what came home
         return _in_order(home, sizes, place)
 
 
@@ -93,8 +101,11 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(gradients[0], *ctx.way), None, None, None, None
 
 
-def all_to_all(x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: Any, direct: bool = True) -> Tensor:
-    """Rows of x, `leaving[r]` of them to rank r one after another -> `arriving[r]` rows from each, in rank order.
+def all_to_all(
+    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: Any, direct: bool = True
+) -> Tensor:
+    """Rows of x, `leaving[r]` of them to rank r one after another -> `arriving[r]` rows from each, in rank
+    order.
 
     A collective: every rank of the group calls it, also with nothing to send and nothing to receive.
     """
@@ -130,7 +141,8 @@ def supports_all_to_all(group: Any, device: torch.device) -> bool:
 
 
 def complaint(batches: Sequence[Any], merge: tuple[int, int]) -> tuple[int, int, int, int]:
-    """The first thing wrong with these micro-batches: (kind, micro-batch, given, expected), zeros where all is well."""
+    """The first thing wrong with these micro-batches: (kind, micro-batch, given, expected), zeros where all
+    is well."""
     for k, batch in enumerate(batches):
         wanted = sum(num_patches(grid) for grid in batch.grids)
         if batch.patches.shape[0] != wanted:
@@ -150,9 +162,10 @@ def gather_grids(
 ) -> list[list[list[Grid]]]:
     """Grids of every rank: result[r][k] are those of micro-batch k of rank r; `own[k]` those of this rank.
 
-    Two small collectives of int64 (the counts, then (k, t, h, w) of each picture, padded), one where no rank has a picture.
-    device: where the group's backend wants tensors. digest: anything that must be equal on all ranks. wrong: `complaint`.
-    Raises RanksDisagree, on all ranks alike, for other digests or numbers of micro-batches and for any complaint.
+    Two small collectives of int64 (the counts, then (k, t, h, w) of each picture, padded), one where no rank
+    has a picture. device: where the group's backend wants tensors. digest: anything that must be equal on all
+    ranks. wrong: `complaint`. Raises RanksDisagree, on all ranks alike, for other digests or numbers of
+    micro-batches and for any complaint.
     """
     rows = [(k, *grid) for k, grids in enumerate(own) for grid in grids]
     heads = _gather([len(own), digest, len(rows), *wrong], group, device)
@@ -163,8 +176,8 @@ def gather_grids(
         others = [rank for rank, head in enumerate(heads) if head[column] != heads[0][column]]
         if others:
             raise RanksDisagree(
-                f"rank {others[0]} has other {what} than rank 0 ({len(others)} of {len(heads)} ranks differ): start all "
-                "ranks with the same recipe and version"
+                f"rank {others[0]} has other {what} than rank 0 ({len(others)} of {len(heads)} ranks differ):"
+                " start all ranks with the same recipe and version"
             )
     counts = [head[2] for head in heads]
     result: list[list[list[Grid]]] = [[[] for _ in own] for _ in heads]

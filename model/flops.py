@@ -1,8 +1,9 @@
 """Parameters and arithmetic of a model, counted from its configuration and its parameters' shapes.
 
-FLOPs are useful matrix work: a multiply-add is two, and backward is twice forward. Causal attention counts only the
-pairs it uses; KDA counts its recurrence (per token and head: decay K V, prediction 2 K V, update 2 K V, read 2 K V),
-not the extra work a chunked kernel does. Norms, activations, softmax and recomputation are left out.
+FLOPs are useful matrix work: a multiply-add is two, and backward is twice forward. Causal attention counts
+only the pairs it uses; KDA counts its recurrence (per token and head: decay K V, prediction 2 K V, update 2 K
+V, read 2 K V), not the extra work a chunked kernel does. Norms, activations, softmax and recomputation are
+left out.
 
 Shapes: T tokens, P patches, D hidden, H heads, K key dim, V value dim, E experts, F expert width.
 """
@@ -26,7 +27,8 @@ _BACKWARD = 3  # forward plus twice as much
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """total and by room; active: those one text token passes (all rooms of the decoder, k of E routed experts)."""
+    """total and by room; active: those one text token passes (all rooms of the decoder, k of E routed
+    experts)."""
 
     total: int
     active: int
@@ -48,7 +50,9 @@ def count_parameters(model: nn.Module) -> ParameterCount:
         room = _room(name.removeprefix("decoder."), config)
         by_room[room] += parameter.numel()
         if ".experts." in name:
-            idle += parameter.numel() * (config.num_experts - config.num_experts_per_token) // config.num_experts
+            idle += (
+                parameter.numel() * (config.num_experts - config.num_experts_per_token) // config.num_experts
+            )
     total = sum(by_room.values())
     return ParameterCount(total, total - idle - by_room["vision"] - by_room["projector"], by_room)
 
@@ -101,7 +105,9 @@ def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
     if config.q_lora_rank is not None:
         query_weights = config.q_lora_rank * (hidden + query)
     output = hidden * heads * config.v_head_dim
-    key_value = hidden * (rank + config.qk_rope_head_dim) + rank * heads * (config.qk_nope_head_dim + config.v_head_dim)
+    key_value = hidden * (rank + config.qk_rope_head_dim) + rank * heads * (
+        config.qk_nope_head_dim + config.v_head_dim
+    )
     weights = query_weights + key_value + output * (2 if config.mla_output_gate else 1)
     return 2 * tokens * weights + 2 * pairs * heads * (config.qk_head_dim + config.v_head_dim)
 
@@ -114,7 +120,9 @@ def _attnres_flops(config: ModelConfig, tokens: float) -> float:
     return 4 * tokens * config.hidden_size * (mixed + final)
 
 
-def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+def vision_flops(
+    config: VisionConfig, hidden_size: int, grids: Sequence[tuple[int, int, int]]
+) -> dict[str, float]:
     """Forward FLOPs of tower and projector for images (clips) of these (t, h, w) grids, in patches."""
     patches = float(sum(t * h * w for t, h, w in grids))
     features = float(sum(h * w for _, h, w in grids)) / config.merge_size
@@ -124,7 +132,8 @@ def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[tuple[i
     embed = width * config.in_channels * config.patch_size**2
     merged = width * config.merge_size
     return {
-        "vision": 2 * patches * (embed + config.num_hidden_layers * block) + 4 * pairs * qkv * config.num_hidden_layers,
+        "vision": 2 * patches * (embed + config.num_hidden_layers * block)
+        + 4 * pairs * qkv * config.num_hidden_layers,
         "projector": 2 * features * merged * (merged + hidden_size),
     }
 
@@ -132,7 +141,8 @@ def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[tuple[i
 def training_flops(
     config: FusionConfig, lengths: Sequence[int], grids: Sequence[tuple[int, int, int]] = ()
 ) -> dict[str, float]:
-    """Forward plus backward FLOPs by room of one packed batch; their sum over the step time is the achieved rate."""
+    """Forward plus backward FLOPs by room of one packed batch; their sum over the step time is the achieved
+    rate."""
     rooms = decoder_flops(config.text, lengths)
     rooms.update(vision_flops(config.vision, config.text.hidden_size, grids))
     return {room: _BACKWARD * flops for room, flops in rooms.items()}

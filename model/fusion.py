@@ -1,9 +1,10 @@
 """The natively multimodal model: image patches and text tokens in one decoder from the first training step.
 
-    patches -> VisionTower -> Projector -> written over the embeddings of <|media_pad|> -> Decoder -> next-token loss
+    patches -> VisionTower -> Projector -> written over the embeddings of <|media_pad|> -> Decoder ->
+    next-token loss
 
-The vision tower runs in every training step, with zero patches if the batch has none: under sharded training every
-rank must take part in every collective, and every parameter gets a gradient (of zeros).
+The vision tower runs in every training step, with zero patches if the batch has none: under sharded training
+every rank must take part in every collective, and every parameter gets a gradient (of zeros).
 
 Shapes: T tokens of a packed row, D hidden, P patches, M image tokens, V vocabulary.
 """
@@ -30,10 +31,10 @@ from earlyfusion.vision.projector import Projector
 
 
 class Prompt(Protocol):
-    """What the model reads of a packed row to compute hidden states (data/pack.py has more fields).
+    """What the model reads of a packed row to compute hidden states (data/loading/pack.py has more fields).
 
-    ids int64 [T]; patches uint8 [P, 3, p, p] of all images in order, grids their (t, h, w); media_positions int64 [M],
-    the positions in ids that the image features fill, in feature order.
+    ids int64 [T]; patches uint8 [P, 3, p, p] of all images in order, grids their (t, h, w); media_positions
+    int64 [M], the positions in ids that the image features fill, in feature order.
     """
 
     @property
@@ -64,9 +65,9 @@ class Packed(Labelled, Protocol):
 
 @dataclass
 class FusionOutput:
-    """loss_sum = sum_t w_t (nll_t + z_loss lse_t^2) (scalar, differentiable); weight_sum = sum_t w_t over labelled positions (scalar);
-    nll_T detached fp32 (0 where there is no label or no weight). The mean loss is loss_sum / weight_sum, with both
-    summed over micro-batches and ranks first."""
+    """loss_sum = sum_t w_t (nll_t + z_loss lse_t^2) (scalar, differentiable); weight_sum = sum_t w_t over
+    labelled positions (scalar); nll_T detached fp32 (0 where there is no label or no weight). The mean loss
+    is loss_sum / weight_sum, with both summed over micro-batches and ranks first."""
 
     loss_sum: Tensor
     weight_sum: Tensor
@@ -76,8 +77,8 @@ class FusionOutput:
 class NativeFusion(nn.Module):
     """Tower, projector and decoder as one trainable module.
 
-    z_loss: weight of lse_t^2 beside nll_t in loss_sum (0: none); holds the softmax's normaliser near 1. Not part of
-    nll_T.
+    z_loss: weight of lse_t^2 beside nll_t in loss_sum (0: none); holds the softmax's normaliser near 1. Not
+    part of nll_T.
     """
 
     def __init__(self, config: FusionConfig) -> None:
@@ -91,10 +92,12 @@ class NativeFusion(nn.Module):
     def encode_images(
         self, patches: Tensor, grids: Sequence[tuple[int, int, int]], route: Route | None = None
     ) -> Tensor:
-        """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an image.
+        """Patches [P, 3, p, p] of images with these (t, h, w) grids -> features [M, D], row by row within an
+        image.
 
-        With a route this rank encodes the pictures that the route brings here, and gets the features of its own from
-        those that encoded them (model/exchange.py); every rank must then call it, with the routes of one plan.
+        With a route this rank encodes the pictures that the route brings here, and gets the features of its
+        own from those that encoded them (model/exchange.py); every rank must then call it, with the routes of
+        one plan.
         """
         if route is not None:
             patches, grids = route.send_patches(patches), route.held
@@ -103,7 +106,8 @@ class NativeFusion(nn.Module):
         return features if route is None else route.bring_home(features)
 
     def embed(self, batch: Prompt, route: Route | None = None) -> Tensor:
-        """Decoder input [T, D]: token embeddings with image features in their places. route: see `encode_images`.
+        """Decoder input [T, D]: token embeddings with image features in their places. route: see
+        `encode_images`.
 
         Raises ValueError if the number of features is not the number of media positions.
         """
@@ -111,9 +115,9 @@ class NativeFusion(nn.Module):
         positions_M = batch.media_positions
         if features_MD.shape[0] != positions_M.shape[0]:
             raise ValueError(
-                f"the images give {features_MD.shape[0]} features but the text holds {positions_M.shape[0]} "
-                f"<|media_pad|> positions (grids {list(batch.grids)[:4]}); encode text and images with the same "
-                "vision configuration (patch_size, merge_kernel_size)"
+                f"the images give {features_MD.shape[0]} features but the text holds {positions_M.shape[0]}"
+                f" <|media_pad|> positions (grids {list(batch.grids)[:4]}); encode text and images with the"
+                " same vision configuration (patch_size, merge_kernel_size)"
             )
         x_TD = self.decoder.embed_tokens(batch.ids)
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
@@ -133,10 +137,11 @@ class NativeFusion(nn.Module):
         return self.logits(self.decoder(self.decoder.embed_tokens(ids_N), segments, cache))
 
     def token_log_probs(self, batch: Labelled, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's entropy.
+        """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's
+        entropy.
 
-        Both [T] in nats, fp32, 0 where the label is -100; the first is differentiable, the second detached. Never
-        holds [T, V]. Raises ValueError for a temperature that is not positive.
+        Both [T] in nats, fp32, 0 where the label is -100; the first is differentiable, the second detached.
+        Never holds [T, V]. Raises ValueError for a temperature that is not positive.
         """
         hidden_TD = self.hidden(batch)
         return resolve("token_log_probs", hidden_TD.device)(
@@ -144,7 +149,8 @@ class NativeFusion(nn.Module):
         )
 
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
-        """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see `encode_images`."""
+        """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
+        `encode_images`."""
         hidden_TD = self.hidden(batch, route=route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights, z_loss=self.z_loss

@@ -1,6 +1,7 @@
 """Text from the model: a batch of prompts with images, greedy or sampled, by the engine of model/engine.
 
-What a prompt gets does not depend on its neighbours: the noise of prompt i is a function of (seed, i, position, token).
+What a prompt gets does not depend on its neighbours: the noise of prompt i is a function of (seed, i,
+position, token).
 
 Shapes: T tokens of all prompts.
 """
@@ -45,7 +46,9 @@ def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
     vision = model.config.vision
     none = torch.empty(0, vision.in_channels, vision.patch_size, vision.patch_size, dtype=torch.uint8)
     patches = [prompt.patches for prompt in prompts if prompt.patches is not None]
-    places = [torch.as_tensor(p.media_positions).long() + start for p, start in zip(prompts, segments.offsets)]
+    places = [
+        torch.as_tensor(p.media_positions).long() + start for p, start in zip(prompts, segments.offsets)
+    ]
     device = model.decoder.embed_tokens.weight.device
     return Row(
         ids=torch.cat([prompt.ids.long() for prompt in prompts]).to(device),
@@ -85,9 +88,9 @@ def generate(
     """Continue every prompt until a stop token (default [EOS], <|end_of_msg|>) or `max_new_tokens`; -> texts.
 
     temperature 0 is greedy. Image placeholders and other tokens that only stand in inputs are never produced.
-    Special tokens are left out of the texts. tokenizer: `data.tokenizer.Tokenizer` or anything with `special_ids`
-    (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for options out of range, no prompt
-    or an empty one.
+    Special tokens are left out of the texts. tokenizer: `data.tokenizer.Tokenizer` or anything with
+    `special_ids` (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for
+    options out of range, no prompt or an empty one.
     """
     params = SamplingParams(
         max_new_tokens,
@@ -102,14 +105,21 @@ def generate(
 
 
 def engine_for(
-    model: NativeFusion, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int, most_slots: int = MOST_SLOTS
+    model: NativeFusion,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    most_slots: int = MOST_SLOTS,
 ) -> Engine:
-    """An engine just large enough for these prompts, at most `most_slots` at a time. Raises ValueError for no prompt."""
+    """An engine just large enough for these prompts, at most `most_slots` at a time. Raises ValueError for no
+    prompt."""
     if not prompts:
         raise ValueError("no prompts given; pass at least one")
     page = 16
     slots = min(len(prompts), most_slots)
-    needs = sorted((-(-(int(p.ids.shape[0]) + max(0, max_new_tokens)) // page) for p in prompts), reverse=True)
+    needs = sorted(
+        (-(-(int(p.ids.shape[0]) + max(0, max_new_tokens)) // page) for p in prompts), reverse=True
+    )
     return Engine(
         model,
         tokenizer,

@@ -1,19 +1,28 @@
 """Initialisation: the one table.
 
-| parameter                                             | initial value                                           |
+| parameter                                             | initial value
+                                                        |
 |-------------------------------------------------------|---------------------------------------------------------|
-| every projection, expert, router, embedding, head     | N(0, initializer_range)                                 |
-| short convolutions                                    | N(0, initializer_range)                                 |
-| norm weights (RMSNorm, o_norm, AttnRes key norms)     | 1                                                       |
-| AttnRes pseudo-queries                                | 0 (uniform average of the sources at step 0)            |
-| router selection bias                                 | 0                                                       |
-| KDA A_log, softplus gate                              | log U(1, 16)                                            |
-| KDA A_log, bounded gate                               | 0                                                       |
-| KDA dt_bias, both gates                               | softplus^-1(dt), dt = max(exp U(log 1e-3, log 1e-1), 1e-4) |
+| every projection, expert, router, embedding, head     | N(0, initializer_range)
+                                                        |
+| short convolutions                                    | N(0, initializer_range)
+                                                        |
+| norm weights (RMSNorm, o_norm, AttnRes key norms)     | 1
+                                                        |
+| AttnRes pseudo-queries                                | 0 (uniform average of the sources at step 0)
+                                                        |
+| router selection bias                                 | 0
+                                                        |
+| KDA A_log, softplus gate                              | log U(1, 16)
+                                                        |
+| KDA A_log, bounded gate                               | 0
+                                                        |
+| KDA dt_bias, both gates                               | softplus^-1(dt), dt = max(exp U(log 1e-3, log 1e-1),
+                                                        1e-4) |
 
 Sources: the released Kimi-Linear code as ported in transformers (`_init_weights`); Attention Residuals
-(arXiv 2603.15031) for the zero queries. A module's `reset_parameters` sets only the parameters it holds itself
-(the torch convention), so that a model built on the meta device is filled by `initialise`.
+(arXiv 2603.15031) for the zero queries. A module's `reset_parameters` sets only the parameters it holds
+itself (the torch convention), so that a model built on the meta device is filled by `initialise`.
 """
 
 from __future__ import annotations
@@ -65,7 +74,8 @@ def decay_rate_(A_log_H: Tensor, bounded: bool) -> Tensor:
 
 @torch.no_grad()
 def time_step_bias_(dt_bias: Tensor) -> Tensor:
-    """softplus^-1 of a time step drawn log-uniformly from [1e-3, 1e-1]; stable form dt + log(1 - exp(-dt))."""
+    """softplus^-1 of a time step drawn log-uniformly from [1e-3, 1e-1]; stable form dt + log(1 -
+    exp(-dt))."""
     dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
     return dt_bias.add_(torch.log(-torch.expm1(-dt_bias)))
 
@@ -73,8 +83,8 @@ def time_step_bias_(dt_bias: Tensor) -> Tensor:
 def initialise(module: nn.Module) -> nn.Module:
     """Draw every parameter of `module` anew (in place), for example after `module.to_empty(device=...)`.
 
-    Every module that holds parameters has its own `reset_parameters`. Children come before their parents, so a
-    parent that has a different wish for a stock torch layer has the last word.
+    Every module that holds parameters has its own `reset_parameters`. Children come before their parents, so
+    a parent that has a different wish for a stock torch layer has the last word.
     """
     for child in reversed(list(module.modules())):
         reset = getattr(child, "reset_parameters", None)

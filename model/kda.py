@@ -7,10 +7,11 @@
     o = kda(q, k, v, g, beta)                                (gated delta rule, kernels/kda)
     y = W_o [ RMSNorm_head(o) * sigmoid(gate(x)) ],          gate = W_gb W_ga x, or W_g x (full rank)
 
-Source: Kimi Linear technical report (arXiv 2510.26692); parameter names and shapes of the released checkpoint,
-except A_log, which is kept [H] here and [1, 1, H, 1] in the checkpoint.
+Source: Kimi Linear technical report (arXiv 2510.26692); parameter names and shapes of the released
+checkpoint, except A_log, which is kept [H] here and [1, 1, H, 1] in the checkpoint.
 
-Shapes: T tokens (packed), D hidden, H heads, K head dim, C = H * K channels, N sequences, W convolution width.
+Shapes: T tokens (packed), D hidden, H heads, K head dim, C = H * K channels, N sequences, W convolution
+width.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from earlyfusion.model.norm import GatedRMSNorm, at_least_fp32
 
 
 class ShortConv(nn.Module):
-    """Holder of one depthwise causal kernel, weight [C, 1, W]; KimiDeltaAttention runs the three as one op."""
+    """Holder of one depthwise causal kernel, weight [C, 1, W]; KimiDeltaAttention runs the three as one
+    op."""
 
     def __init__(self, channels: int, width: int, std: float) -> None:
         super().__init__()
@@ -76,14 +78,16 @@ class KimiDeltaAttention(nn.Module):
         time_step_bias_(self.dt_bias)
 
     def joined_weights(self) -> tuple[Tensor, Tensor]:
-        """(all projections of the layer's input stacked, [.., D]; the three convolution kernels stacked, [3C, W])."""
+        """(all projections of the layer's input stacked, [.., D]; the three convolution kernels stacked, [3C,
+        W])."""
         out_gate = self.g_proj if self.full_rank_gate else self.g_a_proj
         layers = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, out_gate, self.b_proj)
         joint = torch.cat([layer.weight for layer in layers])
         return joint, torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 
     def _project(self, x_TD: Tensor, joint: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """qkv [T, 3C] before the convolution, gate pre-activation [T, C], output gate [T, C], beta logits [T, H]."""
+        """qkv [T, 3C] before the convolution, gate pre-activation [T, C], output gate [T, C], beta logits [T,
+        H]."""
         channels = self.num_heads * self.head_dim
         gate_width = channels if self.full_rank_gate else self.head_dim
         # one matmul over the shared input: fewer passes over x, and in the backward one sum instead of six
@@ -95,7 +99,8 @@ class KimiDeltaAttention(nn.Module):
     def forward(
         self, x_TD: Tensor, segments: Segments, memory: KdaStore | None = None, plan: CallPlan | None = None
     ) -> Tensor:
-        """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and kept."""
+        """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and
+        kept."""
         heads = (x_TD.shape[0], self.num_heads, self.head_dim)
         joint, weight = self.joined_weights() if memory is None else memory.joined(self)
         qkv, f, gate, beta = self._project(x_TD, joint)
@@ -109,7 +114,9 @@ class KimiDeltaAttention(nn.Module):
             qkv, new_taps = conv_step(qkv, weight, taps)
         else:
             conv = resolve("short_conv", x_TD.device)
-            qkv, new_taps = conv(qkv, weight, segments, initial_taps_NCW1=taps, output_taps=memory is not None)
+            qkv, new_taps = conv(
+                qkv, weight, segments, initial_taps_NCW1=taps, output_taps=memory is not None
+            )
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
         gate_arguments = (f.view(heads), beta, self.A_log, self.dt_bias.view(heads[1:]))
         if step:
@@ -117,11 +124,15 @@ class KimiDeltaAttention(nn.Module):
             o, state = kda_step(q, k, v, *gate_arguments, state, lower_bound=self.lower_bound, scale=None)
         else:
             o, state = resolve("kda", x_TD.device)(
-                q, k, v, *gate_arguments, segments,
+                q,
+                k,
+                v,
+                *gate_arguments,
+                segments,
                 lower_bound=self.lower_bound,
                 initial_state_NGKV=state,
                 output_final_state=memory is not None,
-            )  # fmt: skip
+            )
         if memory is not None:
             memory.write(plan, state, new_taps)
         return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(1))

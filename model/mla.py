@@ -1,15 +1,18 @@
-"""Multi-head latent attention without positions (NoPE), as in Kimi Linear and, with an output gate, in Kimi K3.
+"""Multi-head latent attention without positions (NoPE), as in Kimi Linear and, with an output gate, in Kimi
+K3.
 
     q = W_q x, or W_qb RMSNorm(W_qa x)                         [H, nope + rope]
-    (c, k_r) = W_kva x ;  c := RMSNorm(c)                      [R] | [rope], k_r shared by all heads, never rotated
-    k_h = [W_kb_h c ; k_r],  v_h = W_vb_h c                    (kv_b_proj holds W_kb and W_vb, interleaved by head)
+    (c, k_r) = W_kva x ;  c := RMSNorm(c)                      [R] | [rope], k_r shared by all heads, never
+                          rotated
+    k_h = [W_kb_h c ; k_r],  v_h = W_vb_h c                    (kv_b_proj holds W_kb and W_vb, interleaved by
+                             head)
     y = W_o [ softmax(q k^T (nope + rope)^-1/2) v  (* sigmoid(W_g x)) ]
 
 Only (c, k_r) is cached. Cached tokens are attended in the absorbed form, which never expands keys and values:
-q_h . k_h = (W_kb_h^T q_h) . c + q_r . k_r, and o_h = W_vb_h (sum_j p_j c_j). For many new tokens at once that is more
-work than expanding, (2 R + rope) instead of (nope + rope + v) products a pair: where there is a kernel for it, a chunk of a
-prompt expands the keys and values of its past, some heads at a time.
-Sources: DeepSeek-V2 (arXiv 2405.04434) section 2.1; Kimi Linear (arXiv 2510.26692).
+q_h . k_h = (W_kb_h^T q_h) . c + q_r . k_r, and o_h = W_vb_h (sum_j p_j c_j). For many new tokens at once that
+is more work than expanding, (2 R + rope) instead of (nope + rope + v) products a pair: where there is a
+kernel for it, a chunk of a prompt expands the keys and values of its past, some heads at a time. Sources:
+DeepSeek-V2 (arXiv 2405.04434) section 2.1; Kimi Linear (arXiv 2510.26692).
 
 Shapes: T tokens (packed), D hidden, H heads, R latent rank.
 """
@@ -33,8 +36,8 @@ EXPANDED_BYTES = 1 << 29
 class MultiHeadLatentAttention(Fp32State):
     """Full attention inside each packed document.
 
-    In training it tracks `max_logit` [H] fp32, the largest scaled logit per head since the last reset (start -inf),
-    for QK-Clip: exact where it exceeds `qk_clip_tau`, otherwise some upper bound that does not.
+    In training it tracks `max_logit` [H] fp32, the largest scaled logit per head since the last reset (start
+    -inf), for QK-Clip: exact where it exceeds `qk_clip_tau`, otherwise some upper bound that does not.
     """
 
     max_logit: Tensor
@@ -81,11 +84,18 @@ class MultiHeadLatentAttention(Fp32State):
     ) -> Tensor:
         """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended.
 
-        counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip shrink a head.
+        counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip
+        shrink a head.
         """
-        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.low_rank_query else self.q_proj(x_TD)
+        query = (
+            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+            if self.low_rank_query
+            else self.q_proj(x_TD)
+        )
         q_THQ = query.view(-1, self.num_heads, self.qk_head_dim)
-        c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split(
+            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
         c_TR = self.kv_a_layernorm(c_TR)
         if memory is None or plan is None:
             o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
@@ -103,7 +113,12 @@ class MultiHeadLatentAttention(Fp32State):
         return self.o_proj(y)
 
     def _attend(
-        self, q_THQ: Tensor, c_TR: Tensor, rope_T1: Tensor, segments: Segments, counted_T: Tensor | None = None
+        self,
+        q_THQ: Tensor,
+        c_TR: Tensor,
+        rope_T1: Tensor,
+        segments: Segments,
+        counted_T: Tensor | None = None,
     ) -> Tensor:
         kv = self.kv_b_proj(c_TR).view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         k_nope, v_THV = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
@@ -124,8 +139,11 @@ class MultiHeadLatentAttention(Fp32State):
                 torch.maximum(self.max_logit, largest, out=self.max_logit)
         return o_THV
 
-    def _attend_expanded(self, q_THQ: Tensor, latents_LR: Tensor, segments: Segments, key_segments: Segments) -> Tensor:
-        """Attention of every sequence's new tokens over all its latents, in the form of training: no gradient."""
+    def _attend_expanded(
+        self, q_THQ: Tensor, latents_LR: Tensor, segments: Segments, key_segments: Segments
+    ) -> Tensor:
+        """Attention of every sequence's new tokens over all its latents, in the form of training: no
+        gradient."""
         nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
         latents_LR = latents_LR.to(q_THQ.dtype)
         c_LR, rope_L1 = latents_LR[:, :rank], latents_LR[:, None, rank:]

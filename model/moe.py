@@ -1,4 +1,5 @@
-"""Mixture of experts: sigmoid router with a selection bias, dropless SwiGLU experts, always-on shared experts.
+"""Mixture of experts: sigmoid router with a selection bias, dropless SwiGLU experts, always-on shared
+experts.
 
     s = sigmoid(W_r x)                       fp32
     chosen = top-k of s + b                  b balances the load and never enters the weights
@@ -8,14 +9,15 @@
 Two rules move b, once per optimizer step, without an auxiliary loss:
 
 * sign (DeepSeek-V3, arXiv 2412.19437): b += gamma * sign(mean load - load).
-* quantile (Quantile Balancing, Kimi K3): with alpha_i the (k+1)-th largest of s_i + b and r_ij = alpha_i - s_ij,
-  expert j is chosen by token i exactly when b_j > r_ij; so b_j := the k/E quantile of r_:j over the step's tokens
-  makes a share k/E of them choose j. Then the mean is subtracted. The quantiles come from a histogram per expert
-  over [min b - 1, max b + 1], which holds every r; it adds up over micro-batches and ranks.
+* quantile (Quantile Balancing, Kimi K3): with alpha_i the (k+1)-th largest of s_i + b and r_ij = alpha_i -
+  s_ij, expert j is chosen by token i exactly when b_j > r_ij; so b_j := the k/E quantile of r_:j over the
+  step's tokens makes a share k/E of them choose j. Then the mean is subtracted. The quantiles come from a
+  histogram per expert over [min b - 1, max b + 1], which holds every r; it adds up over micro-batches and
+  ranks.
 
-Routing replay (R3, arXiv 2510.11370): `recording_routing` notes which experts every token chose, `replaying_routing`
-makes a later forward pass choose the same ones. Only the choice is replayed: weights are computed afresh from the
-scores, so the router still gets its gradient.
+Routing replay (R3, arXiv 2510.11370): `recording_routing` notes which experts every token chose,
+`replaying_routing` makes a later forward pass choose the same ones. Only the choice is replayed: weights are
+computed afresh from the scores, so the router still gets its gradient.
 
 Shapes: T tokens, D hidden, E experts, J = k chosen experts, F expert width, B histogram bins.
 """
@@ -72,7 +74,9 @@ class Router(Fp32State):
             fp = at_least_fp32(x_TD)
             scores_TE = F.linear(fp, self.weight.to(fp.dtype)).sigmoid()
             with torch.no_grad():
-                ids_TJ = torch.topk(scores_TE + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False)[1]
+                ids_TJ = torch.topk(
+                    scores_TE + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False
+                )[1]
                 if self.replayed_TJ is not None:
                     ids_TJ = self._replay(ids_TJ)
                 if self.recorded is not None:
@@ -86,8 +90,9 @@ class Router(Fp32State):
         assert self.replayed_TJ is not None
         if self.replayed_TJ.shape != chosen_TJ.shape:
             raise ValueError(
-                f"routing to replay is {tuple(self.replayed_TJ.shape)} for a layer that routes {tuple(chosen_TJ.shape)} "
-                "[tokens, experts per token]; give the routing of exactly this packed row"
+                f"routing to replay is {tuple(self.replayed_TJ.shape)} for a layer that routes"
+                f" {tuple(chosen_TJ.shape)} [tokens, experts per token]; give the routing of exactly this"
+                " packed row"
             )
         return torch.where(self.replayed_TJ < 0, chosen_TJ, self.replayed_TJ)
 
@@ -110,7 +115,9 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
         if self._answers_alone(x_TD):
             return self._without_gradient(x_TD, ids_TJ, weights_TJ)
-        return resolve("moe_experts", x_TD.device)(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj)
+        return resolve("moe_experts", x_TD.device)(
+            x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj
+        )
 
     def _answers_alone(self, x_TD: Tensor) -> bool:
         """Inference on a CPU in full precision, where the sum order of a small product can be kept fixed."""
@@ -122,8 +129,8 @@ class Experts(nn.Module):
     def _without_gradient(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
         """The same mixture, a token's result bit for bit independent of the others (from four rows in all).
 
-        A CPU's matrix product sums in another order for one, two or three rows; an expert with so few takes its
-        neighbours' rows along and drops what comes of them.
+        A CPU's matrix product sums in another order for one, two or three rows; an expert with so few takes
+        its neighbours' rows along and drops what comes of them.
         """
         (experts, _, width), choices = self.down_proj.shape, ids_TJ.shape[1]
         flat_R = ids_TJ.flatten().numpy()  # numpy: a fifth of torch's time for a few rows
@@ -132,7 +139,9 @@ class Experts(nn.Module):
         for expert, count in enumerate(np.bincount(flat_R, minlength=experts).tolist()):
             if count:
                 low = max(0, min(start, rows - FEWEST_ROWS))
-                parts.append((expert, slice(start, start + count), slice(low, max(start + count, low + FEWEST_ROWS))))
+                parts.append(
+                    (expert, slice(start, start + count), slice(low, max(start + count, low + FEWEST_ROWS)))
+                )
             start += count
         order_R = torch.from_numpy(order)
         h_RC = _grouped(x_TD.index_select(0, order_R // choices), self.gate_up_proj, parts)
@@ -145,7 +154,8 @@ class Experts(nn.Module):
 
 
 def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, slice]]) -> Tensor:
-    """[R, B]: rows of every part times the transposed weight of its expert, computed over the part's wider window."""
+    """[R, B]: rows of every part times the transposed weight of its expert, computed over the part's wider
+    window."""
     out_RB = x_RA.new_empty(x_RA.shape[0], weight_EBA.shape[1])
     for expert, rows, window in parts:
         if window == rows:
@@ -157,7 +167,8 @@ def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, sli
 
 
 class MixtureOfExperts(Fp32State):
-    """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule, `histogram` [E, B].
+    """Feed-forward of a MoE layer. While training it counts: `load` [E] and, for the quantile rule,
+    `histogram` [E, B].
 
     Counts are non-persistent fp32 buffers that start at zero after every `update_router_biases`.
     (A layer recomputed by activation checkpointing counts every token twice, which neither rule notices.)
@@ -174,7 +185,9 @@ class MixtureOfExperts(Fp32State):
         shared = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = SwiGLU(config.hidden_size, shared, config.initializer_range) if shared else None
         self.register_buffer("load", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
-        bins = torch.empty(config.num_experts, BINS, dtype=torch.float32) if self.balance == "quantile" else None
+        bins = (
+            torch.empty(config.num_experts, BINS, dtype=torch.float32) if self.balance == "quantile" else None
+        )
         self.register_buffer("histogram", bins, persistent=False)
         self.reset_parameters()
 
@@ -187,7 +200,8 @@ class MixtureOfExperts(Fp32State):
             self.histogram.zero_()
 
     def forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
-        """x_TD normed input -> y_TD. counted_T: bool, tokens that count for the load (None: all); all are computed."""
+        """x_TD normed input -> y_TD. counted_T: bool, tokens that count for the load (None: all); all are
+        computed."""
         ids_TJ, weights_TJ, scores_TE = self.gate(x_TD)
         if self.training and torch.is_grad_enabled():
             self._count(ids_TJ, scores_TE.detach(), counted_T)
@@ -216,13 +230,16 @@ class MixtureOfExperts(Fp32State):
             # no tokens: load equals its mean, sign(0) = 0
             bias.add_(torch.sign(self.load.mean() - self.load), alpha=self.update_rate)
         elif self.histogram is not None:
-            target = _histogram_quantile(self.histogram, self.gate.top_k / self.gate.num_experts, *_bin_edges(bias))
+            target = _histogram_quantile(
+                self.histogram, self.gate.top_k / self.gate.num_experts, *_bin_edges(bias)
+            )
             target = target - target.mean()
             bias.copy_(torch.where(self.histogram.sum() > 0, target, bias))
 
 
 def _bin_edges(bias_E: Tensor) -> tuple[Tensor, Tensor]:
-    """(lower edge, bin width) of the histograms; depends on b only, which stands still between two updates."""
+    """(lower edge, bin width) of the histograms; depends on b only, which stands still between two
+    updates."""
     low, high = bias_E.min() - 1.0, bias_E.max() + 1.0
     return low, (high - low) / BINS
 
@@ -245,8 +262,9 @@ def moe_layers(module: nn.Module) -> list[MixtureOfExperts]:
 
 @contextmanager
 def recording_routing(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """While open, note the experts chosen in forward passes; the yielded function returns them as [T, L, J] int64, for
-    the T tokens and L MoE layers of what ran since it was last called. Not for recomputed (checkpointed) layers."""
+    """While open, note the experts chosen in forward passes; the yielded function returns them as [T, L, J]
+    int64, for the T tokens and L MoE layers of what ran since it was last called. Not for recomputed
+    (checkpointed) layers."""
     gates = [layer.gate for layer in moe_layers(module)]
     for gate in gates:
         gate.recorded = []
@@ -266,8 +284,9 @@ def recording_routing(module: nn.Module) -> Iterator[Callable[[], Tensor]]:
 
 @contextmanager
 def replaying_routing(module: nn.Module, ids_TLJ: Tensor) -> Iterator[None]:
-    """While open, every MoE layer of `module` chooses the given experts (int [T, L, J], any integer dtype) for the T
-    tokens of the row; a token whose ids are negative chooses for itself. Recomputed layers replay the same.
+    """While open, every MoE layer of `module` chooses the given experts (int [T, L, J], any integer dtype)
+    for the T tokens of the row; a token whose ids are negative chooses for itself. Recomputed layers replay
+    the same.
 
     Raises ValueError when L is not the number of MoE layers, or (in the forward pass) T or J do not fit.
     """
@@ -289,10 +308,10 @@ def replaying_routing(module: nn.Module, ids_TLJ: Tensor) -> Iterator[None]:
 def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dict[str, Tensor]:
     """Balance all MoE layers of `module`; call once per optimizer step, after the last micro-batch.
 
-    reduce: sums a flat fp32 tensor over ranks and returns it (None: one rank). It is called once for all layers.
-    Returns, as device tensors (no sync): load_share [layers, E] (rows sum to 1), max_violation and mean_violation
-    [layers] = max and mean over experts of |load / mean load - 1|; an empty dict without MoE layers.
-    Counts start again from zero.
+    reduce: sums a flat fp32 tensor over ranks and returns it (None: one rank). It is called once for all
+    layers. Returns, as device tensors (no sync): load_share [layers, E] (rows sum to 1), max_violation and
+    mean_violation [layers] = max and mean over experts of |load / mean load - 1|; an empty dict without MoE
+    layers. Counts start again from zero.
     """
     layers = moe_layers(module)
     if not layers:

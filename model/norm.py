@@ -24,8 +24,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 class Fp32State(nn.Module):
     """Base of modules whose own floating buffers are counters, biases or maxima that must stay fp32.
 
-    `.to(torch.bfloat16)` casts every buffer it meets; a selection bias or a token count rounded to 8 bits is wrong.
-    Here such a cast moves the buffers to the new device and leaves their values alone.
+    `.to(torch.bfloat16)` casts every buffer it meets; a selection bias or a token count rounded to 8 bits is
+    wrong. Here such a cast moves the buffers to the new device and leaves their values alone.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp32State:
@@ -43,12 +43,14 @@ class _RmsNorm(torch.autograd.Function):
 
         dx = r (u - x^ mean(u x^)),   dw = sum dn x^,   dgate = dy n s (1 - s)
 
-    for x^ = x r, n = x^ w, s = sigmoid(gate), dn = dy s, u = dn w. Torch has a fused forward on a CPU but assembles
-    the backward from a dozen passes; this is half the time of both together.
+    for x^ = x r, n = x^ w, s = sigmoid(gate), dn = dy s, u = dn w. Torch has a fused forward on a CPU but
+    assembles the backward from a dozen passes; this is half the time of both together.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, out_dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, gate)
         ctx.eps = eps
         fp = at_least_fp32(x)
@@ -78,8 +80,8 @@ class _RmsNorm(torch.autograd.Function):
 class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    The result is in the dtype the following matmuls compute in (bf16 under autocast), so that several projections
-    of one normed input share a single cast.
+    The result is in the dtype the following matmuls compute in (bf16 under autocast), so that several
+    projections of one normed input share a single cast.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -102,7 +104,8 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """KDA's output norm: RMSNorm over each head's V channels, times sigmoid(gate); fp32 inside, one cast at the end."""
+    """KDA's output norm: RMSNorm over each head's V channels, times sigmoid(gate); fp32 inside, one cast at
+    the end."""
 
     def forward(self, x_THV: Tensor, gate_THV: Tensor) -> Tensor:  # type: ignore[override]
         return _RmsNorm.apply(x_THV, self.weight, gate_THV, self.eps, compute_dtype(x_THV))

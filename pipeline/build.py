@@ -1,4 +1,5 @@
-"""From a RunConfig to the parts of a run: tokenizer, model, optimizer, data loaders, and what the loop asks of them."""
+"""From a RunConfig to the parts of a run: tokenizer, model, optimizer, data loaders, and what the loop asks
+of them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from earlyfusion.data.pack import PackedBatch
+from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import Router, moe_layers, update_router_biases
-from earlyfusion.pipeline.compose import dump
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.compose import dump
+from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
@@ -30,14 +32,14 @@ from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.runtime import Runtime, installed
 from earlyfusion.pipeline.stage_data import StageLoaders as StageLoaders
 from earlyfusion.pipeline.statefile import write_text
-from earlyfusion.pipeline.toml_text import to_toml
 
 # What stands behind the short names in `stages.frozen`.
 FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
-    """The recipe's tokenizer directory, or the byte-level BPE trained on the embedded corpus (cached by rank 0)."""
+    """The recipe's tokenizer directory, or the byte-level BPE trained on the embedded corpus (cached by rank
+    0)."""
     if config.tokenizer.path is not None:
         return Tokenizer.load(config.tokenizer.path)
     if not runtime.is_main:
@@ -68,8 +70,8 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     wanted = fusion_config(config, tokens.media_pad_id)
     if config.run.init_from is None:
         return NativeFusion(wanted)
-    from earlyfusion.model.hub import load_model
-    from earlyfusion.model.hub_config import model_folder
+    from earlyfusion.model.hub.config import model_folder
+    from earlyfusion.model.hub.folder import load_model
 
     loaded = load_model(model_folder(config.run.init_from))
     if loaded.config != wanted:
@@ -84,15 +86,27 @@ def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
     """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
     section = config.optim
     groups = build_param_groups(
-        fusion, section.lr, section.weight_decay, matrices="adamw" if section.name == "adamw" else "muon",
-        muon_vision=section.muon_vision, head_group_size=section.head_group_size, overrides=section.overrides,
-    )  # fmt: skip
+        fusion,
+        section.lr,
+        section.weight_decay,
+        matrices="adamw" if section.name == "adamw" else "muon",
+        muon_vision=section.muon_vision,
+        head_group_size=section.head_group_size,
+        overrides=section.overrides,
+    )
     groups = scale_lr(groups, section.lr_scale)
     if section.name == "muonclip":
         return MuonClip(
-            groups, model=fusion, momentum=section.momentum, nesterov=section.nesterov, ns=section.ns,
-            rms=section.rms, betas=section.betas, eps=section.eps, qk_clip=section.qk_clip,
-        )  # fmt: skip
+            groups,
+            model=fusion,
+            momentum=section.momentum,
+            nesterov=section.nesterov,
+            ns=section.ns,
+            rms=section.rms,
+            betas=section.betas,
+            eps=section.eps,
+            qk_clip=section.qk_clip,
+        )
     plain = [{key: group[key] for key in ("params", "lr", "lr_scale", "weight_decay")} for group in groups]
     adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
     if section.qk_clip is not None:
@@ -110,7 +124,9 @@ def scale_lr(groups: Sequence[dict[str, Any]], factors: Mapping[str, float]) -> 
     names = [name for group in groups for name in group["fqns"]]
     for pattern in factors:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"optim.lr_scale: {pattern!r} matches no parameter; give a pattern like {names[0]!r}")
+            raise UserError(
+                f"optim.lr_scale: {pattern!r} matches no parameter; give a pattern like {names[0]!r}"
+            )
     split: dict[tuple[int, float], dict[str, Any]] = {}
     for index, group in enumerate(groups):
         blocks = group["blocks"] or [[]] * len(group["fqns"])
@@ -137,7 +153,8 @@ def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def forget_step(fusion: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Any]:
-    """Drop what a refused step measured: a bad batch must not clip heads or move router biases. Returns no metrics."""
+    """Drop what a refused step measured: a bad batch must not clip heads or move router biases. Returns no
+    metrics."""
     clip = getattr(opt, "qk_clip", None)
     if clip is not None:
         clip.reset()
@@ -172,10 +189,13 @@ def frozen(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 @contextmanager
 def held(fusion: NativeFusion, is_frozen: Callable[[str], bool]) -> Iterator[None]:
-    """Around an update: QK-Clip and the balancing of experts leave frozen weights and their routers' biases alone."""
+    """Around an update: QK-Clip and the balancing of experts leave frozen weights and their routers' biases
+    alone."""
     parameters = [parameter for name, parameter in fusion.named_parameters() if is_frozen(name)]
     routers = [
-        module for name, module in fusion.named_modules() if isinstance(module, Router) and is_frozen(f"{name}.weight")
+        module
+        for name, module in fusion.named_modules()
+        if isinstance(module, Router) and is_frozen(f"{name}.weight")
     ]
     biases = [router.e_score_correction_bias.clone() for router in routers]
     for parameter in parameters:
@@ -200,7 +220,8 @@ def check_frozen(fusion: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) 
 
 
 class Costs:
-    """Training FLOPs of packed batches, decoder and vision apart; filler and positions without loss are not billed."""
+    """Training FLOPs of packed batches, decoder and vision apart; filler and positions without loss are not
+    billed."""
 
     def __init__(self, config: FusionConfig) -> None:
         self.config = config
@@ -226,7 +247,8 @@ class Costs:
 def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """A dumped recipe whose inputs are named from the root, so that it means the same from every folder.
 
-    Paths in a recipe are relative to where the command is typed; addresses, commands and the output folder stay.
+    Paths in a recipe are relative to where the command is typed; addresses, commands and the output folder
+    stay.
     """
 
     def whole(given: Any) -> Any:
@@ -237,7 +259,10 @@ def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
 
     places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from")]
     for source in (tree.get("data") or {}).get("sources", []):
-        places += [(source, "path"), *((source.get("options"), key) for key in ("shards", "media", "cache_dir"))]
+        places += [
+            (source, "path"),
+            *((source.get("options"), key) for key in ("shards", "media", "cache_dir")),
+        ]
     asked = (tree.get("eval") or {}).get("data")
     places += [(asked, key) for key in asked or ()]
     for table, key in places:
@@ -250,6 +275,17 @@ def write_recipe(out: Path, config: RunConfig) -> None:
     """recipe.toml (resolved) and versions.json of the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "recipe.toml", to_toml(absolute_paths(dump(config))))
-    names = ("earlyfusion", "torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "pillow")
-    versions = {"python": platform.python_version()} | {name: found for name in names if (found := installed(name))}
+    names = (
+        "earlyfusion",
+        "torch",
+        "transformers",
+        "accelerate",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "pillow",
+    )
+    versions = {"python": platform.python_version()} | {
+        name: found for name in names if (found := installed(name))
+    }
     write_text(out / "versions.json", json.dumps(versions, indent=1))

@@ -3,9 +3,9 @@
     > /image cat.png
     > what is on the picture?
 
-A line beginning with / is a command (/help lists them); a message may also name a picture as @path. The answer is
-printed while it is generated; Ctrl-C gives up an answer or a line, Ctrl-D ends the chat. At a terminal the arrow keys
-edit a line and bring back earlier ones. Lines can be piped in as well.
+A line beginning with / is a command (/help lists them); a message may also name a picture as @path. The
+answer is printed while it is generated; Ctrl-C gives up an answer or a line, Ctrl-D ends the chat. At a
+terminal the arrow keys edit a line and bring back earlier ones. Lines can be piped in as well.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from earlyfusion.data.chat import Message, Template, encode_chat, template_of
-from earlyfusion.data.chat_parse import parse_assistant
-from earlyfusion.data.chat_stream import Channel, ChatStream
+from earlyfusion.data.chat.parse import parse_assistant
+from earlyfusion.data.chat.stream import Channel, ChatStream
+from earlyfusion.data.chat.template import Message, Template, encode_chat, template_of
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
-from earlyfusion.data.source_folder import PICTURES
+from earlyfusion.data.sources.folder import PICTURES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically
-from earlyfusion.eval.sandbox import Sandbox
+from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Event, Request, RequestError, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import model_folder
-from earlyfusion.pipeline.bench import BenchFormatter
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
@@ -52,17 +52,30 @@ TOOL_ROUNDS = 4
 
 def build_parser() -> argparse.ArgumentParser:
     """Options of the verb."""
-    parser = argparse.ArgumentParser(prog="earlyfusion chat", description=__doc__, formatter_class=BenchFormatter)
+    parser = argparse.ArgumentParser(
+        prog="earlyfusion chat", description=__doc__, formatter_class=BenchFormatter
+    )
     add = parser.add_argument
     add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
     add("--image", metavar="FILE", action="append", default=[], help="picture for the first message")
     add("--system", default="", help="system message")
-    add("--template", choices=("auto", "chat", "qa"), default="auto", help="form of the messages; auto: as trained")
-    add("--tools", action="store_true", help="run the model's Python calls in the sandbox (pictures: image.png, ...)")
     add(
-        "--sandbox.allow_weaker", dest="allow_weaker", action="store_true",
+        "--template",
+        choices=("auto", "chat", "qa"),
+        default="auto",
+        help="form of the messages; auto: as trained",
+    )
+    add(
+        "--tools",
+        action="store_true",
+        help="run the model's Python calls in the sandbox (pictures: image.png, ...)",
+    )
+    add(
+        "--sandbox.allow_weaker",
+        dest="allow_weaker",
+        action="store_true",
         help="run them although walls of the sandbox are missing here",
-    )  # fmt: skip
+    )
     add("--max-new-tokens", type=int, default=256, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--top-p", type=float, default=1.0, help="sample from the likeliest mass")
@@ -96,7 +109,8 @@ def _pieces(event: Event, stream: ChatStream | None) -> list[tuple[Channel, str]
 
 
 class Conversation:
-    """A conversation with one model: messages so far, attachments for the next one, and an engine that remembers."""
+    """A conversation with one model: messages so far, attachments for the next one, and an engine that
+    remembers."""
 
     def __init__(
         self,
@@ -144,7 +158,8 @@ class Conversation:
         self.confirm(f"attached {file.name} ({opened.width} x {opened.height})")
 
     def say(self, text: str, out: TextIO) -> str:
-        """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no trace.
+        """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no
+        trace.
 
         With a sandbox, programs that the model calls for are run and answered, and the model goes on.
         """
@@ -183,7 +198,11 @@ class Conversation:
                 self.engine.step()
             out.write(" …")
         out.write("\n")
-        return Message("assistant", (Text(answer),)) if stream is None else parse_assistant(ids, self.tokenizer).message
+        return (
+            Message("assistant", (Text(answer),))
+            if stream is None
+            else parse_assistant(ids, self.tokenizer).message
+        )
 
     def _take_path(self, found: re.Match[str]) -> str:
         path = found.group(2)
@@ -196,7 +215,9 @@ class Conversation:
         """The conversation as text."""
         lines = []
         for message in self.messages:
-            media = "".join(f"[{type(s).__name__.lower()}] " for s in message.content if not isinstance(s, Text))
+            media = "".join(
+                f"[{type(s).__name__.lower()}] " for s in message.content if not isinstance(s, Text)
+            )
             lines.append(f"{message.role}: {media}{message.text.strip()}")
         return "\n".join(lines) + "\n"
 
@@ -278,7 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sandbox is not None:
         sandbox.check()
     chat = Conversation(
-        model, Tokenizer.load(options.model), params, template=template, context=options.context, sandbox=sandbox
+        model,
+        Tokenizer.load(options.model),
+        params,
+        template=template,
+        context=options.context,
+        sandbox=sandbox,
     )
     chat.system = options.system
     chat.reset()

@@ -3,14 +3,16 @@
     <out>/checkpoints/step-000300/
         model.{json,safetensors}  optimizer.{json,safetensors}     the same on all ranks, written by rank 0
         rank-00000.{json,safetensors}                              RNG states and data cursors of one rank
-        run.json                                                   step, resolved recipe, tokenizer, trainer state
+        run.json                                                   step, resolved recipe, tokenizer, trainer
+        state
         COMPLETE                                       every file with its size and SHA-256; written last
 
-A checkpoint is written into `step-000300.tmp-partial`, fsynced and renamed; a folder without a true COMPLETE does not
-count, so a kill at any instant leaves the older checkpoint in force. A resume reads the newest one whose checksums hold (one
-flipped bit of a weight would train on in silence), says so when it passes over another. A step saved again (after a rollback) becomes
-`step-000300-1`. Data cursors are kept by lane (micro-batch of a step), so another number of processes can take them
-over. A warm start (weights from a model directory, `run.init_from`) is another thing and not done here.
+A checkpoint is written into `step-000300.tmp-partial`, fsynced and renamed; a folder without a true COMPLETE
+does not count, so a kill at any instant leaves the older checkpoint in force. A resume reads the newest one
+whose checksums hold (one flipped bit of a weight would train on in silence), says so when it passes over
+another. A step saved again (after a rollback) becomes `step-000300-1`. Data cursors are kept by lane
+(micro-batch of a step), so another number of processes can take them over. A warm start (weights from a model
+directory, `run.init_from`) is another thing and not done here.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from earlyfusion.data.prepare_write import sha256_of
-from earlyfusion.pipeline.compose import explain_refusal, refused_on_resume
+from earlyfusion.data.prepare.write import sha256_of
+from earlyfusion.pipeline.config.compose import explain_refusal, refused_on_resume
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 from earlyfusion.pipeline.statefile import fsync, load_tree, save_tree, tree_bytes, write_text
@@ -98,7 +100,8 @@ def step_of(path: Path) -> int:
 
 
 def _contents(path: Path) -> dict[str, tuple[int, str]]:
-    """File -> (bytes, SHA-256) as COMPLETE states them; a checkpoint of an older version has no checksums ("").
+    """File -> (bytes, SHA-256) as COMPLETE states them; a checkpoint of an older version has no checksums
+    ("").
 
     Raises ValueError for a damaged COMPLETE, OSError for none.
     """
@@ -124,7 +127,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def damage(path: Path) -> str:
-    """What is wrong with a checkpoint, by its checksums; "" when it is as it was written. Reads every byte of it."""
+    """What is wrong with a checkpoint, by its checksums; "" when it is as it was written. Reads every byte of
+    it."""
     if not _is_complete(path):
         return "files are missing or of another size"
     try:
@@ -143,8 +147,9 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + _MARGIN_BYTES:
         raise UserError(
-            f"no disk space for a checkpoint in {folder}: it needs {needed_bytes / 2**20:.1f} MiB, "
-            f"{free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep, or set run.out to another disk"
+            f"no disk space for a checkpoint in {folder}: it needs {needed_bytes / 2**20:.1f} MiB,"
+            f" {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep, or set run.out to another"
+            " disk"
         )
 
 
@@ -152,10 +157,13 @@ class Checkpointer:
     """Writes, finds, reads and thins out the checkpoints of one run.
 
     Args:
-        out: output folder of the run. keep: newest checkpoints kept. keep_every: multiples kept for good (0: none).
+        out: output folder of the run. keep: newest checkpoints kept. keep_every: multiples kept for good (0:
+        none).
     """
 
-    def __init__(self, out: str | Path, runtime: Runtime, facts: RunFacts, keep: int = 2, keep_every: int = 0):
+    def __init__(
+        self, out: str | Path, runtime: Runtime, facts: RunFacts, keep: int = 2, keep_every: int = 0
+    ):
         self.folder = Path(out) / FOLDER
         self.runtime, self.facts = runtime, facts
         self.keep, self.keep_every = keep, keep_every
@@ -173,8 +181,9 @@ class Checkpointer:
     ) -> Path:
         """Write the state after `step` updates. Every rank calls it; returns the folder on every rank.
 
-        model, optimizer: state dicts, equal on all ranks. trainer: guard, meter and other loop state, equal on all
-        ranks. lanes: the data cursors of this rank's lanes. Raises UserError on every rank when the disk is full.
+        model, optimizer: state dicts, equal on all ranks. trainer: guard, meter and other loop state, equal
+        on all ranks. lanes: the data cursors of this rank's lanes. Raises UserError on every rank when the
+        disk is full.
         """
         partial = self.folder / f"step-{step:06d}.tmp-partial"
         problem: UserError | None = None
@@ -228,7 +237,9 @@ class Checkpointer:
     def _seal(self, partial: Path, path: Path) -> None:
         missing = [r for r in range(self.runtime.world) if not (partial / f"rank-{r:05d}.json").exists()]
         if missing:
-            raise UserError(f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share")
+            raise UserError(
+                f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share"
+            )
         contents = {file.name: [file.stat().st_size, sha256_of(file)] for file in sorted(partial.iterdir())}
         write_text(partial / "COMPLETE", json.dumps(contents))
         fsync(partial)
@@ -244,7 +255,9 @@ class Checkpointer:
             step = step_of(path)
             for_good = self.keep_every > 0 and step % self.keep_every == 0
             if path != newest_of_step[step] or not (step in recent or for_good):
-                (path / "COMPLETE").unlink()  # first: a kill during the removal must not leave a believable rest
+                (
+                    path / "COMPLETE"
+                ).unlink()  # first: a kill during the removal must not leave a believable rest
                 shutil.rmtree(path)
 
     def _attempt(self, action: Any) -> UserError | None:
@@ -266,15 +279,17 @@ class Checkpointer:
         self.runtime.barrier()
         if self.runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise problem or UserError(f"checkpoint not written to {self.folder}: another rank could not write its part")
+        raise problem or UserError(
+            f"checkpoint not written to {self.folder}: another rank could not write its part"
+        )
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint of this run, or None."""
         return latest(self.folder)
 
     def start(self, resume: bool) -> Loaded | None:
-        """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when a fresh run
-        would write over an older one's. One that is damaged is passed over for the one before."""
+        """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when
+        a fresh run would write over an older one's. One that is damaged is passed over for the one before."""
         newest = self.latest()
         if resume and newest is None:
             raise UserError(f"nothing to resume in {self.folder}; start without --resume")
@@ -286,38 +301,54 @@ class Checkpointer:
         return None if newest is None else self.load(self.intact())
 
     def intact(self) -> Path:
-        """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all. UserError when
-        there is none."""
+        """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all.
+        UserError when there is none."""
         paths = completed(self.folder)[::-1]
         passed = 0
         while self.runtime.is_main and passed < len(paths) and (fault := damage(paths[passed])):
-            print(f"warning: checkpoint {paths[passed]} is damaged ({fault}); the one before is taken", file=sys.stderr)
+            print(
+                f"warning: checkpoint {paths[passed]} is damaged ({fault}); the one before is taken",
+                file=sys.stderr,
+            )
             passed += 1
         passed = self.runtime.agree(passed)
         if passed == len(paths):
-            raise UserError(f"none of the {len(paths)} checkpoints in {self.folder} is whole; start another run")
+            raise UserError(
+                f"none of the {len(paths)} checkpoints in {self.folder} is whole; start another run"
+            )
         self._trusted = paths[passed]
         return paths[passed]
 
     def load(self, path: Path, *, check: bool = True) -> Loaded:
-        """Read a checkpoint. UserError when it is damaged and, with `check`, when recipe, vocabulary or layout disagree
-        with this run."""
+        """Read a checkpoint. UserError when it is damaged and, with `check`, when recipe, vocabulary or
+        layout disagree with this run."""
         if fault := "" if path == self._trusted else damage(path):
             raise UserError(
-                f"checkpoint {path} is incomplete or damaged ({fault}); remove it, --resume takes the one before"
+                f"checkpoint {path} is incomplete or damaged ({fault}); remove it, --resume takes the one"
+                " before"
             )
         try:
             return self._read(path, check)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            SafetensorError,
+        ) as error:
             raise UserError(
-                f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume takes the "
-                "one before"
+                f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume"
+                " takes the one before"
             ) from None
 
     def _read(self, path: Path, check: bool) -> Loaded:
         run = load_tree(path / "run")
         if run["format"] != FORMAT:
-            raise UserError(f"checkpoint {path} has format {run['format']}, this version reads format {FORMAT}")
+            raise UserError(
+                f"checkpoint {path} has format {run['format']}, this version reads format {FORMAT}"
+            )
         if check:
             check_resume(run, self.facts, path)
         ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
@@ -337,13 +368,13 @@ def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
     """UserError when the run that wrote `run` (run.json) is not the run that `facts` describes."""
     if run["vocab_size"] != facts.vocab_size:
         raise UserError(
-            f"cannot resume {path}: it was trained with a vocabulary of {run['vocab_size']}, the tokenizer given has "
-            f"{facts.vocab_size}; give the same tokenizer.path, or start another run (run.out)"
+            f"cannot resume {path}: it was trained with a vocabulary of {run['vocab_size']}, the tokenizer"
+            f" given has {facts.vocab_size}; give the same tokenizer.path, or start another run (run.out)"
         )
     if run["tokenizer_hash"] != facts.tokenizer_hash:
         raise UserError(
-            f"cannot resume {path}: the tokenizer differs from the one it was trained with (same size, other tokens); "
-            "give the same tokenizer.path, or start another run (run.out)"
+            f"cannot resume {path}: the tokenizer differs from the one it was trained with (same size, other"
+            " tokens); give the same tokenizer.path, or start another run (run.out)"
         )
     if changes := refused_on_resume(run["recipe"], facts.recipe):
         raise UserError(

@@ -1,8 +1,8 @@
 """The console entry: `earlyfusion VERB ...`. A verb's module is imported only when the verb is called.
 
-Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A mistake of
-the user is one line on stderr; EF_DEBUG=1 shows the traceback as well. A reader that goes away (`| head`) ends a verb
-without a word.
+Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A
+mistake of the user is one line on stderr; EF_DEBUG=1 shows the traceback as well. A reader that goes away (`|
+head`) ends a verb without a word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, UserError, did_you_mean, require_python
+from earlyfusion.pipeline.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USER,
+    UserError,
+    did_you_mean,
+    require_python,
+)
 
 EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM)
@@ -30,32 +37,51 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that is full, over its quota, or not to be written: the user's to mend, wherever it shows."""
 
 OF_RUN_CONFIG = ("pretrain", "sft", "plan")
-"""Verbs whose help is made from pipeline/config.py."""
+"""Verbs whose help is made from pipeline/config/schema.py."""
 
-# verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not offered.
+# verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not
+# offered.
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("earlyfusion.pipeline.pretrain", "train from scratch, vision and text from step one"),
     "sft": ("earlyfusion.pipeline.sft", "fine-tune on chats: tools, thinking, zero-vision SFT"),
     "rl": ("earlyfusion.rl.train", "joint vision-text reinforcement learning with verifiable rewards"),
-    "measure": ("earlyfusion.rl.measure_cmd", "held-out accuracy, p(correct), pass@k and calibration on the RL tasks"),
-    "rollouts": ("earlyfusion.rl.gallery_cmd", "the report of a reinforcement learning run, with its rollouts"),
-    "long2short": ("earlyfusion.rl.long2short", "shorter answers: merged weights, shortest right answers, DPO"),
+    "measure": (
+        "earlyfusion.rl.measure.cmd",
+        "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
+    ),
+    "rollouts": (
+        "earlyfusion.rl.report.cmd",
+        "the report of a reinforcement learning run, with its rollouts",
+    ),
+    "long2short": (
+        "earlyfusion.rl.long2short.cmd",
+        "shorter answers: merged weights, shortest right answers, DPO",
+    ),
     "study": ("earlyfusion.rl.study.study_cmd", "studies with control arms: transfer from vision RL to text"),
     "generate": (
         "earlyfusion.pipeline.generate_cmd",
         "answer a prompt, with or without an image, from a model directory",
     ),
-    "prepare": ("earlyfusion.data.prepare", "turn folders, jsonl, parquet, datasets or videos into indexed shards"),
+    "prepare": (
+        "earlyfusion.data.prepare.cmd",
+        "turn folders, jsonl, parquet, datasets or videos into indexed shards",
+    ),
     "data": (
         "earlyfusion.data.inspect_cmd",
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
     "chat": ("earlyfusion.pipeline.chat", "talk to a model in the terminal, images by path"),
-    "serve": ("earlyfusion.pipeline.serve", "an OpenAI-compatible endpoint"),
+    "serve": ("earlyfusion.pipeline.serve.cmd", "an OpenAI-compatible endpoint"),
     "eval": ("earlyfusion.eval.run", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
-    "compare": ("earlyfusion.eval.compare", "paired deltas between evaluated models, with honest statistics"),
-    "bench": ("earlyfusion.pipeline.bench", "measure speed and memory"),
-    "plan": ("earlyfusion.pipeline.plan", "print a recipe's sizes, FLOPs, routing and stages without training"),
+    "compare": (
+        "earlyfusion.eval.compare.cmd",
+        "paired deltas between evaluated models, with honest statistics",
+    ),
+    "bench": ("earlyfusion.pipeline.bench.cmd", "measure speed and memory"),
+    "plan": (
+        "earlyfusion.pipeline.plan",
+        "print a recipe's sizes, FLOPs, routing and stages without training",
+    ),
     "doctor": ("earlyfusion.pipeline.doctor", "check versions, devices and kernels"),
 }
 
@@ -91,14 +117,20 @@ def version() -> str:
 
 
 def wrapped(lines: Sequence[str]) -> str:
-    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is cut."""
+    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is
+    cut."""
     width = min(120, shutil.get_terminal_size().columns)
     fitted = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 4)
         fitted += textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-        ) or [""]  # fmt: skip
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        ) or [""]
     return "\n".join(fitted)
 
 
@@ -118,7 +150,9 @@ def run(verb: str, argv: Sequence[str]) -> int:
         require_python()
         verbs = available()
         if verb not in verbs:
-            raise UserError(f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)")
+            raise UserError(
+                f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)"
+            )
         argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]  # one line, for all verbs alike
         if verb in OF_RUN_CONFIG and {"-h", "--help"} & set(argv):
             return _recipe_help(verb, verbs[verb][0])
@@ -129,8 +163,8 @@ def run(verb: str, argv: Sequence[str]) -> int:
 
 def _recipe_help(verb: str, module: str) -> int:
     """The help of a verb of RunConfig: read, not run, so that torch is not imported for it."""
-    from earlyfusion.pipeline.arguments import help_text
-    from earlyfusion.pipeline.config import RunConfig
+    from earlyfusion.pipeline.config.arguments import help_text
+    from earlyfusion.pipeline.config.schema import RunConfig
 
     found = importlib.util.find_spec(module)
     text = Path(str(found.origin)).read_text(encoding="utf-8") if found else ""
@@ -145,15 +179,17 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def guarded(call: object) -> int:
     """Call a verb; exceptions that are the user's to mend become one line and exit code 2, others pass.
 
-    Recognised without importing their homes: anything with an integer `exit_code`, every class named DataError,
-    pydantic's ValidationError, and what the system says of a path (PLACES).
+    Recognised without importing their homes: anything with an integer `exit_code`, every class named
+    DataError, pydantic's ValidationError, and what the system says of a path (PLACES).
     """
     try:
         code = _called(call)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes once more at its end
         return EXIT_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

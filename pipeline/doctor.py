@@ -1,8 +1,8 @@
 """`earlyfusion doctor`: what is installed, what each kernel operation runs on, and whether it keeps its law.
 
-Exit code 0 when every operation agrees with its naive form within tolerance, 1 when one does not. Warnings (traps that
-are known to bite) do not change the exit code. Optional packages are looked up, never imported, except torchvision,
-whose import is the trap itself and is tried in a process of its own.
+Exit code 0 when every operation agrees with its naive form within tolerance, 1 when one does not. Warnings
+(traps that are known to bite) do not change the exit code. Optional packages are looked up, never imported,
+except torchvision, whose import is the trap itself and is tried in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,33 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, UserError
 from earlyfusion.pipeline.runtime import check_versions, installed
 
 PACKAGES = (
-    "earlyfusion", "torch", "triton", "transformers", "accelerate", "tokenizers", "safetensors", "webdataset", "pydantic",
-    "easy-vqa", "pillow", "numpy", "decord", "timm", "torchvision", "fla-core", "tensorboard",
-)  # fmt: skip
+    "earlyfusion",
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "webdataset",
+    "pydantic",
+    "easy-vqa",
+    "pillow",
+    "numpy",
+    "decord",
+    "timm",
+    "torchvision",
+    "fla-core",
+    "tensorboard",
+)
 
 
 def torchvision_works(timeout_s: float = 60.0) -> bool:
-    """Whether `import torchvision` succeeds, tried in another process: a failed import poisons the one it runs in."""
+    """Whether `import torchvision` succeeds, tried in another process: a failed import poisons the one it
+    runs in."""
     try:
-        done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, timeout=timeout_s)
+        done = subprocess.run(
+            [sys.executable, "-c", "import torchvision"], capture_output=True, timeout=timeout_s
+        )
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
@@ -47,23 +65,26 @@ def traps() -> list[str]:
     found = []
     if importlib.util.find_spec("torchvision") is not None and not torchvision_works():
         found.append(
-            "torchvision is installed but cannot be imported beside this torch; transformers' vision classes, timm and "
-            "the `accelerate` command fail: pip uninstall torchvision timm, or install the build that fits torch"
+            "torchvision is installed but cannot be imported beside this torch; transformers' vision classes,"
+            " timm and the `accelerate` command fail: pip uninstall torchvision timm, or install the build"
+            " that fits torch"
         )
     if torch.version.cuda is not None and not torch.cuda.is_available():
         found.append(
-            f"torch is a CUDA {torch.version.cuda} build but no GPU is visible; if there is one, look at the driver and "
-            "CUDA_VISIBLE_DEVICES; if not, the CPU build (constraints.txt) saves gigabytes"
+            f"torch is a CUDA {torch.version.cuda} build but no GPU is visible; if there is one, look at the"
+            " driver and CUDA_VISIBLE_DEVICES; if not, the CPU build (constraints.txt) saves gigabytes"
         )
     has_fla = importlib.util.find_spec("fla") is not None and importlib.util.find_spec("triton") is not None
     if has_fla and not torch.cuda.is_available():
         found.append(
-            "fla and triton are installed without a GPU: transformers' KimiLinear then picks GPU kernels and fails on "
-            "this CPU; earlyfusion itself does not use them"
+            "fla and triton are installed without a GPU: transformers' KimiLinear then picks GPU kernels and"
+            " fails on this CPU; earlyfusion itself does not use them"
         )
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     if threads > cores:
-        found.append(f"torch uses {threads} threads on {cores} cores: set OMP_NUM_THREADS={cores} or train.threads")
+        found.append(
+            f"torch uses {threads} threads on {cores} cores: set OMP_NUM_THREADS={cores} or train.threads"
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         found.append("TRITON_INTERPRET=1: Triton kernels run interpreted, very slowly, and wrongly in bf16")
     return found
@@ -79,7 +100,9 @@ def versions_table() -> Table:
 
 def devices_table() -> Table:
     out = Table(title="devices", title_justify="left", show_header=False)
-    out.add_row("cpu", f"{os.cpu_count()} cores, torch threads {torch.get_num_threads()}, {platform.machine()}")
+    out.add_row(
+        "cpu", f"{os.cpu_count()} cores, torch threads {torch.get_num_threads()}, {platform.machine()}"
+    )
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         capability = f"sm_{facts.major}{facts.minor}"
@@ -92,8 +115,11 @@ def devices_table() -> Table:
 
 
 def kernels_table(device: torch.device) -> tuple[Table, list[str]]:
-    """The table of operations with their measured disagreement, and the names of those that break their law."""
-    out = Table(title=f"kernels on {device.type} (float32 against the naive float64 law)", title_justify="left")
+    """The table of operations with their measured disagreement, and the names of those that break their
+    law."""
+    out = Table(
+        title=f"kernels on {device.type} (float32 against the naive float64 law)", title_justify="left"
+    )
     for column in ("operation", "verdict", "max relative error", "in", "backend", "where"):
         out.add_column(column, overflow="fold")
     broken = []

@@ -1,7 +1,8 @@
-"""One small random case per kernel operation, for `earlyfusion doctor`: any backend against its law in float64.
+"""One small random case per kernel operation, for `earlyfusion doctor`: any backend against its law in
+float64.
 
-A case makes its inputs in float64 from a seeded generator and calls the operation; inputs listed as differentiable get
-gradients of a fixed random projection of the output. Shapes are odd and packed on purpose.
+A case makes its inputs in float64 from a seeded generator and calls the operation; inputs listed as
+differentiable get gradients of a fixed random projection of the output. Shapes are odd and packed on purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Op = Callable[..., Any]
 LENGTHS = (37, 1, 64, 11)
 NEWEST = (5, 1, 20, 11)  # tokens at the ends of those documents
 
-# Error of a float32 backend against the float64 law, relative to the largest entry of each tensor. KDA multiplies
+# Error of a float32 backend against the float64 law, relative to the largest entry of each tensor. KDA
+# multiplies
 # decays over whole documents and inverts a triangular matrix per chunk, hence ten times more.
 TOLERANCE = 2e-5
 TOLERANCES = {"kda": 2e-4, "kda_step": 2e-5}
@@ -29,7 +31,8 @@ TOLERANCES = {"kda": 2e-4, "kda_step": 2e-5}
 
 @dataclass(frozen=True)
 class Case:
-    """make(generator) -> float64 inputs by name; call(op, inputs) -> output tensors; grads: names to differentiate."""
+    """make(generator) -> float64 inputs by name; call(op, inputs) -> output tensors; grads: names to
+    differentiate."""
 
     make: Callable[[torch.Generator], dict[str, Tensor]]
     call: Callable[[Op, dict[str, Tensor]], list[Tensor]]
@@ -37,7 +40,9 @@ class Case:
 
 
 def _normal(generator: torch.Generator, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }
 
 
 _TOKENS = sum(LENGTHS)
@@ -49,7 +54,9 @@ def _segments() -> Segments:
 
 def _kda_inputs(g: torch.Generator) -> dict[str, Tensor]:
     t, h, k, v = _TOKENS, 2, 16, 24
-    return _normal(g, q=(t, h, k), k=(t, h, k), v=(t, h, v), f=(t, h, k), b=(t, h), A_log=(h,), dt_bias=(h, k))
+    return _normal(
+        g, q=(t, h, k), k=(t, h, k), v=(t, h, v), f=(t, h, k), b=(t, h), A_log=(h,), dt_bias=(h, k)
+    )
 
 
 def _kda(op: Op, x: dict[str, Tensor]) -> list[Tensor]:

@@ -1,12 +1,14 @@
-"""Evaluation during and after training, and what a finished run leaves: results, samples, model directory, report.
+"""Evaluation during and after training, and what a finished run leaves: results, samples, model directory,
+report.
 
-Tasks of `eval.tasks`: easy_vqa (official test split, with the image-blind control) and bpb (held-out topics of the
-Python reference, beside gzip). Every other task of `earlyfusion eval` can be named as well ("mmlu_pro:mcf", "counting";
-files through eval.data). eval.limits hold always, eval.limits_during until the schedule has ended. Rank 0 works, the
-other ranks wait.
+Tasks of `eval.tasks`: easy_vqa (official test split, with the image-blind control) and bpb (held-out topics
+of the Python reference, beside gzip). Every other task of `earlyfusion eval` can be named as well
+("mmlu_pro:mcf", "counting"; files through eval.data). eval.limits hold always, eval.limits_during until the
+schedule has ended. Rank 0 works, the other ranks wait.
 
-Besides, every source is measured on what it holds out (eval.heldout: loss, blind loss, bits per byte; eval/heldout.py) and
-asked for answers (eval.samples). The sources are built anew for it, so that nothing of the training data moves.
+Besides, every source is measured on what it holds out (eval.heldout: loss, blind loss, bits per byte;
+eval/heldout.py) and asked for answers (eval.samples). The sources are built anew for it, so that nothing of
+the training data moves.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.sources import Source, build_source
+from earlyfusion.data.sources.registry import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
-from earlyfusion.eval.bpb import bits_per_byte
-from earlyfusion.eval.easy_vqa import evaluate_easy_vqa
+from earlyfusion.eval.benchmarks.bpb import bits_per_byte
+from earlyfusion.eval.benchmarks.easy_vqa_probe import evaluate_easy_vqa
 from earlyfusion.eval.harness import build_by_name, evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TASKS as BENCHMARKS
@@ -33,10 +35,10 @@ from earlyfusion.eval.protocol import TaskOptions
 from earlyfusion.eval.results import save_result, write_json
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import save_model
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.model.hub.folder import save_model
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import UserError, did_you_mean
-from earlyfusion.pipeline.report import write_report
+from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
 
 TASKS = ("easy_vqa", "bpb")
@@ -57,7 +59,9 @@ class Evaluator:
     chat = False
     """Whether the other tasks put their prompts as the user's message."""
 
-    def __init__(self, config: RunConfig, fusion: NativeFusion, tokens: Tokenizer, runtime: Runtime, out: Path) -> None:
+    def __init__(
+        self, config: RunConfig, fusion: NativeFusion, tokens: Tokenizer, runtime: Runtime, out: Path
+    ) -> None:
         self.check(config)
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
@@ -66,7 +70,8 @@ class Evaluator:
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        """What only the first evaluation would notice. Raises UserError, or EvalError for a form or data of a task."""
+        """What only the first evaluation would notice. Raises UserError, or EvalError for a form or data of a
+        task."""
         known = (*cls.own_tasks, *BENCHMARKS)
         for task in config.eval.tasks:
             if task.partition(":")[0] not in known:
@@ -84,7 +89,9 @@ class Evaluator:
             tracker.busy("evaluating held-out samples")
             headline |= self._heldout(step, final)
             for number, task in enumerate(self.config.eval.tasks, 1):
-                self._told = partial(tracker.busy, f"evaluating {task} ({number}/{len(self.config.eval.tasks)})")
+                self._told = partial(
+                    tracker.busy, f"evaluating {task} ({number}/{len(self.config.eval.tasks)})"
+                )
                 self._told()
                 limit = self._limit(task, step)
                 if task in self.own_tasks:
@@ -106,10 +113,14 @@ class Evaluator:
     def _heldout(self, step: int, final: bool) -> dict[str, float]:
         """Every source's loss on what it holds out, and that of all pictures and all texts together.
 
-        A source is read up to eval.heldout samples or one micro-batch of tokens, at the end FINAL times as far.
+        A source is read up to eval.heldout samples or one micro-batch of tokens, at the end FINAL times as
+        far.
         """
         times = FINAL if final else 1
-        limit, most = times * self.config.eval.heldout, times * max(stage.tokens for stage in self.config.stages)
+        limit, most = (
+            times * self.config.eval.heldout,
+            times * max(stage.tokens for stage in self.config.stages),
+        )
         whole, sources = Loss(), {}
         for source in self.config.data.sources if limit else ():
             results = self.measure(heldout_getters(self._source(source.name), limit), most)
@@ -152,7 +163,13 @@ class Evaluator:
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
         results = evaluate_in_memory(
-            self.fusion, self.tokens, [task], limit, data=self.config.eval.data, chat=self.chat, progress=self._told
+            self.fusion,
+            self.tokens,
+            [task],
+            limit,
+            data=self.config.eval.data,
+            chat=self.chat,
+            progress=self._told,
         )
         for name, metrics in results.items():
             save_result(self.out, name, step, metrics)
@@ -171,8 +188,8 @@ class Evaluator:
             save_samples(self.out, step, answer_samples(self.fusion, self.tokens, self._shown))
 
     def _choose(self, wanted: int) -> list[Sample]:
-        """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of each; then
-        one of each source of text alone."""
+        """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of
+        each; then one of each source of text alone."""
         streams, texts = [], []
         for source in self.config.data.sources:
             found = self._prompts(source.name, wanted)
@@ -183,7 +200,8 @@ class Evaluator:
         return turns[: max(wanted, len(streams))] + texts
 
     def _prompts(self, name: str, wanted: int) -> list[Sample]:
-        """Held-out samples of a source that can be read and end in something to answer with; those with pictures first."""
+        """Held-out samples of a source that can be read and end in something to answer with; those with
+        pictures first."""
         source, most = self._source(name), max(stage.tokens for stage in self.config.stages)
         usable: list[Sample] = []
         for index in range(min(source.heldout_len(), 4 * wanted)):
@@ -196,7 +214,9 @@ class Evaluator:
         return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]
 
     def _attnres(self, step: int, loader: Any) -> None:
-        pictures = [s.name for s in self.config.data.sources if s.kind == "easy_vqa" or s.kind.startswith("synth_")]
+        pictures = [
+            s.name for s in self.config.data.sources if s.kind == "easy_vqa" or s.kind.startswith("synth_")
+        ]
         for name in pictures[:1]:
             for batch in loader.heldout_batches(name, 1):
                 weights = attnres_weights(self.fusion, batch.to(self.runtime.device))
@@ -214,17 +234,23 @@ class Evaluator:
 
 
 def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, float]) -> dict[str, float]:
-    """Held-out losses by modality (all sources together) and by source, as metrics.jsonl and trackers name them.
+    """Held-out losses by modality (all sources together) and by source, as metrics.jsonl and trackers name
+    them.
 
-    heldout/image, heldout/image_blind, heldout/text; heldout/source/<name>, heldout/blind/<name> (of the tokens beside a
-    picture; heldout/seen/<name> is theirs with it, where the source has others as well), heldout/bits_per_byte/<name>.
+    heldout/image, heldout/image_blind, heldout/text; heldout/source/<name>, heldout/blind/<name> (of the
+    tokens beside a picture; heldout/seen/<name> is theirs with it, where the source has others as well),
+    heldout/bits_per_byte/<name>.
     """
     names = {"seen_loss": "image", "blind_loss": "image_blind", "text_loss": "text"}
     headline = {f"heldout/{label}": overall[key] for key, label in names.items() if key in overall}
     for name, found in sources.items():
         headline[f"heldout/source/{name}"] = found["loss"]
         mixed = "seen_loss" in found and "text_loss" in found
-        for key, label in (("seen_loss", "seen"), ("blind_loss", "blind"), ("bits_per_byte", "bits_per_byte")):
+        for key, label in (
+            ("seen_loss", "seen"),
+            ("blind_loss", "blind"),
+            ("bits_per_byte", "bits_per_byte"),
+        ):
             if key in found and (mixed or key != "seen_loss"):
                 headline[f"heldout/{label}/{name}"] = found[key]
     return headline
@@ -241,13 +267,17 @@ def heldout_told(headline: Mapping[str, float]) -> str:
     return f"held-out loss: {', '.join(told)}" if told else ""
 
 
-def run_facts(config: RunConfig, step: int, meter: Any, headline: dict[str, Any], shares: dict[str, float]) -> dict:
+def run_facts(
+    config: RunConfig, step: int, meter: Any, headline: dict[str, Any], shares: dict[str, float]
+) -> dict:
     """Facts of the run for the model card and the head of the report."""
     sources = {
         source.name: {
             "share": shares.get(source.name),
             "licence": LICENCES.get(source.kind, ("", ""))[0],
-            "note": LICENCES.get(source.kind, ("", "rendered by the project" if "synth" in source.kind else ""))[1],
+            "note": LICENCES.get(
+                source.kind, ("", "rendered by the project" if "synth" in source.kind else "")
+            )[1],
         }
         for source in config.data.sources
     }
@@ -266,7 +296,8 @@ def run_facts(config: RunConfig, step: int, meter: Any, headline: dict[str, Any]
 
 
 def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: dict[str, Any]) -> Sequence[str]:
-    """The model directory and the report; returns lines to show. tokens: what `save_model` saves as tokenizer."""
+    """The model directory and the report; returns lines to show. tokens: what `save_model` saves as
+    tokenizer."""
     directory = save_model(fusion, tokens, out / "model", facts)
     shown = {key: facts[key] for key in ("name", "steps", "tokens", "seconds", "device", "precision", "seed")}
     write_json(out / "facts.json", shown)

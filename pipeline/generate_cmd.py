@@ -3,9 +3,9 @@
     earlyfusion generate --model DIR [--image FILE]... --question "what color is the circle?"
     earlyfusion generate --model DIR --prompt "The import statement"
 
-A question is put in the form the model was trained on: as in pretraining, or as a chat message after a chat stage.
-Pictures stand before the prompt, in the order given. The text goes to standard output, everything else to standard
-error, so the answer can be piped.
+A question is put in the form the model was trained on: as in pretraining, or as a chat message after a chat
+stage. Pictures stand before the prompt, in the order given. The text goes to standard output, everything else
+to standard error, so the answer can be piped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Sequence
 
 import torch
 
-from earlyfusion.data.chat import Message, encode_chat, template_of
-from earlyfusion.data.chat_parse import parse_assistant
-from earlyfusion.data.encode import encode
+from earlyfusion.data.chat.parse import parse_assistant
+from earlyfusion.data.chat.template import Message, encode_chat, template_of
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
-from earlyfusion.data.source_easy_vqa import question_text
+from earlyfusion.data.sources.easy_vqa import question_text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
-from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import model_folder
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, UserError
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
@@ -45,13 +45,23 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help="model directory (config.json, model.safetensors), or embedded:NAME",
     )
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help="picture file; may be given again")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="picture file; may be given again"
+    )
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", default="", help="text after the pictures, taken as it is")
-    text.add_argument("--question", metavar="TEXT", default="", help="the same, put as questions are put in training")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest mass P")
+    text.add_argument(
+        "--question", metavar="TEXT", default="", help="the same, put as questions are put in training"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest mass P"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     return parser
@@ -98,7 +108,8 @@ def _answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def _picture(path: str) -> Image:
-    """A picture decoded now, before the model is loaded. Raises UserError for a file that is no readable picture."""
+    """A picture decoded now, before the model is loaded. Raises UserError for a file that is no readable
+    picture."""
     try:
         return Image(open_picture(path))
     except BadSample as error:
@@ -106,7 +117,8 @@ def _picture(path: str) -> Image:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one. Raises UserError when it cannot be used."""
+    """The device of that name; "auto" is the GPU where there is one. Raises UserError when it cannot be
+    used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

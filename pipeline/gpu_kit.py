@@ -1,9 +1,11 @@
-"""`make gpu-kit`: every wheel that `make gpu` needs, for a GPU machine that has torch and Triton but no network.
+"""`make gpu-kit`: every wheel that `make gpu` needs, for a GPU machine that has torch and Triton but no
+network.
 
-The list is the project's requirements with those of the chosen extras, walked through as they are installed here and as the
-other Python and platform read them, pinned to the versions that are installed here. torch, triton and what only they ask
-for stay out: the machine brings them. Each wheel is fetched by itself and without its dependencies, so nothing on the list
-can pull torch in again; a package without a wheel is built here if it is pure Python.
+The list is the project's requirements with those of the chosen extras, walked through as they are installed
+here and as the other Python and platform read them, pinned to the versions that are installed here. torch,
+triton and what only they ask for stay out: the machine brings them. Each wheel is fetched by itself and
+without its dependencies, so nothing on the list can pull torch in again; a package without a wheel is built
+here if it is pure Python.
 
 The folder then holds the wheels, `requirements.txt` and `install.sh`.
 """
@@ -41,10 +43,15 @@ touch "$1/.installed" "$1/.installed-dev"
 def target(python: str, machine: str) -> dict[str, str]:
     """What markers of requirements see on the other machine."""
     return {
-        "python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix",
-        "platform_system": "Linux", "platform_machine": machine, "implementation_name": "cpython",
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "os_name": "posix",
+        "platform_system": "Linux",
+        "platform_machine": machine,
+        "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
-    }  # fmt: skip
+    }
 
 
 def listed(project: str, extras: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -66,7 +73,9 @@ def listed(project: str, extras: Sequence[str], environment: Mapping[str, str]) 
         for requirement in map(Requirement, lines):
             other = canonicalize_name(requirement.name)
             marker = requirement.marker
-            needed = marker is None or any(marker.evaluate({**environment, "extra": each}) for each in ("", *wanted))
+            needed = marker is None or any(
+                marker.evaluate({**environment, "extra": each}) for each in ("", *wanted)
+            )
             if needed and other not in THERE and not other.startswith("nvidia-"):
                 found.setdefault(other, f"{other}{requirement.specifier}")
                 waiting.append((other, tuple(sorted(requirement.extras))))
@@ -77,10 +86,14 @@ def fetch(line: str, folder: Path, python: str, machine: str, constraints: str) 
     """One wheel into the folder; "" or why there is none."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     platforms = [f"--platform=manylinux_{each}_{machine}" for each in GLIBC]
-    platforms += [f"--platform={each}_{machine}" for each in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
+    platforms += [
+        f"--platform={each}_{machine}" for each in ("manylinux2014", "manylinux2010", "manylinux1", "linux")
+    ]
     there = [f"--python-version={python}", "--implementation=cp", *platforms, "--only-binary=:all:"]
     common = ["--no-deps", "-c", constraints, line]
-    done = subprocess.run([*pip, "download", *there, "-d", str(folder), *common], capture_output=True, text=True)
+    done = subprocess.run(
+        [*pip, "download", *there, "-d", str(folder), *common], capture_output=True, text=True
+    )
     if done.returncode == 0:
         return ""
     before = set(folder.glob("*.whl"))
@@ -101,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--machine", default="x86_64", help="its processor")
     options.add_argument("--extras", default="dev", help="extras of the project, between commas")
     options.add_argument("--out", type=Path, default=Path("runs/gpu-kit"), help="the folder")
-    options.add_argument("--constraints", default="constraints.txt", help="constraints file of every pip command")
+    options.add_argument(
+        "--constraints", default="constraints.txt", help="constraints file of every pip command"
+    )
     options.add_argument("--dry-run", action="store_true", help="print the list only")
     asked = options.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", asked.python):

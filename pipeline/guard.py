@@ -1,15 +1,16 @@
 """The guard before the optimizer step: what to do with a loss or gradient norm that is not finite or spikes.
 
-A step is bad when its loss or its gradient norm is not finite, or when its loss (with `grad_norm_sigma` also its
-gradient norm) exceeds mean + sigma * deviation over the last `window` good steps (only upwards: a sudden improvement is
-no fault). Policies:
+A step is bad when its loss or its gradient norm is not finite, or when its loss (with `grad_norm_sigma` also
+its gradient norm) exceeds mean + sigma * deviation over the last `window` good steps (only upwards: a sudden
+improvement is no fault). Policies:
 
     stop      end the run before the update
     skip      drop the update, go on with the next batch
-    rollback  go back to the last checkpoint; the caller keeps the data cursor, so that the bad batches are passed over
+    rollback  go back to the last checkpoint; the caller keeps the data cursor, so that the bad batches are
+              passed over
 
-Whatever the policy, more than `max_skips` bad steps among the last `window` steps stop the run, and so does a rollback
-beyond `max_rollbacks`. The decision is a maximum over ranks, so all ranks act alike.
+Whatever the policy, more than `max_skips` bad steps among the last `window` steps stop the run, and so does a
+rollback beyond `max_rollbacks`. The decision is a maximum over ranks, so all ranks act alike.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Guard:
         if sigma is None or len(history) < min(MIN_HISTORY, self.window):
             return ""
         limit = self.limit(history, sigma)
-        return f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)" if value > limit else ""
+        return (
+            f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)" if value > limit else ""
+        )
 
     def limit(self, history: deque[float], sigma: float) -> float:
         """mean + sigma * max(deviation, floor) of a window of good values."""

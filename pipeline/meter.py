@@ -1,8 +1,10 @@
-"""Speed, cost and memory of training: tokens/s, patches/s, MFU split into decoder and vision, data wait, step time.
+"""Speed, cost and memory of training: tokens/s, patches/s, MFU split into decoder and vision, data wait, step
+time.
 
-MFU = model FLOPs done / (seconds * peak FLOP/s of all ranks), for decoder and vision apart; their sum is the whole.
-FLOPs are those the model needs (forward and backward, no recomputation), counted by `model/flops.py`. Peaks are dense
-tensor-core peaks of the data sheets; a CPU's peak is what a short matmul reaches here, in the dtype of the run.
+MFU = model FLOPs done / (seconds * peak FLOP/s of all ranks), for decoder and vision apart; their sum is the
+whole. FLOPs are those the model needs (forward and backward, no recomputation), counted by `model/flops.py`.
+Peaks are dense tensor-core peaks of the data sheets; a CPU's peak is what a short matmul reaches here, in the
+dtype of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import torch
 
 from earlyfusion.pipeline.runtime import Runtime
 
-# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor cores, fp32 without tensor cores). First match wins.
+# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor cores, fp32 without tensor cores). First
+# match wins.
 PEAKS: dict[str, tuple[float, float]] = {
     "GB200": (2500e12, 80e12),
     "B200": (2250e12, 75e12),
@@ -39,7 +42,8 @@ COUNTS = ("tokens", "patches", "samples", "decoder_flops", "vision_flops")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table (MFU is then not shown)."""
+    """Peak FLOP/s of one device in `dtype`; None for a GPU that is not in the table (MFU is then not
+    shown)."""
     if device.type != "cuda":
         return measured_peak(dtype, torch.get_num_threads())
     name = torch.cuda.get_device_name(device)
@@ -91,7 +95,9 @@ class Meter:
         self.step_s: float | None = None  # exponential moving average
         self._pending = dict.fromkeys(COUNTS, 0.0)
         self._work: list[tuple[float, float]] = []  # of this rank, steps since the last flush
-        self._vision: list[float] | None = None  # since the last snapshot: largest own, largest done, mean; all ranks
+        self._vision: list[float] | None = (
+            None  # since the last snapshot: largest own, largest done, mean; all ranks
+        )
         self._begin_interval()
         self._last = time.perf_counter()
         self._not_counted = 0.0
@@ -141,7 +147,9 @@ class Meter:
 
     def flush(self) -> None:
         """Add this rank's pending counts to the totals of all ranks. Every rank calls it."""
-        summed = self.runtime.sum(torch.tensor([self._pending[name] for name in COUNTS], dtype=torch.float64)).tolist()
+        summed = self.runtime.sum(
+            torch.tensor([self._pending[name] for name in COUNTS], dtype=torch.float64)
+        ).tolist()
         for name, value in zip(COUNTS, summed, strict=True):
             self.totals[name] += value
             self._interval[name] += value
@@ -156,15 +164,18 @@ class Meter:
     def snapshot(self) -> dict[str, float]:
         """Rates since the last snapshot and totals of the run; every rank calls it.
 
-        Keys: tokens, patches, samples (totals), tokens_per_s, patches_per_s, step_s, data_wait (share of time),
-        mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank), seconds;
-        vision_imbalance and vision_imbalance_after: FLOPs of the rank with most vision work in each step over the mean of
-        ranks, pictures where they were read and where they were encoded (absent without vision_work).
+        Keys: tokens, patches, samples (totals), tokens_per_s, patches_per_s, step_s, data_wait (share of
+        time), mfu, mfu_decoder, mfu_vision (absent without a known peak), memory_gib (the fullest rank),
+        seconds; vision_imbalance and vision_imbalance_after: FLOPs of the rank with most vision work in each
+        step over the mean of ranks, pictures where they were read and where they were encoded (absent without
+        vision_work).
         """
         self.flush()
         elapsed = max(self._interval_s, 1e-9)
         worst = self.runtime.max(
-            torch.tensor([peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed], dtype=torch.float64)
+            torch.tensor(
+                [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed], dtype=torch.float64
+            )
         ).tolist()
         record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
         record |= {
@@ -191,7 +202,12 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """Totals and training time, equal on all ranks up to time. Every rank calls it (it flushes)."""
         self.flush()
-        return {"totals": dict(self.totals), "seconds": self.seconds, "step_s": self.step_s, "vision": self._vision}
+        return {
+            "totals": dict(self.totals),
+            "seconds": self.seconds,
+            "step_s": self.step_s,
+            "vision": self._vision,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = dict(state["totals"])

@@ -1,7 +1,9 @@
-"""Who encodes which picture in a training step: the ranks' grids, one plan, and a route for every micro-batch.
+"""Who encodes which picture in a training step: the ranks' grids, one plan, and a route for every
+micro-batch.
 
-Training steps only: evaluation calls the model without a route, so that one rank may evaluate while others wait.
-`parallel.exchange_pictures` turns it on; the plan decides, on all ranks alike, whether a step is worth it.
+Training steps only: evaluation calls the model without a route, so that one rank may evaluate while others
+wait. `parallel.exchange_pictures` turns it on; the plan decides, on all ranks alike, whether a step is worth
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids, supports_all_to_all
-from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
@@ -26,8 +28,8 @@ SETTINGS = ("off", "auto", "on")
 class PictureExchange:
     """Plans the exchange of a step; idle with one rank, or where the recipe turns it off.
 
-    Its collectives run in groups of their own, so that they cannot meet the gradient all-reduces that DDP starts while
-    the backward pass runs. Raises UserError when the ranks were started with different settings.
+    Its collectives run in groups of their own, so that they cannot meet the gradient all-reduces that DDP
+    starts while the backward pass runs. Raises UserError when the ranks were started with different settings.
     """
 
     def __init__(self, section: ParallelSection, config: FusionConfig, runtime: Runtime) -> None:
@@ -42,11 +44,14 @@ class PictureExchange:
         if runtime.world == 1:
             return
         code = SETTINGS.index(self.setting)
-        highest, lowest = runtime.agree(code), -runtime.agree(-code)  # both on every rank, whatever the first says
+        highest, lowest = (
+            runtime.agree(code),
+            -runtime.agree(-code),
+        )  # both on every rank, whatever the first says
         if highest != lowest:
             raise UserError(
-                f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on another: "
-                "start all ranks with the same recipe"
+                f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on"
+                " another: start all ranks with the same recipe"
             )
         if self.setting != "off":
             self._open(runtime.device)
@@ -62,8 +67,8 @@ class PictureExchange:
     def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
         """A route for each of this rank's micro-batches; None: encode the own pictures.
 
-        max_patches: most patches that a rank may get to encode in a micro-batch. Every rank calls it, once a step. Raises
-        UserError, on all ranks, where they disagree.
+        max_patches: most patches that a rank may get to encode in a micro-batch. Every rank calls it, once a
+        step. Raises UserError, on all ranks, where they disagree.
         """
         nothing: list[Route | None] = [None] * len(batches)
         if self.setting == "off":
@@ -72,9 +77,12 @@ class PictureExchange:
         self.gathers += 1
         try:
             grids = gather_grids(
-                [batch.grids for batch in batches], self.planning, self.planning_device,
-                self._digest(max_patches), complaint(batches, merge),
-            )  # fmt: skip
+                [batch.grids for batch in batches],
+                self.planning,
+                self.planning_device,
+                self._digest(max_patches),
+                complaint(batches, merge),
+            )
         except RanksDisagree as error:
             raise UserError(f"exchange of pictures: {error}") from None
         plan = plan_step(grids, self.cost, merge, max_patches)

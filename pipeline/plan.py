@@ -1,8 +1,9 @@
-"""`earlyfusion plan RECIPE` and `--dry-run`: what a recipe will build and do, without data and without weights.
+"""`earlyfusion plan RECIPE` and `--dry-run`: what a recipe will build and do, without data and without
+weights.
 
-Prints parameters and FLOPs by room and the stages with their tokens and learning rates (that much is `--dry-run`), how
-the optimizer routes every weight, and the resolved recipe. The model is built on the meta device, so the 48B recipe
-prints about as fast as nano. `banner` is the head of a run.
+Prints parameters and FLOPs by room and the stages with their tokens and learning rates (that much is
+`--dry-run`), how the optimizer routes every weight, and the resolved recipe. The model is built on the meta
+device, so the 48B recipe prints about as fast as nano. `banner` is the head of a run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.arguments import parse_arguments
-from earlyfusion.pipeline.compose import compose, recipe_hash, render, validate
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.arguments import parse_arguments
+from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
@@ -38,7 +39,8 @@ SIDE_PATCHES = 32  # the example image of the FLOP table: 448 x 448 pixels at 14
 
 
 def meta_model(config: RunConfig) -> NativeFusion:
-    """The recipe's model without storage. The media token's id matters to no size, so the last id stands for it."""
+    """The recipe's model without storage. The media token's id matters to no size, so the last id stands for
+    it."""
     fusion = FusionConfig(text=config.model, vision=config.vision, media_token_id=config.model.vocab_size - 1)
     with torch.device("meta"):
         return NativeFusion(fusion)
@@ -70,7 +72,9 @@ def room_table(config: RunConfig, model: NativeFusion) -> Table:
         title_justify="left",
     )
     for column in ("room", "parameters", "share", "FLOPs", "share"):
-        table.add_column(column, justify="left" if column == "room" else "right", no_wrap=column in ("share", "FLOPs"))
+        table.add_column(
+            column, justify="left" if column == "room" else "right", no_wrap=column in ("share", "FLOPs")
+        )
     for room, parameters in count.by_room.items():
         if not parameters and not per.get(room):
             continue
@@ -78,7 +82,11 @@ def room_table(config: RunConfig, model: NativeFusion) -> Table:
         cost = per.get(room, 0.0)
         shown = f"{scaled(cost)} / {unit}" if cost else "-"
         table.add_row(
-            room, f"{parameters:,}", percent(parameters, count.total), shown, percent(cost, whole) if cost else ""
+            room,
+            f"{parameters:,}",
+            percent(parameters, count.total),
+            shown,
+            percent(cost, whole) if cost else "",
         )
     table.add_section()
     table.add_row("decoder", f"{decoder_parameters(count):,}", "", f"{scaled(decoder)} / token", "")
@@ -130,7 +138,18 @@ def stage_table(config: RunConfig) -> Table:
     """Steps, tokens and learning rates of each stage."""
     stages = StageTable(config.stages, config.optim.lr)
     table = Table(title=f"stages: {config.total_steps} steps", title_justify="left")
-    for column in ("stage", "steps", "document", "tokens/step", "tokens", "patches/step", "schedule", "lr", "mixture", "frozen"):  # fmt: skip
+    for column in (
+        "stage",
+        "steps",
+        "document",
+        "tokens/step",
+        "tokens",
+        "patches/step",
+        "schedule",
+        "lr",
+        "mixture",
+        "frozen",
+    ):
         table.add_column(column, overflow="fold")
     for index, stage in enumerate(config.stages):
         first, last = stages.starts[index], stages.starts[index + 1] - 1
@@ -138,10 +157,17 @@ def stage_table(config: RunConfig) -> Table:
         per_step = stage.tokens * stage.lanes
         mixture = describe_mix(stage, {source.name: source.weight for source in config.data.sources})
         table.add_row(
-            stage.name, f"{stage.steps}", f"<= {stage.length}", f"{stage.tokens:,} x {stage.lanes}",
-            scaled(per_step * stage.steps), f"<= {stage.max_patches * stage.lanes:,}", stage.schedule, rates, mixture,
+            stage.name,
+            f"{stage.steps}",
+            f"<= {stage.length}",
+            f"{stage.tokens:,} x {stage.lanes}",
+            scaled(per_step * stage.steps),
+            f"<= {stage.max_patches * stage.lanes:,}",
+            stage.schedule,
+            rates,
+            mixture,
             ", ".join(stage.frozen) or "-",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -158,7 +184,8 @@ def percent(part: float, whole: float) -> str:
 
 
 def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool = False) -> None:
-    """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself would."""
+    """Print the plan; brief: sizes and stages alone. Raises UserError or RoutingError where the run itself
+    would."""
     config = with_given_vocabulary(config)
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     model = meta_model(config)
@@ -167,7 +194,9 @@ def show_plan(config: RunConfig, console: Console | None = None, *, brief: bool 
         print_table(console, table)
     if brief:
         console.print(f"output folder: {config.run.directory}", markup=False, soft_wrap=True)
-        console.print("checked; nothing was written. Routing and the whole recipe: earlyfusion plan", markup=False)
+        console.print(
+            "checked; nothing was written. Routing and the whole recipe: earlyfusion plan", markup=False
+        )
         return
     console.print(f"# resolved recipe {config.run.name}, hash {recipe_hash(config)}", markup=False)
     console.print(render(config), markup=False, soft_wrap=True)
@@ -179,10 +208,15 @@ def show_brief(config: RunConfig) -> None:
 
 
 def banner(training: Any) -> str:
-    """Two lines on a run (pipeline/pretrain.py) that begins: model, device, processes; steps, tokens, time, folder."""
+    """Two lines on a run (pipeline/pretrain.py) that begins: model, device, processes; steps, tokens, time,
+    folder."""
     config, runtime, model = training.config, training.runtime, training.fusion
     count, threads = count_parameters(model), torch.get_num_threads()
-    where = f"{runtime.world} x {threads} threads" if runtime.device.type == "cpu" else f"{runtime.world} processes"
+    where = (
+        f"{runtime.world} x {threads} threads"
+        if runtime.device.type == "cpu"
+        else f"{runtime.world} processes"
+    )
     stages = StageTable(config.stages, config.optim.lr)
     tokens = flops = 0.0
     for step in range(training.step, training.total):
@@ -195,9 +229,9 @@ def banner(training: Any) -> str:
     time = duration(flops / (USUAL_MFU * peak * runtime.world)) if peak else "unknown"
     begun = f", from step {training.step}" if training.step else ""
     return (
-        f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active), {runtime.device} {where}\n"
-        f"{training.total - training.step:,} steps{begun}, {scaled(tokens)} tokens, expected time {time}, "
-        f"to {config.run.directory}"
+        f"{config.run.name}: {scaled(count.total)} parameters ({scaled(count.active)} active),"
+        f" {runtime.device} {where}\n{training.total - training.step:,} steps{begun}, {scaled(tokens)}"
+        f" tokens, expected time {time}, to {config.run.directory}"
     )
 
 

@@ -6,12 +6,12 @@
     earlyfusion pretrain nano
 
 One step: packed micro-batches -> NativeFusion -> weighted mean loss -> gradients (averaged over ranks by DDP)
--> guard -> clip -> MuonClip (or AdamW) with QK-Clip -> router biases -> meters. Everything that a resume needs lies in
-the checkpoint: weights, optimizer, data cursors, random states, meters, guard. A stopped run (SIGTERM, SIGINT) saves
-and leaves with exit code 75; `--resume` goes on bit for bit.
+-> guard -> clip -> MuonClip (or AdamW) with QK-Clip -> router biases -> meters. Everything that a resume
+needs lies in the checkpoint: weights, optimizer, data cursors, random states, meters, guard. A stopped run
+(SIGTERM, SIGINT) saves and leaves with exit code 75; `--resume` goes on bit for bit.
 
-The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory) and
-report.html.
+The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory)
+and report.html.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.compose import dump, load_config
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline.config.compose import dump, load_config
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import Meter
@@ -44,7 +44,9 @@ class Pretraining:
     """The parts of a run, built in the order they need one another; `train` is the loop."""
 
     def __init__(self, config: RunConfig, resume: bool) -> None:
-        self.runtime = runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
+        self.runtime = runtime = Runtime(
+            config.train.mixed_precision, config.train.threads, config.track.trackers
+        )
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
         self.config = config = self._fitted(config)
@@ -52,7 +54,9 @@ class Pretraining:
         self.stages = StageTable(config.stages, config.optim.lr)
         self.total = config.total_steps
         facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
-        self.checkpoints = Checkpointer(self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every)
+        self.checkpoints = Checkpointer(
+            self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every
+        )
         start = self.checkpoints.start(resume)
 
         self.fusion = self._build_model()
@@ -61,7 +65,9 @@ class Pretraining:
         self.model = runtime.prepare_model(self.fusion)
         self.optimizer = build.optimizer(config, self.fusion)
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
-        self.meter = Meter(runtime, torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32)
+        self.meter = Meter(
+            runtime, torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
+        )
         self.costs = build.Costs(self.fusion.config)
         self.book = LossBook([source.name for source in config.data.sources])
         self.source_weights = torch.tensor([config.train.loss_weights.get(s, 1.0) for s in self.book.sources])
@@ -74,9 +80,15 @@ class Pretraining:
         self.loaders.at(self.stages.place(self.step).index)  # missing data is told before anything is written
         runtime.stop.install()
         self.tracker = Tracker(
-            self.out, runtime, total_steps=self.total, start_step=self.step, tensorboard=config.track.tensorboard,
-            trackers=config.track.trackers, recipe=dump(config), name=config.run.name,
-        )  # fmt: skip
+            self.out,
+            runtime,
+            total_steps=self.total,
+            start_step=self.step,
+            tensorboard=config.track.tensorboard,
+            trackers=config.track.trackers,
+            recipe=dump(config),
+            name=config.run.name,
+        )
         if runtime.is_main:
             build.write_recipe(self.out, config)
 
@@ -95,7 +107,8 @@ class Pretraining:
     def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
         return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
 
-    # ------------------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------------------------
+    # the loop
 
     @objects_at_rest()
     def train(self) -> int:
@@ -118,11 +131,15 @@ class Pretraining:
     def _one_step(self, batches: Sequence[Any], place: Any, flops: tuple[float, float]) -> None:
         self.model.train()
         routes = self.exchange.routes(batches, self.config.stages[place.index].max_patches)
-        result = forward_backward(self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum, routes)
+        result = forward_backward(
+            self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum, routes
+        )
         frozen = build.frozen(self.config.stages[place.index].frozen)
         drop_frozen_gradients(self.fusion, frozen)
         limit = self.config.optim.clip_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.fusion.parameters(), float("inf") if limit is None else limit)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.fusion.parameters(), float("inf") if limit is None else limit
+        )
         grad_norm = float(norm)
         can_roll_back = self.guard.policy == "rollback" and self.checkpoints.latest() is not None
         verdict = self.guard.check(result.loss, grad_norm, can_roll_back=can_roll_back)
@@ -136,14 +153,23 @@ class Pretraining:
             balance = build.forget_step(self.fusion, self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.meter.step(
-            tokens=sum(b.num_tokens for b in batches), patches=sum(b.num_patches for b in batches),
-            samples=sum(b.segments.num for b in batches), decoder_flops=flops[0], vision_flops=flops[1],
+            tokens=sum(b.num_tokens for b in batches),
+            patches=sum(b.num_patches for b in batches),
+            samples=sum(b.segments.num for b in batches),
+            decoder_flops=flops[0],
+            vision_flops=flops[1],
             vision_work=self.exchange.work(batches, routes),
-        )  # fmt: skip
+        )
         self.step += 1
         if not verdict.ok and self._react(verdict):
             return
-        shown = {"stage": place.name, "loss": result.loss, "lr": lr, "grad_norm": grad_norm, "fill": result.fill}
+        shown = {
+            "stage": place.name,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "fill": result.fill,
+        }
         if self.step % self.config.track.log_every == 0 or self.step == self.total:
             self._log(shown, balance)
         else:
@@ -156,11 +182,13 @@ class Pretraining:
         record |= self.meter.snapshot()
         self.book.clear()
         self.tracker.log(
-            self.step, record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion)
+            self.step,
+            record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion),
         )
 
     def _react(self, verdict: Any) -> bool:
-        """The guard refused the update: say so, and stop or go back when its policy asks for it. True: gone back."""
+        """The guard refused the update: say so, and stop or go back when its policy asks for it. True: gone
+        back."""
         seen, message = self.step, f"{verdict.action}: {verdict.reason}"
         newest = self.checkpoints.intact() if verdict.action == "rollback" else None
         if newest is not None:
@@ -183,15 +211,19 @@ class Pretraining:
             with self.meter.paused():
                 self._save()
 
-    # ------------------------------------------------------------------------------------------- state, and the end
+    # ------------------------------------------------------------------------------------------- state, and
+    # the end
 
     def _save(self) -> Path:
         book = self.runtime.sum(self.book.sums).cpu()  # of all ranks: the file keeps rank 0's trainer state
         trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": book}
         path = self.checkpoints.save(
-            self.step, model=self.fusion.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
+            self.step,
+            model=self.fusion.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            trainer=trainer,
             lanes=self.loaders.state_dict(),
-        )  # fmt: skip
+        )
         self.tracker.event(self.step, "checkpoint", path=path.name)
         return path
 
@@ -212,11 +244,14 @@ class Pretraining:
     def _leave_early(self) -> int:
         path = self._save()
         reason = self.runtime.stop.received or "a signal on another rank"
-        self.tracker.event(self.step, "stop", message=f"{reason}: saved {path.name}; --resume goes on from here")
+        self.tracker.event(
+            self.step, "stop", message=f"{reason}: saved {path.name}; --resume goes on from here"
+        )
         return EXIT_REQUEUE
 
     def _finish(self) -> int:
-        # The stage of the last step taken: with run.steps it need not be the last stage, and its cursors are saved below.
+        # The stage of the last step taken: with run.steps it need not be the last stage, and its cursors are
+        # saved below.
         loader = self.loaders.at(self.stages.place(max(0, self.step - 1)).index)
         with self.meter.paused():
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
@@ -236,7 +271,9 @@ class Pretraining:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
-    parsed = parse_arguments(arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano")
+    parsed = parse_arguments(
+        arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano"
+    )
     config = load_config(parsed.recipes, parsed.overrides)
     return launch(Pretraining, config, parsed, check=evaluate.Evaluator.check)
 

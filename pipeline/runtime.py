@@ -1,8 +1,8 @@
 """Processes, devices, seeds, and the wish to stop.
 
-`Runtime` wraps accelerate's Accelerator: alone, under `accelerate launch`, or under torchrun with gloo or nccl. The
-data loader never goes through `prepare()` (accelerate would let rank 0 read everything and broadcast it).
-Reductions are sums and maxima of small float64 tensors; with one process they cost nothing.
+`Runtime` wraps accelerate's Accelerator: alone, under `accelerate launch`, or under torchrun with gloo or
+nccl. The data loader never goes through `prepare()` (accelerate would let rank 0 read everything and
+broadcast it). Reductions are sums and maxima of small float64 tensors; with one process they cost nothing.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def launcher_words() -> list[str]:
 def check_launcher(
     mixed_precision: str, environment: Mapping[str, str] = os.environ, words: Sequence[str] | None = None
 ) -> None:
-    """UserError for settings of `accelerate launch` that the recipe contradicts or that nothing here would obey.
+    """UserError for settings of `accelerate launch` that the recipe contradicts or that nothing here would
+    obey.
 
-    mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing. words: the launcher's
-    command line, which names what it does not hand on through the environment.
+    mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing. words: the
+    launcher's command line, which names what it does not hand on through the environment.
     """
     said = {key.removeprefix("ACCELERATE_"): value for key, value in environment.items()}
     if "MIXED_PRECISION" in said:
@@ -103,7 +104,8 @@ def check_launcher(
 
 
 def tie_to_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Under accelerate or torchrun: SIGTERM for this process when the launcher ends, so that no orphan trains on.
+    """Under accelerate or torchrun: SIGTERM for this process when the launcher ends, so that no orphan trains
+    on.
 
     Linux only; True where it was done. A run without a launcher outlives its shell, as nohup wants it.
     """
@@ -116,7 +118,8 @@ def tie_to_launcher(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def installed(package: str) -> str | None:
-    """Version of a distribution, torch's with its build ("2.11.0+cu130"); None if absent. Nothing is imported."""
+    """Version of a distribution, torch's with its build ("2.11.0+cu130"); None if absent. Nothing is
+    imported."""
     try:
         return str(torch.__version__) if package == "torch" else version(package)
     except PackageNotFoundError:
@@ -125,8 +128,9 @@ def installed(package: str) -> str | None:
 
 @contextmanager
 def objects_at_rest() -> Iterator[None]:
-    """For a loop: the garbage collector passes over what exists when it begins. A full collection looks at every object,
-    400,000 with torch alone, and stops a step for 0.2 s and more; what is made inside is collected as ever."""
+    """For a loop: the garbage collector passes over what exists when it begins. A full collection looks at
+    every object, 400,000 with torch alone, and stops a step for 0.2 s and more; what is made inside is
+    collected as ever."""
     gc.freeze()
     try:
         yield
@@ -165,13 +169,16 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def keep_freed_memory(most: int = 2**31 - 1) -> bool:
     """Tell glibc to keep large freed buffers for reuse, `most` bytes in all; True where that worked.
 
-    By default every tensor above 128 KiB is mapped anew and its pages are faulted in and zeroed again, which on a CPU
-    costs as much as the arithmetic. Tensors of a training step have the same sizes in every step, so keeping them
-    costs little memory. A server, whose sizes others choose, sets a bound: single buffers above it are never kept.
+    By default every tensor above 128 KiB is mapped anew and its pages are faulted in and zeroed again, which
+    on a CPU costs as much as the arithmetic. Tensors of a training step have the same sizes in every step, so
+    keeping them costs little memory. A server, whose sizes others choose, sets a bound: single buffers above
+    it are never kept.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-        return bool(libc.mallopt(M_MMAP_THRESHOLD, min(1 << 30, most)) and libc.mallopt(M_TRIM_THRESHOLD, most))
+        return bool(
+            libc.mallopt(M_MMAP_THRESHOLD, min(1 << 30, most)) and libc.mallopt(M_TRIM_THRESHOLD, most)
+        )
     except (OSError, AttributeError):
         return False
 
@@ -223,7 +230,8 @@ class Runtime:
             keep_freed_memory()
         if threads is not None:
             torch.set_num_threads(threads)
-        # Buffers hold per-rank statistics (max logits, expert load): DDP must not overwrite them with rank 0's.
+        # Buffers hold per-rank statistics (max logits, expert load): DDP must not overwrite them with rank
+        # 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
@@ -272,11 +280,12 @@ class Runtime:
         return bool(self.agree(int(self.stop.received is not None)))
 
     def lanes(self, lanes: int) -> list[int]:
-        """The micro-batch lanes of this rank; UserError when the lanes do not divide evenly over the processes."""
+        """The micro-batch lanes of this rank; UserError when the lanes do not divide evenly over the
+        processes."""
         if lanes % self.world:
             raise UserError(
-                f"{lanes} lanes cannot be shared evenly by {self.world} processes: "
-                f"set the stage's lanes to a multiple of {self.world}, or start a number of processes that divides {lanes}"
+                f"{lanes} lanes cannot be shared evenly by {self.world} processes: set the stage's lanes to a"
+                f" multiple of {self.world}, or start a number of processes that divides {lanes}"
             )
         return list(range(self.rank, lanes, self.world))
 

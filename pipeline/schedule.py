@@ -31,20 +31,25 @@ class StageLike(Protocol):
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Linear rise: (step + 1) / warmup_steps below warmup_steps, 1 after it; the first update is never zero."""
+    """Linear rise: (step + 1) / warmup_steps below warmup_steps, 1 after it; the first update is never
+    zero."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
 
 
 def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> float:
-    """Warm-up, then final + (1 - final) (1 + cos(pi u)) / 2 with u from 0 (end of warm-up) to 1 (last step)."""
+    """Warm-up, then final + (1 - final) (1 + cos(pi u)) / 2 with u from 0 (end of warm-up) to 1 (last
+    step)."""
     if step < warmup_steps:
         return warmup(step, warmup_steps)
     u = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
     return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * u))
 
 
-def wsd(step: int, steps: int, warmup_steps: int = 0, decay_steps: int = 0, final_ratio: float = 0.0) -> float:
-    """Warm-up, stable at 1, then linear fall over the last decay_steps steps; the last step is at final_ratio."""
+def wsd(
+    step: int, steps: int, warmup_steps: int = 0, decay_steps: int = 0, final_ratio: float = 0.0
+) -> float:
+    """Warm-up, stable at 1, then linear fall over the last decay_steps steps; the last step is at
+    final_ratio."""
     if step < warmup_steps:
         return warmup(step, warmup_steps)
     into_decay = step - (steps - decay_steps) + 1
@@ -87,7 +92,8 @@ class StageTable:
         return self.starts[-1]
 
     def place(self, step: int) -> Place:
-        """The stage of a global step; the step after the last one belongs to the last stage (a finished run)."""
+        """The stage of a global step; the step after the last one belongs to the last stage (a finished
+        run)."""
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step {step} lies outside the run of {self.total_steps} steps")
         index = len(self.stages) - 1

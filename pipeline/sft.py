@@ -3,15 +3,17 @@
     accelerate launch -m earlyfusion.pipeline.sft sft-zero-vision --init-from runs/nano/model
     earlyfusion sft sft-vision --init-from runs/nano/model --out runs/sft-vision
 
-The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimizers, guard, checkpoints and exact
-resume. What differs: the model, its shape and its tokenizer come from `run.init_from` (pipeline/sft_start.py); the
-sources are conversations, in which only the assistant's messages carry loss (data/chat.py); evaluation measures the
-loss on held-out answers and whether tool calls work (pipeline/sft_eval.py); and the model directory gets
-`chat_template.jinja`, by which generate, chat, serve and eval know that the model speaks the chat form. Sources of plain
-documents alone (chat_files with another template, problems) leave a model in the form it had.
+The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimizers, guard, checkpoints and
+exact resume. What differs: the model, its shape and its tokenizer come from `run.init_from`
+(pipeline/sft_start.py); the sources are conversations, in which only the assistant's messages carry loss
+(data/chat/template.py); evaluation measures the loss on held-out answers and whether tool calls work
+(pipeline/sft_eval.py); and the model directory gets `chat_template.jinja`, by which generate, chat, serve and
+eval know that the model speaks the chat form. Sources of plain documents alone (chat_files with another
+template, problems) leave a model in the form it had.
 
-Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python programs,
-vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of tokens.
+Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python
+programs, vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of
+tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.chat import ChatTokenizer, template_of
+from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub_config import model_folder
+from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.compose import compose, validate
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline.config.compose import compose, validate
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.pretrain import Pretraining
 from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
@@ -57,7 +59,8 @@ class FineTuning(Pretraining):
         return evaluator
 
     def _speaks_chat(self) -> bool:
-        """Whether the model that is written speaks the chat form: a source teaches it, or the start spoke it."""
+        """Whether the model that is written speaks the chat form: a source teaches it, or the start spoke
+        it."""
         taught = (
             source.kind in CHAT_KINDS and getattr(source.typed, "template", "chat") == "chat"
             for source in self.config.data.sources
@@ -75,7 +78,10 @@ class FineTuning(Pretraining):
         chat = self._speaks_chat()
         frozen = sorted({entry for stage in self.config.stages for entry in stage.frozen})
         notes = [
-            f"Supervised fine-tuning on conversations, from `{self.config.run.init_from}`; only answers were learned.",
+            (
+                f"Supervised fine-tuning on conversations, from `{self.config.run.init_from}`; only answers"
+                " were learned."
+            ),
             "It speaks the chat form of `chat_template.jinja`, with thinking and tool calls." if chat else "",
             f"Not trained in this stage: {', '.join(frozen)}." if frozen else "",
             self.growth.note,
@@ -87,7 +93,9 @@ class FineTuning(Pretraining):
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, build, train; returns the exit code."""
-    parsed = parse_arguments(arguments, RunConfig, verb="sft", about=__doc__ or "", default_recipe="sft-zero-vision")
+    parsed = parse_arguments(
+        arguments, RunConfig, verb="sft", about=__doc__ or "", default_recipe="sft-zero-vision"
+    )
     config = validate(with_start(compose(parsed.recipes, parsed.overrides)))
     return launch(FineTuning, config, parsed, check=ChatEvaluator.check)
 

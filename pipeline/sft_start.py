@@ -1,11 +1,13 @@
-"""Where a chat stage starts: the model and tokenizer of a model directory, with rows added for missing special tokens.
+"""Where a chat stage starts: the model and tokenizer of a model directory, with rows added for missing
+special tokens.
 
-The recipe of a chat stage has no `model`, `vision` and `tokenizer` of its own: `with_start` fills them in from the
-directory that `run.init_from` names, so the resolved recipe is complete and a resume can be compared with it.
+The recipe of a chat stage has no `model`, `vision` and `tokenizer` of its own: `with_start` fills them in
+from the directory that `run.init_from` names, so the resolved recipe is complete and a resume can be compared
+with it.
 
-Growth: a tokenizer from elsewhere may lack some of the special tokens (data/tokenizer.py). They get the next free ids,
-and the rows of the embedding (and of an untied head) that belong to them are the mean of the rows of the tokens that
-were there before. The model card says so.
+Growth: a tokenizer from elsewhere may lack some of the special tokens (data/tokenizer.py). They get the next
+free ids, and the rows of the embedding (and of an untied head) that belong to them are the mean of the rows
+of the tokens that were there before. The model card says so.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torch import Tensor
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import load_config, model_folder
+from earlyfusion.model.hub.config import load_config, model_folder
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import UserError
 
 VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -34,11 +36,14 @@ TABLES = ("decoder.embed_tokens.weight", "decoder.lm_head.weight")
 def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A composed recipe with `model`, `vision` and `tokenizer` as the directory of `run.init_from` has them.
 
-    Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is none.
+    Raises UserError when there is none or the recipe asks for another model, ModelDirectoryError when it is
+    none.
     """
     directory = (tree.get("run") or {}).get("init_from")
     if directory is None:
-        raise UserError("run.init_from is not set: name the model directory to start from, --init-from runs/nano/model")
+        raise UserError(
+            "run.init_from is not set: name the model directory to start from, --init-from runs/nano/model"
+        )
     directory = model_folder(directory)
     found = load_config(directory)
     tokens = Tokenizer.load(directory)
@@ -65,14 +70,15 @@ def _check_same(section: str, given: Mapping[str, Any], found: Mapping[str, Any]
             _check_same(f"{section}.{key}", value, found[key], directory)
         elif key not in found or found[key] != value:
             raise UserError(
-                f"{section}.{key} = {value!r}: the model comes from {directory}, which has {found.get(key)!r}; "
-                f"remove the section [{section.partition('.')[0]}] from the recipe"
+                f"{section}.{key} = {value!r}: the model comes from {directory}, which has"
+                f" {found.get(key)!r}; remove the section [{section.partition('.')[0]}] from the recipe"
             )
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What became of the vocabulary: rows before and after, and the special tokens that got an initial row."""
+    """What became of the vocabulary: rows before and after, and the special tokens that got an initial
+    row."""
 
     before: int
     after: int
@@ -84,15 +90,19 @@ class Growth:
         if not self.added:
             return ""
         return (
-            f"{len(self.added)} special tokens were added to the tokenizer ({', '.join(self.added)}): their rows of the "
-            f"embedding began as the mean of the other rows ({self.before} rows before, {self.after} after)."
+            f"{len(self.added)} special tokens were added to the tokenizer ({', '.join(self.added)}): their"
+            f" rows of the embedding began as the mean of the other rows ({self.before} rows before,"
+            f" {self.after} after)."
         )
 
 
-def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) -> tuple[NativeFusion, Growth]:
+def start_model(
+    directory: str | Path, wanted: FusionConfig, tokens: Tokenizer
+) -> tuple[NativeFusion, Growth]:
     """The directory's weights in a model of configuration `wanted`, which may differ in its vocabulary only.
 
-    Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such directory.
+    Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such
+    directory.
     """
     loaded = load_model(directory)
     before, after = loaded.config.text.vocab_size, wanted.text.vocab_size
@@ -100,7 +110,9 @@ def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) 
     if loaded.config == wanted and not tokens.added:
         return loaded, growth
     if _without_vocabulary(loaded.config) != _without_vocabulary(wanted) or after < before:
-        raise UserError(f"run.init_from {directory}: its model is not the recipe's; start without [model] and [vision]")
+        raise UserError(
+            f"run.init_from {directory}: its model is not the recipe's; start without [model] and [vision]"
+        )
     fusion = NativeFusion(wanted).to(loaded.decoder.embed_tokens.weight.dtype)
     state = loaded.state_dict()
     fresh = [tokens.id_of(name) for name in tokens.added]
@@ -117,7 +129,8 @@ def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
 
 
 def grown(table_VD: Tensor, rows: int, fresh: Sequence[int]) -> Tensor:
-    """[V, D] -> [rows, D]: rows beyond V, and those of the ids in `fresh`, are the mean of all others (in fp32)."""
+    """[V, D] -> [rows, D]: rows beyond V, and those of the ids in `fresh`, are the mean of all others (in
+    fp32)."""
     known = torch.ones(table_VD.shape[0], dtype=torch.bool, device=table_VD.device)
     known[[i for i in fresh if i < table_VD.shape[0]]] = False
     mean_D = table_VD[known].float().mean(dim=0).to(table_VD.dtype)

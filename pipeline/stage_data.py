@@ -1,4 +1,5 @@
-"""The data of a run, stage by stage: a loader with the stage's length, budgets, mixture and order, and what it gave."""
+"""The data of a run, stage by stage: a loader with the stage's length, budgets, mixture and order, and what
+it gave."""
 
 from __future__ import annotations
 
@@ -10,22 +11,25 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.errors import REASONS
-from earlyfusion.data.ledger import skip_file
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.mixture import Point, Schedule
+from earlyfusion.data.loading.ledger import skip_file
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.mixture import Point, Schedule
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.pipeline.config import RunConfig, StageSection
+from earlyfusion.pipeline.config.schema import RunConfig, StageSection
 from earlyfusion.pipeline.runtime import Runtime
 
 
 def mix_schedule(stage: StageSection, weights: dict[str, float]) -> Schedule | None:
-    """The stage's mixture by step; None where one set of weights holds throughout. `weights`: those of data.sources."""
+    """The stage's mixture by step; None where one set of weights holds throughout. `weights`: those of
+    data.sources."""
     if stage.vision_share is None and not stage.mix:
         return None
     points = [Point(0.0, stage.weights or weights, stage.vision_share)]
     for change in stage.mix:
         points.append(
-            Point(change.at * stage.steps, change.weights or None, change.vision_share, change.ramp == "linear")
+            Point(
+                change.at * stage.steps, change.weights or None, change.vision_share, change.ramp == "linear"
+            )
         )
     return Schedule(points)
 
@@ -48,11 +52,15 @@ def describe_mix(stage: StageSection, weights: dict[str, float]) -> str:
 class StageLoaders:
     """The data loader of the current stage. Each stage has its own length, budget, mixture and order.
 
-    The cursors of a stage that was left are kept: a rollback into it goes on behind what was read, not from its start.
+    The cursors of a stage that was left are kept: a rollback into it goes on behind what was read, not from
+    its start.
     """
 
-    def __init__(self, config: RunConfig, tokens: Tokenizer, runtime: Runtime, out: Path | None = None) -> None:
-        """out: the run's folder, which gets the log of samples left out; None (a benchmark) writes and deletes nothing."""
+    def __init__(
+        self, config: RunConfig, tokens: Tokenizer, runtime: Runtime, out: Path | None = None
+    ) -> None:
+        """out: the run's folder, which gets the log of samples left out; None (a benchmark) writes and
+        deletes nothing."""
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
             runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
@@ -68,17 +76,32 @@ class StageLoaders:
             return self._loader
         self._left |= self._current()
         self.close()
-        if self._fresh and self._log is not None:  # what an earlier run in this folder left out is not this run's
+        if (
+            self._fresh and self._log is not None
+        ):  # what an earlier run in this folder left out is not this run's
             self._log.unlink(missing_ok=True)
             self._fresh = False
         stage, runtime, data = self.config.stages[index], self.runtime, self.config.data
         schedule = mix_schedule(stage, {source.name: source.weight for source in data.sources})
-        self._stage, self._loader = index, Loader(
-            data, self.tokens, self.config.vision, length=stage.length, tokens=stage.tokens,
-            max_patches=stage.max_patches, max_vision_flops=stage.max_vision_flops, lanes=stage.lanes,
-            rank=runtime.rank, world_size=runtime.world, weights=None if schedule else stage.weights or None,
-            schedule=schedule, stage=index, log=self._log,
-        )  # fmt: skip
+        self._stage, self._loader = (
+            index,
+            Loader(
+                data,
+                self.tokens,
+                self.config.vision,
+                length=stage.length,
+                tokens=stage.tokens,
+                max_patches=stage.max_patches,
+                max_vision_flops=stage.max_vision_flops,
+                lanes=stage.lanes,
+                rank=runtime.rank,
+                world_size=runtime.world,
+                weights=None if schedule else stage.weights or None,
+                schedule=schedule,
+                stage=index,
+                log=self._log,
+            ),
+        )
         cursors = self._left.pop(index, {})
         if cursors:
             head = next(iter(cursors.values()))["head"]
@@ -89,10 +112,11 @@ class StageLoaders:
         return self._loader
 
     def metrics(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """What the current stage's data turned out to be so far, over all ranks (`reduce` sums); every rank calls it.
+        """What the current stage's data turned out to be so far, over all ranks (`reduce` sums); every rank
+        calls it.
 
-        data/step: steps of the stage's data delivered or skipped (what stages.skip counts); data/share/<source>: share of
-        the tokens; data/vision_share: of tokens in documents with a picture;
+        data/step: steps of the stage's data delivered or skipped (what stages.skip counts);
+        data/share/<source>: share of the tokens; data/vision_share: of tokens in documents with a picture;
         data/media_share: of image features; data/fill; data/epoch/<source>: passes; data/skipped and
         data/skipped/<reason>: samples left out.
         """
@@ -122,7 +146,9 @@ class StageLoaders:
             return {}
         state = self._loader.state_dict()
         head = {key: value for key, value in state.items() if key != "lanes"}
-        return {self._stage: {int(lane): {"head": head, "state": saved} for lane, saved in state["lanes"].items()}}
+        return {
+            self._stage: {int(lane): {"head": head, "state": saved} for lane, saved in state["lanes"].items()}
+        }
 
     def state_dict(self) -> dict[int, Any]:
         """Lane -> stage -> cursor, of this rank's lanes and every stage that was begun."""

@@ -1,8 +1,9 @@
 """Nested state on disk without pickle: tensors in `<stem>.safetensors`, everything else in `<stem>.json`.
 
-Holds what state_dict()s hold: dicts (any scalar keys), lists, tuples, tensors, numpy arrays, numbers, strings, None,
-dtypes. Python floats, integers and tensor bits come back exactly. Tensors that share memory (tied weights) are
-written once. Anything else is a TypeError that names its place, so nothing is ever lost silently.
+Holds what state_dict()s hold: dicts (any scalar keys), lists, tuples, tensors, numpy arrays, numbers,
+strings, None, dtypes. Python floats, integers and tensor bits come back exactly. Tensors that share memory
+(tied weights) are written once. Anything else is a TypeError that names its place, so nothing is ever lost
+silently.
 """
 
 from __future__ import annotations
@@ -82,17 +83,23 @@ def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], seen: dict
     if isinstance(value, Mapping):
         plain = all(isinstance(key, str) for key in value) and not any(tag in value for tag in _TAGS)
         items = [(key, _encode(item, f"{place}/{key}", tensors, seen)) for key, item in value.items()]
-        return dict(items) if plain else {"__items__": [[_scalar_key(key, place), item] for key, item in items]}
+        return (
+            dict(items) if plain else {"__items__": [[_scalar_key(key, place), item] for key, item in items]}
+        )
     if isinstance(value, list | tuple):
         items_ = [_encode(item, f"{place}/{i}", tensors, seen) for i, item in enumerate(value)]
         return {"__tuple__": items_} if isinstance(value, tuple) else items_
-    raise TypeError(f"state at {place or 'the root'}: a {type(value).__name__} cannot be written without pickle")
+    raise TypeError(
+        f"state at {place or 'the root'}: a {type(value).__name__} cannot be written without pickle"
+    )
 
 
 def _scalar_key(key: Any, place: str) -> Any:
     if isinstance(key, bool | int | float | str):
         return key
-    raise TypeError(f"state at {place or 'the root'}: a dict key of type {type(key).__name__} cannot be written")
+    raise TypeError(
+        f"state at {place or 'the root'}: a dict key of type {type(key).__name__} cannot be written"
+    )
 
 
 def _put(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor], seen: dict[Any, Any]) -> str:
@@ -105,7 +112,8 @@ def _put(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor], seen
     name = place.lstrip("/")
     seen[key] = (name, tensor)  # holding the tensor keeps its address from being used again
     copied = tensor.cpu().contiguous()
-    # The format forbids sharing, so a view into a larger storage is copied; a tensor that owns its storage is not.
+    # The format forbids sharing, so a view into a larger storage is copied; a tensor that owns its storage is
+    # not.
     whole = copied.untyped_storage().nbytes() == copied.numel() * copied.element_size()
     tensors[name] = copied if whole else copied.clone()
     return name

@@ -1,8 +1,8 @@
 """One optimizer step's forward and backward passes, with losses kept apart by modality and by source.
 
-The loss is the weighted mean over the whole global step: sum(w * nll) / sum(w), both sums over every micro-batch of
-every rank. So it does not matter how the micro-batches are dealt out: two processes with one lane each take the same
-step as one process with two lanes.
+The loss is the weighted mean over the whole global step: sum(w * nll) / sum(w), both sums over every
+micro-batch of every rank. So it does not matter how the micro-batches are dealt out: two processes with one
+lane each take the same step as one process with two lanes.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ class LossBook:
         self.sums = torch.zeros(len(self.sources), 2, 2, dtype=torch.float64)
 
     def add(self, batch: Any, nll_T: Tensor) -> None:
-        """Add one micro-batch; only tokens that carry loss count (and are finite: the guard tells of the others)."""
+        """Add one micro-batch; only tokens that carry loss count (and are finite: the guard tells of the
+        others)."""
         valid_T = (batch.labels >= 0) & (batch.loss_weights > 0) & nll_T.isfinite()
         row_T = batch.source_ids.long() * 2 + (~batch.has_image).long()
         rows_R = torch.arange(2 * len(self.sources), device=nll_T.device)
         values_T2 = torch.stack([torch.where(valid_T, nll_T, 0.0), valid_T.to(nll_T.dtype)], dim=1).double()
-        sums_R2 = (rows_R[:, None] == row_T).double() @ values_T2  # not index_add_, whose order a GPU leaves open
+        sums_R2 = (
+            rows_R[:, None] == row_T
+        ).double() @ values_T2  # not index_add_, whose order a GPU leaves open
         self.sums = self.sums.to(nll_T.device) + sums_R2.view(-1, 2, 2)
 
     def means(self, reduce: Reduce) -> dict[str, float]:
@@ -70,9 +73,13 @@ class LossBook:
 
 def weigh(batch: Any, weight_of_source: Tensor, text_weight: float) -> None:
     """Scale a batch's loss weights in place: by source, and documents without an image by `text_weight`."""
-    batch.loss_weights = batch.loss_weights * weight_of_source.to(batch.loss_weights.device)[batch.source_ids.long()]
+    batch.loss_weights = (
+        batch.loss_weights * weight_of_source.to(batch.loss_weights.device)[batch.source_ids.long()]
+    )
     if text_weight != 1.0:
-        batch.loss_weights = torch.where(batch.has_image, batch.loss_weights, batch.loss_weights * text_weight)
+        batch.loss_weights = torch.where(
+            batch.has_image, batch.loss_weights, batch.loss_weights * text_weight
+        )
 
 
 def forward_backward(
@@ -86,8 +93,8 @@ def forward_backward(
     """Accumulate the gradients of one global step into `.grad`; returns its sums.
 
     model: the prepared (possibly DDP-wrapped) NativeFusion. batches: this rank's micro-batches on its device.
-    reduce: sum over ranks. Gradients are averaged by DDP, hence the factor world size. routes: of `PictureExchange`, one
-    (or None) a micro-batch; empty: every rank encodes its own pictures.
+    reduce: sum over ranks. Gradients are averaged by DDP, hence the factor world size. routes: of
+    `PictureExchange`, one (or None) a micro-batch; empty: every rank encodes its own pictures.
     """
     counts = [(b.num_tokens, b.num_patches, b.segments.num, b.ids.numel()) for b in batches]
     weights = [torch.where(b.labels >= 0, b.loss_weights, 0.0).sum().double() for b in batches]

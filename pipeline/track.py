@@ -1,9 +1,10 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and accelerate trackers when asked, the terminal.
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and accelerate trackers when asked, the
+terminal.
 
-`metrics.jsonl` holds one strict JSON object a line: {"step", "event", "time", ...}; step counts finished updates.
-Event "train" carries the numbers; other events (guard, eval, checkpoint, stage, ...) carry what they are about.
-A resume from step s keeps the records up to s and drops later ones, so no step is told twice. Non-finite numbers are
-written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
+`metrics.jsonl` holds one strict JSON object a line: {"step", "event", "time", ...}; step counts finished
+updates. Event "train" carries the numbers; other events (guard, eval, checkpoint, stage, ...) carry what they
+are about. A resume from step s keeps the records up to s and drops later ones, so no step is told twice.
+Non-finite numbers are written as null (JSON has no NaN). All ranks may call; only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -30,33 +31,43 @@ FILE = "metrics.jsonl"
 
 
 TRACKERS = {
-    "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "comet_ml": "comet_ml", "aim": "aim",
-    "clearml": "clearml", "dvclive": "dvclive", "swanlab": "swanlab",
-}  # fmt: skip
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "comet_ml": "comet_ml",
+    "aim": "aim",
+    "clearml": "clearml",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
 """accelerate's trackers -> the module each needs."""
 
 
 def check_trackers(trackers: Sequence[str], tensorboard: bool) -> None:
-    """UserError for a tracker that is unknown or not installed: accelerate would only warn and go on untracked."""
+    """UserError for a tracker that is unknown or not installed: accelerate would only warn and go on
+    untracked."""
     for name in trackers:
         if name == "tensorboard":
             raise UserError("track.trackers: for TensorBoard set track.tensorboard = true instead")
         if name not in TRACKERS:
             raise UserError(f"track.trackers: unknown tracker {name!r}; {did_you_mean(name, TRACKERS)}")
         if importlib.util.find_spec(TRACKERS[name]) is None:
-            raise UserError(f"track.trackers: {name} is not installed; pip install {name}, or take it off the list")
+            raise UserError(
+                f"track.trackers: {name} is not installed; pip install {name}, or take it off the list"
+            )
     if tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UserError(NO_TENSORBOARD)
 
 
 NO_TENSORBOARD = (
-    "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', or leave it off "
-    "(metrics.jsonl is always written)"
+    "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', or leave it"
+    " off (metrics.jsonl is always written)"
 )
 
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left out."""
+    """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left
+    out."""
     records = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
@@ -86,9 +97,11 @@ class Tracker:
     """Records and shows one run.
 
     Args:
-        out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file is begun
+        out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file
+        is begun
             anew; s > 0: records up to s are kept).
-        tensorboard: also write events below <out>/tensorboard. trackers: accelerate tracker names (runtime's list).
+        tensorboard: also write events below <out>/tensorboard. trackers: accelerate tracker names (runtime's
+        list).
     """
 
     def __init__(
@@ -137,11 +150,13 @@ class Tracker:
             with contextlib.suppress(OSError):
                 file.close()
         return UserError(
-            f"{self.path}: cannot be written ({error.strerror or error}); free disk space, then go on with --resume"
+            f"{self.path}: cannot be written ({error.strerror or error}); free disk space, then go on with"
+            " --resume"
         )
 
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no terminal."""
+        """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no
+        terminal."""
         self._write(step, "train", numbers)
         self._send(step, numbers)
         self.tick(step, numbers)
@@ -158,7 +173,8 @@ class Tracker:
                 self._board.add_scalar(key, value, step)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as well."""
+        """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as
+        well."""
         self._write(step, kind, fields)
         if kind == "eval":
             self._send(step, flatten(fields))
@@ -182,9 +198,12 @@ class Tracker:
             self._draw(self.line(self.console.width))
 
     def busy(self, text: str, done: int = 0, total: int = 0) -> None:
-        """What goes on between two steps, in place of the live line until the next `tick`; `done` of `total` of it."""
+        """What goes on between two steps, in place of the live line until the next `tick`; `done` of `total`
+        of it."""
         if self.main and self.console.is_terminal:
-            self._draw(f"step {self.step}/{self.total_steps} | {text} " + (f"{done:,}/{total:,}" if total else "..."))
+            self._draw(
+                f"step {self.step}/{self.total_steps} | {text} " + (f"{done:,}/{total:,}" if total else "...")
+            )
         elif not total:
             self.say(f"{text} ...")
 
@@ -206,7 +225,11 @@ class Tracker:
         if "stage" in shown:
             parts["stage"] = str(shown["stage"])
         parts |= {key: f"{label} {number[key]:.3f}" for key, label in rank.items() if key in number}
-        for key, form in (("lr", "lr {:.2e}"), ("tokens_per_s", "{:,.0f} tok/s"), ("patches_per_s", "{:,.0f} patch/s")):
+        for key, form in (
+            ("lr", "lr {:.2e}"),
+            ("tokens_per_s", "{:,.0f} tok/s"),
+            ("patches_per_s", "{:,.0f} patch/s"),
+        ):
             if key in number:
                 parts[key] = form.format(number[key])
         if "mfu" in number:

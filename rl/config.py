@@ -4,19 +4,28 @@ The objectives are one family. A `name` is a preset of its parts, and any part m
 
     ObjectiveConfig(name="k2.5")                      ObjectiveConfig(name="dapo", clip_high=0.3, tau=1e-3)
 
-| name         | term    | ratio         | divided by                              | advantage          | trust region |
+| name         | term    | ratio         | divided by                              | advantage          |
+               trust region |
 |--------------|---------|---------------|-----------------------------------------|--------------------|--------------|
-| k1.5         | linear  | whole answer  | answers                                 | r - mean           | (tau/2) L^2  |
-| k2           | squared | whole answer  | answers                                 | r - mean           | inside       |
-| k2.5, k3     | window  | token         | trained tokens                          | r - mean           | mask on log ratio + tau l^2 on all tokens |
-| grpo         | clip    | token         | answers, each by its tokens             | (r - mean) / std   | PPO clip     |
-| dr_grpo      | clip    | token         | answers x `constant_tokens`             | r - mean           | PPO clip     |
-| dapo         | clip    | token         | trained tokens                          | (r - mean) / std   | clip-higher  |
-| gspo         | clip    | geometric mean| answers                                 | (r - mean) / std   | clip of the answer's ratio |
-| cispo        | weight  | token         | trained tokens                          | (r - mean) / std   | the weight is clipped, no gradient is lost |
+| k1.5         | linear  | whole answer  | answers                                 | r - mean           |
+               (tau/2) L^2  |
+| k2           | squared | whole answer  | answers                                 | r - mean           |
+               inside       |
+| k2.5, k3     | window  | token         | trained tokens                          | r - mean           | mask
+               on log ratio + tau l^2 on all tokens |
+| grpo         | clip    | token         | answers, each by its tokens             | (r - mean) / std   | PPO
+               clip     |
+| dr_grpo      | clip    | token         | answers x `constant_tokens`             | r - mean           | PPO
+               clip     |
+| dapo         | clip    | token         | trained tokens                          | (r - mean) / std   |
+               clip-higher  |
+| gspo         | clip    | geometric mean| answers                                 | (r - mean) / std   | clip
+               of the answer's ratio |
+| cispo        | weight  | token         | trained tokens                          | (r - mean) / std   | the
+               weight is clipped, no gradient is lost |
 
-Moonshot publishes neither alpha, beta nor tau: the numbers here are ours. Sources: Kimi k1.5 2.3.2, Kimi K2 3.2.3,
-Kimi K2.5 4.4.2 eq. 1, Kimi K3 4.1.2, DeepSeekMath, 2503.20783, 2503.14476, 2507.18071, 2506.13585.
+Moonshot publishes neither alpha, beta nor tau: the numbers here are ours. Sources: Kimi k1.5 2.3.2, Kimi K2
+3.2.3, Kimi K2.5 4.4.2 eq. 1, Kimi K3 4.1.2, DeepSeekMath, 2503.20783, 2503.14476, 2507.18071, 2506.13585.
 """
 
 from __future__ import annotations
@@ -25,7 +34,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from earlyfusion.pipeline.config import Section
+from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.pipeline.errors import did_you_mean
 
 _K: dict[str, Any] = {"baseline": "mean", "divide_by_std": False}
@@ -41,7 +50,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {**_CLIP, "normaliser": "sequence_means"},
     "dr_grpo": {**_CLIP, "normaliser": "constant", "divide_by_std": False},
     "dapo": {**_CLIP, "normaliser": "tokens", "clip_high": 0.28},
-    "gspo": {**_CLIP, "ratio": "sequence_mean", "normaliser": "sequences", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {
+        **_CLIP,
+        "ratio": "sequence_mean",
+        "normaliser": "sequences",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
     "cispo": {**_CLIP, "term": "weight", "normaliser": "tokens"},
 }
 """Name -> parts; see the table above."""
@@ -68,7 +83,8 @@ class ObjectiveConfig(Section):
     """Divide by trained tokens; by answers; by answers with each first divided by its tokens; by answers x
     constant_tokens."""
     baseline: Literal["mean", "leave_one_out", "log_mean_exp", "none"] = "mean"
-    """What is taken off the reward: mean of the group, of the others in it, tau log mean exp(r/tau), or nothing."""
+    """What is taken off the reward: mean of the group, of the others in it, tau log mean exp(r/tau), or
+    nothing."""
     divide_by_std: bool = False
     """Divide advantages by the group's standard deviation."""
     tau: NonNegativeFloat = 0.0
@@ -90,7 +106,8 @@ class ObjectiveConfig(Section):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the k3 divergence from a reference policy."""
     constant_tokens: PositiveInt | None = None
-    """Tokens that every answer counts as when normaliser is "constant" (dr_grpo): the longest answer allowed."""
+    """Tokens that every answer counts as when normaliser is "constant" (dr_grpo): the longest answer allowed.
+    """
     reset_optimizer: bool = False
     """Forget the optimizer's moments at every iteration: k1.5 sees a new reference as a new problem."""
 
@@ -108,20 +125,27 @@ class ObjectiveConfig(Section):
     def _check(self) -> ObjectiveConfig:
         if not self.log_low < 0 < self.log_high:
             raise ValueError(
-                f"log_low={self.log_low}, log_high={self.log_high}: the window is on the LOG ratio and must hold 0 "
-                "inside, log_low < 0 < log_high; for bounds on the ratio itself give their logarithms"
+                f"log_low={self.log_low}, log_high={self.log_high}: the window is on the LOG ratio and must"
+                " hold 0 inside, log_low < 0 < log_high; for bounds on the ratio itself give their"
+                " logarithms"
             )
         if self.ratio not in _RATIOS[self.term]:
-            raise ValueError(f"term {self.term!r} works with ratio {' or '.join(_RATIOS[self.term])}, not {self.ratio}")
+            raise ValueError(
+                f"term {self.term!r} works with ratio {' or '.join(_RATIOS[self.term])}, not {self.ratio}"
+            )
         if (self.ratio == "token") == (self.normaliser == "sequences"):
             raise ValueError(
-                f"normaliser {self.normaliser!r} does not fit ratio {self.ratio!r}: token ratios take tokens, "
-                "sequence_means or constant; ratios of answers take sequences"
+                f"normaliser {self.normaliser!r} does not fit ratio {self.ratio!r}: token ratios take tokens,"
+                " sequence_means or constant; ratios of answers take sequences"
             )
         if self.normaliser == "constant" and self.constant_tokens is None:
-            raise ValueError("normaliser 'constant' (dr_grpo) needs constant_tokens, the longest answer allowed")
+            raise ValueError(
+                "normaliser 'constant' (dr_grpo) needs constant_tokens, the longest answer allowed"
+            )
         if self.weight_low > min(1.0, self.weight_high) or self.weight_high < 1:
-            raise ValueError(f"weight_low={self.weight_low}, weight_high={self.weight_high}: 1 must lie between them")
+            raise ValueError(
+                f"weight_low={self.weight_low}, weight_high={self.weight_high}: 1 must lie between them"
+            )
         self._check_tau()
         return self
 
@@ -134,7 +158,9 @@ class ObjectiveConfig(Section):
                 f"tau={self.tau}: the squared term is per token; ratio 'sequence_mean' has none, use kl_coef"
             )
         if whole and self.kl_coef:
-            raise ValueError(f"kl_coef={self.kl_coef}: term {self.term!r} holds its own divergence (tau); leave it 0")
+            raise ValueError(
+                f"kl_coef={self.kl_coef}: term {self.term!r} holds its own divergence (tau); leave it 0"
+            )
 
 
 class CorrectionConfig(Section):
@@ -154,7 +180,9 @@ class CorrectionConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:
         if not self.low <= 1 <= self.high:
-            raise ValueError(f"low={self.low}, high={self.high}: equal policies have ratio 1, which must lie between")
+            raise ValueError(
+                f"low={self.low}, high={self.high}: equal policies have ratio 1, which must lie between"
+            )
         return self
 
 
@@ -185,10 +213,11 @@ class OverlongConfig(Section):
     """What happens to answers that reach the token limit."""
 
     mode: Literal["none", "filter", "soft", "hard"] = "none"
-    """filter: no loss on cut answers; soft: penalty that grows inside the last `buffer_tokens` (DAPO); hard: the whole
-    penalty for every cut answer (K2's budget)."""
+    """filter: no loss on cut answers; soft: penalty that grows inside the last `buffer_tokens` (DAPO); hard:
+    the whole penalty for every cut answer (K2's budget)."""
     max_tokens: PositiveInt | None = None
-    """Where the soft penalty is whole, tokens; "null": rollout.max_new_tokens, beyond which no answer goes."""
+    """Where the soft penalty is whole, tokens; "null": rollout.max_new_tokens, beyond which no answer goes.
+    """
     buffer_tokens: NonNegativeInt = 128
     """Tokens before the limit over which the soft penalty grows."""
     penalty: NonNegativeFloat = 1.0
@@ -207,8 +236,8 @@ class OverlongConfig(Section):
         """The same with its limit known. Raises ValueError for one that no answer reaches."""
         if (self.max_tokens or 0) > max_new_tokens:
             raise ValueError(
-                f"overlong.max_tokens {self.max_tokens} is more than rollout.max_new_tokens {max_new_tokens}: no answer "
-                "would ever be overlong; leave it out to use that limit"
+                f"overlong.max_tokens {self.max_tokens} is more than rollout.max_new_tokens {max_new_tokens}:"
+                " no answer would ever be overlong; leave it out to use that limit"
             )
         if self.mode != "soft":
             return self
@@ -216,15 +245,16 @@ class OverlongConfig(Section):
 
 
 class ToggleConfig(Section):
-    """K2.5 Toggle: `every` updates with a budget on prompts that are solved, `every` updates without. Budgets are those of
-    problems, so it needs rollout.pool."""
+    """K2.5 Toggle: `every` updates with a budget on prompts that are solved, `every` updates without. Budgets
+    are those of problems, so it needs rollout.pool."""
 
     every: NonNegativeInt = 0
     """Updates of one phase (m); 0 turns Toggle off."""
     percentile: float = Field(50.0, ge=0, le=100)
     """The budget of a prompt: this percentile (rho) of the lengths of its right answers."""
     min_accuracy: float = Field(0.8, ge=0, le=1)
-    """The budget holds only for groups with at least this mean reward (lambda), as a share of reward.low to reward.high."""
+    """The budget holds only for groups with at least this mean reward (lambda), as a share of reward.low to
+    reward.high."""
 
 
 class RepeatConfig(Section):
@@ -257,8 +287,8 @@ class CurriculumConfig(Section):
     """Which prompts are drawn, and how often."""
 
     mode: Literal["uniform", "hard_after_warmup", "easy_to_hard"] = "uniform"
-    """hard_after_warmup: all prompts alike, then only those that are seldom solved (k1.5); easy_to_hard: the hardest
-    allowed level of the tasks grows evenly from `start_difficulty` to 1."""
+    """hard_after_warmup: all prompts alike, then only those that are seldom solved (k1.5); easy_to_hard: the
+    hardest allowed level of the tasks grows evenly from `start_difficulty` to 1."""
     warmup_updates: NonNegativeInt = 0
     """Updates until only hard prompts are left, or until all are allowed."""
     hard_from: float = Field(0.5, ge=0, le=1)
@@ -272,13 +302,14 @@ class CurriculumConfig(Section):
     prior_trials: PositiveFloat = 2.0
     """Imagined trials, half of them successes, before a prompt was tried."""
     memory_answers: PositiveFloat = 100.0
-    """Answers to a prompt (with rollout.pool = 0: of a task entry) after which older ones count 1/e: the policy changes."""
+    """Answers to a prompt (with rollout.pool = 0: of a task entry) after which older ones count 1/e: the
+    policy changes."""
 
 
 def check_together(objective: ObjectiveConfig, correction: CorrectionConfig) -> None:
     """ValueError for a token correction of an objective that has one ratio for the whole answer."""
     if correction.mode != "none" and correction.level == "token" and objective.ratio != "token":
         raise ValueError(
-            f"correction.level='token' does not fit objective {objective.name!r}, which has one ratio for each answer; "
-            "set correction.level to 'sequence' or 'geometric'"
+            f"correction.level='token' does not fit objective {objective.name!r}, which has one ratio for"
+            " each answer; set correction.level to 'sequence' or 'geometric'"
         )

@@ -1,12 +1,12 @@
 """One update of the policy: packed rows, log-probabilities, the objective, gradients of all processes.
 
-Equal answers to one prompt are computed once (their log-probabilities are the same numbers) and their losses added up;
-a picture is encoded once for all answers of its group that stand in a row. Both change nothing in the result: on short
-answers they save most of the work. What a tool said stands in the row as context: it is no token of an answer, so it
-enters neither the loss nor a ratio, a length or the entropy.
+Equal answers to one prompt are computed once (their log-probabilities are the same numbers) and their losses
+added up; a picture is encoded once for all answers of its group that stand in a row. Both change nothing in
+the result: on short answers they save most of the work. What a tool said stands in the row as context: it is
+no token of an answer, so it enters neither the loss nor a ratio, a length or the entropy.
 
-Legend: T tokens of a packed row, U tokens of its distinct answers, M tokens of all its answers, N answers of a
-minibatch, F image features.
+Legend: T tokens of a packed row, U tokens of its distinct answers, M tokens of all its answers, N answers of
+a minibatch, F image features.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from earlyfusion.model.engine.request import TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.corrections import fresh, importance_weights
-from earlyfusion.rl.experience import Experience
-from earlyfusion.rl.objectives import policy_loss, ptx_loss
+from earlyfusion.rl.objectives.corrections import fresh, importance_weights
+from earlyfusion.rl.objectives.losses import policy_loss, ptx_loss
+from earlyfusion.rl.objectives.sequences import Totals, sequence_sums
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rollout import Trajectory, pack, used_experts
-from earlyfusion.rl.sampling import temperature
-from earlyfusion.rl.sequences import Totals, sequence_sums
+from earlyfusion.rl.rollouts.experience import Experience
+from earlyfusion.rl.rollouts.packing import Trajectory, pack, used_experts
+from earlyfusion.rl.rollouts.sampling import temperature
 
 
 @dataclass
 class Piece:
-    """A distinct answer to a prompt: what is computed once. answers: those that are it, by their number in N."""
+    """A distinct answer to a prompt: what is computed once. answers: those that are it, by their number
+    in N."""
 
     group: int
     trajectory: Trajectory
@@ -45,7 +46,8 @@ class Piece:
 
 @dataclass
 class Sums:
-    """Sums over the trained tokens of an update, of this process until `reduced`; see objectives.PolicyLoss."""
+    """Sums over the trained tokens of an update, of this process until `reduced`; see
+    objectives.PolicyLoss."""
 
     values: Tensor = field(default_factory=lambda: torch.zeros(7, dtype=torch.float64))
     largest: float = 0.0
@@ -64,8 +66,8 @@ class Sums:
 
 
 def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
-    """The distinct answers of these groups that have tokens; routing and the versions of the weights that wrote them
-    included in what makes two equal."""
+    """The distinct answers of these groups that have tokens; routing and the versions of the weights that
+    wrote them included in what makes two equal."""
     pieces = []
     for g in groups:
         start, end = seen.bounds[g]
@@ -74,7 +76,12 @@ def distinct(seen: Experience, groups: Sequence[int]) -> list[Piece]:
             if not trajectory.ids:
                 continue
             routing, versions = trajectory.completion.routing, tuple(trajectory.completion.versions)
-            key = (tuple(trajectory.ids), versions, trajectory.inserted, None if routing is None else routing.tobytes())
+            key = (
+                tuple(trajectory.ids),
+                versions,
+                trajectory.inserted,
+                None if routing is None else routing.tobytes(),
+            )
             found.setdefault(key, Piece(g, trajectory, [])).answers.append(n)
         pieces += list(found.values())
     return pieces
@@ -97,15 +104,20 @@ def rows(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
 class Learner:
     """Computes gradients of `model` from experience.
 
-    The policy in the loss is the one that sampled: every token at the temperature of the update that drew it, over the
-    tokens that may be drawn (`silent` ids never are). With top_p or min_p the sampler's distribution has holes that a gradient must not see: then pi_old is
-    the trainer's own, from a pass before the first update. reference: a frozen model for objective.kl_coef, or None.
+    The policy in the loss is the one that sampled: every token at the temperature of the update that drew it,
+    over the tokens that may be drawn (`silent` ids never are). With top_p or min_p the sampler's distribution
+    has holes that a gradient must not see: then pi_old is the trainer's own, from a pass before the first
+    update. reference: a frozen model for objective.kl_coef, or None.
     """
 
     def __init__(
-        self, config: RLConfig, model: NativeFusion, runtime: Runtime, reference: NativeFusion | None = None,
+        self,
+        config: RLConfig,
+        model: NativeFusion,
+        runtime: Runtime,
+        reference: NativeFusion | None = None,
         silent: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.model, self.runtime, self.reference = config, model, runtime, reference
         self.silent_S = torch.tensor(sorted(silent), dtype=torch.int64, device=runtime.device)
         whole = config.rollout.top_p == 1.0 and config.rollout.min_p == 0.0
@@ -114,11 +126,13 @@ class Learner:
         self._old: dict[int, Tensor] = {}
         self._ref: dict[int, Tensor] = {}
 
-    # ------------------------------------------------------------------------------------------ forward passes
+    # ------------------------------------------------------------------------------------------ forward
+    # passes
 
     def heat(self, row: Sequence[Piece]) -> Tensor:
-        """float32 [U]: the temperature every token was drawn at. The schedule is a function of the update, and the update
-        is the version that stands beside every token, so a partial rollout has as many temperatures as versions."""
+        """float32 [U]: the temperature every token was drawn at. The schedule is a function of the update,
+        and the update is the version that stands beside every token, so a partial rollout has as many
+        temperatures as versions."""
         versions = [version for piece in row for version in piece.trajectory.completion.versions]
         return torch.tensor([temperature(self.config.temperature, version) for version in versions])
 
@@ -131,10 +145,14 @@ class Learner:
             x_TD = self._embed(model, row, packed, prompts)
             hidden_TD = model.decoder(x_TD, packed.segments, None, counted_T=packed.ids >= 0)
             logp_T = hidden_TD.new_zeros(hidden_TD.shape[0], dtype=torch.float32)
-            for degree in heat_U.unique().tolist():  # only labelled rows cost, so several passes cost as much as one
+            for (
+                degree
+            ) in heat_U.unique().tolist():  # only labelled rows cost, so several passes cost as much as one
                 chosen_U = (heat_U == degree).nonzero().flatten().to(places.positions_M.device)
                 labels_T = torch.full_like(packed.ids, -100)
-                labels_T[places.positions_M.index_select(0, chosen_U)] = places.ids_M.index_select(0, chosen_U)
+                labels_T[places.positions_M.index_select(0, chosen_U)] = places.ids_M.index_select(
+                    0, chosen_U
+                )
                 part_T, _ = resolve("token_log_probs", hidden_TD.device)(
                     hidden_TD, model.decoder.head_weight(), labels_T, temperature=degree
                 )
@@ -146,8 +164,8 @@ class Learner:
     def _without_silent(
         self, model: NativeFusion, hidden_UD: Tensor, ids_U: Tensor, logp_U: Tensor, heat_U: Tensor
     ) -> Tensor:
-        """log pi(id) - log(1 - pi(silent ids)): over what the sampler may draw. The softmax's normaliser comes from the
-        chosen token's own logit, so only a few columns of the vocabulary are needed."""
+        """log pi(id) - log(1 - pi(silent ids)): over what the sampler may draw. The softmax's normaliser
+        comes from the chosen token's own logit, so only a few columns of the vocabulary are needed."""
         if not self.silent_S.numel():
             return logp_U
         head_VD = model.decoder.head_weight()
@@ -158,10 +176,13 @@ class Learner:
 
     @staticmethod
     def _embed(model: NativeFusion, row: Sequence[Piece], packed: Row, prompts: dict[int, Any]) -> Tensor:
-        """Decoder input [T, D]; every group's pictures are encoded once and their features put into all its answers."""
+        """Decoder input [T, D]; every group's pictures are encoded once and their features put into all its
+        answers."""
         device = packed.ids.device
         x_TD = model.decoder.embed_tokens(packed.ids)
-        seen = {g: prompt for g, prompt in prompts.items() if prompt.patches is not None and len(prompt.grids)}
+        seen = {
+            g: prompt for g, prompt in prompts.items() if prompt.patches is not None and len(prompt.grids)
+        }
         if not seen:
             return x_TD
         patches = torch.cat([prompt.patches for prompt in seen.values()]).to(device)
@@ -173,16 +194,21 @@ class Learner:
             starts[g] = torch.arange(start, start + count)
             start += count
         if start != features_FD.shape[0]:
-            raise ValueError(f"the pictures give {features_FD.shape[0]} features, the prompts hold {start} places")
+            raise ValueError(
+                f"the pictures give {features_FD.shape[0]} features, the prompts hold {start} places"
+            )
         index_F = torch.cat([starts[piece.group] for piece in row if piece.group in starts]).to(device)
         return x_TD.index_copy(0, packed.media_positions, features_FD.index_select(0, index_F).to(x_TD.dtype))
 
     @torch.no_grad()
     def prepare(self, seen: Experience) -> float:
-        """Log-probabilities that must be known before the first update: of the trainer's own old policy, where the
-        objective or the correction asks for it, and of the reference. Returns the largest |trainer - engine|."""
+        """Log-probabilities that must be known before the first update: of the trainer's own old policy,
+        where the objective or the correction asks for it, and of the reference. Returns the largest |trainer
+        - engine|."""
         self._old, self._ref, largest = {}, {}, 0.0
-        wanted: list[tuple[NativeFusion, dict[int, Tensor]]] = [(self.model, self._old)] if self.own_old else []
+        wanted: list[tuple[NativeFusion, dict[int, Tensor]]] = (
+            [(self.model, self._old)] if self.own_old else []
+        )
         if self.config.objective.kl_coef and self.reference is not None:
             wanted.append((self.reference, self._ref))
         for model, kept in wanted:
@@ -195,12 +221,13 @@ class Learner:
                         largest = max(largest, float((part - engine).abs().max()))
         return largest
 
-    # ------------------------------------------------------------------------------------------------ gradients
+    # ------------------------------------------------------------------------------------------------
+    # gradients
 
     def gradients(self, seen: Experience, groups: Sequence[int], version: int, sums: Sums) -> None:
-        """Add the gradients of the objective over these groups of this process (and the others' shares of the same
-        minibatch: every process calls it); none where no token of any process is trained. version: of the weights that
-        are trained, for stale tokens."""
+        """Add the gradients of the objective over these groups of this process (and the others' shares of the
+        same minibatch: every process calls it); none where no token of any process is trained. version: of
+        the weights that are trained, for stale tokens."""
         pieces = distinct(seen, groups)
         mask, tokens, answers = self._masks(seen, pieces, version)
         counts = self.runtime.sum(torch.tensor([tokens, answers], dtype=torch.float64))
@@ -214,18 +241,22 @@ class Learner:
                 loss.backward()
 
     def _settled(self, seen: Experience, piece: Piece, version: int) -> bool:
-        """Whether nothing in this piece has a gradient: every advantage is 0 and the policy is still the one that sampled,
-        so that the squared log ratio is at its bottom. Its tokens stay in the totals. In a solved task that is most of
-        the work."""
+        """Whether nothing in this piece has a gradient: every advantage is 0 and the policy is still the one
+        that sampled, so that the squared log ratio is at its bottom. Its tokens stay in the totals. In a
+        solved task that is most of the work."""
         train = self.config.train
-        on_policy = train.epochs * train.minibatches == 1 and not self.own_old and not self.config.objective.kl_coef
+        on_policy = (
+            train.epochs * train.minibatches == 1 and not self.own_old and not self.config.objective.kl_coef
+        )
         if not on_policy or bool(seen.advantages_N[piece.answers].any()):
             return False
         return all(written == version for written in piece.trajectory.completion.versions)
 
-    def _masks(self, seen: Experience, pieces: Sequence[Piece], version: int) -> tuple[dict[int, Tensor], float, float]:
-        """bool tokens of every answer that are trained (not cut off by overlong filtering, not too stale), how many they
-        are, and in how many answers."""
+    def _masks(
+        self, seen: Experience, pieces: Sequence[Piece], version: int
+    ) -> tuple[dict[int, Tensor], float, float]:
+        """bool tokens of every answer that are trained (not cut off by overlong filtering, not too stale),
+        how many they are, and in how many answers."""
         answers = [(n, piece.trajectory.completion.versions) for piece in pieces for n in piece.answers]
         if not answers:
             return {}, 0.0, 0.0
@@ -261,17 +292,27 @@ class Learner:
             sums.add(touched=correction.touched)
         ref_M = torch.cat([self._ref[n] for n in numbers]).to(device) if self._ref else None
         out = policy_loss(
-            self.config.objective, logp_M, old_M, seen.advantages_N[numbers], segments, mask_T=mask_M,
-            weight_T=weight_M, ref_logp_T=ref_M, batch=total,
-        )  # fmt: skip
-        sums.add(loss=out.loss.detach(), tokens=out.tokens, outside=out.outside, k3=out.k3, log_ratio=out.log_ratio)
+            self.config.objective,
+            logp_M,
+            old_M,
+            seen.advantages_N[numbers],
+            segments,
+            mask_T=mask_M,
+            weight_T=weight_M,
+            ref_logp_T=ref_M,
+            batch=total,
+        )
+        sums.add(
+            loss=out.loss.detach(), tokens=out.tokens, outside=out.outside, k3=out.k3, log_ratio=out.log_ratio
+        )
         sums.largest = max(sums.largest, float(out.log_ratio_max))
-        # Every parameter takes part whatever the row holds, so that all processes exchange the same gradients.
+        # Every parameter takes part whatever the row holds, so that all processes exchange the same
+        # gradients.
         return out.loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()
 
     def ptx_gradients(self, batches: Sequence[Any], coef: float, sums: Sums) -> float:
-        """Add coef times the gradients of the language-model loss on curated rows, divided by their own weights over all
-        processes (ptx_loss); returns that mean loss in nats, without coef."""
+        """Add coef times the gradients of the language-model loss on curated rows, divided by their own
+        weights over all processes (ptx_loss); returns that mean loss in nats, without coef."""
         local = torch.stack([b.loss_weights[b.labels >= 0].double().sum().cpu() for b in batches]).sum()
         whole = self.runtime.sum(local)
         loss_sum = 0.0
@@ -290,8 +331,9 @@ class Learner:
         return mean
 
     def exchange(self) -> None:
-        """Sum the gradients over processes (the losses are already divided by the totals of all). A parameter without a
-        gradient on every process keeps none: for an optimizer 0 is a gradient, by which its old momentum goes on."""
+        """Sum the gradients over processes (the losses are already divided by the totals of all). A parameter
+        without a gradient on every process keeps none: for an optimizer 0 is a gradient, by which its old
+        momentum goes on."""
         if self.runtime.world == 1:
             return
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -318,6 +360,7 @@ def _sampler_logp(trajectory: Trajectory) -> Tensor:
 
 
 def minibatches(count: int, parts: int, order: Callable[[int], list[int]]) -> list[list[int]]:
-    """`count` groups in a mixed order, shared out over `parts` as evenly as possible (a part may be empty)."""
+    """`count` groups in a mixed order, shared out over `parts` as evenly as possible (a part may be
+    empty)."""
     mixed = order(count)
     return [mixed[part::parts] for part in range(parts)]

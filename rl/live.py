@@ -1,11 +1,11 @@
 """What a reinforcement learning run looks like while it runs.
 
-On a terminal: a small table that stays in place, one row with a sparkline for each kind of prompt, and three lines of
-numbers below. Without one: a plain line for each update that is shown.
+On a terminal: a small table that stays in place, one row with a sparkline for each kind of prompt, and three
+lines of numbers below. Without one: a plain line for each update that is shown.
 
-The keys of a record are those of metrics.jsonl: reward, reward/<entry>, score/<entry>, length (tokens), entropy (nats),
-mismatch_kl (nats a token, engine against trainer), staleness (updates), clip_share, time/<phase>_s, ... Whatever a record
-does not hold is not shown.
+The keys of a record are those of metrics.jsonl: reward, reward/<entry>, score/<entry>, length (tokens),
+entropy (nats), mismatch_kl (nats a token, engine against trainer), staleness (updates), clip_share,
+time/<phase>_s, ... Whatever a record does not hold is not shown.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Curve:
             self._stride *= 2
 
     def text(self, width: int, low: float = 0.0, high: float = 1.0) -> str:
-        """At most `width` blocks, each the mean of its share of the curve. The scale is low to high, wider when values
-        lie outside, so that rows can be compared and noise is not blown up."""
+        """At most `width` blocks, each the mean of its share of the curve. The scale is low to high, wider
+        when values lie outside, so that rows can be compared and noise is not blown up."""
         return sparkline(self.values or self._pending, width, low, high)
 
 
@@ -131,7 +131,8 @@ class LiveView:
             self._live = None
 
     def seconds_left(self) -> float | None:
-        """From the records' updates_per_min (a moving average), else from the clock; None while nothing is known."""
+        """From the records' updates_per_min (a moving average), else from the clock; None while nothing is
+        known."""
         if self._weight:
             each = self._each / self._weight
         elif self._began is not None and self.number > self._began[1]:
@@ -148,8 +149,8 @@ class LiveView:
         return {phase: value / whole for phase, value in known.items()} if whole > 0 else {}
 
     def facts(self) -> list[list[str]]:
-        """The numbers besides the rewards: the answers, the training, the machine; then what went wrong and was contained
-        (rewards that failed, prompts left out), where anything did."""
+        """The numbers besides the rewards: the answers, the training, the machine; then what went wrong and
+        was contained (rewards that failed, prompts left out), where anything did."""
         has = self._format
         length = has("length", "length {:.1f}")
         extra = [has("length_max", "max {:.0f}"), has("cut", "cut {:.1%}")]
@@ -172,7 +173,9 @@ class LiveView:
         machine += [has("updates_per_min", "{:.1f} updates/min"), has("memory_gib", "{:.2f} GiB")]
         machine += [has("engine_idle", "engine idle {:.0%}")]
         trouble = [
-            has(key, f"{key} {{:,.0f}}") for key in sorted(self._record) if key.startswith(("rewards/", "prompts/"))
+            has(key, f"{key} {{:,.0f}}")
+            for key in sorted(self._record)
+            if key.startswith(("rewards/", "prompts/"))
         ]
         return [[text for text in row if text] for row in (answers, training, machine, trouble)]
 
@@ -213,10 +216,14 @@ class LiveView:
         done = min(1.0, self.number / self.total) if self.total else 1.0
         filled = round(20 * done)
         text = Text.assemble(
-            (self.title, "bold"), f"  update {self.number:,}/{self.total:,}  ",
-            ("━" * filled, "green"), ("━" * (20 - filled), "bright_black"), f"  {done:.0%}",
-            no_wrap=True, overflow="ellipsis",
-        )  # fmt: skip
+            (self.title, "bold"),
+            f"  update {self.number:,}/{self.total:,}  ",
+            ("━" * filled, "green"),
+            ("━" * (20 - filled), "bright_black"),
+            f"  {done:.0%}",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
         if left is not None:
             text.append(f"  ETA {duration(left)}")
         return text

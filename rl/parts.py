@@ -13,51 +13,54 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from earlyfusion.data.chat import ChatTokenizer
-from earlyfusion.data.loader import Loader, merge_states
+from earlyfusion.data.chat.template import ChatTokenizer
+from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import load_model, save_model
-from earlyfusion.model.hub_config import model_folder
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
-from earlyfusion.pipeline.compose import dump, render
+from earlyfusion.pipeline.config.compose import dump, render
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.pipeline.step import drop_frozen_gradients
 from earlyfusion.pipeline.track import Tracker
-from earlyfusion.rl import measure
-from earlyfusion.rl.collect import Collector
-from earlyfusion.rl.experience import Experience, build_rewards, shares
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.live import LiveView
-from earlyfusion.rl.prompts import PromptBook
+from earlyfusion.rl.measure import run as measure
+from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.records import Measured
-from earlyfusion.rl.report import write_rl_report
+from earlyfusion.rl.report.run import write_rl_report
 from earlyfusion.rl.rewards import Rewards
-from earlyfusion.rl.rollout_log import RolloutLog
-from earlyfusion.rl.tool_measure import measure_tools
+from earlyfusion.rl.rollouts.collect import Collector
+from earlyfusion.rl.rollouts.experience import Experience, build_rewards, shares
+from earlyfusion.rl.rollouts.log import RolloutLog
+from earlyfusion.rl.rollouts.prompts import PromptBook
 
 PAGE = 16
 
 
 def start_directory(config: RLConfig) -> Path:
-    """The model directory a run starts from. Raises UserError when run.init_from names none or an unknown one."""
+    """The model directory a run starts from. Raises UserError when run.init_from names none or an unknown
+    one."""
     given = config.run.init_from
     if given is None:
         raise UserError(
-            "reinforcement learning needs a model to start from: --init-from DIR, or --init-from embedded:skills"
+            "reinforcement learning needs a model to start from: --init-from DIR, or --init-from"
+            " embedded:skills"
         )
     return model_folder(given)
 
 
 def build_kit(config: RLConfig, resume: bool) -> Kit:
-    """Everything, ready to train. Raises UserError for what a user can get wrong, before anything is written."""
+    """Everything, ready to train. Raises UserError for what a user can get wrong, before anything is
+    written."""
     runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
     seed_everything(config.run.seed)
     folder = start_directory(config)
@@ -77,9 +80,17 @@ class Kit:
     """Built once; see the methods. All processes hold one each."""
 
     def __init__(
-        self, config: RLConfig, runtime: Runtime, tokenizer: Tokenizer, model: NativeFusion,
-        reference: NativeFusion | None, out: Path, folder: Path, checkpoints: Checkpointer, start: Loaded | None,
-    ) -> None:  # fmt: skip
+        self,
+        config: RLConfig,
+        runtime: Runtime,
+        tokenizer: Tokenizer,
+        model: NativeFusion,
+        reference: NativeFusion | None,
+        out: Path,
+        folder: Path,
+        checkpoints: Checkpointer,
+        start: Loaded | None,
+    ) -> None:
         self.config, self.runtime, self.tokenizer, self.model = config, runtime, tokenizer, model
         self.out, self.folder, self.checkpoints, self.start = out, folder, checkpoints, start
         build.check_frozen(model, {"train.frozen": config.train.frozen})
@@ -106,24 +117,39 @@ class Kit:
         share = -(-rollout.prompts // self.runtime.world)
         slots = min(rollout.slots, share * rollout.group_size)
         return Engine(
-            model, self.tokenizer, max_slots=slots, page_size=PAGE, max_pages=slots * pages,
-            prefill_chunk=rollout.prefill_chunk, max_waiting=4 * share + 1024,
-            image_cache=4 * share, run_ahead=1 if self.config.watched else RUN_AHEAD,
-        )  # fmt: skip
+            model,
+            self.tokenizer,
+            max_slots=slots,
+            page_size=PAGE,
+            max_pages=slots * pages,
+            prefill_chunk=rollout.prefill_chunk,
+            max_waiting=4 * share + 1024,
+            image_cache=4 * share,
+            run_ahead=1 if self.config.watched else RUN_AHEAD,
+        )
 
     def _loader(self) -> Loader | None:
-        """The curated documents of the PTX loss: in every update one row for each process that the run began with."""
+        """The curated documents of the PTX loss: in every update one row for each process that the run began
+        with."""
         ptx, data = self.config.ptx, self.config.data
         if data is None or not (ptx.coef or ptx.only):
             return None
         world = self.runtime.world
         lanes = world if self.start is None else self.start.lanes[0]["ptx"]["identity"]["lanes"]
         return Loader(
-            data, self.tokenizer, self.model.config.vision, length=ptx.length, tokens=ptx.tokens,
-            max_patches=ptx.max_patches, lanes=lanes, rank=self.runtime.rank, world_size=world,
-        )  # fmt: skip
+            data,
+            self.tokenizer,
+            self.model.config.vision,
+            length=ptx.length,
+            tokens=ptx.tokens,
+            max_patches=ptx.max_patches,
+            lanes=lanes,
+            rank=self.runtime.rank,
+            world_size=world,
+        )
 
-    # ----------------------------------------------------------------------------------------------- what a step needs
+    # ----------------------------------------------------------------------------------------------- what a
+    # step needs
 
     def refresh_engine(self, version: int) -> None:
         """The engine's weights become the trained ones; tokens from here on carry `version`."""
@@ -149,19 +175,22 @@ class Kit:
     def step(self, sums: Sums) -> tuple[float, Verdict]:
         """Guard, clip, update: (gradient norm, verdict). Gradients are gone afterwards.
 
-        Norm 0, where no process had anything to learn: no step. Momentum and moments stand, for a step on zeros would be
-        one along an old direction, and the guard, which compares norms, does not hear of it.
+        Norm 0, where no process had anything to learn: no step. Momentum and moments stand, for a step on
+        zeros would be one along an old direction, and the guard, which compares norms, does not hear of it.
         """
         drop_frozen_gradients(self.model, self.frozen)
         limit = self.config.optim.clip_grad_norm
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
+        )
         if norm == 0:
             build.forget_step(self.model, self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
             return norm, Verdict("go")
         values = sums.reduced(self.runtime)
         loss = values["loss"] + values["ptx"]
-        # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it is finite does.
+        # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it
+        # is finite does.
         watched = loss if self.config.ptx.only or not math.isfinite(loss) else 0.0
         verdict = self.guard.check(watched, norm, can_roll_back=False)
         if verdict.ok:
@@ -188,17 +217,24 @@ class Kit:
         table = self.runtime.sum(table)
         self.book.note(table[0], table[1])
 
-    # ---------------------------------------------------------------------------------------------------- what is seen
+    # ----------------------------------------------------------------------------------------------------
+    # what is seen
 
     def open_log(self, update: int) -> None:
         """Begin (or go on with) metrics.jsonl and rollouts.jsonl; write recipe.toml."""
         config = self.config
         quiet = Console(quiet=True)
         self._tracker = Tracker(
-            self.out, self.runtime, total_steps=config.total_updates, start_step=update,
-            tensorboard=config.track.tensorboard, trackers=config.track.trackers, recipe=dump(config),
-            name=config.run.name, console=quiet,
-        )  # fmt: skip
+            self.out,
+            self.runtime,
+            total_steps=config.total_updates,
+            start_step=update,
+            tensorboard=config.track.tensorboard,
+            trackers=config.track.trackers,
+            recipe=dump(config),
+            name=config.run.name,
+            console=quiet,
+        )
         if self.runtime.is_main:
             build.write_recipe(self.out, config)  # type: ignore[arg-type]
             console = Console(stderr=True, highlight=False)
@@ -220,41 +256,51 @@ class Kit:
             self._live.say(f"update {update}: {message}")
 
     def measure(self, update: int) -> dict[str, Any]:
-        """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank 0."""
+        """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank
+        0."""
         config, runtime = self.config, self.runtime
         if not config.eval.problems:
             return {}
         self.model.eval()
         plain, tools = ([e for e in config.measured if e.tools is wanted] for wanted in (False, True))
         shared: dict[str, Any] = {
-            "problems": config.eval.problems, "seed": config.eval.seed, "samples": config.eval.samples,
-            "slots": config.rollout.slots, "share": (runtime.rank, runtime.world),
-        }  # fmt: skip
+            "problems": config.eval.problems,
+            "seed": config.eval.seed,
+            "samples": config.eval.samples,
+            "slots": config.rollout.slots,
+            "share": (runtime.rank, runtime.world),
+        }
         measured, longest = [], config.rollout.max_new_tokens
         if plain:
             own = measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
             measured += self._of_all(own)
         if tools:
             shared["allow_weaker"] = config.sandbox.allow_weaker
-            measured += self._of_all(measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared))
+            measured += self._of_all(
+                measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared)
+            )
         found = measure.summary(measured)
         weaker = next(({"sandbox": one.sandbox} for one in measured if one.sandbox), {})
         if runtime.is_main:
             measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
             if self._tracker is not None:
-                self._tracker.event(update, "eval", **{label: dict(row) for label, row in found.items()}, **weaker)
+                self._tracker.event(
+                    update, "eval", **{label: dict(row) for label, row in found.items()}, **weaker
+                )
             if self._live is not None:
                 self._live.say(f"update {update}: greedy accuracy on held-out problems: {told}")
         return found
 
     def _of_all(self, own: Sequence[Measured]) -> list[Measured]:
-        """What the processes measured of the problems that were dealt to them, in the problems' order; no pictures."""
+        """What the processes measured of the problems that were dealt to them, in the problems' order; no
+        pictures."""
         shares = self.runtime.gather([replace(one, picture=None) for one in own])
         world = self.runtime.world
         return [shares[i % world][i // world] for i in range(sum(map(len, shares)))]
 
-    # ---------------------------------------------------------------------------------------------- state, and the end
+    # ---------------------------------------------------------------------------------------------- state,
+    # and the end
 
     def state_dict(self) -> dict[str, Any]:
         """Trainer state that is equal on all processes."""
@@ -264,36 +310,50 @@ class Kit:
         """Write a checkpoint; every process calls it."""
         rank = self.runtime.rank
         own = {
-            "carried": self.collector.state_dict(), "generator": self.generator.get_state(),
+            "carried": self.collector.state_dict(),
+            "generator": self.generator.get_state(),
             "ptx": None if self.loader is None else self.loader.state_dict(),
             "rewards": dict(self.rewards.counts),
-        }  # fmt: skip
+        }
         path = self.checkpoints.save(
-            update, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(), trainer=trainer,
+            update,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            trainer=trainer,
             lanes={rank: own},
-        )  # fmt: skip
+        )
         if self.config.checkpoint.models and self.runtime.is_main:
-            self._save_model(self.out / "models" / f"update-{update:06d}", self._facts(update, trainer["seconds"]))
+            self._save_model(
+                self.out / "models" / f"update-{update:06d}", self._facts(update, trainer["seconds"])
+            )
         return path
 
     def _facts(self, update: int, seconds: float) -> dict[str, Any]:
         """For the model's card."""
         config = self.config
         return {
-            "name": config.run.name, "recipe": config.run.name, "steps": update, "seconds": round(seconds, 1),
-            "device": str(self.runtime.device), "seed": config.run.seed, "precision": config.train.mixed_precision,
-            "sources": {}, "evals": {},
-        }  # fmt: skip
+            "name": config.run.name,
+            "recipe": config.run.name,
+            "steps": update,
+            "seconds": round(seconds, 1),
+            "device": str(self.runtime.device),
+            "seed": config.run.seed,
+            "precision": config.train.mixed_precision,
+            "sources": {},
+            "evals": {},
+        }
 
     def _save_model(self, directory: Path, facts: dict[str, Any]) -> Path:
         """The trained weights as a model directory, with the chat template where the start had one."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         chat = (self.folder / "chat_template.jinja").is_file()
-        return save_model(self.model, ChatTokenizer(self.tokenizer) if chat else self.tokenizer, directory, facts)
+        return save_model(
+            self.model, ChatTokenizer(self.tokenizer) if chat else self.tokenizer, directory, facts
+        )
 
     def load_state_dict(self, loaded: Loaded) -> None:
-        """Go on from a checkpoint: bit for bit by as many processes as saved it, by others with the unfinished answers dealt
-        anew. Raises DataError for PTX rows that these processes cannot share."""
+        """Go on from a checkpoint: bit for bit by as many processes as saved it, by others with the
+        unfinished answers dealt anew. Raises DataError for PTX rows that these processes cannot share."""
         self.model.load_state_dict(loaded.model)
         self.optimizer.load_state_dict(loaded.optimizer)
         self.guard.load_state_dict(loaded.trainer["guard"])
@@ -359,6 +419,7 @@ def plan(config: RLConfig) -> str:
     return (
         render(config)
         + f"\n# an iteration: {rollout.prompts} prompts x {rollout.group_size} answers of at most "
-        + f"{rollout.max_new_tokens} tokens, {train.epochs * train.minibatches} update(s)\n# prompts: {labels}\n"
+        + f"{rollout.max_new_tokens} tokens, {train.epochs * train.minibatches} update(s)\n# prompts:"
+        f" {labels}\n"
         + f"# {config.total_updates} iterations = {config.total_updates * rollout.prompts:,} prompts"
     )

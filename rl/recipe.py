@@ -1,8 +1,8 @@
 """The schema of a reinforcement learning run: what `earlyfusion rl RECIPE` may hold.
 
-A recipe is TOML with the sections `run tasks rollout reward objective correction stale length overlong toggle repeat
-temperature curriculum ptx data optim train guard eval checkpoint track log sandbox`. `tasks` is a list: one entry for each task,
-level of difficulty and form of the prompt.
+A recipe is TOML with the sections `run tasks rollout reward objective correction stale length overlong toggle
+repeat temperature curriculum ptx data optim train guard eval checkpoint track log sandbox`. `tasks` is a
+list: one entry for each task, level of difficulty and form of the prompt.
 
     [[tasks]]
     name = "counting"
@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.pipeline.config import (
+from earlyfusion.pipeline.config.schema import (
     CheckpointSection,
     GuardSection,
     OptimSection,
@@ -59,8 +59,8 @@ class TaskEntry(Section):
     """One kind of prompt."""
 
     name: str
-    """Task of rl/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value, jigsaw, maze,
-    odd_one_out, geometry, arithmetic or text_math."""
+    """Task of rl/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
+    jigsaw, maze, odd_one_out, geometry, arithmetic or text_math."""
     difficulty: NonNegativeInt = 0
     """Level of the task."""
     weight: NonNegativeFloat = 1.0
@@ -70,10 +70,11 @@ class TaskEntry(Section):
     thought: bool = False
     """Ask to tell what there is before answering."""
     tools: bool = False
-    """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture as a file."""
+    """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture
+    as a file."""
     power: PositiveFloat = 1.0
-    """Its rewards are scores to this power, with the sign they had. 1 pays partial credit as it is, which teaches a cautious middle (2 where 1 and
-    3 are likely); a high power pays for right answers alone."""
+    """Its rewards are scores to this power, with the sign they had. 1 pays partial credit as it is, which
+    teaches a cautious middle (2 where 1 and 3 are likely); a high power pays for right answers alone."""
     options: dict[str, Any] = {}
     """Options of the task, such as { path = "gsm8k" } of text_math."""
 
@@ -95,7 +96,9 @@ class TaskEntry(Section):
     @model_validator(mode="after")
     def _one_way_to_think(self) -> TaskEntry:
         if self.tools and self.thought:
-            raise ValueError("thought and tools together: in the chat form a model thinks in a channel; drop thought")
+            raise ValueError(
+                "thought and tools together: in the chat form a model thinks in a channel; drop thought"
+            )
         return self
 
 
@@ -115,15 +118,17 @@ class RolloutSection(Section):
     prefill_chunk: PositiveInt = 2048
     """Prompt tokens read in one step of the engine."""
     pool: NonNegativeInt = 0
-    """Problems that are drawn again and again, for each task entry; 0 makes a new problem for every prompt."""
+    """Problems that are drawn again and again, for each task entry; 0 makes a new problem for every prompt.
+    """
     token_cap: PositiveInt | None = None
-    """Partial rollout (k1.5): a prompt whose unfinished answers have each written this many tokens in this iteration is put
-    aside and goes on in the next; "null": off."""
+    """Partial rollout (k1.5): a prompt whose unfinished answers have each written this many tokens in this
+    iteration is put aside and goes on in the next; "null": off."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit."""
+    """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit.
+    """
     fraction: float = Field(1.0, gt=0, le=1)
-    """Partial rollout (K3): an iteration ends when this share (lambda) of a process's answers is finished; groups that are
-    complete are trained, the others go on first in the next one."""
+    """Partial rollout (K3): an iteration ends when this share (lambda) of a process's answers is finished;
+    groups that are complete are trained, the others go on first in the next one."""
     resume: Literal["keep", "reprefill"] = "keep"
     """How an unfinished answer goes on under newer weights: from its state, or by reading its text again."""
     replay_routing: bool = True
@@ -131,20 +136,24 @@ class RolloutSection(Section):
     dtype: Literal["same", "bfloat16"] = "same"
     """Weights of the engine: the trained ones themselves, or a bfloat16 copy made before every iteration."""
     tool_turns: PositiveInt = 2
-    """Messages with tool calls in one answer (each of at most 8 calls); a further one ends it, without an answer."""
+    """Messages with tool calls in one answer (each of at most 8 calls); a further one ends it, without an
+    answer."""
     tool_output_tokens: int = Field(256, ge=64)
-    """Most tokens of one tool turn, markup included; longer outputs are cut. They do not count as max_new_tokens."""
+    """Most tokens of one tool turn, markup included; longer outputs are cut. They do not count as
+    max_new_tokens."""
     tool_timeout_s: PositiveFloat = 5.0
-    """Seconds of CPU time after which a program is stopped; by the clock, which a busy machine slows, twice as many."""
+    """Seconds of CPU time after which a program is stopped; by the clock, which a busy machine slows, twice
+    as many."""
     tool_memory_mb: PositiveFloat = 256.0
     """Memory of a program beyond that of an idle interpreter."""
     tool_workers: PositiveInt = 2
     """Programs that run at a time, by one process."""
     prefetch: bool = True
-    """Make the next iteration's prompts in a thread while this one trains; the same prompts either way. Not in partial
-    rollout, where an iteration's share is known only when it begins."""
+    """Make the next iteration's prompts in a thread while this one trains; the same prompts either way. Not
+    in partial rollout, where an iteration's share is known only when it begins."""
     resample: NonNegativeInt = 0
-    """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new ones."""
+    """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new
+    ones."""
 
 
 class JudgeSection(Section):
@@ -153,15 +162,17 @@ class JudgeSection(Section):
     model: str | None = None
     """Model name; "null" takes the first that the endpoint lists."""
     weight: float = Field(1.0, gt=0, le=1)
-    """1: the judge alone decides. Below 1: its share of the reward of answers that earn something without it."""
+    """1: the judge alone decides. Below 1: its share of the reward of answers that earn something without it.
+    """
 
 
 class RewardSection(Section):
     name: str = "task"
-    """task (each task's own), random (control arm), or package.module:function of (problem, response), which may return any
-    finite number."""
+    """task (each task's own), random (control arm), or package.module:function of (problem, response), which
+    may return any finite number."""
     low: FiniteFloat = 0.0
-    """Lowest of your rewards: what an answer earns that could not be scored, or that exceeds Toggle's budget."""
+    """Lowest of your rewards: what an answer earns that could not be scored, or that exceeds Toggle's budget.
+    """
     high: FiniteFloat = 1.0
     """Highest of your rewards: what a right answer earns. Rewards outside are not cut, but counted."""
     judge: JudgeSection | None = None
@@ -184,8 +195,9 @@ class RewardSection(Section):
 
 class TrainSection(Section):
     updates: PositiveInt = 100
-    """Iterations: rollouts, then training on them. One whose answers teach nothing counts (and so do the schedules of
-    learning rate, temperature and curriculum, which are functions of its number), but makes no step: "empty" of the log."""
+    """Iterations: rollouts, then training on them. One whose answers teach nothing counts (and so do the
+    schedules of learning rate, temperature and curriculum, which are functions of its number), but makes no
+    step: "empty" of the log."""
     epochs: PositiveInt = 1
     """Passes over the answers of one iteration."""
     minibatches: PositiveInt = 1
@@ -193,8 +205,8 @@ class TrainSection(Section):
     row_tokens: PositiveInt = 8192
     """Most tokens of one packed row (a longer document makes a row of its own)."""
     old_policy: Literal["engine", "trainer"] = "engine"
-    """Whose log-probabilities are pi_old: the engine's (K2.5), or the trainer's own before the first update (then
-    `correction` weighs the gap to the engine)."""
+    """Whose log-probabilities are pi_old: the engine's (K2.5), or the trainer's own before the first update
+    (then `correction` weighs the gap to the engine)."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Autocast dtype of training; the engine always computes in the weights' dtype."""
     threads: PositiveInt | None = None
@@ -217,7 +229,8 @@ class PtxSection(PtxConfig):
     max_patches: PositiveInt = 8192
     """Most image patches of it."""
     only: bool = False
-    """No reinforcement learning at all: the control arm that trains on curated data alone (coef counts as 1)."""
+    """No reinforcement learning at all: the control arm that trains on curated data alone (coef counts as 1).
+    """
 
 
 class EvalSection(Section):
@@ -235,7 +248,8 @@ class EvalSection(Section):
 
 class RLCheckpointSection(CheckpointSection):
     models: bool = False
-    """A model directory (models/update-NNNNNN) at every checkpoint too, to be measured, served or started from."""
+    """A model directory (models/update-NNNNNN) at every checkpoint too, to be measured, served or started
+    from."""
 
 
 class LogSection(Section):
@@ -280,7 +294,9 @@ class RLConfig(Section):
         check_together(self.objective, self.correction)
         labels = [entry.label for entry in self.tasks]
         if len(set(labels)) != len(labels):
-            raise ValueError(f"tasks: two entries are the same: {max(labels, key=labels.count)}; add up their weights")
+            raise ValueError(
+                f"tasks: two entries are the same: {max(labels, key=labels.count)}; add up their weights"
+            )
         if not any(entry.weight for entry in self.tasks):
             raise ValueError("tasks: every weight is 0; give at least one a positive weight")
         if (self.ptx.coef or self.ptx.only) and self.data is None:
@@ -288,21 +304,25 @@ class RLConfig(Section):
         if self.ptx.length > self.ptx.tokens:
             raise ValueError(f"ptx.length {self.ptx.length} is more than ptx.tokens {self.ptx.tokens}")
         if self.rollout.group_size == 1 and self.objective.baseline != "none" and not self.ptx.only:
-            raise ValueError("rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none")
+            raise ValueError(
+                "rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none"
+            )
         object.__setattr__(self, "overlong", self.overlong.within(self.rollout.max_new_tokens))
         self._check_silent()
         if self.has_tools and self.partial:
             raise ValueError(
-                "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction, or tools"
+                "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction,"
+                " or tools"
             )
         if self.has_tools and self.rollout.max_new_tokens < SHORTEST_CALL:
             raise ValueError(
-                f"tasks with tools and rollout.max_new_tokens {self.rollout.max_new_tokens}: a call alone takes "
-                f"{SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
+                f"tasks with tools and rollout.max_new_tokens {self.rollout.max_new_tokens}: a call alone"
+                f" takes {SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
             )
         if self.train.minibatches > self.rollout.prompts:
             raise ValueError(
-                f"train.minibatches {self.train.minibatches} is more than rollout.prompts {self.rollout.prompts}"
+                f"train.minibatches {self.train.minibatches} is more than rollout.prompts"
+                f" {self.rollout.prompts}"
             )
         return self
 
@@ -314,19 +334,19 @@ class RLConfig(Section):
             own = f"rollout.top_p {rollout.top_p:g}, min_p {rollout.min_p:g}"
         if own and self.partial and self.correction.mode == "none":
             raise ValueError(
-                f"{own} in partial rollouts: pi_old is then the trainer's own, and tokens of older weights would count as "
-                "drawn by it; set correction.mode (tis, mis or reject)"
+                f"{own} in partial rollouts: pi_old is then the trainer's own, and tokens of older weights"
+                " would count as drawn by it; set correction.mode (tis, mis or reject)"
             )
         if self.objective.reset_optimizer and train.epochs * train.minibatches == 1 and not self.ptx.only:
             raise ValueError(
-                "objective.reset_optimizer with one update in an iteration: the first step of an optimizer without memory "
-                "goes by the gradient's sign alone; set train.epochs or train.minibatches above 1 (k1.5 takes many), or "
-                "reset_optimizer = false"
+                "objective.reset_optimizer with one update in an iteration: the first step of an optimizer"
+                " without memory goes by the gradient's sign alone; set train.epochs or train.minibatches"
+                " above 1 (k1.5 takes many), or reset_optimizer = false"
             )
         if self.toggle.every and not rollout.pool:
             raise ValueError(
-                "toggle with rollout.pool = 0: every prompt is a new problem, so there is no budget of a problem; set "
-                "rollout.pool"
+                "toggle with rollout.pool = 0: every prompt is a new problem, so there is no budget of a"
+                " problem; set rollout.pool"
             )
 
     @property
@@ -348,7 +368,8 @@ class RLConfig(Section):
 
     @property
     def watched(self) -> bool:
-        """Whether answers are looked at while they are written: partial rollouts, and answers that run in circles."""
+        """Whether answers are looked at while they are written: partial rollouts, and answers that run in
+        circles."""
         return self.partial or self.repeat is not None
 
     @property

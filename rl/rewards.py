@@ -1,16 +1,18 @@
 """Rewards as a trainer runs them: any function of (problem, response), contained, bounded and counted.
 
     with Rewards(TaskReward(tasks)) as rewards:
-        scored = rewards([(problem, text), ...])        # one Scored each, in order; never raises for one answer
-        rewards.report()                                # {"ok": 63, "timeout": 1, ..., "by_task": {"maze": 0.41}}
+        scored = rewards([(problem, text), ...])        # one Scored each, in order; never raises for one
+                                                        answer
+        rewards.report()                                # {"ok": 63, "timeout": 1, ..., "by_task": {"maze":
+                                                        0.41}}
 
-A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the lowest
-of the declared range, 0 by default) and a count, never the run; one outside the declared range stands, and is counted.
-Three ways to run a function:
+A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the
+lowest of the declared range, 0 by default) and a count, never the run; one outside the declared range stands,
+and is counted. Three ways to run a function:
     inline    in this thread: for rewards known to return (the tasks of rl/tasks)
     threads   side by side with a deadline: for rewards that wait for a server (rl/judge.py)
-    process   in worker processes that are killed at the deadline and started anew: for everything else; `memory_mb`
-              bounds what a worker may allocate beyond its imports (Linux)
+    process   in worker processes that are killed at the deadline and started anew: for everything else;
+              `memory_mb` bounds what a worker may allocate beyond its imports (Linux)
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeAlias
 
 from earlyfusion.data.errors import DataError, did_you_mean
-from earlyfusion.data.order import digest64
+from earlyfusion.data.loading.order import digest64
 from earlyfusion.rl.tasks.problem import Problem, Task
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
@@ -58,7 +60,8 @@ class Scored:
 
 
 class TaskReward:
-    """The reward of each problem's own task. Raises KeyError (a counted error) for a problem of another task."""
+    """The reward of each problem's own task. Raises KeyError (a counted error) for a problem of another
+    task."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.name: task for task in tasks}
@@ -68,7 +71,8 @@ class TaskReward:
 
 
 class RandomReward:
-    """0 or 1 with equal chance, whatever was said: the control arm of a study. Depends on (seed, problem, response)."""
+    """0 or 1 with equal chance, whatever was said: the control arm of a study. Depends on (seed, problem,
+    response)."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -78,7 +82,8 @@ class RandomReward:
 
 
 class OnTop:
-    """A second opinion on verified answers: (1 - weight) * base + weight * extra where base > 0, else base."""
+    """A second opinion on verified answers: (1 - weight) * base + weight * extra where base > 0, else
+    base."""
 
     def __init__(self, base: RewardFunction, extra: RewardFunction, weight: float = 0.2) -> None:
         if not 0 <= weight <= 1:
@@ -91,15 +96,20 @@ class OnTop:
 
 
 def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[RewardFunction, Isolation]:
-    """(function, how to run it) of "task", "random" or "package.module:function". Raises RewardError for others."""
+    """(function, how to run it) of "task", "random" or "package.module:function". Raises RewardError for
+    others."""
     if name == "task":
         return TaskReward(tasks), "inline"
     if name == "random":
         return RandomReward(seed), "inline"
     if ":" not in name:
-        raise RewardError(f"reward {name!r}; {did_you_mean(name, ('task', 'random'))}, or package.module:function")
+        raise RewardError(
+            f"reward {name!r}; {did_you_mean(name, ('task', 'random'))}, or package.module:function"
+        )
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # the console script, unlike `python -m`, does not look in the working directory
+    if (
+        os.getcwd() not in sys.path
+    ):  # the console script, unlike `python -m`, does not look in the working directory
         sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
@@ -123,7 +133,8 @@ class Range:
 
 
 def judged(value: Any, span: Range) -> Scored:
-    """A returned value as Scored: every finite number as it is ("outside" beyond the range), all else "invalid"."""
+    """A returned value as Scored: every finite number as it is ("outside" beyond the range), all else
+    "invalid"."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -132,7 +143,9 @@ def judged(value: Any, span: Range) -> Scored:
         return Scored(span.low, "invalid", f"returned {number}")
     if not span.low <= number <= span.high:
         return Scored(
-            number, "outside", f"returned {number:g}; reward.low and reward.high say {span.low:g} to {span.high:g}"
+            number,
+            "outside",
+            f"returned {number:g}; reward.low and reward.high say {span.low:g} to {span.high:g}",
         )
     return Scored(number)
 
@@ -148,14 +161,20 @@ def attempt(function: RewardFunction, item: Item, span: Range) -> Scored:
 class Rewards:
     """See the file's head.
 
-    function: any callable of (problem, response). isolation: how it runs. timeout_s: deadline of one call (threads and
-    process). workers: calls in flight. span: the range that rewards are declared to have.
+    function: any callable of (problem, response). isolation: how it runs. timeout_s: deadline of one call
+    (threads and process). workers: calls in flight. span: the range that rewards are declared to have.
     """
 
     def __init__(
-        self, function: RewardFunction, *, isolation: Isolation = "inline", timeout_s: float = 10.0, workers: int = 2,
-        span: Range = Range(), memory_mb: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        function: RewardFunction,
+        *,
+        isolation: Isolation = "inline",
+        timeout_s: float = 10.0,
+        workers: int = 2,
+        span: Range = Range(),
+        memory_mb: int | None = None,
+    ) -> None:
         if isolation not in ISOLATIONS:
             raise RewardError(f"isolation {isolation!r}; {did_you_mean(str(isolation), ISOLATIONS)}")
         if not timeout_s > 0 or workers < 1:
@@ -167,7 +186,9 @@ class Rewards:
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._seconds = 0.0
         self._processes = (
-            [_Worker(function, timeout_s, span, memory_mb) for _ in range(workers)] if isolation == "process" else []
+            [_Worker(function, timeout_s, span, memory_mb) for _ in range(workers)]
+            if isolation == "process"
+            else []
         )
 
     def __call__(self, items: Sequence[Item]) -> list[Scored]:
@@ -185,10 +206,16 @@ class Rewards:
         return scored
 
     def report(self) -> dict[str, Any]:
-        """Counts by status, mean reward by task, seconds spent, the last failures; since the object was made."""
+        """Counts by status, mean reward by task, seconds spent, the last failures; since the object was
+        made."""
         means = {task: total / number for task, (total, number) in sorted(self._sums.items())}
         counts = {status: self.counts[status] for status in STATUSES}
-        return {**counts, "by_task": means, "seconds": self._seconds, "last_failures": list(self.last_failures)}
+        return {
+            **counts,
+            "by_task": means,
+            "seconds": self._seconds,
+            "last_failures": list(self.last_failures),
+        }
 
     def _inline(self, items: Sequence[Item]) -> list[Scored]:
         return [attempt(self.function, item, self.span) for item in items]
@@ -248,11 +275,15 @@ class Rewards:
 class _Worker:
     """One process that scores one answer at a time; started when needed, killed at a deadline."""
 
-    def __init__(self, function: RewardFunction, timeout_s: float, span: Range, memory_mb: int | None) -> None:
+    def __init__(
+        self, function: RewardFunction, timeout_s: float, span: Range, memory_mb: int | None
+    ) -> None:
         try:
             self._function = pickle.dumps(function)
         except Exception as error:
-            raise RewardError(f"isolation process needs a reward that another process can import: {error}") from None
+            raise RewardError(
+                f"isolation process needs a reward that another process can import: {error}"
+            ) from None
         self._timeout_s, self._span, self._memory_mb = timeout_s, span, memory_mb
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None

@@ -4,16 +4,17 @@
     torchrun --nproc-per-node 2 -m earlyfusion.rl.train vision-rl --init-from DIR
     earlyfusion rl vision-rl --init-from DIR
 
-One iteration: prompts drawn by the curriculum -> K answers each from the engine (whole, or partial with what is left
-going on in the next iteration) -> rewards of the task -> shaping by length -> advantages in the group -> updates of the
-objective with the trainable encoder in the graph, an optional PTX loss beside it -> MuonClip (or AdamW) with QK-Clip.
-Everything a resume needs lies in the checkpoint: weights, optimizer, tallies and generator of the prompts, unfinished
-answers with their states, the curated data's cursor. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75:
-after the updates of this iteration, or, while answers are collected, at once and as the iteration began. `--resume` goes on
-bit for bit, or by another number of processes, with the same prompts and answers.
+One iteration: prompts drawn by the curriculum -> K answers each from the engine (whole, or partial with what
+is left going on in the next iteration) -> rewards of the task -> shaping by length -> advantages in the group
+-> updates of the objective with the trainable encoder in the graph, an optional PTX loss beside it ->
+MuonClip (or AdamW) with QK-Clip. Everything a resume needs lies in the checkpoint: weights, optimizer,
+tallies and generator of the prompts, unfinished answers with their states, the curated data's cursor. A
+stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75: after the updates of this iteration, or,
+while answers are collected, at once and as the iteration began. `--resume` goes on bit for bit, or by another
+number of processes, with the same prompts and answers.
 
-The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/ and
-report.html.
+The output folder gets metrics.jsonl, rollouts.jsonl with pictures, recipe.toml, checkpoints/, eval/, model/
+and report.html.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from typing import Any
 import torch
 
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.arguments import launch, parse_arguments
 from earlyfusion.pipeline.checkpoint import Loaded
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
-from earlyfusion.rl.collect import Collected, Interrupted
-from earlyfusion.rl.experience import RIGHT, Experience, experience, records, score, shares
 from earlyfusion.rl.learn import Sums, minibatches
-from earlyfusion.rl.length import budget_phase, estimate_budgets
+from earlyfusion.rl.objectives.length import budget_phase, estimate_budgets
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rewards import STATUSES, make_reward
-from earlyfusion.rl.sampling import temperature
+from earlyfusion.rl.rollouts.collect import Collected, Interrupted
+from earlyfusion.rl.rollouts.experience import RIGHT, Experience, experience, records, score, shares
+from earlyfusion.rl.rollouts.sampling import temperature
 
 
 class Reinforcement:
@@ -59,7 +60,8 @@ class Reinforcement:
         kit.open_log(self.update)
         self.runtime.stop.install()
 
-    # ------------------------------------------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------------------------------------------
+    # the loop
 
     @objects_at_rest()
     def train(self) -> int:
@@ -92,7 +94,8 @@ class Reinforcement:
         return found
 
     def _unless_stopped(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """What `action` gives; None where a signal came while it collected answers, and then nothing has changed."""
+        """What `action` gives; None where a signal came while it collected answers, and then nothing has
+        changed."""
         mark = self.kit.mark()
         try:
             return action()
@@ -122,7 +125,8 @@ class Reinforcement:
         return record | {"time/train_s": time.perf_counter() - start}
 
     def _experience(self, heat: float, update: int) -> tuple[Collected, Experience, float]:
-        """Rollouts and what they earned; with rollout.resample, groups that teach nothing are replaced by new prompts."""
+        """Rollouts and what they earned; with rollout.resample, groups that teach nothing are replaced by new
+        prompts."""
         kit, config = self.kit, self.config
         collected = kit.collector.collect(update, heat, config.rollout.prompts)
         begun = time.perf_counter()
@@ -184,7 +188,8 @@ class Reinforcement:
         if seen.answers and first is not None:
             record |= {"clip_share": values["outside"] / tokens}
             record |= {"k3": values["k3"] / tokens, "touched": values["touched"] / tokens}
-            # Before the first update trainer and sampler hold the same weights: what differs is the engine's arithmetic
+            # Before the first update trainer and sampler hold the same weights: what differs is the engine's
+            # arithmetic
             # (and, in partial rollouts, older weights).
             record |= {"mismatch_kl": first["k3"] / max(1.0, first["tokens"])}
             record |= {"mismatch_max": max(gap, first["largest"])}
@@ -209,10 +214,20 @@ class Reinforcement:
         surprise = -float(sum(p for g in seen.groups for t in g.trajectories for p in t.completion.logprobs))
         lengths = [float(x) for x in seen.lengths_N.tolist()]
         usual = [
-            sum(lengths), float(seen.cut_N.sum()), float(seen.informative_N.sum()), float(seen.answers), lag,
-            float(len(versions)), float(collected.tokens), float(sum(collected.lengths)), float(len(collected.lengths)),
-            float(collected.carried), collected.working_s, collected.seconds, surprise,
-        ]  # fmt: skip
+            sum(lengths),
+            float(seen.cut_N.sum()),
+            float(seen.informative_N.sum()),
+            float(seen.answers),
+            lag,
+            float(len(versions)),
+            float(collected.tokens),
+            float(sum(collected.lengths)),
+            float(len(collected.lengths)),
+            float(collected.carried),
+            collected.working_s,
+            collected.seconds,
+            surprise,
+        ]
         flat = self.runtime.sum(torch.cat([by_task.flatten(), torch.tensor(usual, dtype=torch.float64)]))
         longest = float(self.runtime.max(max(lengths, default=0.0)))
         sums = flat[: by_task.numel()].view(-1, 4).tolist()
@@ -226,9 +241,19 @@ class Reinforcement:
                 record[f"cut/{label}"] = ended_late / count
         every = max(1.0, answers)
         record |= {"reward": sum(s[1] for s in sums) / every, "score": sum(s[0] for s in sums) / every}
-        record |= {"length": total / every, "length_max": longest, "cut": cut / every, "informative": told / every}
-        record |= {"length_in_work": work / max(1.0, works), "staleness": lag / max(1.0, aged), "answers": answers}
-        # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of it.
+        record |= {
+            "length": total / every,
+            "length_max": longest,
+            "cut": cut / every,
+            "informative": told / every,
+        }
+        record |= {
+            "length_in_work": work / max(1.0, works),
+            "staleness": lag / max(1.0, aged),
+            "answers": answers,
+        }
+        # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all of
+        # it.
         record |= {"carried": carried, "tokens": tokens, "entropy": surprise / max(1.0, aged)}
         record |= {"time/rollout_s": collected.seconds, "time/score_s": score_s}
         record |= {
@@ -265,7 +290,9 @@ class Reinforcement:
         kit, config = self.kit, self.config
         kit.refresh_engine(0)
         bins = len(config.tasks) * max(1, config.rollout.pool)
-        collected = kit.collector.collect(0, temperature(config.temperature, 0), max(bins, config.rollout.prompts), 99)
+        collected = kit.collector.collect(
+            0, temperature(config.temperature, 0), max(bins, config.rollout.prompts), 99
+        )
         seen = experience(config, collected.groups, score(kit.rewards, collected.groups), 0, {})
         bins_N = torch.tensor([g.ask.bin for g in seen.groups for _ in g.trajectories])
         right_N = shares(config.reward, seen.scores_N) >= RIGHT
@@ -276,12 +303,15 @@ class Reinforcement:
         table = self.runtime.sum(table)
         self.budgets = {i: float(b / n) for i, (b, n) in enumerate(table.tolist()) if n}
 
-    # ------------------------------------------------------------------------------------------- state, and the end
+    # ------------------------------------------------------------------------------------------- state, and
+    # the end
 
     def _save(self) -> Path:
         trainer = self.kit.state_dict() | {
-            "budgets": self.budgets, "seconds": self.seconds, "begun": self.begun,
-        }  # fmt: skip
+            "budgets": self.budgets,
+            "seconds": self.seconds,
+            "begun": self.begun,
+        }
         return self.kit.save(self.update, trainer)
 
     def _restore(self, loaded: Loaded) -> None:
@@ -313,9 +343,12 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parse_arguments(arguments, RLConfig, verb="rl", about=__doc__ or "", default_recipe="vision-rl")
     config: RLConfig = validate(compose(parsed.recipes, parsed.overrides), RLConfig)
     return launch(
-        Reinforcement, config, parsed, show=lambda resolved: print(parts.plan(resolved)),
+        Reinforcement,
+        config,
+        parsed,
+        show=lambda resolved: print(parts.plan(resolved)),
         check=lambda resolved: make_reward(resolved.reward.name, ()),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""The installation traps that have cost others hours: CUDA packages on a machine without a GPU, and broken torchvision."""
+"""The installation traps that have cost others hours: CUDA packages on a machine without a GPU, and broken
+torchvision."""
 
 import importlib.util
 import re
@@ -18,7 +19,9 @@ ROOMS = ("kernels", "vision", "model", "data", "eval", "pipeline", "rl")
 
 def test_constraints_pin_torch_and_every_install_command_carries_them():
     """Without the pin, an extra that wants a newer torch swaps it for gigabytes of CUDA packages."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line
+    )
     assert {"torch", "triton"} <= set(pins)
     setup = (ROOT / "setup.sh").read_text()
     installs = re.findall(r"^.*\bpip install\b.*$", setup, flags=re.MULTILINE)
@@ -55,8 +58,8 @@ def test_timm_and_torchvision_are_optional_and_never_imported_with_our_modules()
 
 
 def test_make_starts_the_run_without_a_launcher():
-    """The `accelerate` command imports timm where it is installed, and dies with a broken torchvision; any launcher hides
-    the run's exit code (tests/pipeline/test_launchers.py)."""
+    """The `accelerate` command imports timm where it is installed, and dies with a broken torchvision; any
+    launcher hides the run's exit code (tests/pipeline/test_launchers.py)."""
     makefile = (ROOT / "Makefile").read_text()
     assert "-m earlyfusion.pipeline.pretrain" in makefile and "accelerate" not in makefile
 
@@ -104,8 +107,18 @@ def test_the_kit_for_a_gpu_machine_lists_what_it_needs_and_never_torch(tmp_path,
     assert gpu_kit.main(["--python", "3.12", "--out", str(tmp_path / "kit"), "--dry-run"]) == 0
     lines = capsys.readouterr().out.split()
     names = {line.partition("==")[0] for line in lines}
-    assert {"pydantic", "pydantic-core", "typing-inspection", "easy-vqa", "webdataset", "fla-core", "pytest"} <= names
-    assert not names & {"torch", "triton", "earlyfusion"} and not [name for name in names if name.startswith("nvidia")]
+    assert {
+        "pydantic",
+        "pydantic-core",
+        "typing-inspection",
+        "easy-vqa",
+        "webdataset",
+        "fla-core",
+        "pytest",
+    } <= names
+    assert not names & {"torch", "triton", "earlyfusion"} and not [
+        name for name in names if name.startswith("nvidia")
+    ]
     assert f"transformers=={version('transformers')}" in lines
 
     commands = []
@@ -114,7 +127,9 @@ def test_the_kit_for_a_gpu_machine_lists_what_it_needs_and_never_torch(tmp_path,
         """pip that has no wheel of easy-vqa, and cannot build numpy."""
         commands.append(command)
         missing = ("easy-vqa" in command[-1] and "download" in command) or "numpy==" in command[-1]
-        return subprocess.CompletedProcess(command, int(missing), "", "no matching distribution" if missing else "")
+        return subprocess.CompletedProcess(
+            command, int(missing), "", "no matching distribution" if missing else ""
+        )
 
     monkeypatch.setattr(gpu_kit.subprocess, "run", fake)
     assert gpu_kit.main(["--python", "3.12", "--out", str(tmp_path / "kit")]) == 1

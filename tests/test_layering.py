@@ -20,7 +20,9 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write it out as earlyfusion.<room>..."
+            assert node.level == 0, (
+                f"{path}:{node.lineno}: relative import; write it out as earlyfusion.<room>..."
+            )
             found.append((node.lineno, node.module or ""))
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
@@ -38,8 +40,15 @@ def violations(path: Path) -> list[str]:
         target = parts[1]
         if FLOORS.index(target) > FLOORS.index(room):
             wrong.append(f"{path}:{line}: {room} may not import {module} (a higher floor)")
-        if room == "data" and target == "vision" and len(parts) > 2 and parts[2] not in DATA_MAY_USE_OF_VISION:
-            wrong.append(f"{path}:{line}: data may use only vision.patches, .config and .balance, not {module}")
+        if (
+            room == "data"
+            and target == "vision"
+            and len(parts) > 2
+            and parts[2] not in DATA_MAY_USE_OF_VISION
+        ):
+            wrong.append(
+                f"{path}:{line}: data may use only vision.patches, .config and .balance, not {module}"
+            )
         if room == "data" and target == "model":
             wrong.append(f"{path}:{line}: data may not import {module}")
         if room == "eval" and target in ("pipeline", "rl"):
@@ -62,7 +71,8 @@ def test_the_check_sees_a_forbidden_import(tmp_path, monkeypatch):
 
 
 def test_kernels_package_is_import_free():
-    """transformers imports a package called `kernels` while probing for its own; ours must do nothing then."""
+    """transformers imports a package called `kernels` while probing for its own; ours must do nothing
+    then."""
     tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text())
     assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in tree.body)
 

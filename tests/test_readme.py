@@ -1,5 +1,5 @@
-"""The README's commands run, each in its smallest form, in the environment that `make pretrain` makes; its links and make
-targets exist."""
+"""The README's commands run, each in its smallest form, in the environment that `make pretrain` makes; its
+links and make targets exist."""
 
 import json
 import os
@@ -21,17 +21,22 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What makes a training command small: the same code on a handful of tokens.
 SMALL = (
-    "--steps 2 --stages.joint.tokens 512 --stages.joint.length 256 --eval.tasks [] --eval.every 0 --eval.samples 0 "
-    "--train.threads 1"
+    "--steps 2 --stages.joint.tokens 512 --stages.joint.length 256 --eval.tasks [] --eval.every 0"
+    " --eval.samples 0 --train.threads 1"
 )
-BENCH = "--documents 1 --length 64 --steps 1 --warmup 0 --rounds 1 --recipe-steps 1 --threads 1 --out bench.json"
+BENCH = (
+    "--documents 1 --length 64 --steps 1 --warmup 0 --rounds 1 --recipe-steps 1 --threads 1 --out bench.json"
+)
 BENCHES = {
     "train": BENCH,
     "data": "--images 8 --samples 8 --rounds 1 --out data.json",
 }
 SFT = "--steps 2 --stages.sft.tokens 1536 --eval.tasks [] --eval.every 0 --train.threads 1"
 RL = "--steps 1 --eval.problems 4 --rollout.prompts 4 --rollout.group_size 4 --train.threads 1 --out"
-LAUNCH = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+LAUNCH = (
+    "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no"
+    " --dynamo_backend no"
+)
 
 
 def bash_lines() -> list[str]:
@@ -56,7 +61,9 @@ def smallest(line: str, python: str) -> list[str] | None:
         extra = [*shlex.split(RL), "runs/vision-rl"]
     if "--resume" in words:  # as it stands: what made the run small is in the run's own overrides
         extra = ["--steps", "3"]
-    if words[0] == "accelerate":  # the module form: the console script imports an optional package that may be broken
+    if (
+        words[0] == "accelerate"
+    ):  # the module form: the console script imports an optional package that may be broken
         return [python, *shlex.split(LAUNCH), *words[2:], *extra]
     if words[0] == "torchrun":
         return [python, "-m", "torch.distributed.run", *words[1:], *extra]
@@ -72,7 +79,9 @@ def base_distributions() -> set[str]:
         need = waiting.pop()
         name = need.name.lower().replace("_", "-")
         extras = need.extras or {""}
-        if name in found or (need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in extras)):
+        if name in found or (
+            need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in extras)
+        ):
             continue
         try:
             needs = distribution(need.name).requires or []
@@ -88,7 +97,8 @@ def base_distributions() -> set[str]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
-    """The interpreter of an environment with the base dependencies alone: a venv whose packages are links to ours."""
+    """The interpreter of an environment with the base dependencies alone: a venv whose packages are links to
+    ours."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -105,9 +115,12 @@ def python(tmp_path_factory) -> str:
 
 def test_the_base_environment_lacks_what_only_extras_bring(python):
     code = (
-        "import importlib.util as u; print([n for n in ('pyarrow', 'lm_eval', 'pytest', 'uvicorn') if u.find_spec(n)])"
+        "import importlib.util as u; print([n for n in ('pyarrow', 'lm_eval', 'pytest', 'uvicorn') if"
+        " u.find_spec(n)])"
     )
-    assert subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip() == "['uvicorn']"
+    assert (
+        subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip() == "['uvicorn']"
+    )
 
 
 @pytest.mark.slow
@@ -122,7 +135,13 @@ def test_readme_commands_run_in_their_smallest_form(tmp_path, python):
             serves([*command, "--port", "0"], tmp_path, environment)
             continue
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, input="what is it?\n"
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            input="what is it?\n",
         )
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
@@ -135,7 +154,10 @@ def serves(command: list[str], folder: Path, environment: dict[str, str]) -> Non
         with urllib.request.urlopen(f"{address}/models", timeout=60) as answer:
             assert json.load(answer)["data"][0]["id"] == "nano"
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) in (0, -signal.SIGTERM)  # uvicorn hands the signal on when it has stopped
+        assert server.wait(timeout=60) in (
+            0,
+            -signal.SIGTERM,
+        )  # uvicorn hands the signal on when it has stopped
 
 
 def test_readme_names_every_extra_once_and_all_holds_them():

@@ -1,8 +1,9 @@
 """Vision work spread over ranks: what a picture costs, who should encode it, and how uneven a split is.
 
-Attention makes the cost of a picture of n patches a*n + b*n^2, so that equal patches are not equal work: 16,384 patches
-cost 3.3 times as much in one picture as in 64 (vision-tower FLOPs, MoonViT). Everything here is a pure function of
-numbers every rank knows, so all ranks come to the same plan without a message. `model/exchange.py` carries it out.
+Attention makes the cost of a picture of n patches a*n + b*n^2, so that equal patches are not equal work:
+16,384 patches cost 3.3 times as much in one picture as in 64 (vision-tower FLOPs, MoonViT). Everything here
+is a pure function of numbers every rank knows, so all ranks come to the same plan without a message.
+`model/exchange.py` carries it out.
 
 Legend: N pictures (or clips), W ranks, n patches of one picture.
 """
@@ -23,14 +24,16 @@ Table: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class VisionCost:
-    """Forward FLOPs of the tower: `per_patch` * n + `per_pair` * n^2 for each picture (a multiply-add is two)."""
+    """Forward FLOPs of the tower: `per_patch` * n + `per_pair` * n^2 for each picture (a multiply-add is
+    two)."""
 
     per_patch: float
     per_pair: float
 
     @classmethod
     def from_config(cls, config: VisionConfig) -> VisionCost:
-        """a = 2 (patch embedding + L (4 C Q + 2 C F)), b = 4 Q L, with C hidden, Q qkv width, F mlp, L layers."""
+        """a = 2 (patch embedding + L (4 C Q + 2 C F)), b = 4 Q L, with C hidden, Q qkv width, F mlp, L
+        layers."""
         width, qkv, layers = config.hidden_size, config.qkv_width, config.num_hidden_layers
         block = 4 * width * qkv + 2 * width * config.intermediate_size
         embed = width * config.in_channels * config.patch_size**2
@@ -49,23 +52,29 @@ def assign(
     sizes: Sequence[int] | None = None,
     room: int | None = None,
 ) -> list[int]:
-    """The rank of every item, longest processing time first: the costliest goes to the least loaded rank, and so on.
+    """The rank of every item, longest processing time first: the costliest goes to the least loaded rank, and
+    so on.
 
-    The largest load is at most 4/3 - 1/(3 ranks) of the best possible (Graham 1969). `home[i]`, the rank that holds item
-    i, takes it where loads are equal. Ranks may come out empty: with fewer items than ranks they must. With `sizes` and
-    `room` a rank takes items of at most `room` together; an item that fits nowhere goes to the least loaded rank all the
-    same, so the caller looks.
+    The largest load is at most 4/3 - 1/(3 ranks) of the best possible (Graham 1969). `home[i]`, the rank that
+    holds item i, takes it where loads are equal. Ranks may come out empty: with fewer items than ranks they
+    must. With `sizes` and `room` a rank takes items of at most `room` together; an item that fits nowhere
+    goes to the least loaded rank all the same, so the caller looks.
 
     Raises ValueError for a negative cost, no rank, or a home that is no rank.
     """
     if ranks < 1 or any(cost < 0 for cost in costs):
-        raise ValueError(f"assign: {ranks} ranks and costs {list(costs)[:4]}: expected at least 1 rank and costs >= 0")
+        raise ValueError(
+            f"assign: {ranks} ranks and costs {list(costs)[:4]}: expected at least 1 rank and costs >= 0"
+        )
     if home is not None and (len(home) != len(costs) or any(not 0 <= rank < ranks for rank in home)):
         raise ValueError(
-            f"assign: home names {len(home)} ranks for {len(costs)} items; expected one of 0..{ranks - 1} each"
+            f"assign: home names {len(home)} ranks for {len(costs)} items; expected one of 0..{ranks - 1}"
+            " each"
         )
     load, held = [0.0] * ranks, [0] * ranks
-    heap = [(0.0, rank) for rank in range(ranks)]  # an entry whose load is no longer the rank's is passed over
+    heap = [
+        (0.0, rank) for rank in range(ranks)
+    ]  # an entry whose load is no longer the rank's is passed over
     chosen = [0] * len(costs)
 
     def fits(rank: int, item: int) -> bool:
@@ -98,7 +107,8 @@ def loads(costs: Sequence[float], owner: Sequence[int], ranks: int) -> list[floa
 
 
 def imbalance(work: Sequence[float]) -> float:
-    """Largest over mean load, 1 at best; 1 as well when there is no work at all. A step takes as long as its slowest rank."""
+    """Largest over mean load, 1 at best; 1 as well when there is no work at all. A step takes as long as its
+    slowest rank."""
     mean = sum(work) / max(1, len(work))
     return max(work) / mean if mean > 0 else 1.0
 
@@ -127,7 +137,8 @@ class Exchange:
 
     @cached_property
     def features(self) -> Table:
-        """[r][o]: merged vision tokens that o sends back to r. (Gradients go the ways of both tables backwards.)"""
+        """[r][o]: merged vision tokens that o sends back to r. (Gradients go the ways of both tables
+        backwards.)"""
         return self._counted([[num_tokens(grid, self.merge) for grid in row] for row in self.grids])
 
     def _counted(self, sizes: Sequence[Sequence[int]]) -> Table:
@@ -154,12 +165,15 @@ class Exchange:
 
 
 def exchange(
-    grids: Sequence[Sequence[Grid]], cost: VisionCost, merge: tuple[int, int] = (2, 2), max_patches: int | None = None
+    grids: Sequence[Sequence[Grid]],
+    cost: VisionCost,
+    merge: tuple[int, int] = (2, 2),
+    max_patches: int | None = None,
 ) -> Exchange:
     """The plan for one micro-batch from the grids of all ranks (`grids[r]`: those of rank r, possibly none).
 
-    max_patches: most patches of one rank, whose activations must fit its memory. Where no plan keeps to it, or none is
-    better than the pictures' own places, they stay at home.
+    max_patches: most patches of one rank, whose activations must fit its memory. Where no plan keeps to it,
+    or none is better than the pictures' own places, they stay at home.
     """
     ranks = len(grids)
     items = [(r, grid) for r, row in enumerate(grids) for grid in row]
@@ -182,8 +196,9 @@ def exchange(
 
 
 def _kept_at_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
-    """The same shares under other rank numbers: which rank takes a share does not matter to the loads, but a share lies
-    partly on one rank or another already. Shares go, in the order of the patches saved, to the rank that saves most."""
+    """The same shares under other rank numbers: which rank takes a share does not matter to the loads, but a
+    share lies partly on one rank or another already. Shares go, in the order of the patches saved, to the
+    rank that saves most."""
     stays: dict[tuple[int, int], int] = {}
     for share, rank, size in zip(chosen, home, sizes, strict=True):
         stays[share, rank] = stays.get((share, rank), 0) + size
@@ -202,8 +217,9 @@ def _kept_at_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[in
 class StepPlan:
     """One optimizer step: a plan for every micro-batch, and what it would gain.
 
-    before: largest over mean FLOPs of a rank over the whole step, pictures where they lie (ranks run through their
-    micro-batches on their own). after: the same with an exchange, where all ranks meet in each micro-batch.
+    before: largest over mean FLOPs of a rank over the whole step, pictures where they lie (ranks run through
+    their micro-batches on their own). after: the same with an exchange, where all ranks meet in each
+    micro-batch.
     """
 
     parts: tuple[Exchange, ...]
@@ -211,7 +227,8 @@ class StepPlan:
     after: float
 
     def pays(self, above: float) -> bool:
-        """Whether to exchange: the step is uneven by more than `above`, pictures would move, and it gets better."""
+        """Whether to exchange: the step is uneven by more than `above`, pictures would move, and it gets
+        better."""
         return self.before > above and self.after < self.before and any(part.moves for part in self.parts)
 
 
@@ -221,7 +238,8 @@ def plan_step(
     merge: tuple[int, int] = (2, 2),
     max_patches: int | None = None,
 ) -> StepPlan:
-    """The plan of a step from grids[r][k], the pictures of micro-batch k of rank r. Every rank has as many micro-batches."""
+    """The plan of a step from grids[r][k], the pictures of micro-batch k of rank r. Every rank has as many
+    micro-batches."""
     ranks = len(grids)
     parts = tuple(exchange(part, cost, merge, max_patches) for part in zip(*grids, strict=True))
     home = [sum(cost.of(part) for part in rank) for rank in grids]

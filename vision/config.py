@@ -1,7 +1,7 @@
 """Configuration of the vision side: patches, MoonViT tower, projector.
 
-One configuration describes three generations of the tower (Kimi-VL report section 2.1, Kimi K2.5 report section 4.2,
-Kimi K3 report section 2.4); `VisionConfig.preset` gives each with its published numbers.
+One configuration describes three generations of the tower (Kimi-VL report section 2.1, Kimi K2.5 report
+section 4.2, Kimi K3 report section 2.4); `VisionConfig.preset` gives each with its published numbers.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is another
-# function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset fixes the latter.
+# `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is
+# another
+# function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset fixes the
+# latter.
 BF16_EPS = 2.0**-7
 
 
 class VisionConfig(BaseModel):
-    """Tower, projector and image preparation. Field defaults are MoonViT-V2 (Kimi K3), 401,214,464 tower parameters.
+    """Tower, projector and image preparation. Field defaults are MoonViT-V2 (Kimi K3), 401,214,464 tower
+    parameters.
 
-    Limits count patches, not pixels or tokens: an image is shrunk to about `in_patch_limit` patches, a video frame to
-    about `in_patch_limit_each_frame` (padding and rounding may add some: `patches.navit_size`).
+    Limits count patches, not pixels or tokens: an image is shrunk to about `in_patch_limit` patches, a video
+    frame to about `in_patch_limit_each_frame` (padding and rounding may add some: `patches.navit_size`).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -28,13 +31,19 @@ class VisionConfig(BaseModel):
     # patches
     patch_size: int = Field(14, ge=1, le=1024, description="side of a square patch in pixels")
     in_channels: int = Field(3, ge=1, le=64)
-    merge_kernel_size: tuple[int, int] = Field((2, 2), description="(rows, columns) of patches that become one token")
+    merge_kernel_size: tuple[int, int] = Field(
+        (2, 2), description="(rows, columns) of patches that become one token"
+    )
     max_patches_per_side: int = Field(
         512, ge=1, le=1 << 14, description="longest side in patches; also the range of the 2-D RoPE"
     )
     in_patch_limit: int = Field(65536, ge=1, description="patches of one image, before padding")
-    in_patch_limit_each_frame: int = Field(4096, ge=1, description="patches of one video frame before padding")
-    alpha_background: tuple[int, int, int] = Field((255, 255, 255), description="RGB put behind transparent pixels")
+    in_patch_limit_each_frame: int = Field(
+        4096, ge=1, description="patches of one video frame before padding"
+    )
+    alpha_background: tuple[int, int, int] = Field(
+        (255, 255, 255), description="RGB put behind transparent pixels"
+    )
 
     # tower
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
@@ -57,8 +66,12 @@ class VisionConfig(BaseModel):
     initializer_range: float = Field(0.02, gt=0)
 
     # projector
-    projector: Literal["v1", "v2"] = Field("v2", description="v1 LayerNorm before and biases; v2 RMSNorm after, none")
-    projector_ln_eps: float = Field(1e-5, gt=0, description="of the projector's norm in every release, V2 included")
+    projector: Literal["v1", "v2"] = Field(
+        "v2", description="v1 LayerNorm before and biases; v2 RMSNorm after, none"
+    )
+    projector_ln_eps: float = Field(
+        1e-5, gt=0, description="of the projector's norm in every release, V2 included"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,7 +111,9 @@ class VisionConfig(BaseModel):
         """
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown vision preset {name!r}; nearest is {near!r}, all are {sorted(PRESETS)}")
+            raise ValueError(
+                f"unknown vision preset {name!r}; nearest is {near!r}, all are {sorted(PRESETS)}"
+            )
         return cls(**{**PRESETS[name], **overrides})
 
 

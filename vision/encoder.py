@@ -1,7 +1,7 @@
 """MoonViT: a vision transformer over packed images of native resolution.
 
-One module serves the three generations (Kimi-VL, Kimi K2.5, Kimi K3); the flags of VisionConfig choose. Parameter
-names are those of the released checkpoints, below their `vision_tower.` prefix.
+One module serves the three generations (Kimi-VL, Kimi K2.5, Kimi K3); the flags of VisionConfig choose.
+Parameter names are those of the released checkpoints, below their `vision_tower.` prefix.
 
 Legend: P patches of all items in the pack, M tokens after the merge, C hidden size, H heads, D head dim.
 """
@@ -46,10 +46,11 @@ def init_linear(layer: nn.Linear, std: float) -> None:
 
 
 def zero_anchor(module: nn.Module) -> torch.Tensor:
-    """A scalar 0 that depends on every parameter of `module`: added to a loss, it gives each a gradient of zeros.
+    """A scalar 0 that depends on every parameter of `module`: added to a loss, it gives each a gradient of
+    zeros.
 
-    Sums empty slices, so it costs nothing and stays 0 whatever the parameters hold. Of sharded parameters it takes
-    the local shard.
+    Sums empty slices, so it costs nothing and stays 0 whatever the parameters hold. Of sharded parameters it
+    takes the local shard.
     """
     total = torch.zeros(())
     for parameter in module.parameters():
@@ -59,12 +60,15 @@ def zero_anchor(module: nn.Module) -> torch.Tensor:
 
 
 class PatchProjection(nn.Module):
-    """Linear map of a flattened patch, stored in the shape of the equivalent strided convolution [C, 3, p, p]."""
+    """Linear map of a flattened patch, stored in the shape of the equivalent strided convolution [C, 3, p,
+    p]."""
 
     def __init__(self, cfg: VisionConfig) -> None:
         super().__init__()
         self.std = cfg.initializer_range
-        self.weight = nn.Parameter(torch.empty(cfg.hidden_size, cfg.in_channels, cfg.patch_size, cfg.patch_size))
+        self.weight = nn.Parameter(
+            torch.empty(cfg.hidden_size, cfg.in_channels, cfg.patch_size, cfg.patch_size)
+        )
         self.bias = nn.Parameter(torch.empty(cfg.hidden_size)) if cfg.bias else None
         self.reset_parameters()
 
@@ -74,7 +78,8 @@ class PatchProjection(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Patches [P, 3, p, p], uint8 (normalised here: (x / 255 - 0.5) / 0.5) or float (already so) -> [P, C]."""
+        """Patches [P, 3, p, p], uint8 (normalised here: (x / 255 - 0.5) / 0.5) or float (already so) -> [P,
+        C]."""
         x = patches.flatten(1)
         if x.dtype == torch.uint8:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
@@ -124,7 +129,8 @@ class PatchEmbed(nn.Module):
 
     def forward(self, patches: torch.Tensor, at: GridTensors) -> torch.Tensor:
         x = self.proj(patches)
-        # Under autocast the projection is bfloat16 while parameters are float32: the residual stream stays float32.
+        # Under autocast the projection is bfloat16 while parameters are float32: the residual stream stays
+        # float32.
         return (x + self.pos_emb(at)).to(self.proj.weight.dtype)
 
 
@@ -210,11 +216,12 @@ class Encoder(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Packed patches -> features [M, merge size, C]: patches of a token side by side, averaged over its frames.
+    """Packed patches -> features [M, merge size, C]: patches of a token side by side, averaged over its
+    frames.
 
-    Sources: Kimi-VL report section 2.1 (2-D), Kimi K2.5 report section 4.2 (frames of a clip attend jointly and are
-    averaged), Kimi K3 report section 2.4 (V2). The paper of V2 describes attention within and between frames in turn;
-    its released code attends jointly, and so does this.
+    Sources: Kimi-VL report section 2.1 (2-D), Kimi K2.5 report section 4.2 (frames of a clip attend jointly
+    and are averaged), Kimi K3 report section 2.4 (V2). The paper of V2 describes attention within and between
+    frames in turn; its released code attends jointly, and so does this.
     """
 
     def __init__(self, cfg: VisionConfig) -> None:
@@ -234,7 +241,8 @@ class VisionTower(nn.Module):
         return zero_anchor(self)
 
     def forward(self, patches: torch.Tensor, grid: VisionGrid) -> torch.Tensor:
-        """Patches [P, 3, p, p] (uint8, or float already normalised to -1..1) of the items in `grid`, in their order.
+        """Patches [P, 3, p, p] (uint8, or float already normalised to -1..1) of the items in `grid`, in their
+        order.
 
         Returns [M, merge size, C] in item order, tokens row by row. A pack without patches passes through all
         blocks and returns [0, merge size, C]: sharded training needs every rank in every block.
@@ -247,7 +255,8 @@ class VisionTower(nn.Module):
         return tokens if at.frame_rows_FM is None else self._mean_over_frames(tokens, at)
 
     def _mean_over_frames(self, tokens: torch.Tensor, at: GridTensors) -> torch.Tensor:
-        """One weighted gather per frame of the longest clip: deterministic, and clips may differ in length."""
+        """One weighted gather per frame of the longest clip: deterministic, and clips may differ in
+        length."""
         rows, weights = at.frame_rows_FM, at.frame_weight_FM
         assert rows is not None and weights is not None
         flat = tokens.flatten(1)
@@ -260,7 +269,9 @@ class VisionTower(nn.Module):
         cfg = self.cfg
         expected = (grid.num_patches, cfg.in_channels, cfg.patch_size, cfg.patch_size)
         if tuple(patches.shape) != expected:
-            raise ValueError(f"patches {list(patches.shape)} do not fit grids {grid.grids}: expected {list(expected)}")
+            raise ValueError(
+                f"patches {list(patches.shape)} do not fit grids {grid.grids}: expected {list(expected)}"
+            )
         if grid.geometry is not self.geometry and grid.geometry != self.geometry:
             raise ValueError(
                 f"the VisionGrid was built for {grid.geometry}, the tower is {self.geometry}; "

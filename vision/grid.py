@@ -1,9 +1,11 @@
 """What the tower must know about a pack of images, computed once on the host from their sizes.
 
-Patches arrive row by row; inside the tower they stand in merge order: the patches of one token are neighbours. Attention
-does not see order, so reordering the uint8 input once (no gradient) makes the merge at the end a plain view.
+Patches arrive row by row; inside the tower they stand in merge order: the patches of one token are
+neighbours. Attention does not see order, so reordering the uint8 input once (no gradient) makes the merge at
+the end a plain view.
 
-Legend: P patches, M tokens after merging, U rows of resampled positions (one for each patch of each different size).
+Legend: P patches, M tokens after merging, U rows of resampled positions (one for each patch of each different
+size).
 """
 
 from __future__ import annotations
@@ -73,9 +75,13 @@ def _check(grid: Grid, geometry: Geometry) -> None:
     t, h, w = grid
     rows, cols = geometry.merge
     if min(grid) < 1 or h % rows or w % cols:
-        raise ValueError(f"grid {grid}: h and w must be positive multiples of the merge kernel {geometry.merge}")
+        raise ValueError(
+            f"grid {grid}: h and w must be positive multiples of the merge kernel {geometry.merge}"
+        )
     if max(h, w) > geometry.sides:
-        raise ValueError(f"grid {grid}: at most {geometry.sides} patches a side; resize with patches.navit_size")
+        raise ValueError(
+            f"grid {grid}: at most {geometry.sides} patches a side; resize with patches.navit_size"
+        )
     if t > geometry.table[2]:
         raise ValueError(
             f"grid {grid}: at most {geometry.table[2]} frames share an item (pos_emb_time); "
@@ -85,7 +91,8 @@ def _check(grid: Grid, geometry: Geometry) -> None:
 
 @dataclass(frozen=True, eq=False)
 class VisionGrid:
-    """Metadata of a pack of items (images, or clips of up to pos_emb_time frames), in the order of their patches.
+    """Metadata of a pack of items (images, or clips of up to pos_emb_time frames), in the order of their
+    patches.
 
     `segments` bounds attention: all frames of one item together, no item sees another.
     """
@@ -119,7 +126,8 @@ class VisionGrid:
         return sum(self.tokens)
 
     def on(self, device: torch.device | str) -> GridTensors:
-        """Index tensors on `device`, built at the first call and kept. Call it ahead of the forward to hide the copy."""
+        """Index tensors on `device`, built at the first call and kept. Call it ahead of the forward to hide
+        the copy."""
         return self.segments.cached(("vision.grid", str(device)), lambda: self._build(torch.device(device)))
 
     def _build(self, device: torch.device) -> GridTensors:
@@ -142,7 +150,9 @@ class VisionGrid:
             times.append(np.repeat(np.arange(t) + (t > 1), h * w))
             offset += t * h * w
 
-        def put(parts: list[np.ndarray], empty: tuple[int, ...] = (0,), dtype: type = np.int64) -> torch.Tensor:
+        def put(
+            parts: list[np.ndarray], empty: tuple[int, ...] = (0,), dtype: type = np.int64
+        ) -> torch.Tensor:
             joined = np.concatenate(parts) if parts else np.zeros(empty, dtype)
             return torch.from_numpy(joined).to(device, non_blocking=True)
 
@@ -161,7 +171,8 @@ class VisionGrid:
         )
 
     def _frames(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token the rows of its frames and their weights; clips of different length share the pack."""
+        """For each token the rows of its frames and their weights; clips of different length share the
+        pack."""
         longest = max(t for t, _, _ in self.grids)
         rows, weights = [], []
         offset = 0

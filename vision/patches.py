@@ -1,8 +1,8 @@
 """From a PIL image to uint8 patches at native resolution (no squashing to a square).
 
-The resize rule is the "navit" rule of Kimi K2.5 and K3: shrink only, keep the aspect ratio, then pad right and bottom
-with zeros (black) to whole tokens, before normalisation. Patches stay uint8; the tower normalises them, so a batch is
-a quarter of its float32 size in host memory and on the way to the device.
+The resize rule is the "navit" rule of Kimi K2.5 and K3: shrink only, keep the aspect ratio, then pad right
+and bottom with zeros (black) to whole tokens, before normalisation. Patches stay uint8; the tower normalises
+them, so a batch is a quarter of its float32 size in host memory and on the way to the device.
 
 Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t*h*w patches.
 """
@@ -26,7 +26,8 @@ Grid: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Resize:
-    """Outcome of the resize rule, in pixels: resize to (new_w, new_h), then add pad_w columns and pad_h rows."""
+    """Outcome of the resize rule, in pixels: resize to (new_w, new_h), then add pad_w columns and pad_h
+    rows."""
 
     new_w: int
     new_h: int
@@ -48,9 +49,9 @@ def navit_size(width: int, height: int, cfg: VisionConfig, *, patch_limit: int |
     """Size of a width x height pixel image after the navit rule.
 
     s = min(1, sqrt(L / (max(1, w // p) * max(1, h // p))), S*p / w, S*p / h) with L = `patch_limit`
-    (default `cfg.in_patch_limit`) and S = `cfg.max_patches_per_side`; new side = clamp(int(side * s), 1, S*p).
-    L is a target, not a bound: the rule counts whole patches of the original, and padding comes on top. Reserve a
-    margin when packing. Raises ValueError for an empty image.
+    (default `cfg.in_patch_limit`) and S = `cfg.max_patches_per_side`; new side = clamp(int(side * s), 1,
+    S*p). L is a target, not a bound: the rule counts whole patches of the original, and padding comes on top.
+    Reserve a margin when packing. Raises ValueError for an empty image.
     """
     if width < 1 or height < 1:
         raise ValueError(f"image of {width}x{height} pixels: both sides must be at least 1")
@@ -77,7 +78,8 @@ def num_patches(grid: Grid) -> int:
 
 
 def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
-    """Tokens one item takes in the text: (h / merge rows) * (w / merge columns); frames of an item share them."""
+    """Tokens one item takes in the text: (h / merge rows) * (w / merge columns); frames of an item share
+    them."""
     _, h, w = grid
     return (h // merge[0]) * (w // merge[1])
 
@@ -85,14 +87,19 @@ def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
 def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
     """Cut uint8 frames [t, H, W, 3] into patches [P, 3, p, p]: frame by frame, row by row, left to right.
 
-    Raises ValueError when the array is not [t, H, W, channels] uint8 or a side is not a multiple of the patch.
+    Raises ValueError when the array is not [t, H, W, channels] uint8 or a side is not a multiple of the
+    patch.
     """
     p = patch_size
     if frames.ndim != 4 or frames.dtype != np.uint8:
-        raise ValueError(f"patchify expects uint8 [t, H, W, channels], got {frames.dtype} {list(frames.shape)}")
+        raise ValueError(
+            f"patchify expects uint8 [t, H, W, channels], got {frames.dtype} {list(frames.shape)}"
+        )
     t, height, width, channels = frames.shape
     if height % p or width % p:
-        raise ValueError(f"{height}x{width} pixels are not whole patches of {p}; pad the image first (navit_size)")
+        raise ValueError(
+            f"{height}x{width} pixels are not whole patches of {p}; pad the image first (navit_size)"
+        )
     cut = frames.reshape(t, height // p, p, width // p, p, channels).transpose(0, 1, 3, 5, 2, 4)
     return torch.from_numpy(np.ascontiguousarray(cut)).view(-1, channels, p, p)
 
@@ -119,7 +126,8 @@ _UPRIGHT = {
 
 
 def orientation(image: Image.Image) -> int:
-    """EXIF orientation 1..8 (5 and more swap the sides); 1 when there is none, or when the EXIF block is damaged."""
+    """EXIF orientation 1..8 (5 and more swap the sides); 1 when there is none, or when the EXIF block is
+    damaged."""
     try:
         found = image.getexif().get(0x0112, 1)
     except Exception:  # metadata of unknown origin: Pillow raises struct.error, SyntaxError, KeyError, ...
@@ -140,9 +148,9 @@ def _turned(image: Image.Image) -> Image.Image:
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
     """Any PIL image as upright 8-bit RGB.
 
-    First frame of an animation; EXIF orientation applied; transparency (alpha channel or transparent colour) put on
-    `background`; 16-bit greyscale scaled to 8 bits (PIL alone would clip it to white). Mode "I" is read as 16-bit
-    samples, which is what PNG and TIFF files in that mode hold; mode "F" is clipped to 0..255.
+    First frame of an animation; EXIF orientation applied; transparency (alpha channel or transparent colour)
+    put on `background`; 16-bit greyscale scaled to 8 bits (PIL alone would clip it to white). Mode "I" is
+    read as 16-bit samples, which is what PNG and TIFF files in that mode hold; mode "F" is clipped to 0..255.
     """
     if getattr(image, "is_animated", False):
         image.seek(0)
@@ -162,7 +170,8 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255
 
 
 def _eight_bits(image: Image.Image, rows: int = 256) -> Image.Image:
-    """16-bit samples as 8-bit ones, some rows at a time: in float64 a whole picture would take 24 bytes a pixel."""
+    """16-bit samples as 8-bit ones, some rows at a time: in float64 a whole picture would take 24 bytes a
+    pixel."""
     width, height = image.size
     small = np.empty((height, width), np.uint8)
     for top in range(0, height, rows):
@@ -180,16 +189,19 @@ def fit(
 ) -> np.ndarray:
     """RGB picture, or uint8 frames [t, H, W, 3] -> uint8 [t, height, width, 3]: resized, then zero-padded.
 
-    `exact` is Pillow's antialiased bicubic. Otherwise torch's uint8 kernel does it: the same filter in 16-bit integer
-    weights, vectorised, several times as fast and within two levels of Pillow (tests/vision/test_patches.py).
-    `extent` (not for `exact`): the picture's true width and height in these pixels, where a decoder has rounded them up.
+    `exact` is Pillow's antialiased bicubic. Otherwise torch's uint8 kernel does it: the same filter in 16-bit
+    integer weights, vectorised, several times as fast and within two levels of Pillow
+    (tests/vision/test_patches.py). `extent` (not for `exact`): the picture's true width and height in these
+    pixels, where a decoder has rounded them up.
     """
     width, height = frames.size if isinstance(frames, Image.Image) else (frames.shape[2], frames.shape[1])
     if (width, height) == (size.new_w, size.new_h):
         resized = np.asarray(frames)
     elif exact:
         images = [frames] if isinstance(frames, Image.Image) else [Image.fromarray(frame) for frame in frames]
-        resized = np.stack([np.asarray(im.resize((size.new_w, size.new_h), Image.Resampling.BICUBIC)) for im in images])
+        resized = np.stack(
+            [np.asarray(im.resize((size.new_w, size.new_h), Image.Resampling.BICUBIC)) for im in images]
+        )
     else:
         # A copy when the memory is read-only (PIL's is): torch takes writable arrays only.
         pixels = torch.from_numpy(np.require(frames, requirements=["C", "W"]))
@@ -225,14 +237,17 @@ def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -
 def prepare_frames(
     frames: Sequence[Image.Image], cfg: VisionConfig, *, exact: bool = True
 ) -> list[tuple[torch.Tensor, Grid]]:
-    """Video frames -> items of up to `cfg.pos_emb_time` frames: a list of (uint8 patches [t*h*w, 3, p, p], (t, h, w)).
+    """Video frames -> items of up to `cfg.pos_emb_time` frames: a list of (uint8 patches [t*h*w, 3, p, p],
+    (t, h, w)).
 
-    The last item holds what is left. All frames must have one size (they come from one video); raises ValueError
-    otherwise. The patch limit is `cfg.in_patch_limit_each_frame`, for every frame alike.
+    The last item holds what is left. All frames must have one size (they come from one video); raises
+    ValueError otherwise. The patch limit is `cfg.in_patch_limit_each_frame`, for every frame alike.
     """
     images = [to_rgb(frame, cfg.alpha_background) for frame in frames]
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise ValueError(f"frames of one video must share a size, got {sorted(sizes)}; resize them first")
     groups = [images[start : start + cfg.pos_emb_time] for start in range(0, len(images), cfg.pos_emb_time)]
-    return [prepare_clip(np.stack([np.asarray(image) for image in group]), cfg, exact=exact) for group in groups]
+    return [
+        prepare_clip(np.stack([np.asarray(image) for image in group]), cfg, exact=exact) for group in groups
+    ]

@@ -3,7 +3,8 @@
 Everything that depends only on sizes is computed here on the host; the tower applies it with one
 weighted gather and one complex product.
 
-Legend: P patches, H heads, D head dim, C hidden size, h x w patches of a frame, taps neighbours of the resampling.
+Legend: P patches, H heads, D head dim, C hidden size, h x w patches of a frame, taps neighbours of the
+resampling.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]
 def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Resampling of a [table_h, table_w] table to [h, w] as a weighted gather.
 
-    Returns (index int64 [h*w, taps] into the flattened table, weight float32 [h*w, taps]), rows in row-major order;
-    taps is 4 (bilinear) or 16 (bicubic). Equals `F.interpolate(..., align_corners=False, antialias=False)`, and is
-    the identity when the sizes agree.
+    Returns (index int64 [h*w, taps] into the flattened table, weight float32 [h*w, taps]), rows in row-major
+    order; taps is 4 (bilinear) or 16 (bicubic). Equals `F.interpolate(..., align_corners=False,
+    antialias=False)`, and is the identity when the sizes agree.
     """
     row_index, row_weight = _axis_taps(h, table_h, mode)
     col_index, col_weight = _axis_taps(w, table_w, mode)
@@ -61,7 +62,8 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
 
 
 def axial_angles(sides: int, head_dim: int, theta: float) -> torch.Tensor:
-    """Angles [sides, head_dim / 4] in float64: coordinate n turns pair i of its axis by n * theta^(-4 i / head_dim)."""
+    """Angles [sides, head_dim / 4] in float64: coordinate n turns pair i of its axis by n * theta^(-4 i /
+    head_dim)."""
     frequency = theta ** (-4.0 * torch.arange(head_dim // 4, dtype=torch.float64) / head_dim)
     return torch.outer(torch.arange(sides, dtype=torch.float64), frequency)
 
@@ -72,7 +74,9 @@ def _axial_turns(sides: int, head_dim: int, theta: float, device: torch.device) 
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(device)
 
 
-def rope_turns(row_P: torch.Tensor, col_P: torch.Tensor, *, sides: int, head_dim: int, theta: float) -> torch.Tensor:
+def rope_turns(
+    row_P: torch.Tensor, col_P: torch.Tensor, *, sides: int, head_dim: int, theta: float
+) -> torch.Tensor:
     """Unit complex numbers [P, head_dim / 2] of the 2-D RoPE, complex64, on the device of the coordinates.
 
     Pair 2i carries the column (x) and pair 2i+1 the row (y), both with frequency i: x and y alternate.
@@ -83,9 +87,11 @@ def rope_turns(row_P: torch.Tensor, col_P: torch.Tensor, *, sides: int, head_dim
 
 @lru_cache(maxsize=64)
 def time_table(frames: int, width: int) -> torch.Tensor:
-    """Fixed table [frames + 1, width], float32: row 0 is zero (single images), row f + 1 belongs to frame f of a clip.
+    """Fixed table [frames + 1, width], float32: row 0 is zero (single images), row f + 1 belongs to frame f
+    of a clip.
 
-    Frame f: [sin(f * w_i) | cos(f * w_i)] in halves, w_i = 10000^(-i / (width / 2)). The constant is not rope_theta.
+    Frame f: [sin(f * w_i) | cos(f * w_i)] in halves, w_i = 10000^(-i / (width / 2)). The constant is not
+    rope_theta.
     """
     frequency = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2))
     angles = torch.outer(torch.arange(frames, dtype=torch.float64), frequency)

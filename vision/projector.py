@@ -17,8 +17,8 @@ class Projector(nn.Module):
 
     v1 (Kimi-VL, K2.5): LayerNorm of each patch `pre_norm`, then biased layers.
     v2 (Kimi K3): layers without bias, then RMSNorm `post_norm` of the result.
-    Both norms take `projector_ln_eps`, never the tower's `norm_eps`, which in the V2 tower is a thousand times wider.
-    Parameter names are those of `mm_projector.` in the K2.5 and K3 checkpoints.
+    Both norms take `projector_ln_eps`, never the tower's `norm_eps`, which in the V2 tower is a thousand
+    times wider. Parameter names are those of `mm_projector.` in the K2.5 and K3 checkpoints.
     """
 
     def __init__(self, cfg: VisionConfig, hidden_size: int) -> None:
@@ -27,7 +27,9 @@ class Projector(nn.Module):
         first = cfg.projector == "v1"
         width = cfg.hidden_size * cfg.merge_size
         self.pre_norm = make_norm("layer", cfg.hidden_size, cfg.projector_ln_eps) if first else None
-        self.proj = nn.Sequential(Linear(width, width, bias=first), nn.GELU(), Linear(width, hidden_size, bias=first))
+        self.proj = nn.Sequential(
+            Linear(width, width, bias=first), nn.GELU(), Linear(width, hidden_size, bias=first)
+        )
         self.post_norm = None if first else make_norm("rms", hidden_size, cfg.projector_ln_eps)
         self.reset_parameters()
 

@@ -7,7 +7,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.synth.palette import COLOURS, HELDOUT_FRACTION, Box, font, native_size
 
 TOP_VALUE = 9
@@ -90,7 +90,10 @@ def chart_questions(chart: Chart, rng: Random, count: int) -> list[tuple[str, st
     """Up to `count` questions about single values, extremes, number and sum."""
     values, labels = chart.values, chart.labels
     asked = [(f"what is the value of {label}?", str(value)) for label, value in zip(labels, values)]
-    asked += [("how many values are shown?", str(len(values))), ("what is the sum of all values?", str(sum(values)))]
+    asked += [
+        ("how many values are shown?", str(len(values))),
+        ("what is the sum of all values?", str(sum(values))),
+    ]
     if values.count(max(values)) == 1:
         asked.append(("which value is the largest?", labels[values.index(max(values))]))
     if values.count(min(values)) == 1:

@@ -38,7 +38,8 @@ class Clip:
 def make_clip(
     rng: Random, *, min_side: int, max_side: int, frames: int = 6, fps: float = 2.0, heldout: bool = False
 ) -> Clip:
-    """A clip of `frames` frames, 1 / fps seconds apart; the moving (colour, shape) pair is of one side only."""
+    """A clip of `frames` frames, 1 / fps seconds apart; the moving (colour, shape) pair is of one side
+    only."""
     width, height = native_size(rng, min_side, max_side)
     colour, shape = rng.choice(pairs(heldout))
     direction = rng.choice(tuple(DIRECTIONS))

@@ -1,4 +1,5 @@
-"""Words for a scene: captions, questions with their answers, and the text twin. All are read off the scene graph."""
+"""Words for a scene: captions, questions with their answers, and the text twin. All are read off the scene
+graph."""
 
 from __future__ import annotations
 
@@ -112,7 +113,9 @@ def _count(scene: Scene, rng: Random) -> Question | None:
         shape = rng.choice([thing.shape for thing in scene.objects] + [rng.choice(SHAPES)])
         return f"how many {shape}s are there?", str(sum(thing.shape == shape for thing in scene.objects))
     colour = rng.choice([thing.colour for thing in scene.objects] + [rng.choice(tuple(COLOURS))])
-    return f"how many {colour} objects are there?", str(sum(thing.colour == colour for thing in scene.objects))
+    return f"how many {colour} objects are there?", str(
+        sum(thing.colour == colour for thing in scene.objects)
+    )
 
 
 def _relation(scene: Scene, rng: Random) -> Question | None:

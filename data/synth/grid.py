@@ -7,7 +7,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.synth.palette import COLOURS, HELDOUT_FRACTION
 
 
@@ -30,7 +30,8 @@ class Board:
 
 
 def make_board(rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Board:
-    """2 to 4 rows and columns of 2 to 4 colours; first rows of training and held-out boards never coincide."""
+    """2 to 4 rows and columns of 2 to 4 colours; first rows of training and held-out boards never
+    coincide."""
     while True:
         rows, columns = rng.randint(2, 4), rng.randint(2, 4)
         chosen = rng.sample(tuple(COLOURS), rng.randint(2, 4))

@@ -7,7 +7,7 @@ from math import cos, pi, sin
 
 from PIL import ImageDraw, ImageFont
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 
 Colour = tuple[int, int, int]
 Box = tuple[int, int, int, int]
@@ -25,7 +25,11 @@ COLOURS: dict[str, Colour] = {
     "purple": (130, 40, 170),
     "orange": (250, 140, 20),
 }
-BACKGROUNDS: dict[str, Colour] = {"white": (255, 255, 255), "light gray": (215, 215, 215), "pale blue": (205, 225, 250)}
+BACKGROUNDS: dict[str, Colour] = {
+    "white": (255, 255, 255),
+    "light gray": (215, 215, 215),
+    "pale blue": (205, 225, 250),
+}
 SHAPES = ("circle", "square", "triangle", "rectangle", "star", "diamond")
 HELDOUT_FRACTION = 0.12
 """Share of combinations kept for evaluation, in every family of generated pictures."""
@@ -35,7 +39,9 @@ HELDOUT_FRACTION = 0.12
 def pairs(heldout: bool) -> tuple[tuple[str, str], ...]:
     """(colour, shape) pairs of one side; the two sides share none."""
     everything = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    return tuple(pair for pair in everything if held_out(f"pair/{pair[0]}/{pair[1]}", HELDOUT_FRACTION) == heldout)
+    return tuple(
+        pair for pair in everything if held_out(f"pair/{pair[0]}/{pair[1]}", HELDOUT_FRACTION) == heldout
+    )
 
 
 def paint(draw: ImageDraw.ImageDraw, shape: str, box: Box, colour: Colour) -> None:
@@ -86,7 +92,8 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def native_size(rng, min_side: int, max_side: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
-    """(width, height): a longest side in the range and an aspect ratio from 1:3 to 3:1, as far as min_side allows."""
+    """(width, height): a longest side in the range and an aspect ratio from 1:3 to 3:1, as far as min_side
+    allows."""
     long_side = rng.randint(min_side, max_side)
     short_side = max(min_side, round(long_side / 3.0 ** rng.random()))
     return (long_side, short_side) if rng.random() < 0.5 else (short_side, long_side)

@@ -1,6 +1,7 @@
 """Scenes: coloured shapes on a plain ground, with the exact graph of what is where, and the picture of it.
 
-The graph is made first and holds everything; the picture, the caption, the questions and the text twin are read off it.
+The graph is made first and holds everything; the picture, the caption, the questions and the text twin are
+read off it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything there is to know about one picture. Objects do not overlap; they are listed left to right."""
+    """Everything there is to know about one picture. Objects do not overlap; they are listed left to
+    right."""
 
     width: int
     height: int
@@ -79,7 +81,8 @@ class Scene:
 
 
 def relation(a: Thing, b: Thing) -> str | None:
-    """ "left of", "right of", "above" or "below" when a lies wholly on that side of b; None when the boxes share both."""
+    """ "left of", "right of", "above" or "below" when a lies wholly on that side of b; None when the boxes
+    share both."""
     if a.box[2] <= b.box[0]:
         return "left of"
     if a.box[0] >= b.box[2]:
@@ -91,8 +94,11 @@ def relation(a: Thing, b: Thing) -> str | None:
     return None
 
 
-def make_scene(rng: Random, *, min_side: int, max_side: int, max_objects: int, heldout: bool = False) -> Scene:
-    """A scene of training combinations only; with `heldout`, the first object is a held-out (colour, shape) pair."""
+def make_scene(
+    rng: Random, *, min_side: int, max_side: int, max_objects: int, heldout: bool = False
+) -> Scene:
+    """A scene of training combinations only; with `heldout`, the first object is a held-out (colour, shape)
+    pair."""
     width, height = native_size(rng, min_side, max_side)
     objects: list[Thing] = []
     for i in range(rng.randint(1, max_objects)):

@@ -1,4 +1,5 @@
-"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the picture."""
+"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the
+picture."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, HELDOUT_FRACTION, font
 
 _WORDS = """
@@ -63,7 +64,8 @@ def _ink(lines: list[str], size: int) -> tuple[list[tuple[int, int]], int, int]:
 
 
 def make_sign(rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Sign:
-    """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on each side."""
+    """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on each
+    side."""
     words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
     if not heldout and rng.random() < 0.2:
         words = [str(rng.randrange(10, 10_000))]

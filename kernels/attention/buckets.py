@@ -1,8 +1,9 @@
 """How the documents of a packed row are batched: a few padded rectangles instead of many small products.
 
-Documents of equal length share a bucket; only short ones are padded, at the end, to share one with slightly longer
-ones (with longer ones padding costs more than it saves: their products are large enough on their own). Building a plan needs only host lengths; it is made once per packed row and device and shared
-by all layers (``Segments.cached``).
+Documents of equal length share a bucket; only short ones are padded, at the end, to share one with slightly
+longer ones (with longer ones padding costs more than it saves: their products are large enough on their own).
+Building a plan needs only host lengths; it is made once per packed row and device and shared by all layers
+(``Segments.cached``).
 
 Legend: T tokens, B documents of a bucket, L their padded length.
 """
@@ -24,8 +25,9 @@ SLACK = 32**2  # L^2 work of padding that costs less than issuing one more bucke
 class Bucket:
     """B documents padded to L tokens.
 
-    ``rows`` are their tokens in the packed row and ``slots`` the places of those tokens in the flattened [B * L]
-    rectangle. When the documents are adjacent and unpadded, ``span`` is their part of the row and the rectangle a view.
+    ``rows`` are their tokens in the packed row and ``slots`` the places of those tokens in the flattened [B *
+    L] rectangle. When the documents are adjacent and unpadded, ``span`` is their part of the row and the
+    rectangle a view.
     """
 
     documents: int
@@ -57,7 +59,9 @@ class Bucket:
             return None
         device = self.lengths_B.device
         padding_BL = torch.arange(self.length, device=device) >= self.lengths_B[:, None]
-        return torch.zeros(padding_BL.shape, dtype=dtype, device=device).masked_fill_(padding_BL, float("-inf"))
+        return torch.zeros(padding_BL.shape, dtype=dtype, device=device).masked_fill_(
+            padding_BL, float("-inf")
+        )
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -97,10 +101,11 @@ def _bucket(segments: Segments, group: list[int], multiple: int, device: torch.d
 
 
 def buckets(segments: Segments, device: torch.device, multiple: int = 1) -> tuple[Bucket, ...]:
-    """The cached plan of this packed row on this device, lengths rounded up to ``multiple``; empty for an empty row.
+    """The cached plan of this packed row on this device, lengths rounded up to ``multiple``; empty for an
+    empty row.
 
-    Without gradients on a CPU no document is padded to its neighbours' length: what it gets is then the same bits
-    whatever shares its row (a longer sum is split otherwise).
+    Without gradients on a CPU no document is padded to its neighbours' length: what it gets is then the same
+    bits whatever shares its row (a longer sum is split otherwise).
     """
     slack = SLACK if torch.is_grad_enabled() or device.type != "cpu" else 0
 

@@ -1,7 +1,7 @@
 """One bucket of documents through torch's CPU flash kernel: quickest in float32 and for long documents.
 
-The kernel wants one head dim for q, k and v, and as many key heads as query heads in its backward pass; both are
-arranged here by zero-filling and by repeating, whose gradients are a cut and a sum.
+The kernel wants one head dim for q, k and v, and as many key heads as query heads in its backward pass; both
+are arranged here by zero-filling and by repeating, whose gradients are a cut and a sum.
 
 Legend: T tokens, H query heads, G key/value heads, D key dim, V value dim, B documents, L padded length.
 """
@@ -27,7 +27,9 @@ def suits(bucket: Bucket, q_THD: Tensor) -> bool:
 def _operands(bucket: Bucket, causal: bool, *packed: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """[B, heads, L, dim] views of the padded tensors, filled up to one dim, and the additive key mask."""
     width = max(x.shape[-1] for x in packed)
-    padded = [F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y for y in map(bucket.pad, packed)]
+    padded = [
+        F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y for y in map(bucket.pad, packed)
+    ]
     bias_BL = None if causal else bucket.key_bias(packed[0].dtype)
     return [y.transpose(1, 2) for y in padded], None if bias_BL is None else bias_BL[:, None, None, :]
 

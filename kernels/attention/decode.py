@@ -1,9 +1,11 @@
 """One decode step of absorbed multi-head latent attention over paged latents.
 
-In the absorbed form every head of a sequence attends over the same rows: the key of a cached token is its whole latent
-row (normed latent and shared part), its value the first ``rank`` channels. With q_bh absorbed queries of width R,
+In the absorbed form every head of a sequence attends over the same rows: the key of a cached token is its
+whole latent row (normed latent and shared part), its value the first ``rank`` channels. With q_bh absorbed
+queries of width R,
 
-    s_j = scale <q_bh, row_j>      p = softmax over the sequence's tokens      mixed_bh = sum_j p_j row_j[:rank]
+    s_j = scale <q_bh, row_j>      p = softmax over the sequence's tokens      mixed_bh = sum_j p_j
+                                   row_j[:rank]
 
 Token j of sequence b is row j % S of page table[b, j // S].
 
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 
-def check_decode(query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int) -> None:
+def check_decode(
+    query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int
+) -> None:
     """Raise ValueError unless the shapes and dtypes belong together."""
     fits = query_BHR.dim() == 3 and pages_PSR.dim() == 3 and table_BN.dim() == 2 and lengths_B.dim() == 1
     if fits:
@@ -24,11 +28,14 @@ def check_decode(query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths
         fits = pages_PSR.shape[2] == width and table_BN.shape[0] == lengths_B.shape[0] == batch
     if not fits:
         raise ValueError(
-            f"mla_decode: got query {tuple(query_BHR.shape)}, pages {tuple(pages_PSR.shape)}, table "
-            f"{tuple(table_BN.shape)}, lengths {tuple(lengths_B.shape)}; expected [B, H, R], [P, S, R], [B, N], [B]"
+            f"mla_decode: got query {tuple(query_BHR.shape)}, pages {tuple(pages_PSR.shape)}, table"
+            f" {tuple(table_BN.shape)}, lengths {tuple(lengths_B.shape)}; expected [B, H, R], [P, S, R], [B,"
+            " N], [B]"
         )
     if not 0 < rank <= query_BHR.shape[2]:
-        raise ValueError(f"mla_decode: rank is {rank}; expected 1 to {query_BHR.shape[2]}, the width of a latent row")
+        raise ValueError(
+            f"mla_decode: rank is {rank}; expected 1 to {query_BHR.shape[2]}, the width of a latent row"
+        )
     for name, tensor in (("table_BN", table_BN), ("lengths_B", lengths_B)):
         if tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"mla_decode: {name} is {tensor.dtype}; expected int32 or int64")
@@ -42,8 +49,8 @@ def mla_decode(
     Args:
         lengths_B: cached tokens of every sequence, the newest included; 0 for an idle slot.
     Returns:
-        ``(mixed_BHr, lse_BH)``: mixed latents in the query's dtype (zeros for an idle slot), natural-log normaliser in
-        float32 (float64 for float64; -inf for an idle slot).
+        ``(mixed_BHr, lse_BH)``: mixed latents in the query's dtype (zeros for an idle slot), natural-log
+        normaliser in float32 (float64 for float64; -inf for an idle slot).
     Raises:
         ValueError: shapes or dtypes do not fit.
     """

@@ -1,10 +1,11 @@
-"""The largest attention logit per head from the softmax normaliser: what QK-Clip needs, at no cost until it clips.
+"""The largest attention logit per head from the softmax normaliser: what QK-Clip needs, at no cost until it
+clips.
 
 A row with c visible keys satisfies  max_j s_ij <= lse_i <= max_j s_ij + log c.  Hence
 
 * if no lse exceeds tau, no logit does: the largest lse is an upper bound that leaves QK-Clip inactive;
-* otherwise S_h >= floor_h = max_i (lse_i - log c_i), and only rows with lse_i >= floor_h can hold S_h. Those rows are
-  multiplied with the keys of their document again, which gives S_h exactly, mask included.
+* otherwise S_h >= floor_h = max_i (lse_i - log c_i), and only rows with lse_i >= floor_h can hold S_h. Those
+  rows are multiplied with the keys of their document again, which gives S_h exactly, mask included.
 
 Legend: T tokens, H query heads, G key heads, n = H / G, D key dim, C candidate rows, L keys of a document.
 """
@@ -19,13 +20,16 @@ from torch import Tensor
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments, check_packed
 
-SLACK = 1e-2  # relative; covers the error of a kernel's log-sum-exp (7e-3 in torch's bfloat16 CPU flash kernel)
+SLACK = (
+    1e-2  # relative; covers the error of a kernel's log-sum-exp (7e-3 in torch's bfloat16 CPU flash kernel)
+)
 LOGITS_AT_ONCE = 1 << 22  # elements of the recomputed [H, C, L]
 
 
 @dataclass
 class GateCounts:
-    """How often the gate asked the device (one scalar comparison, the op's host sync) and how many rows it redid."""
+    """How often the gate asked the device (one scalar comparison, the op's host sync) and how many rows it
+    redid."""
 
     comparisons: int = 0
     opened: int = 0
@@ -42,7 +46,9 @@ def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
         if causal:
             visible_T = segments.position(lse_TH.device) + 1
         else:
-            visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[segments.ids(lse_TH.device).long()]
+            visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[
+                segments.ids(lse_TH.device).long()
+            ]
         return visible_T.to(lse_TH.dtype).log()[:, None]
 
     log_T1 = segments.cached(("max_logit.visible", causal, lse_TH.dtype, str(lse_TH.device)), build)
@@ -68,12 +74,20 @@ def _document_max(q_CHD: Tensor, k_LGD: Tensor, last_C: Tensor | None, scale: fl
 
 @torch.no_grad()
 def max_logit(
-    q_THD: Tensor, k_TGD: Tensor, lse_TH: Tensor, segments: Segments, *, causal: bool, scale: float, tau: float
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    lse_TH: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
+    tau: float,
 ) -> Tensor:
     """Largest scaled logit over visible pairs, float32 [H], exact whenever some head could exceed ``tau``.
 
     Args:
-        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` with ``return_lse``. Rows set to -inf are
+        lse_TH: from :func:`earlyfusion.kernels.attention.varlen.attention` with ``return_lse``. Rows set to
+        -inf are
             left out of the maximum (filler).
         tau: the clipping threshold.
     Returns:
@@ -82,7 +96,8 @@ def max_logit(
     Raises:
         ValueError: the row does not match ``segments``.
 
-    One host sync (the comparison with tau, counted in ``COUNTS``); a second one for the row list only when it opens.
+    One host sync (the comparison with tau, counted in ``COUNTS``); a second one for the row list only when it
+    opens.
     """
     check_packed("max_logit", q_THD, segments)
     if segments.total == 0:

@@ -42,8 +42,9 @@ def attention(
     """Softmax attention, documents isolated from each other, one document at a time.
 
     Returns:
-        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and, if
-        ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and,
+        if ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs),
+        detached.
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
     """
@@ -70,10 +71,12 @@ def attention(
 def attention_append(
     q_THD: Tensor, k_LGD: Tensor, v_LGV: Tensor, segments: Segments, key_segments: Segments, *, scale: float
 ) -> Tensor:
-    """Causal attention of the newest tokens of every document over all its keys; -> [T, H, V] in the compute dtype.
+    """Causal attention of the newest tokens of every document over all its keys; -> [T, H, V] in the compute
+    dtype.
 
     q_THD: the last ``segments.lengths[n]`` tokens of document n, of which k_LGD and v_LGV hold all
-    ``key_segments.lengths[n]`` tokens, the newest included: a prompt read in chunks, or continued after a shared prefix.
+    ``key_segments.lengths[n]`` tokens, the newest included: a prompt read in chunks, or continued after a
+    shared prefix.
 
     Raises:
         ValueError: shapes do not fit, or a document has fewer keys than new tokens.
@@ -84,7 +87,8 @@ def attention_append(
         segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths
     ):
         keys = slice(begin, begin + length)
-        # rows that are not asked for stand before the new ones: the definition above, of which the end is kept
+        # rows that are not asked for stand before the new ones: the definition above, of which the end is
+        # kept
         q_LHD = torch.cat([q_THD.new_zeros(length - new, *q_THD.shape[1:]), q_THD[first : first + new]])
         o_LHV, _ = attention(q_LHD, k_LGD[keys], v_LGV[keys], Segments((length,)), causal=True, scale=scale)
         outputs.append(o_LHV[length - new :])
@@ -93,7 +97,14 @@ def attention_append(
 
 @torch.no_grad()
 def max_logit(
-    q_THD: Tensor, k_TGD: Tensor, lse_TH: Tensor, segments: Segments, *, causal: bool, scale: float, tau: float
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    lse_TH: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
+    tau: float,
 ) -> Tensor:
     """Exact S_h, float32 [H], from materialised logits; ``-inf`` for an empty row.
 

@@ -2,7 +2,8 @@
 
     q_t = turn(qkv_t[0]), k_t = turn(qkv_t[1]), v_t = qkv_t[2];    turn: (x_2c + i x_2c+1) * turns_tc
 
-Adjacent channels are a pair (pair 2i carries the column, pair 2i + 1 the row of a patch; the turns already say so).
+Adjacent channels are a pair (pair 2i carries the column, pair 2i + 1 the row of a patch; the turns already
+say so).
 
 Legend: T tokens (patches), H heads, D head dim, C = D / 2 pairs.
 """
@@ -15,14 +16,21 @@ from torch import Tensor
 
 def check_qkv(qkv_T3HD: Tensor, turns_TC: Tensor) -> None:
     """Raise ValueError unless qkv is a floating [T, 3, H, D] with even D and the turns complex [T, D / 2]."""
-    if qkv_T3HD.dim() != 4 or qkv_T3HD.shape[1] != 3 or qkv_T3HD.shape[3] % 2 or not qkv_T3HD.is_floating_point():
+    if (
+        qkv_T3HD.dim() != 4
+        or qkv_T3HD.shape[1] != 3
+        or qkv_T3HD.shape[3] % 2
+        or not qkv_T3HD.is_floating_point()
+    ):
         raise ValueError(
-            f"qkv_rope: qkv_T3HD is {qkv_T3HD.dtype} {tuple(qkv_T3HD.shape)}; expected a float [T, 3, H, D] with even D"
+            f"qkv_rope: qkv_T3HD is {qkv_T3HD.dtype} {tuple(qkv_T3HD.shape)}; expected a float [T, 3, H, D]"
+            " with even D"
         )
     expected = (qkv_T3HD.shape[0], qkv_T3HD.shape[3] // 2)
     if tuple(turns_TC.shape) != expected or not turns_TC.is_complex():
         raise ValueError(
-            f"qkv_rope: turns_TC is {turns_TC.dtype} {tuple(turns_TC.shape)}; expected complex numbers {expected}"
+            f"qkv_rope: turns_TC is {turns_TC.dtype} {tuple(turns_TC.shape)}; expected complex numbers"
+            f" {expected}"
         )
 
 

@@ -4,20 +4,20 @@ Three ways, one result (see :mod:`earlyfusion.kernels.attention.naive` for the e
 
 * CUDA, half precision: torch's variable-length flash attention (``torch.nn.attention.varlen``).
 * CPU, float32 or a long document: buckets of equally long documents through torch's CPU flash kernel.
-* otherwise: buckets of nearly equally long documents, in tiles of some documents times some query rows, through
-  batched products with the backward in closed form,
+* otherwise: buckets of nearly equally long documents, in tiles of some documents times some query rows,
+  through batched products with the backward in closed form,
 
       dV = P^T dO      dS = P (dO V^T - sum_j P dO V^T)      dQ = scale dS K      dK = scale dS^T Q
 
-  Logits and the softmax are float32; P is recomputed in the backward pass and exists for one tile only. Under a causal
-  mask a tile stops at the last key its rows can see, which skips up to half of the work. In bfloat16 on a CPU this is
-  several times quicker than the backward pass of the flash kernel.
+  Logits and the softmax are float32; P is recomputed in the backward pass and exists for one tile only. Under
+  a causal mask a tile stops at the last key its rows can see, which skips up to half of the work. In bfloat16
+  on a CPU this is several times quicker than the backward pass of the flash kernel.
 
-Padding stands after a document, so under a causal mask no real query sees it; without one, padded keys get -inf.
-Saved for the backward pass are the packed q, k, v, o and lse, never a padded copy.
+Padding stands after a document, so under a causal mask no real query sees it; without one, padded keys get
+-inf. Saved for the backward pass are the packed q, k, v, o and lse, never a padded copy.
 
-Legend: T tokens, H query heads, G key/value heads, n = H / G, D key dim, V value dim, B documents, L padded length,
-R query rows of a tile, M keys of a tile.
+Legend: T tokens, H query heads, G key/value heads, n = H / G, D key dim, V value dim, B documents, L padded
+length, R query rows of a tile, M keys of a tile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from torch.autograd.function import once_differentiable
 from earlyfusion.kernels.attention import cpu_flash
 from earlyfusion.kernels.attention.buckets import Bucket, buckets
 from earlyfusion.kernels.attention.checks import check_attention
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, softmax_with_lse, wide_bmm, without_autocast
+from earlyfusion.kernels.precision import (
+    accumulate_dtype,
+    compute_dtype,
+    softmax_with_lse,
+    wide_bmm,
+    without_autocast,
+)
 from earlyfusion.kernels.segments import Segments
 
 try:
@@ -44,14 +50,17 @@ except ImportError:  # builds of torch without it still have the buckets
 
 TILE_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MB, about a core's cache
 CPU_HALF_MULTIPLE = 64  # see _multiple
-CAUSAL_ROWS = 128  # query rows of a causal tile: fewer skip more of the hidden half, more make larger products
+CAUSAL_ROWS = (
+    128  # query rows of a causal tile: fewer skip more of the hidden half, more make larger products
+)
 
 
 def _multiple(q_THD: Tensor) -> int:
     """To which multiple padded lengths are rounded up.
 
-    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a millisecond,
-    ten times the product itself). Rounded lengths keep the set of shapes small from batch to batch.
+    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a
+    millisecond, ten times the product itself). Rounded lengths keep the set of shapes small from batch to
+    batch.
     """
     half_on_cpu = q_THD.device.type == "cpu" and q_THD.dtype in (torch.bfloat16, torch.float16)
     return CPU_HALF_MULTIPLE if half_on_cpu else 1
@@ -74,7 +83,9 @@ def _tiles(bucket: Bucket, heads: int, causal: bool) -> Iterator[_Tile]:
         batch = 1 << (min(most_documents, bucket.documents - first).bit_length() - 1)
         for low in range(0, bucket.length, step):
             high = min(low + step, bucket.length)
-            yield _Tile(slice(first, first + batch), slice(low, high), slice(0, high if causal else bucket.length))
+            yield _Tile(
+                slice(first, first + batch), slice(low, high), slice(0, high if causal else bucket.length)
+            )
         first += batch
 
 
@@ -137,7 +148,8 @@ def _forward_bucket(
 def _backward_bucket(
     bucket: Bucket, saved: tuple[Tensor, ...], do_THV: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded gradients of q [B, L, H, D] in its dtype, of k and v summed over tiles in accumulation precision."""
+    """Padded gradients of q [B, L, H, D] in its dtype, of k and v summed over tiles in accumulation
+    precision."""
     q_THD, k_TGD, v_TGV = saved[:3]
     heads, groups = q_THD.shape[1], k_TGD.shape[1]
     q_BLHD, k_BLGD, v_BLGV, do_BLHV = (bucket.pad(x) for x in (q_THD, k_TGD, v_TGV, do_THV))
@@ -153,11 +165,15 @@ def _backward_bucket(
         logits = wide_bmm(q, k.transpose(1, 2), scale)
         masks.add_(logits, tile)
         p = torch.softmax(logits, dim=-1)
-        dp = wide_bmm(do, v.transpose(1, 2), scale)  # the scale of the logits, applied here once for dq and dk
+        dp = wide_bmm(
+            do, v.transpose(1, 2), scale
+        )  # the scale of the logits, applied here once for dq and dk
         ds = torch._softmax_backward_data(dp, p, -1, wide).to(dtype)
         dq_BLHD[documents, rows] = _ungroup(torch.bmm(ds, k), batch, groups, length)
         dk_BLGD[documents, keys] += _ungroup(torch.bmm(ds.transpose(1, 2), q), batch, groups, keys.stop)
-        dv_BLGV[documents, keys] += _ungroup(torch.bmm(p.to(dtype).transpose(1, 2), do), batch, groups, keys.stop)
+        dv_BLGV[documents, keys] += _ungroup(
+            torch.bmm(p.to(dtype).transpose(1, 2), do), batch, groups, keys.stop
+        )
     return dq_BLHD, dk_BLGD, dv_BLGV
 
 
@@ -212,10 +228,14 @@ def _varlen_attention(
     assert _varlen is not None
     accepted = inspect.signature(_varlen.varlen_attn).parameters
     width, value_dim = max(q_THD.shape[-1], v_TGV.shape[-1]), v_TGV.shape[-1]
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_THD, k_TGD, v_TGV))
+    q, k, v = (
+        F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_THD, k_TGD, v_TGV)
+    )
     options: dict[str, Any] = {"scale": scale, "return_aux": _varlen.AuxRequest(lse=True)}
     # the way to ask for a causal mask and for grouped heads changed between torch releases
-    options |= {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted else {"is_causal": causal}
+    options |= (
+        {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted else {"is_causal": causal}
+    )
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1 and "enable_gqa" in accepted:
         options["enable_gqa"] = True
@@ -241,8 +261,9 @@ def attention(
     Any head dims, H a multiple of G, V may differ from D. Under autocast the products run in its dtype.
 
     Returns:
-        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and, if
-        ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs), detached.
+        ``(o_THV, lse_TH)``: the output in the compute dtype (see :mod:`earlyfusion.kernels.precision`) and,
+        if ``return_lse``, the natural-log softmax normaliser in float32 (float64 for float64 inputs),
+        detached.
     Raises:
         ValueError: head counts or dims do not fit, or the row does not match ``segments``.
     """

@@ -1,12 +1,13 @@
 """Two operations that cover everything around a sub-layer under Attention Residuals, in plain torch.
 
-``open_block`` is phase 1 with its results one by one and the sources handed on, so that a fused form can add the
-gradient of later blocks in place; ``step`` is what stands between two sub-layers of a block:
+``open_block`` is phase 1 with its results one by one and the sources handed on, so that a fused form can add
+the gradient of later blocks in place; ``step`` is what stands between two sub-layers of a block:
 
-    partial' = partial + out        h = merge(o1, lse1, partial')        x = h / sqrt(mean(h^2) + norm_eps) * g
+    partial' = partial + out        h = merge(o1, lse1, partial')        x = h / sqrt(mean(h^2) + norm_eps) *
+                                    g
 
-Here they are compositions of the separate operations: the definition on top of the naive forms, and a torch form on
-top of the closed-form ones. The Triton form reads and writes every tensor once.
+Here they are compositions of the separate operations: the definition on top of the naive forms, and a torch
+form on top of the closed-form ones. The Triton form reads and writes every tensor once.
 
 Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 """
@@ -44,9 +45,16 @@ def open_block(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> Opened:
 
 
 def _step(
-    form: ModuleType, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, out_TD: Tensor | None, qw_D: Tensor, norm_D: Tensor,
-    eps: float, norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form: ModuleType,
+    o1_TD: Tensor,
+    lse1_T: Tensor,
+    partial_TD: Tensor,
+    out_TD: Tensor | None,
+    qw_D: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:
     wide = accumulate_dtype(partial_TD.dtype)
     summed_TD = partial_TD if out_TD is None else (partial_TD.to(wide) + out_TD.to(wide)).to(partial_TD.dtype)
     h_TD = form.merge(o1_TD, lse1_T, summed_TD, qw_D, eps).to(wide)
@@ -55,21 +63,35 @@ def _step(
 
 
 def step_naive(
-    o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, out_TD: Tensor | None, qw_D: Tensor, norm_D: Tensor, eps: float,
+    o1_TD: Tensor,
+    lse1_T: Tensor,
+    partial_TD: Tensor,
+    out_TD: Tensor | None,
+    qw_D: Tensor,
+    norm_D: Tensor,
+    eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The definition of :func:`step`."""
     return _step(naive, o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D, eps, norm_eps)
 
 
 def step(
-    o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, out_TD: Tensor | None, qw_D: Tensor, norm_D: Tensor, eps: float,
+    o1_TD: Tensor,
+    lse1_T: Tensor,
+    partial_TD: Tensor,
+    out_TD: Tensor | None,
+    qw_D: Tensor,
+    norm_D: Tensor,
+    eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add a sub-layer's output to the running sum, merge it into the next mixture, normalise for the next sub-layer.
+) -> tuple[Tensor, Tensor]:
+    """Add a sub-layer's output to the running sum, merge it into the next mixture, normalise for the next
+    sub-layer.
 
     Args:
-        partial_TD, out_TD: the block's running sum and the newest output; None after a block's first sub-layer, whose
+        partial_TD, out_TD: the block's running sum and the newest output; None after a block's first
+        sub-layer, whose
             output is the sum.
         qw_D, norm_D: folded pseudo-query and pre-norm weight of the next sub-layer.
     Returns:

@@ -1,15 +1,16 @@
 """Attention over residual sources (Attention Residuals, arXiv 2603.15031, eqs. 1-6): the definition.
 
-A sub-layer reads a softmax mixture of earlier representations v_i. With the pseudo-query w and the key norm weight g
-of that sub-layer folded into one vector qw = w * g,
+A sub-layer reads a softmax mixture of earlier representations v_i. With the pseudo-query w and the key norm
+weight g of that sub-layer folded into one vector qw = w * g,
 
     s_i = <qw, v_i / sqrt(mean(v_i^2) + eps)>     p = softmax(s)     h = sum_i p_i v_i
 
 Only keys are normalised, values are not; there is no 1/sqrt(D). A zero qw gives the uniform mean.
 
-The block form is split in two phases (Alg. 1): ``phase1`` attends from the S sub-layers of a block over its finished
-sources at once and returns a normalised output with its log-sum-exp; ``merge`` adds the block's running partial sum,
-which differs from sub-layer to sub-layer. ``merge(*phase1(sources), partial) == mix([*sources, partial])``.
+The block form is split in two phases (Alg. 1): ``phase1`` attends from the S sub-layers of a block over its
+finished sources at once and returns a normalised output with its log-sum-exp; ``merge`` adds the block's
+running partial sum, which differs from sub-layer to sub-layer. ``merge(*phase1(sources), partial) ==
+mix([*sources, partial])``.
 
 Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 """
@@ -31,7 +32,9 @@ def check_sources(sources: Sequence[Tensor], width: int) -> None:
     first = sources[0].shape
     if len(first) != 2 or first[1] != width or any(source.shape != first for source in sources):
         shapes = [tuple(source.shape) for source in sources]
-        raise ValueError(f"attention residual: sources {shapes} and a query of width {width}; expected equal [T, D]")
+        raise ValueError(
+            f"attention residual: sources {shapes} and a query of width {width}; expected equal [T, D]"
+        )
 
 
 def _scores(v_nTD: Tensor, qw_SD: Tensor, eps: float) -> Tensor:
@@ -47,7 +50,8 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor
         qw_SD: folded pseudo-queries.
         eps: of the key norm.
     Returns:
-        ``(o_STD, lse_ST)``: the mixtures in the sources' dtype and log sum_i exp(s_i), float32 (float64 for float64).
+        ``(o_STD, lse_ST)``: the mixtures in the sources' dtype and log sum_i exp(s_i), float32 (float64 for
+        float64).
     Raises:
         ValueError: no sources, or shapes differ.
     """

@@ -1,16 +1,19 @@
 """Phase 2 of Attention Residuals on a GPU: running sum, merge and pre-norm in one pass, forward and backward.
 
     y = partial (+ out)     s = r <qw, y>, r = rsqrt(mean y^2 + eps)     a = sigmoid(s - lse1)
-    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)                          (with the norm)
+    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)                          (with the
+                            norm)
 
-Everything a row needs besides its entries is a handful of inner products, taken in a first walk over D; the second walk
-finds the row in the cache and writes the result. |h|^2 comes from the same products. Backward, with u = dx g:
+Everything a row needs besides its entries is a handful of inner products, taken in a first walk over D; the
+second walk finds the row in the cache and writes the result. |h|^2 comes from the same products. Backward,
+with u = dx g:
 
     dh = rn (u - h rn^2 mean(u h))      ds = a (1 - a) <dh, y - o1>       do1 = (1 - a) dh     dlse1 = -ds
-    dy = a dh + ds r (qw - y r s / D) + dy_later                          dqw = sum ds r y     dg = sum dx h rn
+    dy = a dh + ds r (qw - y r s / D) + dy_later                          dqw = sum ds r y     dg = sum dx h
+    rn
 
-Programs are persistent: each owns a fixed range of rows and one float32 row of partial sums for dqw and dg, which are
-added up in program order afterwards. No atomics, no float32 tensor of [T, D].
+Programs are persistent: each owns a fixed range of rows and one float32 row of partial sums for dqw and dg,
+which are added up in program order afterwards. No atomics, no float32 tensor of [T, D].
 
 Legend: T tokens, D hidden.
 """
@@ -41,9 +44,23 @@ def _tile(base, t_R, col, keep, D: tl.constexpr):
 
 @triton.jit
 def merge_forward(
-    o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D, summed_TD, x_TD, T, eps, norm_eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    o1_TD,
+    lse1_T,
+    partial_TD,
+    out_TD,
+    qw_D,
+    norm_D,
+    summed_TD,
+    x_TD,
+    T,
+    eps,
+    norm_eps,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+):
     t_R = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     ok_R = t_R < T
     yy = tl.zeros([BT, BD], tl.float32)
@@ -87,16 +104,38 @@ def merge_forward(
 
 @triton.jit
 def _row_scalars(
-    o1_TD, lse1_T, y_TD, dx_TD, qw_D, norm_D, t_R, ok_R, eps, norm_eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    o1_TD,
+    lse1_T,
+    y_TD,
+    dx_TD,
+    qw_D,
+    norm_D,
+    t_R,
+    ok_R,
+    eps,
+    norm_eps,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """a, 1 - a, r, s, rn, k = rn^2 mean(u h), ds of every row."""
     yy = tl.zeros([BT, BD], tl.float32)
-    qy, oo, oy, uo, uy = tl.zeros_like(yy), tl.zeros_like(yy), tl.zeros_like(yy), tl.zeros_like(yy), tl.zeros_like(yy)
+    qy, oo, oy, uo, uy = (
+        tl.zeros_like(yy),
+        tl.zeros_like(yy),
+        tl.zeros_like(yy),
+        tl.zeros_like(yy),
+        tl.zeros_like(yy),
+    )
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
         keep = ok_R[:, None] & (col < D)[None, :]
-        y, o1, u = _tile(y_TD, t_R, col, keep, D), _tile(o1_TD, t_R, col, keep, D), _tile(dx_TD, t_R, col, keep, D)
+        y, o1, u = (
+            _tile(y_TD, t_R, col, keep, D),
+            _tile(o1_TD, t_R, col, keep, D),
+            _tile(dx_TD, t_R, col, keep, D),
+        )
         if NORM:
             u *= tl.load(norm_D + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
             oo += o1 * o1
@@ -124,9 +163,27 @@ def _row_scalars(
 
 @triton.jit
 def merge_backward(
-    o1_TD, lse1_T, y_TD, qw_D, norm_D, dx_TD, dlater_TD, do1_TD, dlse1_T, dy_TD, partial_P2D, T, rows_per_program, eps,
-    norm_eps, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, LATER: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    o1_TD,
+    lse1_T,
+    y_TD,
+    qw_D,
+    norm_D,
+    dx_TD,
+    dlater_TD,
+    do1_TD,
+    dlse1_T,
+    dy_TD,
+    partial_P2D,
+    T,
+    rows_per_program,
+    eps,
+    norm_eps,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    LATER: tl.constexpr,
+    NORM: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
     start = program * rows_per_program
     end = tl.minimum(start + rows_per_program, T)
@@ -141,7 +198,11 @@ def merge_backward(
         for d in range(0, D, BD):
             col = d + tl.arange(0, BD)
             keep, inside = ok_R[:, None] & (col < D)[None, :], col < D
-            y, o1, dx = _tile(y_TD, t_R, col, keep, D), _tile(o1_TD, t_R, col, keep, D), _tile(dx_TD, t_R, col, keep, D)
+            y, o1, dx = (
+                _tile(y_TD, t_R, col, keep, D),
+                _tile(o1_TD, t_R, col, keep, D),
+                _tile(dx_TD, t_R, col, keep, D),
+            )
             qw = tl.load(qw_D + col, mask=inside, other=0.0).to(tl.float32)
             dh = dx
             if NORM:
@@ -174,13 +235,21 @@ def _check(op: str, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, **vectors
 
 
 class _Merge(torch.autograd.Function):
-    """(o1, lse1, partial, out | None, qw, norm | None, eps, norm_eps) -> (partial + out, x), or x alone without out."""
+    """(o1, lse1, partial, out | None, qw, norm | None, eps, norm_eps) -> (partial + out, x), or x alone
+    without out."""
 
     @staticmethod
     def forward(
-        ctx: Any, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, out_TD: Tensor | None, qw_D: Tensor,
-        norm_D: Tensor | None, eps: float, norm_eps: float,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        o1_TD: Tensor,
+        lse1_T: Tensor,
+        partial_TD: Tensor,
+        out_TD: Tensor | None,
+        qw_D: Tensor,
+        norm_D: Tensor | None,
+        eps: float,
+        norm_eps: float,
+    ) -> Any:
         tokens, width = partial_TD.shape
         add, norm = out_TD is not None, norm_D is not None
         summed_TD = torch.empty_like(partial_TD) if add else partial_TD
@@ -188,10 +257,25 @@ class _Merge(torch.autograd.Function):
         if tokens:
             with on_device(partial_TD):
                 merge_forward[(triton.cdiv(tokens, ROWS),)](
-                    o1_TD, lse1_T, partial_TD, out_TD if add else partial_TD, qw_D, norm_D if norm else qw_D, summed_TD,
-                    x_TD, tokens, eps, norm_eps, D=width, BT=ROWS, BD=column_tile(width, 256), ADD=add, NORM=norm,
-                    num_warps=4, num_stages=2,
-                )  # fmt: skip
+                    o1_TD,
+                    lse1_T,
+                    partial_TD,
+                    out_TD if add else partial_TD,
+                    qw_D,
+                    norm_D if norm else qw_D,
+                    summed_TD,
+                    x_TD,
+                    tokens,
+                    eps,
+                    norm_eps,
+                    D=width,
+                    BT=ROWS,
+                    BD=column_tile(width, 256),
+                    ADD=add,
+                    NORM=norm,
+                    num_warps=4,
+                    num_stages=2,
+                )
         ctx.save_for_backward(o1_TD, lse1_T, summed_TD, qw_D, norm_D)
         ctx.eps, ctx.norm_eps, ctx.add = eps, norm_eps, add
         ctx.dtypes = partial_TD.dtype, out_TD.dtype if out_TD is not None else None
@@ -212,16 +296,41 @@ class _Merge(torch.autograd.Function):
         if tokens:
             with on_device(y_TD):
                 merge_backward[(partial_P2D.shape[0],)](
-                    o1_TD, lse1_T, y_TD, qw_D, norm_D if norm else qw_D, dx_TD, later_TD, do1_TD, dlse1_T, dy_TD,
-                    partial_P2D, tokens, split, ctx.eps, ctx.norm_eps, D=width, BT=ROWS_BACKWARD,
-                    BD=column_tile(width, 128), LATER=ctx.add, NORM=norm, num_warps=4, num_stages=2,
-                )  # fmt: skip
+                    o1_TD,
+                    lse1_T,
+                    y_TD,
+                    qw_D,
+                    norm_D if norm else qw_D,
+                    dx_TD,
+                    later_TD,
+                    do1_TD,
+                    dlse1_T,
+                    dy_TD,
+                    partial_P2D,
+                    tokens,
+                    split,
+                    ctx.eps,
+                    ctx.norm_eps,
+                    D=width,
+                    BT=ROWS_BACKWARD,
+                    BD=column_tile(width, 128),
+                    LATER=ctx.add,
+                    NORM=norm,
+                    num_warps=4,
+                    num_stages=2,
+                )
         dqw_D, dnorm_D = partial_P2D.sum(dim=0).unbind()
         out_dtype = ctx.dtypes[1]
         return (
-            do1_TD, dlse1_T, dy_TD, None if out_dtype is None else dy_TD.to(out_dtype), dqw_D.to(qw_D.dtype),
-            dnorm_D.to(norm_D.dtype) if norm else None, None, None,
-        )  # fmt: skip
+            do1_TD,
+            dlse1_T,
+            dy_TD,
+            None if out_dtype is None else dy_TD.to(out_dtype),
+            dqw_D.to(qw_D.dtype),
+            dnorm_D.to(norm_D.dtype) if norm else None,
+            None,
+            None,
+        )
 
 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
@@ -237,9 +346,15 @@ def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: 
 
 
 def step(
-    o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, out_TD: Tensor | None, qw_D: Tensor, norm_D: Tensor, eps: float,
+    o1_TD: Tensor,
+    lse1_T: Tensor,
+    partial_TD: Tensor,
+    out_TD: Tensor | None,
+    qw_D: Tensor,
+    norm_D: Tensor,
+    eps: float,
     norm_eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Running sum, merge and pre-norm at once; see :func:`earlyfusion.kernels.attnres.fused.step`.
 
     Raises:
@@ -260,12 +375,21 @@ def aot_variants() -> list[Any]:
 
     variants = []
     for d in (2304, 4096, 7168):
-        common = {"lse1_T": "*fp32", "qw_D": "*fp32", "norm_D": "*fp32", "T": "i32", "eps": "fp32", "norm_eps": "fp32"}
+        common = {
+            "lse1_T": "*fp32",
+            "qw_D": "*fp32",
+            "norm_D": "*fp32",
+            "T": "i32",
+            "eps": "fp32",
+            "norm_eps": "fp32",
+        }
         half = dict.fromkeys(("o1_TD", "partial_TD", "out_TD", "summed_TD", "x_TD"), "*bf16")
         forward = {"D": d, "BT": ROWS, "BD": column_tile(d, 256), "ADD": True, "NORM": True}
         variants.append(Variant(f"attnres step forward d={d}", merge_forward, {**half, **common}, forward))
         half = dict.fromkeys(("o1_TD", "y_TD", "dx_TD", "dlater_TD", "do1_TD", "dy_TD"), "*bf16")
         more = {"dlse1_T": "*fp32", "partial_P2D": "*fp32", "rows_per_program": "i32"}
         backward = {"D": d, "BT": ROWS_BACKWARD, "BD": column_tile(d, 128), "LATER": True, "NORM": True}
-        variants.append(Variant(f"attnres step backward d={d}", merge_backward, {**half, **common, **more}, backward))
+        variants.append(
+            Variant(f"attnres step backward d={d}", merge_backward, {**half, **common, **more}, backward)
+        )
     return variants

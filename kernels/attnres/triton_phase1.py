@@ -1,20 +1,24 @@
-"""Phase 1 of Attention Residuals on a GPU: the S queries of a block over its n finished sources, forward and backward.
+"""Phase 1 of Attention Residuals on a GPU: the S queries of a block over its n finished sources, forward and
+backward.
 
-A program takes BT tokens. Its rows are (token, source) pairs, gathered through a tuple of pointers, so the sources need
-no stacking; the queries of a token are (token, query) rows of a second tile. Scores, mixtures and gradients are then
-small matrix products between the two, masked to pairs of the same token:
+A program takes BT tokens. Its rows are (token, source) pairs, gathered through a tuple of pointers, so the
+sources need no stacking; the queries of a token are (token, query) rows of a second tile. Scores, mixtures
+and gradients are then small matrix products between the two, masked to pairs of the same token:
 
     forward    s = QW V^T r      P = softmax(s)        O  = P V
     backward   dP = X V^T        A = P (dP - delta) r  dV = P^T X + A^T QW - c V
 
-Both passes walk over D in tiles that divide it (2304 = 9 x 256); the second one finds the rows in the cache. float32
-factors are split into 16-bit parts, so that the products run on tensor cores and lose nothing: V and X are 16-bit
-already. The gradient of the queries, sum_t A V, is a second kernel over column slabs with one partial sum per program
-and a fixed order of addition: nothing is atomic, and no float32 tensor of [T, D] exists.
+Both passes walk over D in tiles that divide it (2304 = 9 x 256); the second one finds the rows in the cache.
+float32 factors are split into 16-bit parts, so that the products run on tensor cores and lose nothing: V and
+X are 16-bit already. The gradient of the queries, sum_t A V, is a second kernel over column slabs with one
+partial sum per program and a fixed order of addition: nothing is atomic, and no float32 tensor of [T, D]
+exists.
 
-Saved: sources, queries and the scores [T, n, S] (120 bytes a token for n = 5, S = 6, against 23 kB of sources).
+Saved: sources, queries and the scores [T, n, S] (120 bytes a token for n = 5, S = 6, against 23 kB of
+sources).
 
-Legend: n sources, S sub-layers (queries), T tokens, D hidden; R = BT * NP source rows and M = BT * SP query rows.
+Legend: n sources, S sub-layers (queries), T tokens, D hidden; R = BT * NP source rows and M = BT * SP query
+rows.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ MOST_SOURCES = 128  # the backward takes three pointers each, and a kernel's arg
 
 @triton.jit
 def dot_parts(a, b, PARTS: tl.constexpr):
-    """a @ b for float32 ``a`` and stored ``b``: exact products on tensor cores, ``a`` in PARTS 16-bit parts."""
+    """a @ b for float32 ``a`` and stored ``b``: exact products on tensor cores, ``a`` in PARTS 16-bit
+    parts."""
     if b.dtype == tl.float32:
         out = tl.dot(a, b, input_precision="tf32x3")
     else:
@@ -62,7 +67,8 @@ def dot_stored(a, b):
 
 @triton.jit
 def pick(pointers, index, COUNT: tl.constexpr):
-    """Block of pointers: ``pointers[index]`` for every entry of ``index`` (the first where it is out of range)."""
+    """Block of pointers: ``pointers[index]`` for every entry of ``index`` (the first where it is out of
+    range)."""
     base = pointers[0] + tl.zeros_like(index)
     for i in tl.static_range(1, COUNT):
         base = tl.where(index == i, pointers[i], base)
@@ -71,10 +77,22 @@ def pick(pointers, index, COUNT: tl.constexpr):
 
 @triton.jit
 def phase1_forward(
-    sources, outs, qw_SD, lse_ST, scores_TnS, inverse_Tn, T, eps,
-    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, BT: tl.constexpr,
+    sources,
+    outs,
+    qw_SD,
+    lse_ST,
+    scores_TnS,
+    inverse_Tn,
+    T,
+    eps,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    NP: tl.constexpr,
+    SP: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     first = tl.program_id(0).to(tl.int64) * BT
     row, query = tl.arange(0, BT * NP), tl.arange(0, BT * SP)
     i_R, t_R = (row % NP).to(tl.int64), first + row // NP
@@ -86,7 +104,9 @@ def phase1_forward(
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
         v = tl.load(v_R[:, None] + col[None, :], mask=ok_R[:, None] & (col < D)[None, :], other=0.0)
-        qw = tl.load(qw_SD + s_M[:, None] * D + col[None, :], mask=(s_M < S)[:, None] & (col < D)[None, :], other=0.0)
+        qw = tl.load(
+            qw_SD + s_M[:, None] * D + col[None, :], mask=(s_M < S)[:, None] & (col < D)[None, :], other=0.0
+        )
         s_MR += dot_parts(qw.to(tl.float32), tl.trans(v), 3)
         wide = v.to(tl.float32)
         square_RB += wide * wide
@@ -111,10 +131,26 @@ def phase1_forward(
 
 @triton.jit
 def phase1_backward(
-    sources, douts, laters, dsources, qw_SD, lse_ST, dlse_ST, scores_TnS, inverse_Tn, a_TnS, T,
-    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, CARRY: tl.constexpr,
-):  # fmt: skip
+    sources,
+    douts,
+    laters,
+    dsources,
+    qw_SD,
+    lse_ST,
+    dlse_ST,
+    scores_TnS,
+    inverse_Tn,
+    a_TnS,
+    T,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    NP: tl.constexpr,
+    SP: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    CARRY: tl.constexpr,
+):
     first = tl.program_id(0).to(tl.int64) * BT
     row, query = tl.arange(0, BT * NP), tl.arange(0, BT * SP)
     i_R, t_R = (row % NP).to(tl.int64), first + row // NP
@@ -158,10 +194,19 @@ def phase1_backward(
 
 @triton.jit
 def query_gradient(
-    sources, a_TnS, partial_PSD, T, rows_per_program,
-    N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, SP: tl.constexpr, BT: tl.constexpr,
+    sources,
+    a_TnS,
+    partial_PSD,
+    T,
+    rows_per_program,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    NP: tl.constexpr,
+    SP: tl.constexpr,
+    BT: tl.constexpr,
     BD: tl.constexpr,
-):  # fmt: skip
+):
     """One column slab and one range of tokens: sum_t sum_i a_tis v_ti, in token order."""
     col = tl.program_id(0) * BD + tl.arange(0, BD)
     part = tl.program_id(1).to(tl.int64)
@@ -175,7 +220,9 @@ def query_gradient(
         t_R = first + row // NP
         ok_R = (i_R < N) & (t_R < end)
         v = tl.load(
-            base_R[:, None] + t_R[:, None] * D + col[None, :], mask=ok_R[:, None] & (col < D)[None, :], other=0.0
+            base_R[:, None] + t_R[:, None] * D + col[None, :],
+            mask=ok_R[:, None] & (col < D)[None, :],
+            other=0.0,
         )
         at_SR = (t_R * N + i_R)[None, :] * S + s_S[:, None]
         a = tl.load(a_TnS + at_SR, mask=ok_R[None, :] & (s_S < S)[:, None], other=0.0)
@@ -185,15 +232,22 @@ def query_gradient(
 
 
 def tiles(sources: int, queries: int, width: int) -> dict[str, int]:
-    """Tile sizes: powers of two, at least 16 rows on either side, columns that divide the width where possible."""
+    """Tile sizes: powers of two, at least 16 rows on either side, columns that divide the width where
+    possible."""
     rows, columns = max(8, power_of_two(sources)), max(8, power_of_two(queries))
     tokens = 2 if rows <= 16 else 1
     columns = max(columns, 16 // tokens)
     larger = tokens * max(rows, columns)
     most = 128 if larger <= 32 else 64 if larger <= 128 else 32
     return {
-        "N": sources, "S": queries, "D": width, "NP": rows, "SP": columns, "BT": tokens, "BD": column_tile(width, most)
-    }  # fmt: skip
+        "N": sources,
+        "S": queries,
+        "D": width,
+        "NP": rows,
+        "SP": columns,
+        "BT": tokens,
+        "BD": column_tile(width, most),
+    }
 
 
 def forward_sizes(sizes: dict[str, int]) -> dict[str, int]:
@@ -219,8 +273,9 @@ def _check(sources: Sequence[Tensor], qw_SD: Tensor, op: str = "attnres_phase1")
 class _Phase1(torch.autograd.Function):
     """(qw, eps, carry, n, *sources) -> S mixtures, lse [S, T], and with ``carry`` the sources again.
 
-    With ``carry`` the caller goes on with the returned sources. Their gradient (of all later blocks) then arrives here
-    and is added inside the kernel, which saves a pass over the gradients of all sources per block.
+    With ``carry`` the caller goes on with the returned sources. Their gradient (of all later blocks) then
+    arrives here and is added inside the kernel, which saves a pass over the gradients of all sources per
+    block.
     """
 
     @staticmethod
@@ -229,7 +284,9 @@ class _Phase1(torch.autograd.Function):
         queries, count = qw_SD.shape[0], len(sources)
         base = sources[0]
         buffer = base.new_empty(queries, tokens, width) if stacked else None
-        rows = buffer.unbind() if buffer is not None else [base.new_empty(tokens, width) for _ in range(queries)]
+        rows = (
+            buffer.unbind() if buffer is not None else [base.new_empty(tokens, width) for _ in range(queries)]
+        )
         lse_ST = base.new_empty(queries, tokens, dtype=torch.float32)
         scores_TnS = base.new_empty(tokens, count, queries, dtype=torch.float32)
         inverse_Tn = base.new_empty(tokens, count, dtype=torch.float32)
@@ -237,9 +294,18 @@ class _Phase1(torch.autograd.Function):
         if tokens:
             with on_device(base):
                 phase1_forward[(triton.cdiv(tokens, sizes["BT"]),)](
-                    tuple(sources), tuple(rows), qw_SD, lse_ST, scores_TnS, inverse_Tn, tokens, eps,
-                    **forward_sizes(sizes), num_warps=warps(sizes), num_stages=3,
-                )  # fmt: skip
+                    tuple(sources),
+                    tuple(rows),
+                    qw_SD,
+                    lse_ST,
+                    scores_TnS,
+                    inverse_Tn,
+                    tokens,
+                    eps,
+                    **forward_sizes(sizes),
+                    num_warps=warps(sizes),
+                    num_stages=3,
+                )
         ctx.save_for_backward(qw_SD, lse_ST, scores_TnS, inverse_Tn, *sources)
         ctx.carry, ctx.sizes = carry, sizes
         outs = (buffer,) if buffer is not None else tuple(rows)
@@ -265,12 +331,32 @@ class _Phase1(torch.autograd.Function):
         if tokens:
             with on_device(qw_SD):
                 phase1_backward[(triton.cdiv(tokens, sizes["BT"]),)](
-                    tuple(sources), tuple(douts), later, tuple(dsources), qw_SD, lse_ST, dlse_ST.contiguous(), scores_TnS,
-                    inverse_Tn, a_TnS, tokens, **sizes, CARRY=ctx.carry, num_warps=warps(sizes), num_stages=2,
-                )  # fmt: skip
+                    tuple(sources),
+                    tuple(douts),
+                    later,
+                    tuple(dsources),
+                    qw_SD,
+                    lse_ST,
+                    dlse_ST.contiguous(),
+                    scores_TnS,
+                    inverse_Tn,
+                    a_TnS,
+                    tokens,
+                    **sizes,
+                    CARRY=ctx.carry,
+                    num_warps=warps(sizes),
+                    num_stages=2,
+                )
                 slab = query_sizes(sizes)
                 query_gradient[(triton.cdiv(width, slab["BD"]), partial_PSD.shape[0])](
-                    tuple(sources), a_TnS, partial_PSD, tokens, split, **slab, num_warps=warps(slab), num_stages=2
+                    tuple(sources),
+                    a_TnS,
+                    partial_PSD,
+                    tokens,
+                    split,
+                    **slab,
+                    num_warps=warps(slab),
+                    num_stages=2,
                 )
         dqw_SD = partial_PSD.sum(dim=0).to(qw_SD.dtype)
         return dqw_SD, None, None, None, *dsources
@@ -282,7 +368,8 @@ def query_sizes(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def query_partials(qw_SD: Tensor, tokens: int, sizes: dict[str, int]) -> tuple[int, Tensor]:
-    """Tokens per program (a function of shape and device alone, so sums have one order) and the partial sums."""
+    """Tokens per program (a function of shape and device alone, so sums have one order) and the partial
+    sums."""
     slab = query_sizes(sizes)
     slabs = -(-sizes["D"] // slab["BD"])
     wanted = max(1, min(4 * programs(qw_SD.device) // slabs, -(-tokens // slab["BT"])))
@@ -320,24 +407,59 @@ def open_block(
 
 
 def aot_variants() -> list[Any]:
-    """Kernels and shapes that are compiled ahead of time: 48B (9 blocks), d = 4096, K3, and a full-mode mix."""
+    """Kernels and shapes that are compiled ahead of time: 48B (9 blocks), d = 4096, K3, and a full-mode
+    mix."""
     from earlyfusion.kernels.aot import Variant
 
     variants = []
-    for label, n, s, d in (("48B", 9, 6, 2304), ("d4096", 5, 8, 4096), ("K3", 8, 24, 7168), ("full", 54, 1, 2304)):
+    for label, n, s, d in (
+        ("48B", 9, 6, 2304),
+        ("d4096", 5, 8, 4096),
+        ("K3", 8, 24, 7168),
+        ("full", 54, 1, 2304),
+    ):
         sizes = tiles(n, s, d)
         rows, outs = ("*bf16",) * n, ("*bf16",) * s
-        state = {"qw_SD": "*fp32", "lse_ST": "*fp32", "scores_TnS": "*fp32", "inverse_Tn": "*fp32", "T": "i32"}
+        state = {
+            "qw_SD": "*fp32",
+            "lse_ST": "*fp32",
+            "scores_TnS": "*fp32",
+            "inverse_Tn": "*fp32",
+            "T": "i32",
+        }
         forward = {"sources": rows, "outs": outs, **state, "eps": "fp32"}
         backward = {
-            "sources": rows, "douts": outs, "laters": rows, "dsources": rows, **state, "dlse_ST": "*fp32", "a_TnS": "*fp32"
-        }  # fmt: skip
+            "sources": rows,
+            "douts": outs,
+            "laters": rows,
+            "dsources": rows,
+            **state,
+            "dlse_ST": "*fp32",
+            "a_TnS": "*fp32",
+        }
         slab = query_sizes(sizes)
-        gradient = {"sources": rows, "a_TnS": "*fp32", "partial_PSD": "*fp32", "T": "i32", "rows_per_program": "i32"}
+        gradient = {
+            "sources": rows,
+            "a_TnS": "*fp32",
+            "partial_PSD": "*fp32",
+            "T": "i32",
+            "rows_per_program": "i32",
+        }
         variants += [
-            Variant(f"attnres phase1 forward {label}", phase1_forward, forward, forward_sizes(sizes), warps(sizes), 3),
             Variant(
-                f"attnres phase1 backward {label}", phase1_backward, backward, {**sizes, "CARRY": True}, warps(sizes)
+                f"attnres phase1 forward {label}",
+                phase1_forward,
+                forward,
+                forward_sizes(sizes),
+                warps(sizes),
+                3,
+            ),
+            Variant(
+                f"attnres phase1 backward {label}",
+                phase1_backward,
+                backward,
+                {**sizes, "CARRY": True},
+                warps(sizes),
             ),
             Variant(f"attnres query gradient {label}", query_gradient, gradient, slab, warps(slab), 2),
         ]

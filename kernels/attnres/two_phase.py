@@ -6,9 +6,9 @@ With x = dh, r_i = rsqrt(mean v_i^2 + eps), s_i = r_i <qw, v_i>, p = softmax(s):
     dv_i = p_i x + ds_i r_i qw - (ds_i r_i^2 s_i / D) v_i
     dqw  = sum_t sum_i ds_i r_i v_i
 
-so that the gradient of every source is a combination of x, qw and the source itself with scalar coefficients, and the
-S queries of a block are accumulated in one pass over the sources. Only the sources and qw are saved. Rows are worked
-off in tiles, so the float32 stack of all sources never exists for more than one tile.
+so that the gradient of every source is a combination of x, qw and the source itself with scalar coefficients,
+and the S queries of a block are accumulated in one pass over the sources. Only the sources and qw are saved.
+Rows are worked off in tiles, so the float32 stack of all sources never exists for more than one tile.
 
 Legend: n sources, S sub-layers (queries), T tokens, R tokens of a tile, D hidden.
 """
@@ -88,7 +88,9 @@ class _Phase1(torch.autograd.Function):
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float
+    ) -> Tensor:
         dtype = accumulate_dtype(partial_TD.dtype)
         with without_autocast(qw_D):
             partial = partial_TD.to(dtype)
@@ -128,7 +130,8 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor
     Take single queries from the result with ``unbind``: S separate ``o[s]`` cost S full-size gradients.
 
     Returns:
-        ``(o_STD, lse_ST)``, both differentiable, the first in the sources' dtype, the second float32 or float64.
+        ``(o_STD, lse_ST)``, both differentiable, the first in the sources' dtype, the second float32 or
+        float64.
     Raises:
         ValueError: no sources, or shapes differ.
     """
@@ -137,7 +140,8 @@ def phase1(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor
 
 
 def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
-    """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of ``partial_TD``."""
+    """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of
+    ``partial_TD``."""
     return _Merge.apply(o1_TD, lse1_T, partial_TD, qw_D, eps)
 
 

@@ -2,9 +2,10 @@
 
 The engine uses it on a CPU in float32, for the decoder (program.py) and for choosing tokens (sampling.py).
 
-It takes a C++17 compiler (`CXX`, else g++, clang++ or c++ on the path) some seconds, once: the library lies under the
-user's cache directory (`XDG_CACHE_HOME`, else ~/.cache) by the hash of the sources, the compiler and the processor's
-instructions. Without a compiler, or with EF_KERNELS=torch, `library` is None and everything runs on torch's operations.
+It takes a C++17 compiler (`CXX`, else g++, clang++ or c++ on the path) some seconds, once: the library lies
+under the user's cache directory (`XDG_CACHE_HOME`, else ~/.cache) by the hash of the sources, the compiler
+and the processor's instructions. Without a compiler, or with EF_KERNELS=torch, `library` is None and
+everything runs on torch's operations.
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ def _ours(path: Path) -> None:
     mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
     if not mine or stat.S_ISLNK(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Untrusted(
-            f"{path} is a link, or belongs to or may be written by another user (owner {about.st_uid}, mode "
-            f"{stat.filemode(about.st_mode)}); chmod go-w it, remove it, or set XDG_CACHE_HOME to a folder of your own"
+            f"{path} is a link, or belongs to or may be written by another user (owner {about.st_uid}, mode"
+            f" {stat.filemode(about.st_mode)}); chmod go-w it, remove it, or set XDG_CACHE_HOME to a folder"
+            " of your own"
         )
 
 
 def _seal(target: Path) -> Path:
-    """Beside the library: what its bytes should be. A half-written library would kill the process that loads it."""
+    """Beside the library: what its bytes should be. A half-written library would kill the process that loads
+    it."""
     return target.with_suffix(".sha256")
 
 
@@ -153,12 +156,15 @@ def _compile(path: tuple[str, ...], target: Path) -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no reason."""
+    """The loaded library. What keeps it from being built is told once, as a RuntimeWarning; no compiler is no
+    reason."""
     return _library() if wanted() else None
 
 
 def _told(message: str) -> None:
-    warnings.warn(f"the engine takes torch's operations, which are slower: {message}", RuntimeWarning, stacklevel=4)
+    warnings.warn(
+        f"the engine takes torch's operations, which are slower: {message}", RuntimeWarning, stacklevel=4
+    )
 
 
 @cache
@@ -177,7 +183,12 @@ def _library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(target))
     except Untrusted as error:
         _told(str(error))
-    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+        subprocess.SubprocessError,
+    ) as error:  # RuntimeError: no home
         _told(
             f"the C++ could not be compiled with {' '.join(path)}: {error}. Set CXX to another compiler, or "
             f"{ENVIRONMENT}=torch to stop trying"

@@ -20,7 +20,9 @@ def compiled() -> ctypes.CDLL:
     """The library, which must be there: ask `build.library` first."""
     found = library()
     if found is None:
-        raise RuntimeError("the C++ of kernels/cpu is not compiled on this machine; ask build.library() first")
+        raise RuntimeError(
+            "the C++ of kernels/cpu is not compiled on this machine; ask build.library() first"
+        )
     return _declared(found)
 
 
@@ -49,8 +51,8 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 
 
 def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int], threads: int) -> None:
-    """function(*arguments, first, end) over all rows, by so many threads. starts: first row of every sequence, and the
-    number of rows; a sequence is not torn apart."""
+    """function(*arguments, first, end) over all rows, by so many threads. starts: first row of every
+    sequence, and the number of rows; a sequence is not torn apart."""
     shares = share_out(starts, threads)
     pool = _pool(len(shares) - 1, os.getpid()) if len(shares) > 1 else None
     others = [pool.submit(function, *arguments, *share) for share in shares[1:]] if pool is not None else []
@@ -60,7 +62,8 @@ def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int],
 
 
 def share_out(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
-    """(first, end) rows of each thread: whole sequences, about as many rows each; fewer shares where there are fewer."""
+    """(first, end) rows of each thread: whole sequences, about as many rows each; fewer shares where there
+    are fewer."""
     rows, borders = starts[-1], [0]
     for thread in range(1, threads):
         nearest = starts[bisect_left(starts, rows * thread / threads)]

@@ -27,15 +27,19 @@ class Matrix(ctypes.Structure):
 
 
 class Place(ctypes.Structure):
-    """Where a sub-layer reads (a source, or -1: the mix) and where it adds; fresh: it is the first to write there; last: no
-    later token needs more of the rows than their results."""
+    """Where a sub-layer reads (a source, or -1: the mix) and where it adds; fresh: it is the first to write
+    there; last: no later token needs more of the rows than their results."""
 
     _fields_ = _fields(INT, "source into fresh last")
 
 
 class Step(ctypes.Structure):
-    _fields_ = [*_fields(AT, "slots positions places pages"), *_fields(INT, "page_step page_size"),
-                *_fields(AT, "x out chosen"), ("chosen_step", INT)]  # fmt: skip
+    _fields_ = [
+        *_fields(AT, "slots positions places pages"),
+        *_fields(INT, "page_step page_size"),
+        *_fields(AT, "x out chosen"),
+        ("chosen_step", INT),
+    ]
 
 
 class Measure(ctypes.Structure):
@@ -50,15 +54,24 @@ class Mix(ctypes.Structure):
 
 class Kda(ctypes.Structure):
     KIND = 2
-    _fields_ = [("place", Place), *_fields(REAL, "eps qk_eps out_eps lower_bound"), *_fields(INT, "heads dim taps"),
-                *_fields(Matrix, "joint f_up gate_up out"), *_fields(AT, "conv bias rate state past")]  # fmt: skip
+    _fields_ = [
+        ("place", Place),
+        *_fields(REAL, "eps qk_eps out_eps lower_bound"),
+        *_fields(INT, "heads dim taps"),
+        *_fields(Matrix, "joint f_up gate_up out"),
+        *_fields(AT, "conv bias rate state past"),
+    ]
 
 
 class Mla(ctypes.Structure):
     KIND = 3
-    _fields_ = [("place", Place), *_fields(REAL, "eps query_eps latent_eps"),
-                *_fields(INT, "heads rank shared nope value low gated"),
-                *_fields(Matrix, "joint store query k_up v_up out"), *_fields(AT, "latent_norm latents")]  # fmt: skip
+    _fields_ = [
+        ("place", Place),
+        *_fields(REAL, "eps query_eps latent_eps"),
+        *_fields(INT, "heads rank shared nope value low gated"),
+        *_fields(Matrix, "joint store query k_up v_up out"),
+        *_fields(AT, "latent_norm latents"),
+    ]
 
 
 class Mlp(ctypes.Structure):
@@ -68,8 +81,13 @@ class Mlp(ctypes.Structure):
 
 class Moe(ctypes.Structure):
     KIND = 5
-    _fields_ = [("place", Place), *_fields(REAL, "eps scaling"), *_fields(INT, "experts choices renormalize index"),
-                *_fields(AT, "norm bias"), *_fields(Matrix, "joint up down shared_down")]  # fmt: skip
+    _fields_ = [
+        ("place", Place),
+        *_fields(REAL, "eps scaling"),
+        *_fields(INT, "experts choices renormalize index"),
+        *_fields(AT, "norm bias"),
+        *_fields(Matrix, "joint up down shared_down"),
+    ]
 
 
 class Finish(ctypes.Structure):
@@ -91,7 +109,8 @@ def panel_width() -> int:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Panels of a weight [inner, columns], or of several [.., inner, columns]: contiguous float32 [.., panels, inner, width].
+    """Panels of a weight [inner, columns], or of several [.., inner, columns]: contiguous float32 [..,
+    panels, inner, width].
 
     The last panel is filled up with zeros.
     """
@@ -130,7 +149,8 @@ def function(name: str, x: Tensor) -> Tensor:
 
 
 class Program:
-    """A list of operations over a residual stream of `hidden` numbers in so many `sources`. Fill it, then `build`."""
+    """A list of operations over a residual stream of `hidden` numbers in so many `sources`. Fill it, then
+    `build`."""
 
     def __init__(self, hidden: int, sources: int) -> None:
         self.hidden, self.sources = hidden, sources
@@ -143,7 +163,8 @@ class Program:
         """The address of a contiguous float32 tensor, which lives as long as the program."""
         if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ValueError(
-                f"expected contiguous float32 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                f"expected contiguous float32 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on"
+                f" {tensor.device}"
             )
         self.kept.append(tensor)
         return int(tensor.data_ptr())
@@ -169,7 +190,8 @@ class Program:
         return out_RV
 
     def run(self, step: Step, starts: Sequence[int], threads: int) -> None:
-        """All rows of a step, the sequences shared out over threads. starts: first row of each, and the number of rows."""
+        """All rows of a step, the sequences shared out over threads. starts: first row of each, and the
+        number of rows."""
         assert self._built is not None
         arguments = (ctypes.byref(self._built), ctypes.byref(step), ROWS_AT_ONCE)
         run_shared(self._library.decode, arguments, starts, threads)
@@ -187,18 +209,30 @@ def step_of(
 ) -> tuple[Step, Tensor]:
     """A step and the tensor [results, D] that its results will lie in.
 
-    int64: slot and position of every row's token, and the row of the result that is to hold what comes of it (-1: nobody
-    asks); pages by slot. chosen: receives the experts of every MoE layer.
+    int64: slot and position of every row's token, and the row of the result that is to hold what comes of it
+    (-1: nobody asks); pages by slot. chosen: receives the experts of every MoE layer.
     """
-    for name, tensor in (("slots", slots_T), ("positions", positions_T), ("places", places_T), ("table", table_SP)):
+    for name, tensor in (
+        ("slots", slots_T),
+        ("positions", positions_T),
+        ("places", places_T),
+        ("table", table_SP),
+    ):
         if tensor.dtype != torch.int64 or tensor.stride(-1) != 1:
             raise ValueError(f"{name}: expected int64 with unit stride, got {tensor.dtype} {tensor.stride()}")
     x_TD = x_TD.contiguous()
     out_RD = x_TD.new_zeros(results, x_TD.shape[1])
     step = Step(
-        slots_T.data_ptr(), positions_T.data_ptr(), places_T.data_ptr(), table_SP.data_ptr(), table_SP.stride(0), page_size,
-        x_TD.data_ptr(), out_RD.data_ptr(), None if chosen_LTJ is None else chosen_LTJ.data_ptr(),
+        slots_T.data_ptr(),
+        positions_T.data_ptr(),
+        places_T.data_ptr(),
+        table_SP.data_ptr(),
+        table_SP.stride(0),
+        page_size,
+        x_TD.data_ptr(),
+        out_RD.data_ptr(),
+        None if chosen_LTJ is None else chosen_LTJ.data_ptr(),
         0 if chosen_LTJ is None else chosen_LTJ.stride(0),
-    )  # fmt: skip
+    )
     step.behind = (slots_T, positions_T, places_T, table_SP, x_TD, chosen_LTJ)  # type: ignore[attr-defined]  # kept alive
     return step, out_RD

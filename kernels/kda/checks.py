@@ -11,12 +11,14 @@ from earlyfusion.kernels.segments import Segments, check_packed
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor) -> None:
-    """Raise ValueError if the shapes of one KDA call do not fit together. Leading (token or batch) axis first."""
+    """Raise ValueError if the shapes of one KDA call do not fit together. Leading (token or batch) axis
+    first."""
     if q.shape != k.shape:
         raise ValueError(f"kda: q {tuple(q.shape)} and k {tuple(k.shape)} must have the same shape [T, H, K]")
     if v.shape[1] % q.shape[1]:
         raise ValueError(
-            f"kda: v has {v.shape[1]} heads, q has {q.shape[1]}; value heads must be a multiple of query heads"
+            f"kda: v has {v.shape[1]} heads, q has {q.shape[1]}; value heads must be a multiple of query"
+            " heads"
         )
     if f.shape != (*v.shape[:2], q.shape[2]):
         raise ValueError(f"kda: f is {tuple(f.shape)}, expected [T, G, K] = {(*v.shape[:2], q.shape[2])}")

@@ -1,26 +1,28 @@
 """Kimi Delta Attention in chunks: the quick torch form, with a hand-written backward.
 
-With K^ = k e^{G}, K~ = k e^{G_C - G}, Q^ = scale q e^{G}, P and T = (I + L)^{-1} from kernels/kda/intra.py, S the state
-before a chunk and S' the state after it:
+With K^ = k e^{G}, K~ = k e^{G_C - G}, Q^ = scale q e^{G}, P and T = (I + L)^{-1} from kernels/kda/intra.py, S
+the state before a chunk and S' the state after it:
 
     W = T (beta K^),   R = T (beta V) - W S,   O = Q^ S + P R
     S' = M S + K~^T T (beta V),   M = diag(e^{G_C}) - K~^T W
 
-All chunks are worked on together; only the K x K by K x V recursion of the states is sequential, and it runs level by
-level over all documents (kernels/kda/grid.py). Backward, with dO and the gradient dS' of the state after the chunk:
+All chunks are worked on together; only the K x K by K x V recursion of the states is sequential, and it runs
+level by level over all documents (kernels/kda/grid.py). Backward, with dO and the gradient dS' of the state
+after the chunk:
 
     Z = P^T dO,  dS = Q^^T dO - W^T Z + M^T dS',  E = T^T (Z + K~ dS'),  dV = beta E
     dP = tril(dO R^T),  dA = -stril(dV R^T),  dQ^ = dO S^T,  dK^ = -dV S^T,  dK~ = R dS'^T
     db = (1 - beta) sum_v E R                  (b are the logits of beta)
     dG = q dq + k (dk_row - dk_column), plus sum_v S' dS' in the last row;  dg_t = sum of dG over t and after
 
-where A holds the decayed products k_i k_j. Saved for the backward: the inputs, P, T, R and the states. Everything inside
-is float32 (float64 for float64 inputs), whatever autocast says.
+where A holds the decayed products k_i k_j. Saved for the backward: the inputs, P, T, R and the states.
+Everything inside is float32 (float64 for float64 inputs), whatever autocast says.
 
-Definition: kernels/kda/naive.py. Source of the recurrence: Kimi Linear technical report (arXiv 2510.26692), section 3.
+Definition: kernels/kda/naive.py. Source of the recurrence: Kimi Linear technical report (arXiv 2510.26692),
+section 3.
 
-Legend: T tokens, D documents, N chunks, C tokens per chunk, H query/key heads, G value heads, K key dim, V value dim,
-B = N * G.
+Legend: T tokens, D documents, N chunks, C tokens per chunk, H query/key heads, G value heads, K key dim, V
+value dim, B = N * G.
 """
 
 from __future__ import annotations
@@ -88,12 +90,16 @@ def _normalize_backward(
         shape = (grid.num, heads, opts.group, grid.chunk, -1)
         dy_BCK, along_BC1 = dy_BCK.view(shape).sum(2), along_BC1.view(shape).sum(2)
         y_BCK = y_BCK.view(shape)[:, :, 0]
-        dy_BCK, along_BC1, y_BCK = (x.reshape(grid.num * heads, grid.chunk, -1) for x in (dy_BCK, along_BC1, y_BCK))
+        dy_BCK, along_BC1, y_BCK = (
+            x.reshape(grid.num * heads, grid.chunk, -1) for x in (dy_BCK, along_BC1, y_BCK)
+        )
     dx_BCK = torch.addcmul(dy_BCK, y_BCK, along_BC1, value=-1.0 / scale**2)
     return _rows(dx_BCK, heads, grid).mul_(rnorm_TH1).to(x.dtype)
 
 
-def _decay(f: Tensor, A_log: Tensor, dt_bias: Tensor, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _decay(
+    f: Tensor, A_log: Tensor, dt_bias: Tensor, options: Options, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(g_TGK in nats, alpha as a contiguous [B, C, K]): 0 at a severed row, 1 at a dead one."""
     grid = options.grid
     g_TGK = log_decay(f, A_log, dt_bias, options.lower_bound).to(dtype)
@@ -178,10 +184,13 @@ class _ChunkKDA(torch.autograd.Function):
             dq.mul_(alpha_BCK)
             dk.mul_(alpha_BCK)
             dg_TGK = _gate_gradient(q_BCK, k_BCK, dq, dk, dtail, after, D_BKV, grid)
-            # A token that keeps less than the machine epsilon of the state passes its gate no gradient beyond the rounding noise
+            # A token that keeps less than the machine epsilon of the state passes its gate no gradient beyond
+            # the rounding noise
             # of the running sum, and the factor exp(A_log) of the gate would amplify that noise.
             dg_TGK = dg_TGK.masked_fill(g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
-            same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)  # a token reading itself: no decay in between
+            same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(
+                -1
+            )  # a token reading itself: no decay in between
             dq.addcmul_(k_BCK, same_BC1)
             dk.add_(dtail).addcmul_(q_BCK, same_BC1)
             df, dA_log, ddt_bias = log_decay_backward(dg_TGK, f, g_TGK, A_log, dt_bias, opts.lower_bound)
@@ -229,7 +238,14 @@ def _state_gradients(
 
 
 def _gate_gradient(
-    q: Tensor, k: Tensor, dq: Tensor, dk_row: Tensor, dk_column: Tensor, after: Tensor, D_BKV: Tensor, grid: Grid
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk_row: Tensor,
+    dk_column: Tensor,
+    after: Tensor,
+    D_BKV: Tensor,
+    grid: Grid,
 ) -> Tensor:
     """dg_TGK of the log decay, from the gradients of the decayed pairs."""
     heads = after.shape[1]
@@ -258,8 +274,8 @@ def kda(
 ) -> tuple[Tensor, Tensor | None]:
     """KDA over packed documents; arguments and results as in :func:`earlyfusion.kernels.kda.naive.kda`.
 
-    Differentiable once, in every tensor. ``chunk`` (a power of two, at least 2, by default chosen from K) only changes
-    speed and rounding.
+    Differentiable once, in every tensor. ``chunk`` (a power of two, at least 2, by default chosen from K)
+    only changes speed and rounding.
 
     Raises:
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
@@ -282,7 +298,8 @@ def kda(
     inputs = (q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK, initial_state_NGKV)
     o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
     if not aligned and segments.num > 1 and not o_TGV.detach().sum().isfinite():
-        # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours through
+        # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours
+        # through
         # the masked products. The aligned grid gives no chunk to two documents.
         options = options._replace(grid=chunk_grid(segments, chunk, True, dtype, q_THK.device))
         o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)

@@ -1,13 +1,13 @@
 """Depthwise causal convolution over packed documents, fused with SiLU, in token-major layout [T, C].
 
-A kernel of W taps is W shifted multiply-adds over contiguous rows; no transpose to [C, T] and no padding per document.
-The pass over the row ignores documents. The few rows that would look over a document's edge (the first W - 1 of each)
-are left out of it and computed from gathered windows instead, so nothing of a neighbour ever enters a document, not even
-as a product with zero. On a CPU the pass runs in blocks of rows that stay in the cache. The backward recomputes the
-pre-activation; only x and the weight are kept.
+A kernel of W taps is W shifted multiply-adds over contiguous rows; no transpose to [C, T] and no padding per
+document. The pass over the row ignores documents. The few rows that would look over a document's edge (the
+first W - 1 of each) are left out of it and computed from gathered windows instead, so nothing of a neighbour
+ever enters a document, not even as a product with zero. On a CPU the pass runs in blocks of rows that stay in
+the cache. The backward recomputes the pre-activation; only x and the weight are kept.
 
-Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels, W taps, N documents, E edge rows
-(tokens with fewer than W - 1 predecessors in their document).
+Definition: ``short_conv`` in kernels/kda/naive.py. Legend: T tokens, C channels, W taps, N documents, E edge
+rows (tokens with fewer than W - 1 predecessors in their document).
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ _BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32: measured best among 16 KiB to 8 M
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the edge rows are and what they read. Reads of a row outside its document go to the initial taps."""
+    """Where the edge rows are and what they read. Reads of a row outside its document go to the initial
+    taps."""
 
     rows_E: Tensor  # edge rows, int64
     inside_EW1: Tensor  # does the read stay inside the document?
     x_EW: Tensor  # row of x to read (some valid row where it does not)
-    tap_EW: Tensor  # row of the taps laid out as [N * (W - 1), C] to read (some valid row where it stays inside)
-    blocks: tuple[tuple[int, int, Tensor], ...]  # (first row, last row + 1, edge rows inside, counted from the first)
+    tap_EW: (
+        Tensor  # row of the taps laid out as [N * (W - 1), C] to read (some valid row where it stays inside)
+    )
+    blocks: tuple[
+        tuple[int, int, Tensor], ...
+    ]  # (first row, last row + 1, edge rows inside, counted from the first)
 
 
 def _edges(segments: Segments, width: int, block: int, device: torch.device) -> _Edges:
@@ -56,7 +61,9 @@ def _edges(segments: Segments, width: int, block: int, device: torch.device) -> 
             begin = cursor
             while cursor < len(rows) and rows[cursor] < last:
                 cursor += 1
-            blocks.append((first, last, torch.tensor(rows[begin:cursor], dtype=torch.int64, device=device) - first))
+            blocks.append(
+                (first, last, torch.tensor(rows[begin:cursor], dtype=torch.int64, device=device) - first)
+            )
         as_index = lambda values: torch.tensor(values, dtype=torch.int64, device=device).view(-1, width)
         return _Edges(
             rows_E=torch.tensor(rows, dtype=torch.int64, device=device),
@@ -84,7 +91,8 @@ def _windows(x_TC: Tensor, taps_RC: Tensor | None, edges: _Edges, dtype: torch.d
 
 
 def _pass(x_RC: Tensor, weight_WC: Tensor, first: int, last: int, out_RC: Tensor) -> Tensor:
-    """Pre-activations of rows first..last, written to ``out_RC``, documents ignored. Rows before 0 count as zero."""
+    """Pre-activations of rows first..last, written to ``out_RC``, documents ignored. Rows before 0 count as
+    zero."""
     width = weight_WC.shape[0]
     dtype = weight_WC.dtype
     head = max(first - (width - 1), 0)
@@ -131,7 +139,9 @@ class _ShortConv(torch.autograd.Function):
         dweight_WC = torch.zeros_like(weight_WC)
         rows = min(ctx.block, x_TC.shape[0])
         z_RC, scratch_RC, dx_RC = (x_TC.new_empty(rows, channels, dtype=dtype) for _ in range(3))
-        dz_RC = x_TC.new_zeros(rows + width - 1, channels, dtype=dtype)  # W - 1 rows of the following block at the end
+        dz_RC = x_TC.new_zeros(
+            rows + width - 1, channels, dtype=dtype
+        )  # W - 1 rows of the following block at the end
         following = dz_RC.new_zeros(width - 1, channels)
         for first, last, edge_rows in reversed(edges.blocks):
             n = last - first
@@ -145,7 +155,8 @@ class _ShortConv(torch.autograd.Function):
             for shift in range(width):
                 if shift:
                     dx.addcmul_(dz[shift : shift + n], weight_WC[width - 1 - shift])
-                # Rows of this block read x of rows up to `last - shift`; the rest is counted by the next block.
+                # Rows of this block read x of rows up to `last - shift`; the rest is counted by the next
+                # block.
                 torch.mul(dz[shift : shift + n], x_RC, out=scratch_RC[:n])
                 dweight_WC[width - 1 - shift] += scratch_RC[:n].sum(0)
             dx_TC[first:last] = dx
@@ -177,7 +188,9 @@ def _edge_backward(
     dx_TC.index_add_(0, edges.x_EW.view(-1), to_x.to(dx_TC.dtype))
     if taps_NCW1 is None:
         return None
-    dtaps_RC = torch.zeros(taps_NCW1.shape[0] * (weight_WC.shape[0] - 1), channels, dtype=dtype, device=x_TC.device)
+    dtaps_RC = torch.zeros(
+        taps_NCW1.shape[0] * (weight_WC.shape[0] - 1), channels, dtype=dtype, device=x_TC.device
+    )
     to_taps = dwindows_EWC.masked_fill(edges.inside_EW1, 0.0).view(-1, channels)
     dtaps_RC.index_add_(0, edges.tap_EW.view(-1), to_taps)
     return dtaps_RC.view(taps_NCW1.shape[0], -1, channels).transpose(1, 2).to(taps_NCW1.dtype)
@@ -200,7 +213,9 @@ def final_taps(x_TC: Tensor, taps_NCW1: Tensor | None, segments: Segments, width
         last_NWC = last_NWC.masked_fill(~inside_NW1, 0.0)
     else:
         taps_RC = taps_NCW1.transpose(1, 2).reshape(-1, channels).to(x_TC.dtype)
-        last_NWC = torch.where(inside_NW1, last_NWC, taps_RC[torch.tensor(tap, dtype=torch.int64, device=device)])
+        last_NWC = torch.where(
+            inside_NW1, last_NWC, taps_RC[torch.tensor(tap, dtype=torch.int64, device=device)]
+        )
     return last_NWC.transpose(1, 2)
 
 
@@ -212,9 +227,11 @@ def short_conv(
     initial_taps_NCW1: Tensor | None = None,
     output_taps: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal depthwise convolution and SiLU per document: y_t = silu(sum_w weight[:, w] * x_{t - (W - 1) + w}).
+    """Causal depthwise convolution and SiLU per document: y_t = silu(sum_w weight[:, w] * x_{t - (W - 1) +
+    w}).
 
-    Sums run in float32 (float64 for float64 inputs); y has the dtype of x. Differentiable in x, weight and the taps.
+    Sums run in float32 (float64 for float64 inputs); y has the dtype of x. Differentiable in x, weight and
+    the taps.
 
     Args:
         x_TC: packed inputs. weight_CW: one row of W taps per channel, the newest input last.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any argument is float64, else float32: gates, states and sums are never kept in half precision."""
+    """float64 if any argument is float64, else float32: gates, states and sums are never kept in half
+    precision."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
@@ -28,13 +29,14 @@ def check_lower_bound(lower_bound: float | None) -> None:
     """Raise ValueError unless the bound is None or negative."""
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(
-            f"KDA gate: lower_bound={lower_bound} given; expected None (unbounded softplus gate) or a negative number "
-            "of nats per token such as -5.0"
+            f"KDA gate: lower_bound={lower_bound} given; expected None (unbounded softplus gate) or a"
+            " negative number of nats per token such as -5.0"
         )
 
 
 def log_decay(f_TGK: Tensor, A_log_G: Tensor, dt_bias_GK: Tensor, lower_bound: float | None) -> Tensor:
-    """g_TGK in nats per token, all entries <= 0, in float32 (float64 if an argument is). Leading axes of f are free."""
+    """g_TGK in nats per token, all entries <= 0, in float32 (float64 if an argument is). Leading axes of f
+    are free."""
     check_lower_bound(lower_bound)
     dtype = compute_dtype(f_TGK, A_log_G, dt_bias_GK)
     rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)
@@ -45,12 +47,17 @@ def log_decay(f_TGK: Tensor, A_log_G: Tensor, dt_bias_GK: Tensor, lower_bound: f
 
 
 def log_decay_backward(
-    dg_TGK: Tensor, f_TGK: Tensor, g_TGK: Tensor, A_log_G: Tensor, dt_bias_GK: Tensor, lower_bound: float | None
+    dg_TGK: Tensor,
+    f_TGK: Tensor,
+    g_TGK: Tensor,
+    A_log_G: Tensor,
+    dt_bias_GK: Tensor,
+    lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (df_TGK, dA_log_G, ddt_bias_GK) from dg and the g that :func:`log_decay` returned.
 
-    The derivative of the bounded gate is taken from its value, L * s * (1 - s) = g * (1 - g / L): it goes to exactly 0
-    where the sigmoid saturates, so a huge exp(A_log) never meets an infinity.
+    The derivative of the bounded gate is taken from its value, L * s * (1 - s) = g * (1 - g / L): it goes to
+    exactly 0 where the sigmoid saturates, so a huge exp(A_log) never meets an infinity.
     """
     dtype = g_TGK.dtype
     rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)

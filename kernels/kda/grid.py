@@ -1,13 +1,16 @@
-"""Chunk grids: how the tokens of a packed row are cut into chunks, and in which order chunk states depend on each other.
+"""Chunk grids: how the tokens of a packed row are cut into chunks, and in which order chunk states depend on
+each other.
 
-Two grids. The *flat* grid lays chunks of C tokens over the whole row without regard to documents; a document start inside
-a chunk is a token whose decay is set to zero, which cuts everything before it off. It pads at most C - 1 tokens in all,
-however short the documents are. The *aligned* grid begins a new chunk at every document, so that a document's state
-before its first and after its last token are chunk states; it is used when states go in or come out.
+Two grids. The *flat* grid lays chunks of C tokens over the whole row without regard to documents; a document
+start inside a chunk is a token whose decay is set to zero, which cuts everything before it off. It pads at
+most C - 1 tokens in all, however short the documents are. The *aligned* grid begins a new chunk at every
+document, so that a document's state before its first and after its last token are chunk states; it is used
+when states go in or come out.
 
-The state S of chunk c obeys S_out[c] = M[c] S_in[c] + b[c] with S_in[c] = S_out[c - 1]. A chunk with a document start has
-M = 0: its outgoing state does not depend on the incoming one. Chunks therefore fall into chains, and the scan runs level
-by level over all chains at once: as many steps as the longest document has chunks, not as many as the row has.
+The state S of chunk c obeys S_out[c] = M[c] S_in[c] + b[c] with S_in[c] = S_out[c - 1]. A chunk with a
+document start has M = 0: its outgoing state does not depend on the incoming one. Chunks therefore fall into
+chains, and the scan runs level by level over all chains at once: as many steps as the longest document has
+chunks, not as many as the row has.
 
 Legend: T tokens, N chunks, C tokens per chunk, D documents, G value heads, K key dim, V value dim, B = N * G.
 """
@@ -24,7 +27,8 @@ from earlyfusion.kernels.segments import Segments
 
 @dataclass(frozen=True)
 class Scan:
-    """Chunks ordered by level: all chain heads, then all second chunks, ... with longer chains first in every level."""
+    """Chunks ordered by level: all chain heads, then all second chunks, ... with longer chains first in every
+    level."""
 
     levels: tuple[tuple[int, int], ...]  # (first, count) of each level in that order; counts never grow
     order_N: Tensor | None  # chunk at each place of the order, None if the order is 0, 1, 2, ...
@@ -50,7 +54,9 @@ class Grid:
     rows_T: Tensor | None  # row of every token in the padded row; None: tokens 0..T-1 stand in rows 0..T-1
     dead: Tensor  # rows that hold no token
     severed: Tensor  # rows whose decay is zero: document starts of the flat grid
-    reach_NCC: Tensor  # 1 where the gradient of row t's gate collects row i: i >= t, same document, t not severed
+    reach_NCC: (
+        Tensor  # 1 where the gradient of row t's gate collects row i: i >= t, same document, t not severed
+    )
     scan: Scan
     head_D: Tensor  # first and last chunk of every document (aligned grid only)
     tail_D: Tensor
@@ -124,7 +130,9 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
     is_dead = torch.ones(num * chunk, dtype=torch.bool)
     is_dead[rows_T] = False
     document_NC = document_R.view(num, chunk)
-    reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & (document_NC[:, :, None] == document_NC[:, None, :])
+    reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & (
+        document_NC[:, :, None] == document_NC[:, None, :]
+    )
     reach_NCC.view(num * chunk, chunk)[torch.tensor(severed, dtype=torch.int64)] = False
     return Grid(
         chunk=chunk,
@@ -141,8 +149,11 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
     )
 
 
-def chunk_grid(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, device: torch.device) -> Grid:
-    """The grid of a row, built once per (segments, chunk, kind, dtype, device). The row must hold at least one token."""
+def chunk_grid(
+    segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, device: torch.device
+) -> Grid:
+    """The grid of a row, built once per (segments, chunk, kind, dtype, device). The row must hold at least
+    one token."""
     key = ("kda.grid", chunk, aligned, dtype, str(device))
     return segments.cached(key, lambda: _build(segments, chunk, aligned, dtype, device))
 
@@ -169,7 +180,9 @@ def scan_gradients(M_NGKK: Tensor, dS_NGKV: Tensor, scan: Scan) -> Tensor:
     return scan.restore(D)
 
 
-def chunk_states(M_BKK: Tensor, b_BKV: Tensor, initial_DGKV: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+def chunk_states(
+    M_BKK: Tensor, b_BKV: Tensor, initial_DGKV: Tensor | None, grid: Grid
+) -> tuple[Tensor, Tensor]:
     """(state before, state after) every chunk, [N, G, K, V] each."""
     M = M_BKK.view(grid.num, -1, *M_BKK.shape[1:])
     b = b_BKV.view(grid.num, -1, *b_BKV.shape[1:])

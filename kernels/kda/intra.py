@@ -1,19 +1,21 @@
 """Inside one chunk: pair scores with per-channel decay, decayed queries and keys, and the triangular inverse.
 
-The scores need sum_d q_id k_jd e^{G_id - G_jd} for i >= j, with G the running sum of the log decay. No matrix product can
-have the decay split off at a single anchor without one factor growing beyond bounds. Here every pair (i > j) is met at one
-level of a binary tree: at level b the chunk falls into segments of 2 b tokens, the later half holds i and the earlier half
-j, and the anchor is the edge between them. Both factors then decay away from the edge,
+The scores need sum_d q_id k_jd e^{G_id - G_jd} for i >= j, with G the running sum of the log decay. No matrix
+product can have the decay split off at a single anchor without one factor growing beyond bounds. Here every
+pair (i > j) is met at one level of a binary tree: at level b the chunk falls into segments of 2 b tokens, the
+later half holds i and the earlier half j, and the anchor is the edge between them. Both factors then decay
+away from the edge,
 
     I_b(i) = prod of alpha from the edge to i,   Q_b(j) = prod of alpha after j up to the edge,
 
-each a product of numbers in [0, 1]: nothing can overflow for any gate, and row i never sees a gate after i. The factors
-of level 2 b are those of level b times the whole decay of the neighbouring segment, so one exponential per token and
-channel serves all levels, and at the top I is e^{G} and Q is e^{G_C - G}. A document start has alpha = 0, which removes
-exactly the pairs, state reads and state writes that would cross it.
+each a product of numbers in [0, 1]: nothing can overflow for any gate, and row i never sees a gate after i.
+The factors of level 2 b are those of level b times the whole decay of the neighbouring segment, so one
+exponential per token and channel serves all levels, and at the top I is e^{G} and Q is e^{G_C - G}. A
+document start has alpha = 0, which removes exactly the pairs, state reads and state writes that would cross
+it.
 
-The inverse of I + L (L strictly lower) is merged bottom-up along the same tree, [[T1, 0], [-T2 L21 T1, T2]]: block
-forward substitution, no powers of L, so it is stable for correlated keys.
+The inverse of I + L (L strictly lower) is merged bottom-up along the same tree, [[T1, 0], [-T2 L21 T1, T2]]:
+block forward substitution, no powers of L, so it is stable for correlated keys.
 
 Legend: B chunks times heads, C tokens per chunk, K key dim, b half-segment length, n segments per chunk.
 """
@@ -41,7 +43,8 @@ def _corners(x_BCC: Tensor, b: int) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched matrix product; as a sum of outer products where the inner dimension is tiny (bmm is slow there)."""
+    """Batched matrix product; as a sum of outer products where the inner dimension is tiny (bmm is slow
+    there)."""
     inner = right.shape[1]
     if inner > 4 or left.device.type != "cpu":
         return torch.bmm(left, right)
@@ -59,7 +62,9 @@ class Tree:
     k_BCK: Tensor  # k e^{G}
     tail_BCK: Tensor  # k e^{G_C - G}
     carry_BK: Tensor  # e^{G_C}
-    levels: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # late [Bn, 2b, K], early, decays
+    levels: list[tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=list
+    )  # late [Bn, 2b, K], early, decays
 
 
 def climb(
@@ -112,13 +117,16 @@ def _merge(T: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
     return merged
 
 
-def descend(tree: Tree, dP_BCC: Tensor, dA_BCC: Tensor, dq_BCK: Tensor, dk_BCK: Tensor, dtail_BCK: Tensor) -> None:
+def descend(
+    tree: Tree, dP_BCC: Tensor, dA_BCC: Tensor, dq_BCK: Tensor, dk_BCK: Tensor, dtail_BCK: Tensor
+) -> None:
     """Gradients of the decayed operands into gradients of q, of k as a row and of k as a column, in place.
 
     Args:
         tree: made by :func:`climb` with ``keep``.
         dP_BCC, dA_BCC: gradients of the score matrices of q and k; only entries below the diagonal are read.
-        dq_BCK, dk_BCK, dtail_BCK: on entry gradients of ``tree.q/k/tail``; on return, up to the factor alpha for dq and
+        dq_BCK, dk_BCK, dtail_BCK: on entry gradients of ``tree.q/k/tail``; on return, up to the factor alpha
+        for dq and
             dk (the inclusive decay of a single token), the gradients of q, of k in rows and of k in columns.
     """
     batch, chunk, _ = dq_BCK.shape

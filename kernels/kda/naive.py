@@ -1,14 +1,16 @@
-"""Kimi Delta Attention and its short convolution, token by token: the definition every faster form must match.
+"""Kimi Delta Attention and its short convolution, token by token: the definition every faster form must
+match.
 
-Source: Kimi Linear technical report (arXiv 2510.26692), equation 1. Per value head, with state S of shape [K, V]:
+Source: Kimi Linear technical report (arXiv 2510.26692), equation 1. Per value head, with state S of shape [K,
+V]:
 
     S_t = (I - beta_t k_t k_t^T) Diag(alpha_t) S_{t-1} + beta_t k_t v_t^T,    o_t = scale * S_t^T q_t
 
-q and k are L2-normalised, alpha = exp(g) per key channel (kernels/kda/gate.py), beta = sigmoid(b). The state is float32.
-Gradients come from autograd. Slow; meant for tests and for reading.
+q and k are L2-normalised, alpha = exp(g) per key channel (kernels/kda/gate.py), beta = sigmoid(b). The state
+is float32. Gradients come from autograd. Slow; meant for tests and for reading.
 
-Legend: T tokens, B sequences, N documents, H query/key heads, G value heads (a multiple of H; value head g reads
-query/key head g // (G / H)), K key dim, V value dim, C channels, W taps.
+Legend: T tokens, B sequences, N documents, H query/key heads, G value heads (a multiple of H; value head g
+reads query/key head g // (G / H)), K key dim, V value dim, C channels, W taps.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def kda_step(
 ) -> tuple[Tensor, Tensor]:
     """One token of each of B sequences: decay the state, predict, update, then read with q.
 
-    Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new state_BGKV).
+    Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new
+    state_BGKV).
     """
     check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
     dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
@@ -102,7 +105,9 @@ def kda(
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
         if initial_state_NGKV is None:
-            state = torch.zeros(1, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device)
+            state = torch.zeros(
+                1, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device
+            )
         else:
             state = initial_state_NGKV[n : n + 1]
         for t in range(start, start + length):
@@ -125,13 +130,14 @@ def short_conv(
     initial_taps_NCW1: Tensor | None = None,
     output_taps: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Depthwise causal convolution of W taps, then SiLU: y_t = silu(sum_w weight[:, w] * x_{t - (W - 1) + w}).
+    """Depthwise causal convolution of W taps, then SiLU: y_t = silu(sum_w weight[:, w] * x_{t - (W - 1) +
+    w}).
 
     Inputs before the first token of a document are zero, or ``initial_taps_NCW1`` (oldest first).
 
     Returns:
-        (y_TC in the dtype of x, taps_NCW1 or None): taps are the last W - 1 inputs of each document, oldest first,
-        including the initial taps where the document is shorter than W - 1.
+        (y_TC in the dtype of x, taps_NCW1 or None): taps are the last W - 1 inputs of each document, oldest
+        first, including the initial taps where the document is shorter than W - 1.
     """
     check_packed("short_conv", x_TC, segments)
     channels, width = weight_CW.shape

@@ -4,7 +4,8 @@ The state is read once for the prediction and once for the output: with u = alph
 
     kS = u^T S,  delta = beta * (v - kS),  o = scale * (w^T S + (q . k) delta),  S' = alpha S + k delta^T
 
-so both reads go through one batched matrix product on the state before its update. Definition: kernels/kda/naive.py.
+so both reads go through one batched matrix product on the state before its update. Definition:
+kernels/kda/naive.py.
 
 Legend: B sequences, H query/key heads, G value heads, K key dim, V value dim.
 """
@@ -35,8 +36,8 @@ def kda_step(
 ) -> tuple[Tensor, Tensor]:
     """Advance B sequences by one token; arguments as in :func:`earlyfusion.kernels.kda.naive.kda_step`.
 
-    Returns (o_BGV in the dtype of v, new state_BGKV in float32, or float64 for float64 inputs). ``state_BGKV`` is not
-    modified.
+    Returns (o_BGV in the dtype of v, new state_BGKV in float32, or float64 for float64 inputs).
+    ``state_BGKV`` is not modified.
     """
     check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
     dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
@@ -54,16 +55,19 @@ def kda_step(
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - reads_BG2V[:, :, 1])
     overlap_BG1 = (qk_2BGK[0] * qk_2BGK[1]).sum(-1, keepdim=True)
     o_BGV = torch.addcmul(reads_BG2V[:, :, 0], overlap_BG1, delta_BGV).mul_(scale)
-    new_BGKV = (state_BGKV * alpha_BGK.unsqueeze(-1)).addcmul_(qk_2BGK[1].unsqueeze(-1), delta_BGV.unsqueeze(-2))
+    new_BGKV = (state_BGKV * alpha_BGK.unsqueeze(-1)).addcmul_(
+        qk_2BGK[1].unsqueeze(-1), delta_BGV.unsqueeze(-2)
+    )
     return o_BGV.to(v_BGV.dtype), new_BGKV
 
 
 @torch.no_grad()
 def conv_step_(x_BC: Tensor, weight_WC: Tensor, taps_NWC: Tensor) -> Tensor:
-    """One token of each of B sequences through the short convolution and SiLU -> y_BC; the taps are advanced in place.
+    """One token of each of B sequences through the short convolution and SiLU -> y_BC; the taps are advanced
+    in place.
 
-    weight_WC: newest input last, in the dtype of x. taps_NWC: the last W - 1 inputs of the first N <= B rows, oldest
-    first; the rows after them are padding.
+    weight_WC: newest input last, in the dtype of x. taps_NWC: the last W - 1 inputs of the first N <= B rows,
+    oldest first; the rows after them are padding.
     """
     live, past = taps_NWC.shape[:2]
     y_BC = x_BC * weight_WC[past]
@@ -78,11 +82,13 @@ def conv_step_(x_BC: Tensor, weight_WC: Tensor, taps_NWC: Tensor) -> Tensor:
 
 @torch.no_grad()
 def kda_step_(qkv_B3HK: Tensor, alpha_BHK: Tensor, beta_BH: Tensor, state_NHKV: Tensor, eps: float) -> Tensor:
-    """One token of each of B sequences, the states of the first N <= B advanced in place (the rest is padding).
+    """One token of each of B sequences, the states of the first N <= B advanced in place (the rest is
+    padding).
 
-    qkv_B3HK: after convolution and SiLU, contiguous, one dim for keys and values; alpha: decays in [0, 1]; beta: in
-    [0, 1]; eps: of the norms of q and k. All in the dtype of the contiguous state. Returns o_BHV without the factor
-    K^-1/2; zeros for padding. With S := diag(alpha) S: delta = beta (v - k^T S), o = q^T S + (q . k) delta, S += k delta^T.
+    qkv_B3HK: after convolution and SiLU, contiguous, one dim for keys and values; alpha: decays in [0, 1];
+    beta: in [0, 1]; eps: of the norms of q and k. All in the dtype of the contiguous state. Returns o_BHV
+    without the factor K^-1/2; zeros for padding. With S := diag(alpha) S: delta = beta (v - k^T S), o = q^T S
+    + (q . k) delta, S += k delta^T.
     """
     rows, _, heads, dim = qkv_B3HK.shape
     live = state_NHKV.shape[0]

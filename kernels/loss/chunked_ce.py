@@ -1,16 +1,16 @@
 """Weighted next-token cross-entropy and per-token log-probabilities without the logits in memory.
 
-Rows without a loss are left out before the first product. The rest is worked off in chunks: logits of one chunk, their
-softmax, and for the loss at once the gradients of h and W for a unit upstream gradient,
+Rows without a loss are left out before the first product. The rest is worked off in chunks: logits of one
+chunk, their softmax, and for the loss at once the gradients of h and W for a unit upstream gradient,
 
     dlogits = w_t (1 + 2 z lse) softmax - w_t onehot      dh = dlogits W      dW = dlogits^T h,
 
-so that the backward pass only scales them. Log-probabilities get their upstream gradient one by one, so their backward
-computes the logits of a chunk again. Products run in the compute dtype, softmax statistics and the sum of dW over
-chunks in float32 (float64 for float64).
+so that the backward pass only scales them. Log-probabilities get their upstream gradient one by one, so their
+backward computes the logits of a chunk again. Products run in the compute dtype, softmax statistics and the
+sum of dW over chunks in float32 (float64 for float64).
 
-What is done to the logits of a chunk is a pair of functions (:class:`Rows`): here in plain torch, in ``triton_rows``
-as kernels.
+What is done to the logits of a chunk is a pair of functions (:class:`Rows`): here in plain torch, in
+``triton_rows`` as kernels.
 
 Legend: T tokens, M rows with a loss, R rows of a chunk, D hidden, V vocabulary.
 """
@@ -25,14 +25,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.loss.naive import IGNORE, check_loss, check_temperature
-from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, softmax_with_lse, wide_mm, without_autocast
+from earlyfusion.kernels.precision import (
+    accumulate_dtype,
+    compute_dtype,
+    softmax_with_lse,
+    wide_mm,
+    without_autocast,
+)
 from earlyfusion.kernels.products import product, product_over_rows
 
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
 
 class Statistics(NamedTuple):
-    """Per row: log-sum-exp, logit of the label, sum_v p_v logit_v (None if not asked for); kept for the gradient."""
+    """Per row: log-sum-exp, logit of the label, sum_v p_v logit_v (None if not asked for); kept for the
+    gradient."""
 
     lse_R: Tensor
     picked_R: Tensor
@@ -41,7 +48,8 @@ class Statistics(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """statistics(logits_RV, labels_R, with_mean); gradient(kept_RV, lse_R, labels_R, soft_R, hot_R, dtype) -> [R, V]
+    """statistics(logits_RV, labels_R, with_mean); gradient(kept_RV, lse_R, labels_R, soft_R, hot_R, dtype) ->
+    [R, V]
 
     with dlogits = soft * softmax - hot * onehot in ``dtype``. Both may overwrite what they are given.
     """
@@ -66,8 +74,8 @@ TORCH_ROWS = Rows(_statistics, _gradient)
 
 
 def _chunks(rows_M: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """The counted rows, chunk by chunk; nothing where none is counted (torch would split that into one chunk of no rows,
-    and a product of no rows is a launch that not every backend takes)."""
+    """The counted rows, chunk by chunk; nothing where none is counted (torch would split that into one chunk
+    of no rows, and a product of no rows is a launch that not every backend takes)."""
     return rows_M.split(chunk) if rows_M.numel() else ()
 
 
@@ -93,13 +101,22 @@ class _Gradients:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_weights_T: Tensor, chunk: int, z_loss: float,
-        wants: tuple[bool, bool], rows: Rows,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        loss_weights_T: Tensor,
+        chunk: int,
+        z_loss: float,
+        wants: tuple[bool, bool],
+        rows: Rows,
+    ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(h_TD, weight_VD)
         wide = accumulate_dtype(dtype)
         with without_autocast(h_TD):
-            rows_M = ((labels_T != IGNORE) & (loss_weights_T != 0)).nonzero()[:, 0]  # the op's one host sync on CUDA
+            rows_M = ((labels_T != IGNORE) & (loss_weights_T != 0)).nonzero()[
+                :, 0
+            ]  # the op's one host sync on CUDA
             weight = weight_VD.to(dtype)
             nll_T = h_TD.new_zeros(h_TD.shape[0], dtype=wide)
             loss = h_TD.new_zeros((), dtype=wide)
@@ -116,7 +133,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     loss += z_loss * torch.dot(lse_R.square(), w_R)
                     soft_R = w_R * (1 + 2 * z_loss * lse_R)
                 if any(wants):
-                    gradients.add(rows_R, rows.gradient(kept_RV, lse_R, labels_R, soft_R, w_R, dtype), h_RD, weight)
+                    gradients.add(
+                        rows_R, rows.gradient(kept_RV, lse_R, labels_R, soft_R, w_R, dtype), h_RD, weight
+                    )
         ctx.gradients = gradients.dh_TD, gradients.dweight_VD, weight_VD.dtype
         ctx.mark_non_differentiable(nll_T)
         return loss, nll_T
@@ -135,7 +154,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperature: float, chunk: int, rows: Rows
+        ctx: Any,
+        h_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        temperature: float,
+        chunk: int,
+        rows: Rows,
     ) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(h_TD, weight_VD)
         wide = accumulate_dtype(dtype)
@@ -171,7 +196,14 @@ class _TokenLogProbs(torch.autograd.Function):
                 dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, slope_R, dtype)
                 gradients.add(rows_R, dlogits_RV, h_RD, weight)
         dweight_VD = gradients.dweight_VD
-        return gradients.dh_TD, None if dweight_VD is None else dweight_VD.to(weight_VD.dtype), None, None, None, None
+        return (
+            gradients.dh_TD,
+            None if dweight_VD is None else dweight_VD.to(weight_VD.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def chunk_rows(chunk: int, h_TD: Tensor, vocabulary: int) -> int:
@@ -203,8 +235,9 @@ def linear_cross_entropy(
         chunk: most rows of logits computed at once (fewer on a CPU); workspace is two float32 [chunk, V].
         z_loss: weight of lse^2 beside the negative log-likelihood.
     Returns:
-        ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses in nats
-        without the z-loss, 0 at skipped positions. Without any counted position the sum is 0, its gradients zeros.
+        ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
+        in nats without the z-loss, 0 at skipped positions. Without any counted position the sum is 0, its
+        gradients zeros.
     Raises:
         ValueError: shapes or dtypes do not belong together, or ``chunk`` is smaller than 1.
     """
@@ -212,7 +245,9 @@ def linear_cross_entropy(
     chunk = chunk_rows(chunk, h_TD, weight_VD.shape[0])
     tracked = torch.is_grad_enabled()
     wants = (tracked and h_TD.requires_grad, tracked and weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, z_loss, wants, rows)
+    return _LinearCrossEntropy.apply(
+        h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, z_loss, wants, rows
+    )
 
 
 def token_log_probs(
@@ -224,7 +259,8 @@ def token_log_probs(
     chunk: int = 1024,
     rows: Rows = TORCH_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of every label and the entropy of its distribution, at most ``chunk`` rows of logits at a time.
+    """Log-probability of every label and the entropy of its distribution, at most ``chunk`` rows of logits at
+    a time.
 
     See :func:`earlyfusion.kernels.loss.naive.token_log_probs`. The backward pass computes the logits again.
     """

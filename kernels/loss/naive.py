@@ -1,7 +1,8 @@
 """Weighted next-token cross-entropy and per-token log-probabilities from hidden states: the definition.
 
     nll_t = lse_t - (W h_t)[label_t],   lse_t = logsumexp(W h_t)
-    loss  = sum_t w_t (nll_t + z lse_t^2)                                  z: the z-loss of PaLM (arXiv 2204.02311)
+    loss  = sum_t w_t (nll_t + z lse_t^2)                                  z: the z-loss of PaLM (arXiv
+          2204.02311)
     logp_t = log softmax(W h_t / temperature)[label_t]
 
 Legend: T tokens, D hidden, V vocabulary.
@@ -23,11 +24,14 @@ def check_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_weights_T
     fits = h_TD.dim() == 2 and weight_VD.dim() == 2 and h_TD.shape[1] == weight_VD.shape[1]
     if not fits or labels_T.shape != h_TD.shape[:1] or loss_weights_T.shape != h_TD.shape[:1]:
         raise ValueError(
-            f"linear_cross_entropy: got h {tuple(h_TD.shape)}, weight {tuple(weight_VD.shape)}, labels "
-            f"{tuple(labels_T.shape)}, loss weights {tuple(loss_weights_T.shape)}; expected [T, D], [V, D], [T], [T]"
+            f"linear_cross_entropy: got h {tuple(h_TD.shape)}, weight {tuple(weight_VD.shape)}, labels"
+            f" {tuple(labels_T.shape)}, loss weights {tuple(loss_weights_T.shape)}; expected [T, D], [V, D],"
+            " [T], [T]"
         )
     if labels_T.dtype != torch.int64:
-        raise ValueError(f"linear_cross_entropy: labels_T is {labels_T.dtype}; expected torch.int64 vocabulary ids")
+        raise ValueError(
+            f"linear_cross_entropy: labels_T is {labels_T.dtype}; expected torch.int64 vocabulary ids"
+        )
 
 
 def _logits(h_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -46,23 +50,26 @@ def linear_cross_entropy(
     chunk: int = 1024,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of a packed row with all logits in memory (``chunk`` is part of the shared signature and unused here).
+    """Loss of a packed row with all logits in memory (``chunk`` is part of the shared signature and unused
+    here).
 
-    A position whose label is -100 or whose weight is 0 contributes nothing. ``loss_weights_T`` is data: it gets no
-    gradient.
+    A position whose label is -100 or whose weight is 0 contributes nothing. ``loss_weights_T`` is data: it
+    gets no gradient.
 
     Args:
         z_loss: weight of lse^2 beside the negative log-likelihood.
     Returns:
-        ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses in nats
-        without the z-loss, 0 at skipped positions.
+        ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
+        in nats without the z-loss, 0 at skipped positions.
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
     check_loss(h_TD, weight_VD, labels_T, loss_weights_T)
     counted_T = (labels_T != IGNORE) & (loss_weights_T != 0)
     logits_TV = _logits(h_TD, weight_VD)
-    nll_T = F.cross_entropy(logits_TV, labels_T.where(counted_T, IGNORE), ignore_index=IGNORE, reduction="none")
+    nll_T = F.cross_entropy(
+        logits_TV, labels_T.where(counted_T, IGNORE), ignore_index=IGNORE, reduction="none"
+    )
     weights_T = loss_weights_T.detach().to(logits_TV.dtype).where(counted_T, 0.0)
     total_T = nll_T + z_loss * logits_TV.logsumexp(dim=-1).square() if z_loss else nll_T
     # where, not a product with 0: a skipped position may hold anything
@@ -79,8 +86,8 @@ def token_log_probs(
         labels_T: int64 vocabulary ids; -100 where none is asked for.
         temperature: logits are divided by it, as the sampler does.
     Returns:
-        ``(logp_T, entropy_T)`` in nats, float32 (float64 for float64), 0 where the label is -100. The first is
-        differentiable, the second detached.
+        ``(logp_T, entropy_T)`` in nats, float32 (float64 for float64), 0 where the label is -100. The first
+        is differentiable, the second detached.
     Raises:
         ValueError: shapes or dtypes do not belong together, or the temperature is not positive.
     """

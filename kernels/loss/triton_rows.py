@@ -1,11 +1,12 @@
 """The logits of one chunk on a GPU: one pass for the softmax statistics, one for the gradient, in place.
 
-``statistics`` keeps a running maximum and rescaled sums, so a row is read once. ``gradient`` overwrites the float32
-logits with dlogits = soft * exp(logit - lse) - hot * onehot; in half precision the result takes the first half of each
-row's bytes, so that a chunk needs one float32 [R, V] and nothing else. A program owns a row: it reads a tile, waits for
-all its threads, and writes behind what it has read.
+``statistics`` keeps a running maximum and rescaled sums, so a row is read once. ``gradient`` overwrites the
+float32 logits with dlogits = soft * exp(logit - lse) - hot * onehot; in half precision the result takes the
+first half of each row's bytes, so that a chunk needs one float32 [R, V] and nothing else. A program owns a
+row: it reads a tile, waits for all its threads, and writes behind what it has read.
 
-Traffic per logit: 4 B read, then 4 B read and 2 B written, against 8 B written and read by the product that made it.
+Traffic per logit: 4 B read, then 4 B read and 2 B written, against 8 B written and read by the product that
+made it.
 
 Legend: R rows of a chunk, V vocabulary, BV columns of a tile.
 """
@@ -28,13 +29,13 @@ WARPS = 8
 
 
 @triton.jit
-def row_statistics(
-    logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.constexpr, MEAN: tl.constexpr
-):  # fmt: skip
+def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.constexpr, MEAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BV], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
-    for start in range(0, V, BV):  # every lane keeps its own running softmax; they are joined once, at the end
+    for start in range(
+        0, V, BV
+    ):  # every lane keeps its own running softmax; they are joined once, at the end
         col = start + tl.arange(0, BV)
         x = tl.load(logits_RV + row * V + col, mask=col < V, other=float("-inf"))
         new = tl.maximum(top, x)
@@ -80,9 +81,16 @@ def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statist
     lse_R, picked_R, mean_R = (logits_RV.new_empty(rows) for _ in range(3))
     with on_device(logits_RV):
         row_statistics[(rows,)](
-            logits_RV, labels_R, lse_R, picked_R, mean_R, vocabulary, BV=_tile(vocabulary), MEAN=with_mean,
+            logits_RV,
+            labels_R,
+            lse_R,
+            picked_R,
+            mean_R,
+            vocabulary,
+            BV=_tile(vocabulary),
+            MEAN=with_mean,
             num_warps=WARPS,
-        )  # fmt: skip
+        )
     return Statistics(lse_R, picked_R, mean_R if with_mean else None, logits_RV)
 
 
@@ -95,9 +103,17 @@ def _gradient(
     out_RV = kept_RV.view(dtype)[:, :vocabulary]
     with on_device(kept_RV):
         row_gradient[(rows,)](
-            kept_RV, out_RV, labels_R, lse_R, soft_R.contiguous(), hot_R.contiguous(), vocabulary, out_RV.stride(0),
-            BV=_tile(vocabulary), num_warps=WARPS,
-        )  # fmt: skip
+            kept_RV,
+            out_RV,
+            labels_R,
+            lse_R,
+            soft_R.contiguous(),
+            hot_R.contiguous(),
+            vocabulary,
+            out_RV.stride(0),
+            BV=_tile(vocabulary),
+            num_warps=WARPS,
+        )
     return out_RV
 
 
@@ -124,7 +140,8 @@ def linear_cross_entropy(
     chunk: int = 1024,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The chunked loss with fused row kernels; see :func:`earlyfusion.kernels.loss.chunked_ce.linear_cross_entropy`."""
+    """The chunked loss with fused row kernels; see
+    :func:`earlyfusion.kernels.loss.chunked_ce.linear_cross_entropy`."""
     _check_labels("linear_cross_entropy", h_TD, weight_VD, labels_T)
     return chunked_ce.linear_cross_entropy(
         h_TD, weight_VD, labels_T, loss_weights_T, chunk=chunk, z_loss=z_loss, rows=TRITON_ROWS
@@ -134,25 +151,41 @@ def linear_cross_entropy(
 def token_log_probs(
     h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """Per-token log-probabilities with fused row kernels; see :func:`earlyfusion.kernels.loss.naive.token_log_probs`."""
+    """Per-token log-probabilities with fused row kernels; see
+    :func:`earlyfusion.kernels.loss.naive.token_log_probs`."""
     _check_labels("token_log_probs", h_TD, weight_VD, labels_T)
-    return chunked_ce.token_log_probs(h_TD, weight_VD, labels_T, temperature=temperature, chunk=chunk, rows=TRITON_ROWS)
+    return chunked_ce.token_log_probs(
+        h_TD, weight_VD, labels_T, temperature=temperature, chunk=chunk, rows=TRITON_ROWS
+    )
 
 
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time, for a vocabulary of 163,840."""
     from earlyfusion.kernels.aot import Variant
 
-    rows = dict.fromkeys(("lse_R", "picked_R", "mean_R", "soft_R", "hot_R"), "*fp32") | {"labels_R": "*i64", "V": "i32"}
+    rows = dict.fromkeys(("lse_R", "picked_R", "mean_R", "soft_R", "hot_R"), "*fp32") | {
+        "labels_R": "*i64",
+        "V": "i32",
+    }
     return [
         Variant(
-            f"loss row statistics{' with mean' if mean else ''}", row_statistics, {"logits_RV": "*fp32", **rows},
-            {"BV": TILE, "MEAN": mean}, WARPS, 2, ("V",),
+            f"loss row statistics{' with mean' if mean else ''}",
+            row_statistics,
+            {"logits_RV": "*fp32", **rows},
+            {"BV": TILE, "MEAN": mean},
+            WARPS,
+            2,
+            ("V",),
         )
         for mean in (False, True)
     ] + [
         Variant(
-            "loss row gradient", row_gradient, {"logits_RV": "*fp32", "out_RV": "*bf16", **rows, "out_stride": "i32"},
-            {"BV": TILE}, WARPS, 2, ("V", "out_stride"),
+            "loss row gradient",
+            row_gradient,
+            {"logits_RV": "*fp32", "out_RV": "*bf16", **rows, "out_stride": "i32"},
+            {"BV": TILE},
+            WARPS,
+            2,
+            ("V", "out_stride"),
         )
-    ]  # fmt: skip
+    ]

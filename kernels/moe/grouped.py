@@ -1,14 +1,18 @@
-"""SwiGLU experts on tokens sorted by expert: two grouped products forward, four backward, nothing of size [T, E].
+"""SwiGLU experts on tokens sorted by expert: two grouped products forward, four backward, nothing of size [T,
+E].
 
 Every (token, choice) pair is one row. Rows are sorted by expert, so that an expert sees a contiguous slice:
 
-    h = x W_gate_up^T        a = w * silu(h_gate) * h_up        y_row = a W_down^T        y_t = sum of its J rows
+    h = x W_gate_up^T        a = w * silu(h_gate) * h_up        y_row = a W_down^T        y_t = sum of its J
+                             rows
 
-The router weight is applied to the F-wide activation instead of the D-wide output (the product is linear in it). The
-backward pass needs x, h and the routing; activations are recomputed from h. Row order inside an expert is token order
-(stable sort) and sums over a token's rows run in choice order, so results do not depend on threads or atomics.
+The router weight is applied to the F-wide activation instead of the D-wide output (the product is linear in
+it). The backward pass needs x, h and the routing; activations are recomputed from h. Row order inside an
+expert is token order (stable sort) and sums over a token's rows run in choice order, so results do not depend
+on threads or atomics.
 
-Legend: T tokens, D hidden, J experts per token, R = T * J pairs, P rows (R plus filling), E experts, F expert width, C = 2F.
+Legend: T tokens, D hidden, J experts per token, R = T * J pairs, P rows (R plus filling), E experts, F expert
+width, C = 2F.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ CPU_ROW_MULTIPLE = 128  # see _row_multiple
 def _row_multiple(rows: int, experts: int, dtype: torch.dtype, device: torch.device) -> int:
     """To which multiple an expert's rows are filled up.
 
-    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a millisecond),
-    and loads differ from step to step; a coarse grid of row counts keeps the set of shapes small. 1 elsewhere.
+    On a CPU, oneDNN compiles a half-precision product anew for every shape it has not seen (about half a
+    millisecond), and loads differ from step to step; a coarse grid of row counts keeps the set of shapes
+    small. 1 elsewhere.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return 1
@@ -41,11 +46,12 @@ def _row_multiple(rows: int, experts: int, dtype: torch.dtype, device: torch.dev
 class _Groups:
     """Rows sorted by expert, and products over the contiguous rows of each expert.
 
-    On CUDA with bfloat16 and 16-byte rows, ``F.grouped_mm`` reads the group ends on the device. Elsewhere the counts
-    come to the host (free on a CPU; one sync on CUDA) and every expert with rows gets its own matmul.
+    On CUDA with bfloat16 and 16-byte rows, ``F.grouped_mm`` reads the group ends on the device. Elsewhere the
+    counts come to the host (free on a CPU; one sync on CUDA) and every expert with rows gets its own matmul.
 
-    ``pair_P`` is the flat (token, choice) index of every row, ``slot_R`` its inverse, ``real_P`` is False for rows that
-    only fill up an expert's share (None if there are none). Filling rows repeat pair 0 and must get weight 0.
+    ``pair_P`` is the flat (token, choice) index of every row, ``slot_R`` its inverse, ``real_P`` is False for
+    rows that only fill up an expert's share (None if there are none). Filling rows repeat pair 0 and must get
+    weight 0.
     """
 
     def __init__(self, ids_R: Tensor, experts: int, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
@@ -76,11 +82,17 @@ class _Groups:
         self.ends_E = counts_E.cumsum(0).to(torch.int32)
         if not self.fused:
             ends = [0, *self.ends_E.tolist()]
-            self.slices = [(e, slice(*ends[e : e + 2])) for e in range(len(ends) - 1) if ends[e] < ends[e + 1]]
+            self.slices = [
+                (e, slice(*ends[e : e + 2])) for e in range(len(ends) - 1) if ends[e] < ends[e + 1]
+            ]
 
     def weights(self, weights_TJ: Tensor, dtype: torch.dtype) -> Tensor:
         """Router weight of every row [P, 1]."""
-        weight_P = weights_TJ.flatten().to(dtype)[self.pair_P] if weights_TJ.numel() else weights_TJ.flatten().to(dtype)
+        weight_P = (
+            weights_TJ.flatten().to(dtype)[self.pair_P]
+            if weights_TJ.numel()
+            else weights_TJ.flatten().to(dtype)
+        )
         return (weight_P if self.real_P is None else weight_P * self.real_P)[:, None]
 
     def rows_by_weight(self, rows_PA: Tensor, weight_EBA: Tensor) -> Tensor:

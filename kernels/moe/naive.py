@@ -39,7 +39,8 @@ def check_experts(
         )
     if not fits:
         raise ValueError(
-            f"moe_experts: got {shapes}; expected [T, D], [T, J], [T, J], [E, 2F, D] with the gate rows first, [E, D, F]"
+            f"moe_experts: got {shapes}; expected [T, D], [T, J], [T, J], [E, 2F, D] with the gate rows"
+            " first, [E, D, F]"
         )
 
 

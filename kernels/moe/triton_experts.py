@@ -1,17 +1,21 @@
-"""SwiGLU experts on a GPU without a host sync: gather, product and activation in one kernel, grouped products, combine.
+"""SwiGLU experts on a GPU without a host sync: gather, product and activation in one kernel, grouped
+products, combine.
 
-(token, choice) pairs are sorted by expert with a stable sort. A table made on the device maps every row tile to its
-expert and its rows; the grid has room for one partly filled tile per expert, and programs without rows leave at once.
-So the host never learns the loads.
+(token, choice) pairs are sorted by expert with a stable sort. A table made on the device maps every row tile
+to its expert and its rows; the grid has room for one partly filled tile per expert, and programs without rows
+leave at once. So the host never learns the loads.
 
-    h = x[token] W_gate_up^T, a = w silu(h_gate) h_up    one kernel: rows are gathered while they are multiplied
-    y_row = a W_down^T                                    grouped product (torch's where it exists, else Triton)
+    h = x[token] W_gate_up^T, a = w silu(h_gate) h_up    one kernel: rows are gathered while they are
+                                                         multiplied
+    y_row = a W_down^T                                    grouped product (torch's where it exists, else
+                                                          Triton)
     y_t = sum_j y_row(t, j)                               in choice order, float32
-    backward: dy is gathered inside the products that read it; the activation, its gradient and the router weight's are
-    one pass over rows; weight gradients are one program per output tile, walking over the expert's rows
+    backward: dy is gathered inside the products that read it; the activation, its gradient and the router
+    weight's are one pass over rows; weight gradients are one program per output tile, walking over the
+    expert's rows
 
-A row's result depends on its own entries and the tile sizes only: other tokens of the batch cannot change it. An expert
-id outside [0, E) gives NaN for its token, never a read outside the weights.
+A row's result depends on its own entries and the tile sizes only: other tokens of the batch cannot change it.
+An expert id outside [0, E) gives NaN for its token, never a read outside the weights.
 
 Legend: T tokens, D hidden, J experts per token, R = T * J rows, E experts, F expert width, C = 2F.
 """
@@ -45,9 +49,22 @@ def _dot(a, b, acc):
 
 @triton.jit
 def gate_up_swiglu(
-    x_TD, pair_R, weight_R, gate_up_ECD, h_RC, act_RF, tile_expert, tile_start, tile_stop, CHOICES,
-    D: tl.constexpr, FW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    x_TD,
+    pair_R,
+    weight_R,
+    gate_up_ECD,
+    h_RC,
+    act_RF,
+    tile_expert,
+    tile_start,
+    tile_stop,
+    CHOICES,
+    D: tl.constexpr,
+    FW: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     tile = tl.program_id(1)
     start, stop = tl.load(tile_start + tile).to(tl.int64), tl.load(tile_stop + tile)
     if start < stop:
@@ -60,7 +77,9 @@ def gate_up_swiglu(
         weights = gate_up_ECD + expert * (2 * FW * D)
         for k in range(0, D, BK):
             at = k + tl.arange(0, BK)
-            x = tl.load(x_TD + token[:, None] * D + at[None, :], mask=ok_M[:, None] & (at < D)[None, :], other=0.0)
+            x = tl.load(
+                x_TD + token[:, None] * D + at[None, :], mask=ok_M[:, None] & (at < D)[None, :], other=0.0
+            )
             here, keep = weights + col[None, :] * D + at[:, None], ok_N[None, :] & (at < D)[:, None]
             gate = _dot(x, tl.load(here, mask=keep, other=0.0), gate)
             up = _dot(x, tl.load(here + FW * D, mask=keep, other=0.0), up)
@@ -75,9 +94,24 @@ def gate_up_swiglu(
 
 @triton.jit
 def grouped_product(
-    rows_A, pair_R, weight_E, out_RB, tile_expert, tile_start, tile_stop, CHOICES, stride_e, stride_a, stride_b,
-    A: tl.constexpr, B: tl.constexpr, GATHER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    rows_A,
+    pair_R,
+    weight_E,
+    out_RB,
+    tile_expert,
+    tile_start,
+    tile_stop,
+    CHOICES,
+    stride_e,
+    stride_a,
+    stride_b,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    GATHER: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
     """out[r, b] = sum_a rows[r or its token, a] weight[expert, a, b]."""
     tile = tl.program_id(1)
     start, stop = tl.load(tile_start + tile).to(tl.int64), tl.load(tile_stop + tile)
@@ -93,11 +127,14 @@ def grouped_product(
         weights = weight_E + expert * stride_e
         for k in range(0, A, BK):
             at = k + tl.arange(0, BK)
-            x = tl.load(rows_A + source[:, None] * A + at[None, :], mask=ok_M[:, None] & (at < A)[None, :], other=0.0)
+            x = tl.load(
+                rows_A + source[:, None] * A + at[None, :], mask=ok_M[:, None] & (at < A)[None, :], other=0.0
+            )
             w = tl.load(
                 weights + at[:, None] * stride_a + col[None, :] * stride_b,
-                mask=(at < A)[:, None] & ok_N[None, :], other=0.0,
-            )  # fmt: skip
+                mask=(at < A)[:, None] & ok_N[None, :],
+                other=0.0,
+            )
             acc = _dot(x, w, acc)
         out = out_RB + row[:, None] * B + col[None, :]
         tl.store(out, acc.to(out_RB.dtype.element_ty), mask=ok_M[:, None] & ok_N[None, :])
@@ -105,10 +142,21 @@ def grouped_product(
 
 @triton.jit
 def grouped_outer(
-    left_B, right_A, pair_R, ends_E, out_EBA, CHOICES, B: tl.constexpr, A: tl.constexpr, GATHER_LEFT: tl.constexpr,
-    BN: tl.constexpr, BA: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """out[e, b, a] = sum over the expert's rows of left[row, b] right[row, a]; the other side than left is gathered."""
+    left_B,
+    right_A,
+    pair_R,
+    ends_E,
+    out_EBA,
+    CHOICES,
+    B: tl.constexpr,
+    A: tl.constexpr,
+    GATHER_LEFT: tl.constexpr,
+    BN: tl.constexpr,
+    BA: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """out[e, b, a] = sum over the expert's rows of left[row, b] right[row, a]; the other side than left is
+    gathered."""
     expert = tl.program_id(2).to(tl.int64)
     stop = tl.load(ends_E + expert).to(tl.int64)
     start = tl.load(ends_E + expert - 1, mask=expert > 0, other=0).to(tl.int64)
@@ -121,17 +169,19 @@ def grouped_outer(
         left_row, right_row = row, token
         if GATHER_LEFT:
             left_row, right_row = token, row
-        left = tl.load(left_B + left_row[None, :] * B + b[:, None], mask=ok[None, :] & (b < B)[:, None], other=0.0)
-        right = tl.load(right_A + right_row[:, None] * A + a[None, :], mask=ok[:, None] & (a < A)[None, :], other=0.0)
+        left = tl.load(
+            left_B + left_row[None, :] * B + b[:, None], mask=ok[None, :] & (b < B)[:, None], other=0.0
+        )
+        right = tl.load(
+            right_A + right_row[:, None] * A + a[None, :], mask=ok[:, None] & (a < A)[None, :], other=0.0
+        )
         acc = _dot(left, right, acc)
     out = out_EBA + expert * (B * A) + b[:, None] * A + a[None, :]
     tl.store(out, acc.to(out_EBA.dtype.element_ty), mask=(b < B)[:, None] & (a < A)[None, :])
 
 
 @triton.jit
-def swiglu_backward(
-    h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: tl.constexpr, BF: tl.constexpr
-):  # fmt: skip
+def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: tl.constexpr, BF: tl.constexpr):
     """dh, the weighted activation (for the down gradient) and the gradient of the row's router weight."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight_R + row)
@@ -191,7 +241,9 @@ def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     inside_R = (ids_R >= 0) & (ids_R < experts)
     ids_R = ids_R.where(inside_R, 0)
     order_R = ids_R.argsort(stable=True)
-    slot_R = torch.zeros_like(order_R).index_copy_(0, order_R, torch.arange(ids_R.shape[0], device=ids_R.device))
+    slot_R = torch.zeros_like(order_R).index_copy_(
+        0, order_R, torch.arange(ids_R.shape[0], device=ids_R.device)
+    )
     counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_R.device)
     counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
     ends_E = counts_E.cumsum(0)
@@ -209,7 +261,7 @@ def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     weight_R = weights_TJ.flatten().float().where(inside_R, torch.nan)[order_R]
     return Plan(
         order_R, slot_R, ends_E.int(), weight_R, expert.int(), start.int(), stop.int(), tile, ids_TJ.shape[1]
-    )  # fmt: skip
+    )
 
 
 def _tiles(width: int, depth: int, dtype: torch.dtype) -> dict[str, int]:
@@ -218,7 +270,8 @@ def _tiles(width: int, depth: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _plain(dtype: torch.dtype, *widths: int, device: torch.device) -> bool:
-    """Whether torch's grouped product takes these operands; it is the quicker one for rows that need no gather."""
+    """Whether torch's grouped product takes these operands; it is the quicker one for rows that need no
+    gather."""
     return (
         device.type == "cuda"
         and hasattr(F, "grouped_mm")
@@ -235,10 +288,25 @@ def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tens
     out_RB = rows.new_empty(plan.pair_R.shape[0], width)
     sizes = _tiles(width, depth, rows.dtype)
     grouped_product[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
-        rows, plan.pair_R, weight_EBA, out_RB, plan.tile_expert, plan.tile_start, plan.tile_stop, plan.choices,
-        weight_EBA.stride(0), weight_EBA.stride(2), weight_EBA.stride(1), A=depth, B=width, GATHER=gather,
-        BM=plan.rows_tile, **sizes, num_warps=8 if plan.rows_tile == 128 else 4, num_stages=3,
-    )  # fmt: skip
+        rows,
+        plan.pair_R,
+        weight_EBA,
+        out_RB,
+        plan.tile_expert,
+        plan.tile_start,
+        plan.tile_stop,
+        plan.choices,
+        weight_EBA.stride(0),
+        weight_EBA.stride(2),
+        weight_EBA.stride(1),
+        A=depth,
+        B=width,
+        GATHER=gather,
+        BM=plan.rows_tile,
+        **sizes,
+        num_warps=8 if plan.rows_tile == 128 else 4,
+        num_stages=3,
+    )
     return out_RB
 
 
@@ -248,9 +316,21 @@ def _outer(left: Tensor, right: Tensor, plan: Plan, gather_left: bool) -> Tensor
     out_EBA = left.new_empty(experts, width, depth)
     wide, deep = _tiles(width, depth, left.dtype)["BN"], _tiles(depth, depth, left.dtype)["BN"]
     grouped_outer[(triton.cdiv(depth, deep), triton.cdiv(width, wide), experts)](
-        left, right, plan.pair_R, plan.ends_E, out_EBA, plan.choices, B=width, A=depth, GATHER_LEFT=gather_left,
-        BN=wide, BA=deep, BK=32, num_warps=8 if wide * deep >= 128 * 128 else 4, num_stages=3,
-    )  # fmt: skip
+        left,
+        right,
+        plan.pair_R,
+        plan.ends_E,
+        out_EBA,
+        plan.choices,
+        B=width,
+        A=depth,
+        GATHER_LEFT=gather_left,
+        BN=wide,
+        BA=deep,
+        BK=32,
+        num_warps=8 if wide * deep >= 128 * 128 else 4,
+        num_stages=3,
+    )
     return out_EBA
 
 
@@ -278,10 +358,23 @@ class _Experts(torch.autograd.Function):
             if dtype.itemsize == 2:
                 sizes["BN"] = min(64, sizes["BN"])  # two accumulators
             gate_up_swiglu[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
-                x, plan.pair_R, plan.weight_R, gate_up, h_RC, act_RF, plan.tile_expert, plan.tile_start, plan.tile_stop,
-                plan.choices, D=hidden, FW=width, BM=plan.rows_tile, **sizes,
-                num_warps=8 if plan.rows_tile == 128 else 4, num_stages=3,
-            )  # fmt: skip
+                x,
+                plan.pair_R,
+                plan.weight_R,
+                gate_up,
+                h_RC,
+                act_RF,
+                plan.tile_expert,
+                plan.tile_start,
+                plan.tile_stop,
+                plan.choices,
+                D=hidden,
+                FW=width,
+                BM=plan.rows_tile,
+                **sizes,
+                num_warps=8 if plan.rows_tile == 128 else 4,
+                num_stages=3,
+            )
             y_TD = _combine(_product(act_RF, down, plan, gather=False), plan, x.shape[0])
         ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_RC)
         ctx.plan, ctx.dtype = plan, dtype
@@ -299,7 +392,14 @@ class _Experts(torch.autograd.Function):
             dh_RC, act_RF = torch.empty_like(h_RC), dact_RF.new_empty(rows, width)
             dweight_R = torch.empty_like(plan.weight_R)
             swiglu_backward[(rows,)](
-                h_RC, dact_RF, plan.weight_R, dh_RC, act_RF, dweight_R, FW=width, BF=min(1024, power_of_two(width))
+                h_RC,
+                dact_RF,
+                plan.weight_R,
+                dh_RC,
+                act_RF,
+                dweight_R,
+                FW=width,
+                BF=min(1024, power_of_two(width)),
             )
             ddown_EDF = _outer(dy, act_RF, plan, gather_left=True)
             dgate_up_ECD = _outer(dh_RC, x, plan, gather_left=False)
@@ -339,25 +439,45 @@ def moe_experts(
 
 
 def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time, at the shapes of the 48B model (hidden 2304, expert width 1024)."""
+    """Kernels that are compiled ahead of time, at the shapes of the 48B model (hidden 2304, expert width
+    1024)."""
     from earlyfusion.kernels.aot import Variant
 
     table = dict.fromkeys(("tile_expert", "tile_start", "tile_stop", "ends_E"), "*i32")
     index = {"pair_R": "*i64", "slot_TJ": "*i64", "CHOICES": "i32"}
     strides = {"stride_e": "i32", "stride_a": "i32", "stride_b": "i32"}
     half = dict.fromkeys(
-        ("x_TD", "gate_up_ECD", "h_RC", "act_RF", "rows_A", "weight_E", "out_RB", "left_B", "right_A", "out_EBA",
-         "dact_RF", "dh_RC", "rows_RD", "y_TD"), "*bf16")  # fmt: skip
+        (
+            "x_TD",
+            "gate_up_ECD",
+            "h_RC",
+            "act_RF",
+            "rows_A",
+            "weight_E",
+            "out_RB",
+            "left_B",
+            "right_A",
+            "out_EBA",
+            "dact_RF",
+            "dh_RC",
+            "rows_RD",
+            "y_TD",
+        ),
+        "*bf16",
+    )
     types = {**table, **index, **strides, **half, "weight_R": "*fp32", "dweight_R": "*fp32"}
     product = {"A": 1024, "B": 2304, "BM": 128, "BN": 128, "BK": 64}
-    # the gathered product is that of the backward pass: dy [R, 2304] times down [2304, 1024] as it lies, so stride_b is 1,
+    # the gathered product is that of the backward pass: dy [R, 2304] times down [2304, 1024] as it lies, so
+    # stride_b is 1,
     # which the launcher makes a constant
     gathered = {**product, "A": 2304, "B": 1024, "GATHER": True, "stride_b": 1}
     first = {"D": 2304, "FW": 1024, "BM": 128, "BN": 64, "BK": 64}
     outer = {"B": 2048, "A": 2304, "GATHER_LEFT": False, "BN": 128, "BA": 128, "BK": 32}
     return [
         Variant("moe gather + gate/up + SwiGLU", gate_up_swiglu, types, first, 8, 3),
-        Variant("moe grouped product", grouped_product, types, {**product, "GATHER": False}, 8, 3, tuple(strides)),
+        Variant(
+            "moe grouped product", grouped_product, types, {**product, "GATHER": False}, 8, 3, tuple(strides)
+        ),
         Variant("moe gathered product", grouped_product, types, gathered, 8, 3, tuple(strides)),
         Variant("moe weight gradient", grouped_outer, types, outer, 8, 3),
         Variant("moe SwiGLU backward", swiglu_backward, types, {"FW": 1024, "BF": 1024}),

@@ -5,13 +5,13 @@ With R = X X^T, a step X <- (a I + Z) X, Z = b R + c R^2, only needs s x s produ
     Q <- a Q + Q Z              (the product of the steps so far, X_i = Q X_0)
     R <- (a I + Z) R (a I + Z)  (the Gram matrix of X_i; everything commutes)
 
-and X = Q X_0 at the end. Rounding errors of R grow like those of squared singular values, so the iteration restarts:
-after two steps, and again every third, X is formed and R taken from it afresh. In float16 with these restarts the
-result is as good as the direct iteration in bfloat16; in bfloat16, or without a restart, singular values overshoot to
-2 and more. Source: Gram Newton-Schulz (Dao-AILab, 2026).
+and X = Q X_0 at the end. Rounding errors of R grow like those of squared singular values, so the iteration
+restarts: after two steps, and again every third, X is formed and R taken from it afresh. In float16 with
+these restarts the result is as good as the direct iteration in bfloat16; in bfloat16, or without a restart,
+singular values overshoot to 2 and more. Source: Gram Newton-Schulz (Dao-AILab, 2026).
 
-FLOPs for s x l, five steps, one restart: direct 20 s^2 l + 10 s^3, this 8 s^2 l + 18 s^3, with symmetric halves
-6 s^2 l + 14 s^3: worth it for l >= 1.5 s.
+FLOPs for s x l, five steps, one restart: direct 20 s^2 l + 10 s^3, this 8 s^2 l + 18 s^3, with symmetric
+halves 6 s^2 l + 14 s^3: worth it for l >= 1.5 s.
 
 Shapes: B matrices, m rows, n columns; s = min(m, n), l = max(m, n).
 """
@@ -73,7 +73,9 @@ def gram_newton_schulz(
     """
     check_batch(G_Bmn)
     if dtype == torch.bfloat16:
-        raise ValueError("gram_newton_schulz: dtype is bfloat16, in which the Gram iteration diverges; use float16")
+        raise ValueError(
+            "gram_newton_schulz: dtype is bfloat16, in which the Gram iteration diverges; use float16"
+        )
     steps = coefficients(preset)
     if G_Bmn.numel() == 0:
         return torch.empty_like(G_Bmn)

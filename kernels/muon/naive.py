@@ -3,9 +3,9 @@
     X_0 = G / max(||G||_F, eps),    X_{i+1} = a_i X_i + b_i (X_i X_i^T) X_i + c_i (X_i X_i^T)^2 X_i
 
 Every step maps each singular value s of X to a s + b s^3 + c s^5 and leaves the singular vectors alone; the
-coefficients drive all values towards 1, so the result approximates the polar factor U V^T of G = U S V^T. A preset is
-its list of (a, b, c), one triple a step. How far small singular values get in that many steps is the preset's
-character: see `PRESETS`.
+coefficients drive all values towards 1, so the result approximates the polar factor U V^T of G = U S V^T. A
+preset is its list of (a, b, c), one triple a step. How far small singular values get in that many steps is
+the preset's character: see `PRESETS`.
 
 Shapes: B matrices, m rows, n columns.
 """
@@ -34,7 +34,8 @@ PRESETS: dict[str, Coefficients] = {
         (3.2856, -2.4153, 0.4853),
         (2.2779, -1.6198, 0.3985),
     ),
-    # Jordan et al. 2024, Muon: one triple with the steepest slope at 0; values end in about [0.68, 1.14], never at 1
+    # Jordan et al. 2024, Muon: one triple with the steepest slope at 0; values end in about [0.68, 1.14],
+    # never at 1
     "keller_jordan": (_KELLER_JORDAN,) * 5,
     # DeepSeek-V4: eight of those steps, then two that converge to 1
     "deepseek_v4": (_KELLER_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,

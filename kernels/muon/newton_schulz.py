@@ -1,7 +1,8 @@
-"""Batched Newton-Schulz in plain torch: three batched products a step (two for a cubic preset), always on the short side.
+"""Batched Newton-Schulz in plain torch: three batched products a step (two for a cubic preset), always on the
+short side.
 
-A matrix taller than wide is iterated transposed, so that the Gram matrix is min(m, n) square. The norm is taken in at
-least fp32 before the cast, so tiny and huge gradients survive a 16-bit iteration.
+A matrix taller than wide is iterated transposed, so that the Gram matrix is min(m, n) square. The norm is
+taken in at least fp32 before the cast, so tiny and huge gradients survive a 16-bit iteration.
 
 Shapes: B matrices, m rows, n columns; inside the iteration s = min(m, n) rows, l = max(m, n) columns.
 """
@@ -17,10 +18,10 @@ from earlyfusion.kernels.muon.naive import EPS, check_batch, coefficients
 def default_dtype(device: torch.device) -> torch.dtype:
     """Precision of the iteration when none is asked for.
 
-    bf16 on an accelerator and on CPUs with bf16 dot products: measured on one core of an AVX512-BF16 machine, bf16
-    takes 0.2 to 0.6 of the fp32 time (64 of 32x128: 1.0 against 2.8 ms; 8 of 128x128: 1.5 against 6.0 ms; 8 of
-    256x512: 15 against 73 ms). Other CPUs emulate bf16, so they get fp32. A rule, not a timing at run time: the same
-    machine always computes the same numbers.
+    bf16 on an accelerator and on CPUs with bf16 dot products: measured on one core of an AVX512-BF16 machine,
+    bf16 takes 0.2 to 0.6 of the fp32 time (64 of 32x128: 1.0 against 2.8 ms; 8 of 128x128: 1.5 against 6.0
+    ms; 8 of 256x512: 15 against 73 ms). Other CPUs emulate bf16, so they get fp32. A rule, not a timing at
+    run time: the same machine always computes the same numbers.
     """
     if device.type != "cpu":
         return torch.bfloat16

@@ -1,8 +1,9 @@
-"""Newton-Schulz on a GPU with symmetric products: half of the tiles of X X^T are computed, the rest is mirrored.
+"""Newton-Schulz on a GPU with symmetric products: half of the tiles of X X^T are computed, the rest is
+mirrored.
 
-Both products of a step that are known to be symmetric, R = X X^T and Z = b R + c R R^T, go through one kernel with the
-addition in its epilogue; the rest stays with cuBLAS. Stacks of long matrices (experts) take the Gram form in float16
-(`gram`), everything else the direct iteration in bfloat16.
+Both products of a step that are known to be symmetric, R = X X^T and Z = b R + c R R^T, go through one kernel
+with the addition in its epilogue; the rest stays with cuBLAS. Stacks of long matrices (experts) take the Gram
+form in float16 (`gram`), everything else the direct iteration in bfloat16.
 
 Shapes: B matrices, s rows, l columns.
 """
@@ -27,7 +28,7 @@ LEAST_SIDE = 256  # below, half of the tiles is less than what cuBLAS gains by o
 @triton.jit
 def symmetric_tiles(
     x_Bsl, added_Bss, out_Bss, S, L, beta, alpha, BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
+):
     i, j = tl.program_id(0), tl.program_id(1)
     if j <= i:
         batch = tl.program_id(2).to(tl.int64)
@@ -37,7 +38,9 @@ def symmetric_tiles(
         acc = tl.zeros([BM, BM], tl.float32)
         for k in range(0, L, BK):
             at = k + tl.arange(0, BK)
-            left = tl.load(x + row64[:, None] * L + at[None, :], mask=(row < S)[:, None] & (at < L)[None, :], other=0.0)
+            left = tl.load(
+                x + row64[:, None] * L + at[None, :], mask=(row < S)[:, None] & (at < L)[None, :], other=0.0
+            )
             right = tl.load(
                 x + col64[None, :] * L + at[:, None], mask=(col < S)[None, :] & (at < L)[:, None], other=0.0
             )
@@ -61,18 +64,19 @@ def symmetric_product(X_Bsl: Tensor, added_Bss: Tensor | None, beta: float, alph
     """``beta * added + alpha * X X^T`` in X's dtype, float32 accumulation; ``added`` must be symmetric.
 
     Raises:
-        ValueError: X is not a contiguous float32, bfloat16 or float16 [B, s, l], or ``added`` is not [B, s, s] like it.
+        ValueError: X is not a contiguous float32, bfloat16 or float16 [B, s, l], or ``added`` is not [B, s,
+        s] like it.
     """
     if X_Bsl.dim() != 3 or X_Bsl.dtype not in FLOATS or not X_Bsl.is_contiguous():
         raise ValueError(
-            f"symmetric_product: X_Bsl is {X_Bsl.dtype} {tuple(X_Bsl.shape)} with strides {X_Bsl.stride()}; expected a "
-            "contiguous float32, bfloat16 or float16 batch [B, s, l]"
+            f"symmetric_product: X_Bsl is {X_Bsl.dtype} {tuple(X_Bsl.shape)} with strides {X_Bsl.stride()};"
+            " expected a contiguous float32, bfloat16 or float16 batch [B, s, l]"
         )
     batch, side, length = X_Bsl.shape
     if added_Bss is not None and (added_Bss.shape != (batch, side, side) or added_Bss.dtype != X_Bsl.dtype):
         raise ValueError(
-            f"symmetric_product: added_Bss is {added_Bss.dtype} {tuple(added_Bss.shape)}; expected {X_Bsl.dtype} "
-            f"{(batch, side, side)}"
+            f"symmetric_product: added_Bss is {added_Bss.dtype} {tuple(added_Bss.shape)}; expected"
+            f" {X_Bsl.dtype} {(batch, side, side)}"
         )
     if added_Bss is not None:
         added_Bss = added_Bss.contiguous()
@@ -83,17 +87,27 @@ def symmetric_product(X_Bsl: Tensor, added_Bss: Tensor | None, beta: float, alph
     tile = min(128 if half else 64, max(16, power_of_two(side)))
     with on_device(X_Bsl):
         symmetric_tiles[(triton.cdiv(side, tile), triton.cdiv(side, tile), batch)](
-            X_Bsl, X_Bsl if added_Bss is None else added_Bss, out_Bss, side, length, float(beta), float(alpha), BM=tile,
-            BK=64 if half else 32, ADD=added_Bss is not None, num_warps=8 if tile == 128 else 4, num_stages=3,
-        )  # fmt: skip
+            X_Bsl,
+            X_Bsl if added_Bss is None else added_Bss,
+            out_Bss,
+            side,
+            length,
+            float(beta),
+            float(alpha),
+            BM=tile,
+            BK=64 if half else 32,
+            ADD=added_Bss is not None,
+            num_warps=8 if tile == 128 else 4,
+            num_stages=3,
+        )
     return out_Bss
 
 
 def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dtype | None = None) -> Tensor:
     """Approximate polar factors O_Bmn of G_Bmn, in G's dtype; see `naive.newton_schulz` for the definition.
 
-    dtype: that of the iteration. None takes float16 in the Gram form for stacks of long matrices, else bfloat16;
-    a given dtype (float64 goes to plain torch) takes the direct iteration.
+    dtype: that of the iteration. None takes float16 in the Gram form for stacks of long matrices, else
+    bfloat16; a given dtype (float64 goes to plain torch) takes the direct iteration.
 
     Raises:
         ValueError: unknown preset, or G is not a floating-point [B, m, n].

@@ -1,8 +1,11 @@
-"""Forward passes by kernels/cpu/decode.cpp: the same function as `LeanDecoder` from the same joined weights, in one call.
+"""Forward passes by kernels/cpu/decode.cpp: the same function as `LeanDecoder` from the same joined weights,
+in one call.
 
-A token's bits depend on its sequence alone: not on the batch, and not on how the sequence is cut into prompts and steps.
+A token's bits depend on its sequence alone: not on the batch, and not on how the sequence is cut into prompts
+and steps.
 
-Shapes: T rows (tokens), R results, B rows of a decode step, D hidden, S slots, P pages, L MoE layers, J chosen experts.
+Shapes: T rows (tokens), R results, B rows of a decode step, D hidden, S slots, P pages, L MoE layers, J
+chosen experts.
 """
 
 from __future__ import annotations
@@ -28,14 +31,18 @@ MOST_BYTES = 1 << 30
 def can_compile(lean: LeanDecoder) -> bool:
     """float32, a model of moderate size, states by slot, and a library."""
     weights = list(lean.decoder.parameters())
-    if any(weight.dtype != torch.float32 for weight in weights) or 4 * sum(w.numel() for w in weights) > MOST_BYTES:
+    if (
+        any(weight.dtype != torch.float32 for weight in weights)
+        or 4 * sum(w.numel() for w in weights) > MOST_BYTES
+    ):
         return False
     stored = all(type(part.memory) is KdaSlots for part in lean.mixers if isinstance(part, LeanKda))
     return stored and library() is not None
 
 
 class CompiledDecoder:
-    """See the head of the file. Holds copies of the lean decoder's weights: call `refresh` after its own `refresh`."""
+    """See the head of the file. Holds copies of the lean decoder's weights: call `refresh` after its own
+    `refresh`."""
 
     def __init__(self, lean: LeanDecoder, pools: Pools) -> None:
         self.lean, self.pools = lean, pools
@@ -94,48 +101,92 @@ class CompiledDecoder:
         layer, matrix, keep = part.layer, self.program.matrix, self.program.keep
         # the head norm sees an output that still lacks the factor dim^-1/2
         eps = (part.norm.eps, L2_EPS, layer.o_norm.eps * layer.head_dim, layer.lower_bound or 0.0)
-        self.program.add(cpp.Kda(
-            place, *eps, layer.num_heads, layer.head_dim, part.conv_WC.shape[0] - 1,
-            matrix(part.joint), matrix(part.f_up), matrix(part.gate_up), matrix(part.out),
-            keep(part.conv_WC), keep(part.bias_C), keep(part.rate_C),
-            keep(part.memory.state_SHKV), keep(part.memory.taps_SWC),
-        ))  # fmt: skip
+        self.program.add(
+            cpp.Kda(
+                place,
+                *eps,
+                layer.num_heads,
+                layer.head_dim,
+                part.conv_WC.shape[0] - 1,
+                matrix(part.joint),
+                matrix(part.f_up),
+                matrix(part.gate_up),
+                matrix(part.out),
+                keep(part.conv_WC),
+                keep(part.bias_C),
+                keep(part.rate_C),
+                keep(part.memory.state_SHKV),
+                keep(part.memory.taps_SWC),
+            )
+        )
 
     def _mla(self, part: LeanMla, place: cpp.Place) -> None:
         layer, matrix, keep = part.layer, self.program.matrix, self.program.keep
         low = layer.q_a_layernorm if layer.low_rank_query else None
-        self.program.add(cpp.Mla(
-            place, part.norm.eps, low.eps if low is not None else 0.0, layer.kv_a_layernorm.eps,
-            layer.num_heads, layer.kv_lora_rank, layer.qk_rope_head_dim, 0 if part.absorbed else layer.qk_nope_head_dim,
-            layer.v_head_dim, 0 if low is None else low.weight.shape[0], layer.g_proj is not None,
-            matrix(part.joint), matrix(part.store), matrix(part.query_low), matrix(None if part.absorbed else part.k_up),
-            matrix(None if part.out_absorbed else part.v_up.transpose(1, 2)), matrix(part.out),
-            keep(part.latent_R.contiguous()), keep(part.memory.latents_XR),
-        ))  # fmt: skip
+        self.program.add(
+            cpp.Mla(
+                place,
+                part.norm.eps,
+                low.eps if low is not None else 0.0,
+                layer.kv_a_layernorm.eps,
+                layer.num_heads,
+                layer.kv_lora_rank,
+                layer.qk_rope_head_dim,
+                0 if part.absorbed else layer.qk_nope_head_dim,
+                layer.v_head_dim,
+                0 if low is None else low.weight.shape[0],
+                layer.g_proj is not None,
+                matrix(part.joint),
+                matrix(part.store),
+                matrix(part.query_low),
+                matrix(None if part.absorbed else part.k_up),
+                matrix(None if part.out_absorbed else part.v_up.transpose(1, 2)),
+                matrix(part.out),
+                keep(part.latent_R.contiguous()),
+                keep(part.memory.latents_XR),
+            )
+        )
 
     def _moe(self, part: LeanMoe, place: cpp.Place) -> None:
         gate, experts = part.layer.gate, part.layer.experts
         matrix, keep = self.program.matrix, self.program.keep
-        self.program.add(cpp.Moe(
-            place, part.norm.eps, gate.scaling, gate.num_experts, gate.top_k, gate.renormalize, self.routers.index(gate),
-            keep(part.norm_D.contiguous()), keep(gate.e_score_correction_bias),
-            matrix(part.joint), matrix(experts.gate_up_proj.transpose(1, 2)), matrix(experts.down_proj.transpose(1, 2)),
-            matrix(part.shared_down),
-        ))  # fmt: skip
+        self.program.add(
+            cpp.Moe(
+                place,
+                part.norm.eps,
+                gate.scaling,
+                gate.num_experts,
+                gate.top_k,
+                gate.renormalize,
+                self.routers.index(gate),
+                keep(part.norm_D.contiguous()),
+                keep(gate.e_score_correction_bias),
+                matrix(part.joint),
+                matrix(experts.gate_up_proj.transpose(1, 2)),
+                matrix(experts.down_proj.transpose(1, 2)),
+                matrix(part.shared_down),
+            )
+        )
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Next-token logits [R, V] of hidden states."""
         return self.program.logits(self.head, hidden_RD.contiguous(), torch.get_num_threads())
 
     def run(
-        self, x_TD: Tensor, slots_T: Tensor, positions_T: Tensor, places_T: Tensor, starts: Sequence[int], table_SP: Tensor,
+        self,
+        x_TD: Tensor,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        places_T: Tensor,
+        starts: Sequence[int],
+        table_SP: Tensor,
         results: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Hidden states [results, D] after the final norm, those that no row has a place for zero.
 
-        The rows of a sequence stand together in the order of its tokens. int64: slots_T; positions_T, tokens before each in
-        its sequence; places_T, rows of the result (-1: not asked for). starts: first row of every sequence and the number
-        of rows. table_SP: pages by slot.
+        The rows of a sequence stand together in the order of its tokens. int64: slots_T; positions_T, tokens
+        before each in its sequence; places_T, rows of the result (-1: not asked for). starts: first row of
+        every sequence and the number of rows. table_SP: pages by slot.
         """
         arguments = (table_SP, self.pools.page_size, x_TD)
         if not any(router.recorded is not None for router in self.routers):

@@ -1,8 +1,8 @@
 """The engine: continuous batching over the hybrid model's slots and pages.
 
-A step reads at most one chunk of prompts and advances every running sample by one token, then looks once at the host
-what was chosen (the only host sync of a step; a grammar, captured routing and recorded features add theirs). See
-model/engine/request.py for how to use it.
+A step reads at most one chunk of prompts and advances every running sample by one token, then looks once at
+the host what was chosen (the only host sync of a step; a grammar, captured routing and recorded features add
+theirs). See model/engine/request.py for how to use it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ RUN_AHEAD = 16
 class Engine:
     """Serves requests from one model on one device.
 
-    max_slots: samples at a time. page_size: tokens of a latent page (a power of two from 4 to 128), max_pages: how many (default: 1024
-    tokens per slot). prefill_chunk: prompt tokens read per step. max_waiting: requests that may wait for a slot.
-    prefix_cache: checkpoints of beginnings that are kept (0: off; each takes a slot's memory), one every
-    checkpoint_every tokens of a prompt. image_cache: pictures whose features are kept. tokenizer: for texts, stop strings
-    and the ids that may not be chosen (None: texts stay empty, only the image placeholder is banned). version: of the weights.
-    run_ahead: with CUDA graphs, the most tokens a sample gets before the host looks at them (see `_steps_ahead`); events then
-    hold several.
+    max_slots: samples at a time. page_size: tokens of a latent page (a power of two from 4 to 128),
+    max_pages: how many (default: 1024 tokens per slot). prefill_chunk: prompt tokens read per step.
+    max_waiting: requests that may wait for a slot. prefix_cache: checkpoints of beginnings that are kept (0:
+    off; each takes a slot's memory), one every checkpoint_every tokens of a prompt. image_cache: pictures
+    whose features are kept. tokenizer: for texts, stop strings and the ids that may not be chosen (None:
+    texts stay empty, only the image placeholder is banned). version: of the weights. run_ahead: with CUDA
+    graphs, the most tokens a sample gets before the host looks at them (see `_steps_ahead`); events then hold
+    several.
 
     Raises ValueError for sizes that cannot work.
     """
@@ -65,17 +66,26 @@ class Engine:
         run_ahead: int = RUN_AHEAD,
     ) -> None:
         for name, value, least in (
-            ("max_slots", max_slots, 1), ("page_size", page_size, 4), ("prefill_chunk", prefill_chunk, 4),
-            ("max_waiting", max_waiting, 1), ("prefix_cache", prefix_cache, 0), ("image_cache", image_cache, 1),
+            ("max_slots", max_slots, 1),
+            ("page_size", page_size, 4),
+            ("prefill_chunk", prefill_chunk, 4),
+            ("max_waiting", max_waiting, 1),
+            ("prefix_cache", prefix_cache, 0),
+            ("image_cache", image_cache, 1),
             ("run_ahead", run_ahead, 1),
-        ):  # fmt: skip
+        ):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
         if page_size & (page_size - 1) or page_size > FIRST_TILE:
             raise ValueError(f"page_size={page_size}: must be a power of two, at most {FIRST_TILE}")
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         text = model.config.text
-        self.model, self.tokenizer, self.max_waiting, self.run_ahead = model, tokenizer, max_waiting, run_ahead
+        self.model, self.tokenizer, self.max_waiting, self.run_ahead = (
+            model,
+            tokenizer,
+            max_waiting,
+            run_ahead,
+        )
         self.house, self.routes = house_of(model, tokenizer), bool(moe_layers(model))
         like = model.decoder.norm.weight
         self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
@@ -90,11 +100,13 @@ class Engine:
         """Of the weights that choose now."""
         return self.ledger.version
 
-    # ---- requests -----------------------------------------------------------------------------------------------
+    # ---- requests
+    # -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, after: PausedSample | None = None) -> Handle:
-        """Take a request. after: what a sample left behind (`Event.left`) whose prompt and tokens the prompt begins with:
-        only what follows them is read. Raises RequestError (it can never be served) or EngineFull (not now)."""
+        """Take a request. after: what a sample left behind (`Event.left`) whose prompt and tokens the prompt
+        begins with: only what follows them is read. Raises RequestError (it can never be served) or
+        EngineFull (not now)."""
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
         ticket = self._new_ticket(request)
@@ -117,7 +129,8 @@ class Engine:
         return make_ticket(request, self.house)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now; its unfinished samples complete as "cancelled" (in the next step's events). False: unknown."""
+        """End a request now; its unfinished samples complete as "cancelled" (in the next step's events).
+        False: unknown."""
         ticket = self.ledger.tickets.get(request_id)
         if ticket is None:
             return False
@@ -127,8 +140,8 @@ class Engine:
         return True
 
     def end_sample(self, request_id: str, index: int) -> bool:
-        """End one sample that is being written; it completes as "cancelled" with what it has (in the next step's events).
-        False: there is none such."""
+        """End one sample that is being written; it completes as "cancelled" with what it has (in the next
+        step's events). False: there is none such."""
         ticket = self.ledger.tickets.get(request_id)
         for sample in ticket.alive if ticket is not None else ():
             if sample.index == index and sample in self.scheduler.running:
@@ -142,9 +155,11 @@ class Engine:
         return bool(self.ledger.tickets or self.ledger.events)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
-        """Serve these requests and return their completions: in the given order, samples of a request in theirs.
+        """Serve these requests and return their completions: in the given order, samples of a request in
+        theirs.
 
-        Raises RuntimeError while other requests are unfinished (their events would be lost), RequestError as `submit`.
+        Raises RuntimeError while other requests are unfinished (their events would be lost), RequestError as
+        `submit`.
         """
         if self.has_work:
             raise RuntimeError(
@@ -159,13 +174,16 @@ class Engine:
             self.step()
         return [completion for handle in handles for completion in handle.completions]
 
-    # ---- one step -----------------------------------------------------------------------------------------------
+    # ---- one step
+    # -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Advance everything by one forward pass of each kind; what became known, in no particular order."""
         with self._inference(), ExitStack() as stack:
             self._begin(self.scheduler.admit())
-            capture = any(s.ticket.request.capture_routing for s in self.scheduler.running + self.scheduler.reading)
+            capture = any(
+                s.ticket.request.capture_routing for s in self.scheduler.running + self.scheduler.reading
+            )
             take = stack.enter_context(recording_routing(self.model)) if capture else None
             chosen: list[tuple[list[Sample], Tensor, bool]] = []
             self._make_dense()
@@ -201,19 +219,26 @@ class Engine:
         last = lambda ticket: ticket.media_positions[-1] if ticket.media_positions else -1
         reading = {s.ticket.request.id for s in self.scheduler.reading if s.length <= last(s.ticket)}
         new = [ticket for ticket in tickets if ticket.request.id in reading]
-        for ticket, features in zip(new, self.images.features([(each.request.prompt, each.digests) for each in new])):
+        for ticket, features in zip(
+            new, self.images.features([(each.request.prompt, each.digests) for each in new])
+        ):
             ticket.features = features
         for ticket in tickets:
-            self.runner.seat([sample for sample in ticket.alive if self.scheduler.runs(sample)])  # state put back
+            self.runner.seat(
+                [sample for sample in ticket.alive if self.scheduler.runs(sample)]
+            )  # state put back
 
     def _make_dense(self) -> None:
-        """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in place."""
+        """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in
+        place."""
         if self.runner.lean is not None:
             self.runner.seat(self.scheduler.close_gaps())
 
     def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor, bool]:
         steps = 1 if take is not None or self.runner.graphs is None else self._steps_ahead(running)
-        moved = [each for each in running if self.scheduler.make_room(each, each.length + min(steps, each.left))]
+        moved = [
+            each for each in running if self.scheduler.make_room(each, each.length + min(steps, each.left))
+        ]
         self.runner.page_tables(moved)
         chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
         if take is not None:
@@ -224,8 +249,9 @@ class Engine:
     def _steps_ahead(self, running: Sequence[Sample]) -> int:
         """Steps that the device takes before the host looks at what was chosen.
 
-        A sample that ends among them stands still for the rest of them, so it is as many as certainly end none, or a
-        quarter of what has been written on average: what was long so far goes on for long. One while prompts are read.
+        A sample that ends among them stands still for the rest of them, so it is as many as certainly end
+        none, or a quarter of what has been written on average: what was long so far goes on for long. One
+        while prompts are read.
         """
         if self.run_ahead == 1 or self.scheduler.reading or not all(each.ticket.foreseen for each in running):
             return 1
@@ -264,7 +290,8 @@ class Engine:
         return [(starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0), False)]
 
     def _read_to_the_end(self, lead: Sample) -> list[Sample]:
-        """Fork the lead; samples that go on reading what they had generated before stay behind, the rest start."""
+        """Fork the lead; samples that go on reading what they had generated before stay behind, the rest
+        start."""
         self.scheduler.reading.remove(lead)
         starting = []
         for sample in self.scheduler.fork(lead):
@@ -275,7 +302,8 @@ class Engine:
                 starting.append(sample)
         return starting
 
-    # ---- pause, resume, new weights -----------------------------------------------------------------------------
+    # ---- pause, resume, new weights
+    # -----------------------------------------------------------------------------
 
     def pause(self, request_id: str) -> PausedRequest:
         """Take an unfinished request out, with the state of its samples that have begun to decode.
@@ -287,21 +315,23 @@ class Engine:
     def resume(self, paused: PausedRequest, keep_state: bool = True) -> Handle:
         """Go on with a paused request, here or elsewhere.
 
-        keep_state: put the exported state back (after a weight swap: a continuation of mixed versions); False: read
-        prompt and generated tokens again with the weights of today. Samples without state read again in any case. What was
-        chosen stands in `Completion.resumes` and `stats()`. Raises RequestError or EngineFull as `submit`, and
-        RequestError for a state of another model.
+        keep_state: put the exported state back (after a weight swap: a continuation of mixed versions);
+        False: read prompt and generated tokens again with the weights of today. Samples without state read
+        again in any case. What was chosen stands in `Completion.resumes` and `stats()`. Raises RequestError
+        or EngineFull as `submit`, and RequestError for a state of another model.
         """
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
         return swap.resume(self.ledger, self.pools, paused, keep_state, self._new_ticket)
 
-    def load_weights(self, state_dict: Mapping[str, Tensor], version: int, paused: swap.Policy = "keep") -> None:
+    def load_weights(
+        self, state_dict: Mapping[str, Tensor], version: int, paused: swap.Policy = "keep"
+    ) -> None:
         """Copy new weights into the model between two steps; tokens from here on carry `version`.
 
-        paused: what becomes of unfinished requests, as in `resume`: "keep" goes on from states of the old weights,
-        "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises ValueError, with
-        nothing changed, for names or shapes that are not the model's.
+        paused: what becomes of unfinished requests, as in `resume`: "keep" goes on from states of the old
+        weights, "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises
+        ValueError, with nothing changed, for names or shapes that are not the model's.
         """
         swap.load_weights(self.ledger, self.model, state_dict, version, paused)
         self.images.clear()

@@ -1,8 +1,10 @@
-"""Decode steps as CUDA graphs: one per bucket of (rows, key positions, sampling needs), captured when first met.
+"""Decode steps as CUDA graphs: one per bucket of (rows, key positions, sampling needs), captured when first
+met.
 
-A step of a small model is bound by kernel launches; a graph replays all of them, sampling included, with one call. The
-captured step reads its slot indices from a static tensor and everything else from the runner's per-slot tensors, which
-keep their addresses for life. Warming up and capturing run on padding rows (slot 0), so no sequence advances.
+A step of a small model is bound by kernel launches; a graph replays all of them, sampling included, with one
+call. The captured step reads its slot indices from a static tensor and everything else from the runner's
+per-slot tensors, which keep their addresses for life. Warming up and capturing run on padding rows (slot 0),
+so no sequence advances.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ if TYPE_CHECKING:
 
 
 def can_capture(model: NativeFusion) -> bool:
-    """On CUDA, and no operation waits for the host: the torch form of the experts does, except in bfloat16."""
+    """On CUDA, and no operation waits for the host: the torch form of the experts does, except in
+    bfloat16."""
     weight = model.decoder.embed_tokens.weight
     if weight.device.type != "cuda":
         return False
-    return not moe_layers(model) or weight.dtype == torch.bfloat16 or pick("moe_experts", weight.device) == "triton"
+    return (
+        not moe_layers(model)
+        or weight.dtype == torch.bfloat16
+        or pick("moe_experts", weight.device) == "triton"
+    )
 
 
 class DecodeGraphs:
@@ -39,8 +46,8 @@ class DecodeGraphs:
         self._pool: Any = None
 
     def run(self, slots_B: Tensor, longest: int, needs: Needs, steps: int = 1) -> Tensor:
-        """`Runner.graph_step` so many times without a look at what it chose: [steps, 3, B]. longest: positions of the
-        longest sequence after the last step."""
+        """`Runner.graph_step` so many times without a look at what it chose: [steps, 3, B]. longest:
+        positions of the longest sequence after the last step."""
         length = FIRST_TILE
         while length < longest:
             length *= 2

@@ -1,7 +1,9 @@
-"""Image features, computed once per picture: a least-recently-used memory keyed by the content of the patches.
+"""Image features, computed once per picture: a least-recently-used memory keyed by the content of the
+patches.
 
-On a CPU every picture goes through the tower by itself, so its features do not depend on what else is asked at the time.
-On a GPU, where a tower over small pictures is all launches, those of all new requests go together.
+On a CPU every picture goes through the tower by itself, so its features do not depend on what else is asked
+at the time. On a GPU, where a tower over small pictures is all launches, those of all new requests go
+together.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def picture_digests(patches: Tensor | None, grids: Sequence[Grid]) -> list[bytes
     counts = [t * h * w for t, h, w in grids]
     given = 0 if patches is None else int(patches.shape[0])
     if sum(counts) != given:
-        raise RequestError(f"the prompt's grids {list(grids)[:4]} need {sum(counts)} patches, {given} were given")
+        raise RequestError(
+            f"the prompt's grids {list(grids)[:4]} need {sum(counts)} patches, {given} were given"
+        )
     if patches is None:
         return []
     digests = []
@@ -52,7 +56,8 @@ class ImageMemory:
 
     @torch.no_grad()
     def features(self, asked: Sequence[tuple[Prompt, Sequence[bytes]]]) -> list[Tensor | None]:
-        """Features of every prompt's pictures in order; None for a prompt without pictures. asked: (prompt, digests)."""
+        """Features of every prompt's pictures in order; None for a prompt without pictures. asked: (prompt,
+        digests)."""
         pictures: dict[bytes, tuple[Grid, Tensor]] = {}
         for prompt, digests in asked:
             if prompt.patches is not None:

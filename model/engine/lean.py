@@ -1,10 +1,13 @@
-"""The decoder for inference on a CPU in full precision, over slots and pages: one token each, or chunks of prompts.
+"""The decoder for inference on a CPU in full precision, over slots and pages: one token each, or chunks of
+prompts.
 
-The same function as `Decoder.forward`, from the parts of lean_parts.py. When a prompt is read, the last layer does only
-what is kept: it stores its state or latents for every token, and computes results where a prompt ends.
+The same function as `Decoder.forward`, from the parts of lean_parts.py. When a prompt is read, the last layer
+does only what is kept: it stores its state or latents for every token, and computes results where a prompt
+ends.
 
-With Attention Residuals the finished sources and the running sum of a block lie in one buffer [T, sources, D]; their
-scores are taken when they are finished, and a mix is one softmax and one product (see model/attnres.py).
+With Attention Residuals the finished sources and the running sum of a block lie in one buffer [T, sources,
+D]; their scores are taken when they are finished, and a mix is one softmax and one product (see
+model/attnres.py).
 
 Shapes: T tokens, B rows of a step, R rows that are asked for, D hidden, n sources, S sub-layers of a block.
 """
@@ -37,7 +40,12 @@ class Mixer(Protocol):
     def refresh(self) -> None: ...
     def step(self, x_BD: Tensor, plan: PooledPlan, into: Tensor | None) -> Tensor: ...
     def read(
-        self, x_TD: Tensor, segments: Segments, plan: PooledPlan, into: Tensor | None, rows: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        plan: PooledPlan,
+        into: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -50,7 +58,8 @@ def is_lean(decoder: Decoder) -> bool:
 
 
 class LeanDecoder:
-    """See the head of the file. Holds joined copies of the weights: call `refresh` when the decoder's have changed."""
+    """See the head of the file. Holds joined copies of the weights: call `refresh` when the decoder's have
+    changed."""
 
     def __init__(self, decoder: Decoder, pools: Pools) -> None:
         self.decoder = decoder
@@ -66,7 +75,9 @@ class LeanDecoder:
                 self.mixers.append(LeanMla(layer.input_layernorm, mixer, memory, scratch))
             norm = layer.post_attention_layernorm
             self.feeds.append(
-                LeanMoe(norm, layer.block_sparse_moe, scratch) if layer.sparse else LeanMlp(norm, layer.mlp, scratch)
+                LeanMoe(norm, layer.block_sparse_moe, scratch)
+                if layer.sparse
+                else LeanMlp(norm, layer.mlp, scratch)
             )
         self.refresh()
 
@@ -92,7 +103,8 @@ class LeanDecoder:
         return self._run(x_BD, mix, None)
 
     def read(self, x_TD: Tensor, segments: Segments, plan: PooledPlan, rows: Tensor | None) -> Tensor:
-        """Hidden states [R, D] of the rows asked for (None: of all tokens) after reading chunks. x is overwritten."""
+        """Hidden states [R, D] of the rows asked for (None: of all tokens) after reading chunks. x is
+        overwritten."""
         mix = [lambda x, into, rows, m=m: m.read(x, segments, plan, into, rows) for m in self.mixers]
         return self._run(x_TD, mix, rows)
 
@@ -110,7 +122,9 @@ class LeanDecoder:
                 x = feed(x, x)
         return unit(x, self.decoder.norm.eps).mul_(self.final_D)
 
-    def _attention_residuals(self, x: Tensor, mix: list[Callable[..., Tensor]], rows: Tensor | None) -> Tensor:
+    def _attention_residuals(
+        self, x: Tensor, mix: list[Callable[..., Tensor]], rows: Tensor | None
+    ) -> Tensor:
         (tokens, width), blocks = x.shape, self.queries[:-1]
         v_TnD = x.new_empty(tokens, len(blocks) + 1, width)
         v_TnD[:, 0] = x
@@ -145,7 +159,8 @@ class LeanDecoder:
         r_Tn[:, source] = torch.linalg.vecdot(v_TD, v_TD).add_(v_TD.shape[1] * self.eps).rsqrt_()
 
     def _mix(self, v_TnD: Tensor, r_Tn: Tensor, query_D: Tensor, sources: int) -> Tensor:
-        """The first `sources` sources, weighted by the softmax of their scores; every token is a small product of its own."""
+        """The first `sources` sources, weighted by the softmax of their scores; every token is a small
+        product of its own."""
         if sources == 1:
             return v_TnD[:, 0].clone()
         v_TnD = v_TnD[:, :sources]

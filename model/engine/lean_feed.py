@@ -35,10 +35,11 @@ class LeanMlp:
 
 
 class LeanMoe:
-    """MixtureOfExperts and its pre-norm: router and shared experts are one product, an expert's rows are computed together.
+    """MixtureOfExperts and its pre-norm: router and shared experts are one product, an expert's rows are
+    computed together.
 
-    A token's result does not depend on the others, bit for bit (from four rows in all): an expert with fewer rows than
-    FEWEST_ROWS takes its neighbours' along and drops what comes of them.
+    A token's result does not depend on the others, bit for bit (from four rows in all): an expert with fewer
+    rows than FEWEST_ROWS takes its neighbours' along and drops what comes of them.
     """
 
     def __init__(self, norm: RMSNorm, layer: MixtureOfExperts, scratch: Scratch) -> None:
@@ -106,7 +107,8 @@ class LeanMoe:
 
 
 def grouped(x_PA: Tensor, weights: list[Tensor], parts: list[tuple[int, int, int, int, int]]) -> Tensor:
-    """[P, B]: rows start .. start + count - 1 times the expert's weight, computed over rows low .. high - 1."""
+    """[P, B]: rows start .. start + count - 1 times the expert's weight, computed over rows low .. high -
+    1."""
     out_PB = x_PA.new_empty(x_PA.shape[0], weights[0].shape[1])
     multiply = product_of_few(max((high - low for *_, low, high in parts), default=0), x_PA, weights[0])
     for expert, start, count, low, high in parts:

@@ -1,19 +1,21 @@
-"""Mixers of the decoder for inference on a CPU in full precision: few operations, joined weights, states in place.
+"""Mixers of the decoder for inference on a CPU in full precision: few operations, joined weights, states in
+place.
 
-The modules in model/ are written for training. Generation calls each sub-layer once per token with a few dozen rows,
-where the number of operations and of passes over the states decides. So here
+The modules in model/ are written for training. Generation calls each sub-layer once per token with a few
+dozen rows, where the number of operations and of passes over the states decides. So here
 
-* projections of one input are one product; the weights of the norms in front of them are multiplied in, and a norm is
-  its `unit` alone: x / sqrt(sum(x^2) + size eps), with sqrt(size) in the weights, too;
+* projections of one input are one product; the weights of the norms in front of them are multiplied in, and a
+  norm is its `unit` alone: x / sqrt(sum(x^2) + size eps), with sqrt(size) in the weights, too;
 * a sub-layer adds its result to the residual stream by its last product (`into`);
 * KDA states and convolution taps are updated where they lie when the running slots follow one another;
 * absorbed MLA multiplies its up-projections into the projections around them where that costs little.
 
-The joined weights are copies: call `refresh` when the model's have changed. Equality with the modules is tested in
-tests/model/test_engine_lean.py, equality of bits whatever the batch in tests/model/test_engine_invariance.py.
+The joined weights are copies: call `refresh` when the model's have changed. Equality with the modules is
+tested in tests/model/test_engine_lean.py, equality of bits whatever the batch in
+tests/model/test_engine_invariance.py.
 
-Shapes: B rows, T tokens, N live rows, D hidden, H heads, K = V head dim, C = H K, W width of the convolution, R latent
-width.
+Shapes: B rows, T tokens, N live rows, D hidden, H heads, K = V head dim, C = H K, W width of the convolution,
+R latent width.
 """
 
 from __future__ import annotations
@@ -62,8 +64,11 @@ class LeanKda:
         self.widths = [3 * channels, layer.head_dim, gate, layer.num_heads]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """qkv before the convolution, low-rank gate input, output gate (low-rank unless it is full), beta logits."""
-        qkv, f_low, gate, b = self.scratch.product(unit(x, self.norm.eps), self.joint).split(self.widths, dim=-1)
+        """qkv before the convolution, low-rank gate input, output gate (low-rank unless it is full), beta
+        logits."""
+        qkv, f_low, gate, b = self.scratch.product(unit(x, self.norm.eps), self.joint).split(
+            self.widths, dim=-1
+        )
         return qkv, f_low, gate, b
 
     def _finish(self, o_THV: Tensor, gate: Tensor, scale: float, into: Tensor | None) -> Tensor:
@@ -91,19 +96,35 @@ class LeanKda:
         return self._finish(o_BHV, gate, dim**-0.5, into)
 
     def read(
-        self, x_TD: Tensor, segments: Segments, plan: PooledPlan, into: Tensor | None, rows: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        plan: PooledPlan,
+        into: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Tokens of prompts; with `rows`, results of these alone (`into` holds as many)."""
         layer = self.layer
         heads = (x_TD.shape[0], layer.num_heads, layer.head_dim)
         qkv, f_low, gate, b_TH = self._project(x_TD)
         state, taps = self.memory.read(plan)
-        qkv, taps = resolve("short_conv", "cpu")(qkv, self.conv_CW, segments, initial_taps_NCW1=taps, output_taps=True)
+        qkv, taps = resolve("short_conv", "cpu")(
+            qkv, self.conv_CW, segments, initial_taps_NCW1=taps, output_taps=True
+        )
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
         o_THV, state = resolve("kda", "cpu")(
-            q, k, v, product(f_low, self.f_up).view(heads), b_TH, layer.A_log, layer.dt_bias.view(heads[1:]), segments,
-            lower_bound=layer.lower_bound, initial_state_NGKV=state, output_final_state=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            product(f_low, self.f_up).view(heads),
+            b_TH,
+            layer.A_log,
+            layer.dt_bias.view(heads[1:]),
+            segments,
+            lower_bound=layer.lower_bound,
+            initial_state_NGKV=state,
+            output_final_state=True,
+        )
         self.memory.write(plan, state, taps)
         if rows is not None:
             if not len(rows):
@@ -115,7 +136,9 @@ class LeanKda:
 class LeanMla:
     """MultiHeadLatentAttention over its latents and its pre-norm."""
 
-    def __init__(self, norm: RMSNorm, layer: MultiHeadLatentAttention, memory: MlaPages, scratch: Scratch) -> None:
+    def __init__(
+        self, norm: RMSNorm, layer: MultiHeadLatentAttention, memory: MlaPages, scratch: Scratch
+    ) -> None:
         self.norm, self.layer, self.memory, self.scratch = norm, layer, memory, scratch
         self.refresh()
 
@@ -132,7 +155,9 @@ class LeanMla:
         query = layer.q_b_proj.weight if layer.low_rank_query else layer.q_proj.weight
         query_HQD = query.detach().view(heads, layer.qk_head_dim, -1) * layer.scale
         inner, width = query_HQD.shape[2], rank + layer.qk_rope_head_dim
-        self.absorbed = heads * width * inner <= ABSORB_UP_TO * heads * (layer.qk_head_dim * inner + nope * rank)
+        self.absorbed = heads * width * inner <= ABSORB_UP_TO * heads * (
+            layer.qk_head_dim * inner + nope * rank
+        )
         if self.absorbed:
             absorbed = torch.bmm(self.k_up.transpose(1, 2), query_HQD[:, :nope])
             query_HQD = torch.cat([absorbed, query_HQD[:, nope:]], dim=1)
@@ -155,14 +180,18 @@ class LeanMla:
         short = rank * hidden <= ABSORB_UP_TO * (value * hidden + rank * value)
         self.out_absorbed = layer.g_proj is None and short
         if self.out_absorbed:
-            self.out = torch.bmm(out_DHV.transpose(0, 1), self.v_up).transpose(1, 2).reshape(heads * rank, hidden)
+            self.out = (
+                torch.bmm(out_DHV.transpose(0, 1), self.v_up).transpose(1, 2).reshape(heads * rank, hidden)
+            )
         else:
             self.out = layer.o_proj.weight.detach().T
 
     def _latents(self, kv_TR: Tensor) -> Tensor:
         """Norm the latent part of (latent, shared key part), in place."""
         latent = kv_TR[:, : self.layer.kv_lora_rank]
-        scale_T1 = torch.linalg.vecdot(latent, latent).add_(latent.shape[1] * self.layer.kv_a_layernorm.eps).rsqrt_()
+        scale_T1 = (
+            torch.linalg.vecdot(latent, latent).add_(latent.shape[1] * self.layer.kv_a_layernorm.eps).rsqrt_()
+        )
         latent.mul_(scale_T1.unsqueeze(-1)).mul_(self.latent_R)
         return kv_TR
 
@@ -186,13 +215,20 @@ class LeanMla:
 
     def step(self, x_BD: Tensor, plan: PooledPlan, into: Tensor | None) -> Tensor:
         """One token of each sequence."""
-        query, kv, *gate = self.scratch.product(unit(x_BD, self.norm.eps), self.joint).split(self.widths, dim=-1)
+        query, kv, *gate = self.scratch.product(unit(x_BD, self.norm.eps), self.joint).split(
+            self.widths, dim=-1
+        )
         self.memory.append(self._latents(kv), plan)
         mixed = self.memory.attend(self._query(query), plan, self.layer.kv_lora_rank, 1.0)
         return self._finish(mixed, gate[0] if gate else None, into)
 
     def read(
-        self, x_TD: Tensor, segments: Segments, plan: PooledPlan, into: Tensor | None, rows: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        plan: PooledPlan,
+        into: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Tokens of prompts; with `rows`, results of these alone: `plan.ends` tells what they see."""
         if rows is None:

@@ -1,4 +1,5 @@
-"""Joined weights for inference: projections of one normed input as one product, with the norm's weight multiplied in.
+"""Joined weights for inference: projections of one normed input as one product, with the norm's weight
+multiplied in.
 
 A norm is then its `unit` alone, x / sqrt(sum(x^2) + size eps), with sqrt(size) in the weights, too.
 """
@@ -23,15 +24,16 @@ def norm_weight(norm: RMSNorm) -> Tensor:
 
 
 def joined(norm_D: Tensor, *weights: Tensor) -> Tensor:
-    """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm's weight multiplied in."""
+    """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm's weight multiplied
+    in."""
     return torch.cat([weight.detach() for weight in weights]).mul_(norm_D).T
 
 
 class Scratch:
     """One buffer that the widest products of all sub-layers are written to, in turn.
 
-    A fresh result of some MiB is mapped, faulted in and unmapped every time, which costs more than the product. A result
-    is good until the next call, by another sub-layer.
+    A fresh result of some MiB is mapped, faulted in and unmapped every time, which costs more than the
+    product. A result is good until the next call, by another sub-layer.
     """
 
     def __init__(self) -> None:

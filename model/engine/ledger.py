@@ -1,4 +1,5 @@
-"""What has become of the requests: tickets on their way, events of the current step, counters; and how a sample ends."""
+"""What has become of the requests: tickets on their way, events of the current step, counters; and how a
+sample ends."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ NAN = float("nan")
 
 
 class Ledger:
-    """`tickets` by request id; `events` are handed out by `take_events`. version: of the weights that choose now."""
+    """`tickets` by request id; `events` are handed out by `take_events`. version: of the weights that choose
+    now."""
 
     def __init__(self, scheduler: Scheduler, prefix: PrefixCache, runner: Runner, version: int) -> None:
         self.scheduler, self.prefix, self.runner, self.version = scheduler, prefix, runner, version
@@ -33,8 +35,8 @@ class Ledger:
         return events
 
     def accept(self, samples: Sequence[Sample], chosen_K3N: np.ndarray, fed: bool) -> None:
-        """The next tokens of every sample, what comes after its end left out: ids, log-probabilities as drawn and at
-        temperature 1. fed: each token was chosen after feeding the one before it."""
+        """The next tokens of every sample, what comes after its end left out: ids, log-probabilities as drawn
+        and at temperature 1. fed: each token was chosen after feeding the one before it."""
         ids_NK = chosen_K3N[:, 0].astype(np.int64).T.tolist()
         drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in (1, 2))
         unknown = [NAN] * len(chosen_K3N)
@@ -53,7 +55,8 @@ class Ledger:
                 self.events.append(Event(ticket.request.id, sample.index, sample.untold(), text))
 
     def _until_the_end(self, sample: Sample, ids: Sequence[int]) -> tuple[int, FinishReason | None, str]:
-        """(how many of these tokens belong to the sample, why it ends with them, text that became certain)."""
+        """(how many of these tokens belong to the sample, why it ends with them, text that became
+        certain)."""
         ticket, stream, text = sample.ticket, sample.stream, ""
         ids, most = ids[: sample.left], len(ids[: sample.left])
         if ticket.stops:
@@ -78,7 +81,9 @@ class Ledger:
         left = None
         if self.scheduler.runs(sample):
             if ticket.request.keep_state and reason == "stop":
-                left = pause_sample(sample, self.scheduler.pools.export(sample.slot, sample.pages, sample.length))
+                left = pause_sample(
+                    sample, self.scheduler.pools.export(sample.slot, sample.pages, sample.length)
+                )
             if reason in ("stop", "length"):
                 self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
             self.scheduler.release(sample)
@@ -94,7 +99,8 @@ class Ledger:
             del self.tickets[ticket.request.id]
 
     def restrict(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Ask the grammars what may come next; samples whose grammar leaves nothing end as "error", the others are returned."""
+        """Ask the grammars what may come next; samples whose grammar leaves nothing end as "error", the
+        others are returned."""
         kept = []
         for sample in samples:
             error = self.runner.restrict(sample)
@@ -133,7 +139,18 @@ class Ledger:
             "prefix_evictions": self.prefix.evictions,
             **{
                 name: self.counts[name]
-                for name in ("steps", "host_syncs", "read_tokens", "decoded_tokens", "paused", "resumed_keep",
-                             "resumed_reprefill", "finished_stop", "finished_length", "finished_cancelled", "finished_error")
+                for name in (
+                    "steps",
+                    "host_syncs",
+                    "read_tokens",
+                    "decoded_tokens",
+                    "paused",
+                    "resumed_keep",
+                    "resumed_reprefill",
+                    "finished_stop",
+                    "finished_length",
+                    "finished_cancelled",
+                    "finished_error",
+                )
             },
-        }  # fmt: skip
+        }

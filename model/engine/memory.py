@@ -1,13 +1,13 @@
 """The engine's memory: a pool of KDA slots and a pool of MLA pages, allocated once.
 
-A *slot* holds what the KDA layers know of one sequence (state and convolution taps of every layer): a fixed size,
-whatever its length. A *page* holds the latents of `page_size` consecutive tokens in every MLA layer. Pages are counted
-by reference, so that sequences with a common beginning share them; a sequence that must write into a page it shares
-takes a copy first. Slot 0 and page 0 are never given out: padding rows of a batch read and write them.
-What layers see of it stands in stores.py.
+A *slot* holds what the KDA layers know of one sequence (state and convolution taps of every layer): a fixed
+size, whatever its length. A *page* holds the latents of `page_size` consecutive tokens in every MLA layer.
+Pages are counted by reference, so that sequences with a common beginning share them; a sequence that must
+write into a page it shares takes a copy first. Slot 0 and page 0 are never given out: padding rows of a batch
+read and write them. What layers see of it stands in stores.py.
 
-Shapes: S slots, P pages, H heads, K key dim, V value dim, C channels, W width of the convolution, R rank plus shared key
-part.
+Shapes: S slots, P pages, H heads, K key dim, V value dim, C channels, W width of the convolution, R rank plus
+shared key part.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from earlyfusion.model.engine.stores import KdaSlots, MlaPages
 class Pools:
     """Slots and pages of one engine, and who holds them. Build with `Pools.allocate`.
 
-    free_slots, free_pages: given out smallest first. references: page -> holders. reserved: pages promised to admitted
-    requests and not yet taken; an admitted request never fails for memory. Slots and pages are cleared and copied when
-    `settle` is called, which the runner does before every forward pass.
+    free_slots, free_pages: given out smallest first. references: page -> holders. reserved: pages promised to
+    admitted requests and not yet taken; an admitted request never fails for memory. Slots and pages are
+    cleared and copied when `settle` is called, which the runner does before every forward pass.
     """
 
     layers: list[KdaSlots | MlaPages]
@@ -50,8 +50,8 @@ class Pools:
 
     @classmethod
     def allocate(cls, config: ModelConfig, slots: int, pages: int, page_size: int, like: Tensor) -> Pools:
-        """Pools for `slots` sequences and `pages` pages (one more of each for padding) on the device of `like`, in its
-        dtype (the state in fp32 or fp64)."""
+        """Pools for `slots` sequences and `pages` pages (one more of each for padding) on the device of
+        `like`, in its dtype (the state in fp32 or fp64)."""
         linear = config.linear_attn_config
         channels, width = 3 * linear.num_heads * linear.head_dim, linear.short_conv_kernel_size
         size = config.kv_lora_rank + config.qk_rope_head_dim
@@ -83,7 +83,8 @@ class Pools:
         return -(-tokens // self.page_size)
 
     def take_slot(self, far: bool = False) -> int:
-        """An empty slot; the caller has checked `free_slots`. far: from the other end, away from running sequences."""
+        """An empty slot; the caller has checked `free_slots`. far: from the other end, away from running
+        sequences."""
         slot = self.free_slots.pop(0 if far else -1)
         self.slot_work.clear(slot)
         return slot
@@ -122,7 +123,8 @@ class Pools:
                 self.free_pages.append(page)
 
     def own_page(self, page: int) -> int:
-        """The page itself if this holder is its only one, else a copy (copy-on-write), taken out of the reservation."""
+        """The page itself if this holder is its only one, else a copy (copy-on-write), taken out of the
+        reservation."""
         if self.references[page] == 1:
             return page
         copy = self.take_page()
@@ -136,7 +138,8 @@ class Pools:
         return (torch.tensor(pages, dtype=torch.long)[:, None] * self.page_size + within).flatten()[:length]
 
     def export(self, slot: int, pages: Sequence[int], length: int) -> dict[str, Tensor]:
-        """State of one sequence as host tensors, by layer: `kda.{i}.state`, `kda.{i}.taps`, `mla.{i}.latents`."""
+        """State of one sequence as host tensors, by layer: `kda.{i}.state`, `kda.{i}.taps`,
+        `mla.{i}.latents`."""
         self.settle()
         found = {}
         for index, layer in enumerate(self.layers):
@@ -161,8 +164,8 @@ class Pools:
                 if name not in saved or saved[name].shape != shape:
                     got = tuple(saved[name].shape) if name in saved else "nothing"
                     raise ValueError(
-                        f"saved state {name}: got {got}, this model needs {tuple(shape)}; it comes from another model. "
-                        "Resume with keep_state=False to read the text again"
+                        f"saved state {name}: got {got}, this model needs {tuple(shape)}; it comes from"
+                        " another model. Resume with keep_state=False to read the text again"
                     )
 
     def restore(self, saved: dict[str, Tensor], slot: int, pages: Sequence[int], length: int) -> None:

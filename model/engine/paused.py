@@ -1,8 +1,9 @@
-"""A request taken out of an engine, to go on later, here or elsewhere: JSON for the facts, safetensors for the tensors.
+"""A request taken out of an engine, to go on later, here or elsewhere: JSON for the facts, safetensors for
+the tensors.
 
-It carries everything a continuation depends on: the prompt with its pictures, the sampling options, what was generated
-with log-probabilities and the weight version of every token, and (unless it was dropped) the KDA state and the MLA
-latents. Nothing is pickled.
+It carries everything a continuation depends on: the prompt with its pictures, the sampling options, what was
+generated with log-probabilities and the weight version of every token, and (unless it was dropped) the KDA
+state and the MLA latents. Nothing is pickled.
 
 Shapes: n prompt tokens, P patches.
 """
@@ -19,7 +20,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from earlyfusion.model.engine.request import Completion, Grammar, Request, RequestError, SamplingParams, TokenPrompt
+from earlyfusion.model.engine.request import (
+    Completion,
+    Grammar,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenPrompt,
+)
 from earlyfusion.model.engine.sequence import Sample
 
 FORMAT = "earlyfusion-paused-1"
@@ -43,8 +51,8 @@ class PausedSample:
 
 @dataclass
 class PausedRequest:
-    """A request with its unfinished samples and the completions of the finished ones. version: of the engine's weights
-    when it was paused."""
+    """A request with its unfinished samples and the completions of the finished ones. version: of the
+    engine's weights when it was paused."""
 
     request: Request
     samples: list[PausedSample]
@@ -76,7 +84,9 @@ class PausedRequest:
             facts = {key: value for key, value in vars(completion).items() if key != "routing"}
             finished.append(facts)
             if completion.routing is not None:
-                tensors[f"finished.{completion.index}.routing"] = torch.from_numpy(completion.routing.astype(np.int32))
+                tensors[f"finished.{completion.index}.routing"] = torch.from_numpy(
+                    completion.routing.astype(np.int32)
+                )
         facts = {
             "format": FORMAT,
             "id": self.request.id,

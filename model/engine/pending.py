@@ -1,8 +1,9 @@
 """Rows of memory to be copied or cleared, done together.
 
-Forking sixteen samples, or writing into pages they share, asks for many small copies: on a GPU each would be launches of
-its own in every layer. Noted here, they become one gather and one scatter per tensor. What is noted happens as if it had
-been done at once, in order, as long as `settle` comes before anything else reads or writes the rows.
+Forking sixteen samples, or writing into pages they share, asks for many small copies: on a GPU each would be
+launches of its own in every layer. Noted here, they become one gather and one scatter per tensor. What is
+noted happens as if it had been done at once, in order, as long as `settle` comes before anything else reads
+or writes the rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Pending:
         every = list(tensors)
         if every:
             device = every[0].device
-            rows = torch.tensor([*self.copies, *self.copies.values(), *self.cleared], dtype=torch.long).to(device)
+            rows = torch.tensor([*self.copies, *self.copies.values(), *self.cleared], dtype=torch.long).to(
+                device
+            )
             targets, sources, cleared = rows.split([len(self.copies), len(self.copies), len(self.cleared)])
             for tensor in every:
                 if self.copies:

@@ -1,4 +1,5 @@
-"""What a prefill reads: parts of prompts, packed into one row with the plan that tells where everything stands.
+"""What a prefill reads: parts of prompts, packed into one row with the plan that tells where everything
+stands.
 
 Shapes: N sequences, T tokens, D hidden, W queries per sequence.
 """
@@ -44,8 +45,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokens of some parts as rows, as `CompiledDecoder.run` wants them; the last token of every part that completes
-    its sample is asked for, `ends` of them."""
+    """The tokens of some parts as rows, as `CompiledDecoder.run` wants them; the last token of every part
+    that completes its sample is asked for, `ends` of them."""
 
     slots_T: Tensor
     positions_T: Tensor
@@ -115,7 +116,8 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
         spans, slots, tables = spans + [(first, first + missing)], slots + [0], tables + [[0]]
     width = -(-max(stop - start for start, stop in spans) // 32) * 32
     longest = tiles(max(stop for _, stop in spans))[-1][1]
-    # without a past, attention can run as in training; on a CPU it takes the cached way, whose bits do not depend
+    # without a past, attention can run as in training; on a CPU it takes the cached way, whose bits do not
+    # depend
     # on which prompts are read together
     fresh = device.type != "cpu" and all(start == 0 for start, _ in spans)
     rows, places, tables_read, last, whole = [], [], [], [], []
@@ -134,7 +136,9 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
         fresh=fresh,
         slots_N=torch.tensor(slots, dtype=torch.long).to(device),
         rows_T=torch.cat(rows).to(device),
-        pages_NP=on_device(tables_read) if whole else torch.zeros(len(spans), 0, dtype=torch.long, device=device),
+        pages_NP=on_device(tables_read)
+        if whole
+        else torch.zeros(len(spans), 0, dtype=torch.long, device=device),
         last_NW=on_device(last),
         places_T=torch.cat(places).to(device),
         reads=Reads.of(whole, device) if whole else None,

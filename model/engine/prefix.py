@@ -1,11 +1,13 @@
-"""Prefix cache: what a beginning of text left in the memory, kept for the next request that begins the same way.
+"""Prefix cache: what a beginning of text left in the memory, kept for the next request that begins the same
+way.
 
-A KDA state cannot be cut back to an earlier position, so it is only known where it was copied: at sparse boundaries of
-a prompt (every `every` tokens and the last page boundary) and where an answer ended, the next turn's beginning. Such a
-checkpoint is a slot that nobody writes plus shared references to the MLA pages up to there; a hit *copies* the slot and
-shares the pages (a partly filled last page is copied by whoever writes into it). A checkpoint is whole or gone: its slot
-and pages are dropped together, least recently used first. Text is recognised by a digest over token ids in which the
-placeholders of pictures are replaced by the pictures' content. Cf. Kimi K3 (arXiv 2607.24653) section 5.4.1.
+A KDA state cannot be cut back to an earlier position, so it is only known where it was copied: at sparse
+boundaries of a prompt (every `every` tokens and the last page boundary) and where an answer ended, the next
+turn's beginning. Such a checkpoint is a slot that nobody writes plus shared references to the MLA pages up to
+there; a hit *copies* the slot and shares the pages (a partly filled last page is copied by whoever writes
+into it). A checkpoint is whole or gone: its slot and pages are dropped together, least recently used first.
+Text is recognised by a digest over token ids in which the placeholders of pictures are replaced by the
+pictures' content. Cf. Kimi K3 (arXiv 2607.24653) section 5.4.1.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Checkpoint:
 class PrefixCache:
     """At most `limit` checkpoints in slots of the pools. limit 0 switches it off.
 
-    Raises ValueError if `every` is not a multiple of the page size: only whole pages are shared while they are filled.
+    Raises ValueError if `every` is not a multiple of the page size: only whole pages are shared while they
+    are filled.
     """
 
     def __init__(self, pools: Pools, limit: int, every: int) -> None:
@@ -51,11 +54,16 @@ class PrefixCache:
         return {page for entry in self._entries.values() for page in entry.pages}
 
     def boundary(self, start: int, prompt: int) -> int:
-        """First position after `start` at which the prefill of a prompt should stop for a checkpoint, else `prompt`."""
+        """First position after `start` at which the prefill of a prompt should stop for a checkpoint, else
+        `prompt`."""
         if not self.limit:
             return prompt
         last = (prompt - 1) // self.pools.page_size * self.pools.page_size
-        stops = [position for position in ((start // self.every + 1) * self.every, last) if start < position < prompt]
+        stops = [
+            position
+            for position in ((start // self.every + 1) * self.every, last)
+            if start < position < prompt
+        ]
         return min(stops, default=prompt)
 
     def worth_keeping(self, position: int, prompt: int) -> bool:

@@ -7,7 +7,8 @@
             ...                                  # event.completion is set with the last event of a sample
     completions = engine.generate(requests)      # the same, for those who only want the ends
 
-One thread drives an engine: `submit`, `cancel`, `step` and the rest are not to be called from two threads at once.
+One thread drives an engine: `submit`, `cancel`, `step` and the rest are not to be called from two threads at
+once.
 
 Shapes: n tokens of a prompt, P patches, V vocabulary, L sparse layers, J chosen experts.
 """
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from earlyfusion.model.engine.paused import PausedSample
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`; error: the request's grammar failed or
-allowed no token (`Completion.error` says how). An admitted request never runs out
-of memory: its pages are promised when it is admitted."""
+"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`; error: the request's
+grammar failed or allowed no token (`Completion.error` says how). An admitted request never runs out of
+memory: its pages are promised when it is admitted."""
 
 
 class RequestError(ValueError):
-    """A request that can never be served: an option out of range, a prompt longer than the memory, an id in use."""
+    """A request that can never be served: an option out of range, a prompt longer than the memory, an id in
+    use."""
 
 
 class EngineFull(RuntimeError):
@@ -43,8 +45,9 @@ class EngineFull(RuntimeError):
 
 
 class Prompt(Protocol):
-    """An open document, as `data.encode.encode(..., eos=False)` makes it: ids [n] int64, patches uint8 [P, 3, p, p] or
-    None, grids [(t, h, w)], media_positions (places of the image placeholders in ids, in feature order)."""
+    """An open document, as `data.encode.encode(..., eos=False)` makes it: ids [n] int64, patches uint8 [P, 3,
+    p, p] or None, grids [(t, h, w)], media_positions (places of the image placeholders in ids, in feature
+    order)."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -67,7 +70,8 @@ class TokenPrompt:
 
 
 class Grammar(Protocol):
-    """Restricts the next token. It must be a function of the tokens alone, so that a request can move or resume."""
+    """Restricts the next token. It must be a function of the tokens alone, so that a request can move or
+    resume."""
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
         """bool [V] (True: may be chosen) after the generated tokens `ids`. Where nothing is allowed, or this
@@ -79,14 +83,14 @@ class Grammar(Protocol):
 class SamplingParams:
     """How a request is continued.
 
-    max_new_tokens: upper bound, the stop token included. temperature 0 takes the likeliest token. top_p: the smallest
-    set of likeliest tokens with this mass; min_p: tokens at least this share of the likeliest one's probability; both
-    act on the distribution at `temperature`. stop: strings that end the text (and are cut off). stop_ids: tokens that
-    end it (kept in `ids`, left out of `text`), besides the engine's own ([EOS], <|end_of_msg|>) unless ignore_eos.
-    banned_ids: never chosen, besides the engine's own (image placeholders, tokens that only stand in inputs, rows the
-    tokenizer does not know; a stop id is allowed unless it is the image placeholder). logprobs: fill the
-    log-probabilities. n: samples of the one prompt, which is read once. grammar: see `Grammar` (costs a mask made on
-    the host per token).
+    max_new_tokens: upper bound, the stop token included. temperature 0 takes the likeliest token. top_p: the
+    smallest set of likeliest tokens with this mass; min_p: tokens at least this share of the likeliest one's
+    probability; both act on the distribution at `temperature`. stop: strings that end the text (and are cut
+    off). stop_ids: tokens that end it (kept in `ids`, left out of `text`), besides the engine's own ([EOS],
+    <|end_of_msg|>) unless ignore_eos. banned_ids: never chosen, besides the engine's own (image placeholders,
+    tokens that only stand in inputs, rows the tokenizer does not know; a stop id is allowed unless it is the
+    image placeholder). logprobs: fill the log-probabilities. n: samples of the one prompt, which is read
+    once. grammar: see `Grammar` (costs a mask made on the host per token).
 
     Raises RequestError for a value out of range.
     """
@@ -112,7 +116,11 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(value))
         for name, right, wanted in (
             ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "must be finite and at least 0 (0 is greedy)"),
+            (
+                "temperature",
+                0.0 <= self.temperature < float("inf"),
+                "must be finite and at least 0 (0 is greedy)",
+            ),
             ("top_p", 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must lie in [0, 1]"),
             ("n", self.n >= 1, "must be at least 1"),
@@ -124,13 +132,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to be continued `params.n` times. The id must be new among unfinished requests; it also keys the
-    random numbers, so equal (id, seed, sample index) give equal samples. `noise` takes the id's place as that key where ids
-    are made up, as on a server.
+    """One prompt to be continued `params.n` times. The id must be new among unfinished requests; it also keys
+    the random numbers, so equal (id, seed, sample index) give equal samples. `noise` takes the id's place as
+    that key where ids are made up, as on a server.
 
-    capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell tokens and text
-    as they come; without, a sample has one event, its end with the completion, and less is done for every token.
-    keep_state: a sample that stops by itself leaves its state behind (`Event.left`), for a request that goes on from it.
+    capture_routing: record which experts every token chose (see `Completion.routing`). pieces: events tell
+    tokens and text as they come; without, a sample has one event, its end with the completion, and less is
+    done for every token. keep_state: a sample that stops by itself leaves its state behind (`Event.left`),
+    for a request that goes on from it.
     """
 
     id: str
@@ -143,9 +152,9 @@ class Request:
 
 
 class Token(NamedTuple):
-    """One generated token. logprob: under the distribution it was drawn from (temperature, top-p, min-p, bans; 0 when
-    greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both NaN unless the request
-    asked for them. version: of the weights that computed its logits."""
+    """One generated token. logprob: under the distribution it was drawn from (temperature, top-p, min-p,
+    bans; 0 when greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both
+    NaN unless the request asked for them. version: of the weights that computed its logits."""
 
     id: int
     logprob: float
@@ -155,8 +164,8 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample (`index` of `params.n`). All per-token lists have one entry per generated token, the stop
-    token included; `text` leaves out special tokens, the stop string and what follows it.
+    """One finished sample (`index` of `params.n`). All per-token lists have one entry per generated token,
+    the stop token included; `text` leaves out special tokens, the stop string and what follows it.
 
     routing: uint8 or uint16 [tokens, L, J], experts of every token that went through the layers (prompt, then
     generated without the last one, which was never fed back), or None unless asked for.
@@ -174,15 +183,16 @@ class Completion:
     cached_tokens: int
     routing: np.ndarray | None = None
     resumes: tuple[str, ...] = ()
-    """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the version of the
-    weights that went on."""
+    """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the
+    version of the weights that went on."""
     error: str = ""
 
 
 @dataclass(slots=True)
 class Event:
-    """What a step did for one sample: its tokens since the last event, the text that became certain (bytes of an
-    unfinished character and possible beginnings of a stop string are held back), and its completion when this was the end."""
+    """What a step did for one sample: its tokens since the last event, the text that became certain (bytes of
+    an unfinished character and possible beginnings of a stop string are held back), and its completion when
+    this was the end."""
 
     request_id: str
     index: int

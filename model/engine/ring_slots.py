@@ -1,9 +1,11 @@
 """KDA slots for the Triton decode kernel: state V first, inputs of the convolution in a ring per slot.
 
-The kernel advances a slot in place, with convolution, gate and output in one launch (kernels/kda/decode.py). The token at
-position p stands in row p mod R of the ring, so to read or set taps one must know how many tokens the slot holds.
+The kernel advances a slot in place, with convolution, gate and output in one launch (kernels/kda/decode.py).
+The token at position p stands in row p mod R of the ring, so to read or set taps one must know how many
+tokens the slot holds.
 
-Shapes: S slots, N sequences, H heads, K = V head dim, C channels, W width of the convolution, R rows of a ring.
+Shapes: S slots, N sequences, H heads, K = V head dim, C channels, W width of the convolution, R rows of a
+ring.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class RingSlots(KdaSlots):
     @classmethod
     def new(cls, slots: int, heads: int, dim: int, width: int, like: Tensor) -> RingSlots:
         """Empty slots on the device and in the dtype of `like` (states in fp32)."""
-        cache = DecodeCache.new(slots, heads, heads, dim, dim, width=width, dtype=like.dtype, device=like.device)
+        cache = DecodeCache.new(
+            slots, heads, heads, dim, dim, width=width, dtype=like.dtype, device=like.device
+        )
         return cls(cache, width)
 
     def _rings(self, length_N: Tensor) -> Tensor:
@@ -45,18 +49,30 @@ class RingSlots(KdaSlots):
     def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
         self.cache.state_SGVK.index_copy_(0, plan.slots_N, state_NHKV.transpose(2, 3).contiguous())
         rings_NW = self._rings(plan.last_NW[:, -1] + 1)
-        self.cache.x_SRC[plan.slots_N[:, None], rings_NW] = taps_NCW1.transpose(1, 2).to(self.cache.x_SRC.dtype)
+        self.cache.x_SRC[plan.slots_N[:, None], rings_NW] = taps_NCW1.transpose(1, 2).to(
+            self.cache.x_SRC.dtype
+        )
 
-    def decode(self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
+    def decode(
+        self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
+    ) -> Tensor | None:
         """One token of every sequence through the kernel; zeros for padding rows (slot 0)."""
         _, heads, dim, _ = self.cache.state_SGVK.shape
         rows, position_N = qkv.shape[0], plan.last_NW[:, 0].contiguous()
         slots_N = plan.slots_N.masked_fill(plan.slots_N == 0, -1)
         o_N1HV = decode(
-            qkv.contiguous().unsqueeze(1), f.reshape(rows, 1, heads, dim).contiguous(),
-            b.reshape(rows, 1, heads).contiguous(), weight.contiguous(), layer.A_log, layer.dt_bias.view(heads, dim),
-            self.cache, slots_N, position_N, position_N, lower_bound=layer.lower_bound,
-        )  # fmt: skip
+            qkv.contiguous().unsqueeze(1),
+            f.reshape(rows, 1, heads, dim).contiguous(),
+            b.reshape(rows, 1, heads).contiguous(),
+            weight.contiguous(),
+            layer.A_log,
+            layer.dt_bias.view(heads, dim),
+            self.cache,
+            slots_N,
+            position_N,
+            position_N,
+            lower_bound=layer.lower_bound,
+        )
         return o_N1HV.squeeze(1)
 
     def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:

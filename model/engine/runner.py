@@ -1,15 +1,16 @@
 """Forward passes of the engine: prompts in chunks, and one token for every running sequence.
 
-Per-sequence facts live in device tensors indexed by slot (last token, length, page table, sampling options, noise key),
-so a decode step needs from the host only which slots take part, and that only when it changes. The shapes of a decode
-step come in buckets: on CUDA, powers of two for rows and pages, each captured once as a CUDA graph (graphs.py); on a
-CPU, multiples of ROWS.
+Per-sequence facts live in device tensors indexed by slot (last token, length, page table, sampling options,
+noise key), so a decode step needs from the host only which slots take part, and that only when it changes.
+The shapes of a decode step come in buckets: on CUDA, powers of two for rows and pages, each captured once as
+a CUDA graph (graphs.py); on a CPU, multiples of ROWS.
 
-Why multiples, on a CPU: a matrix product of one, two or three rows sums in another order than one of more, and an
-elementwise operation treats what is left over after whole vectors (32 numbers) by other code. With ROWS rows at least,
-and widths that are multiples of 4 (heads, hidden size, vocabulary), a row's bits do not depend on how many rows there
-are or where it stands: the engine gives bit-equal results whatever the batch (tests/model/test_engine_invariance.py). Where
-kernels/cpu is compiled, it promises that by itself for any rows and widths.
+Why multiples, on a CPU: a matrix product of one, two or three rows sums in another order than one of more,
+and an elementwise operation treats what is left over after whole vectors (32 numbers) by other code. With
+ROWS rows at least, and widths that are multiples of 4 (heads, hidden size, vocabulary), a row's bits do not
+depend on how many rows there are or where it stands: the engine gives bit-equal results whatever the batch
+(tests/model/test_engine_invariance.py). Where kernels/cpu is compiled, it promises that by itself for any
+rows and widths.
 
 Shapes: S slots, B rows of a step, N sequences of a prefill, T tokens, V vocabulary, L key positions.
 """
@@ -53,7 +54,9 @@ class Batch:
 class Runner:
     """Owns the device side. `banned_ids`: int64, what no row may choose unless it has a mask of its own."""
 
-    def __init__(self, model: NativeFusion, pools: Pools, banned_ids: Sequence[int], table_pages: int) -> None:
+    def __init__(
+        self, model: NativeFusion, pools: Pools, banned_ids: Sequence[int], table_pages: int
+    ) -> None:
         self.model, self.pools = model, pools
         self.device = model.decoder.embed_tokens.weight.device
         slots = len(pools.free_slots) + 1
@@ -68,7 +71,9 @@ class Runner:
         self._masks: tuple[tuple[Sample, ...], int, Tensor] | None = None
         self.graphs = DecodeGraphs(self) if can_capture(model) else None
         self.lean = LeanDecoder(model.decoder, pools) if is_lean(model.decoder) else None
-        self.compiled = CompiledDecoder(self.lean, pools) if self.lean is not None and can_compile(self.lean) else None
+        self.compiled = (
+            CompiledDecoder(self.lean, pools) if self.lean is not None and can_compile(self.lean) else None
+        )
 
     @torch.inference_mode()  # what is kept was made in it
     def refresh(self) -> None:
@@ -88,7 +93,9 @@ class Runner:
         if not samples:
             return
         last = [each.tokens(each.context - 1, each.context)[0] for each in samples]
-        numbers = [(each.slot, token, each.length, len(each.ids), each.key) for each, token in zip(samples, last)]
+        numbers = [
+            (each.slot, token, each.length, len(each.ids), each.key) for each, token in zip(samples, last)
+        ]
         slots_N, *known = torch.tensor(numbers, dtype=torch.long).T.contiguous().to(self.device)
         for tensor_S, value_N in zip((self.last_S, self.length_S, self.position_S, self.key_S), known):
             tensor_S.index_copy_(0, slots_N, value_N)
@@ -126,13 +133,15 @@ class Runner:
         """Some sample has left the running ones."""
         self._batch = None
 
-    # ---- decode -------------------------------------------------------------------------------------------------
+    # ---- decode
+    # -------------------------------------------------------------------------------------------------
 
     def decode(self, running: Sequence[Sample], steps: int = 1, recording: bool = False) -> Tensor:
-        """Feed every sample's last token and choose the next: [steps, 3, len(running)], each as `sampler.choose` returns it.
+        """Feed every sample's last token and choose the next: [steps, 3, len(running)], each as
+        `sampler.choose` returns it.
 
-        steps: more than one only with graphs; rows of a sample that has ended are of no meaning. recording: something in
-        the model listens (routing is captured), which a replayed graph would not run.
+        steps: more than one only with graphs; rows of a sample that has ended are of no meaning. recording:
+        something in the model listens (routing is captured), which a replayed graph would not run.
         """
         self.pools.settle()
         batch = self._make_batch(running)
@@ -161,7 +170,8 @@ class Runner:
         banned: Tensor,
         live: int | None = None,
     ) -> Tensor:
-        """One token for the sequences in `slots_B` (the first `live` of them are real), all on the device: [3, B].
+        """One token for the sequences in `slots_B` (the first `live` of them are real), all on the device:
+        [3, B].
 
         Keys up to `length` are looked at.
         """
@@ -205,13 +215,19 @@ class Runner:
         x_BD = decoder.embed_tokens(self.last_S[slots_B])
         if self.lean is not None:
             return self.model.logits(self.lean.step(x_BD, plan))
-        return self.model.logits(decoder(x_BD, _singles(slots_B.shape[0]), PooledCache(self.pools.layers, plan)))
+        return self.model.logits(
+            decoder(x_BD, _singles(slots_B.shape[0]), PooledCache(self.pools.layers, plan))
+        )
 
-    def decode_plan(self, slots_B: Tensor, length: int, span: tuple[int, int] | None, live: int | None) -> PooledPlan:
+    def decode_plan(
+        self, slots_B: Tensor, length: int, span: tuple[int, int] | None, live: int | None
+    ) -> PooledPlan:
         """Everything on the device: no value of a tensor is looked at."""
         size = self.pools.page_size
         pages_BP = self.table_SP[slots_B, : length // size]
-        if pages_BP.shape[1] < length // size:  # the last tile may reach past the longest sequence there can be
+        if (
+            pages_BP.shape[1] < length // size
+        ):  # the last tile may reach past the longest sequence there can be
             pages_BP = torch.nn.functional.pad(pages_BP, (0, length // size - pages_BP.shape[1]))
         last_B = self.length_S[slots_B]
         page_B = pages_BP.gather(1, (last_B // size).unsqueeze(1)).squeeze(1)
@@ -225,7 +241,11 @@ class Runner:
             return self._batch
         slots = [sample.slot for sample in running]
         filled = slots + [0] * (self.bucket(len(slots)) - len(slots))
-        span = (slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
+        span = (
+            (slots[0], slots[0] + len(slots))
+            if slots == list(range(slots[0], slots[0] + len(slots)))
+            else None
+        )
         slots_B = torch.tensor(filled, dtype=torch.long).to(self.device)
         self._batch = Batch(who, slots_B, span, _needs(running), Windows())
         return self._batch
@@ -239,7 +259,8 @@ class Runner:
             size *= 2
         return size
 
-    # ---- sampling -----------------------------------------------------------------------------------------------
+    # ---- sampling
+    # -----------------------------------------------------------------------------------------------
 
     def _controls(self, slots_B: Tensor, needs: Needs) -> Controls:
         return Controls(
@@ -252,7 +273,8 @@ class Runner:
         )
 
     def _banned(self, samples: Sequence[Sample], total: int) -> Tensor:
-        """The common ids, or a mask per row where a request bans others or brings a grammar, filled up to `total`."""
+        """The common ids, or a mask per row where a request bans others or brings a grammar, filled up to
+        `total`."""
         grammars = any(sample.ticket.request.params.grammar is not None for sample in samples)
         if not grammars and all(sample.ticket.banned_V is None for sample in samples):
             return self.banned
@@ -275,7 +297,8 @@ class Runner:
         return common_V
 
     def restrict(self, sample: Sample) -> str:
-        """Ask the sample's grammar, if it has one, what may come next; what is wrong with the answer, or ""."""
+        """Ask the sample's grammar, if it has one, what may come next; what is wrong with the answer, or
+        ""."""
         grammar = sample.ticket.request.params.grammar
         if grammar is None:
             return ""
@@ -285,17 +308,21 @@ class Runner:
         except Exception as error:  # whatever a caller's code raises ends that caller's request alone
             return f"the grammar raised {type(error).__name__}: {error}"
         if allowed_V.shape != banned_V.shape:
-            return f"the grammar returned a mask of shape {tuple(allowed_V.shape)}, expected {tuple(banned_V.shape)}"
+            return (
+                f"the grammar returned a mask of shape {tuple(allowed_V.shape)}, expected"
+                f" {tuple(banned_V.shape)}"
+            )
         sample.banned_V = banned_V | ~allowed_V
         if bool(sample.banned_V.all()):
             return f"the grammar allows no token after {sample.ids[-8:]}, or only banned ones"
         return ""
 
-    # ---- prefill ------------------------------------------------------------------------------------------------
+    # ---- prefill
+    # ------------------------------------------------------------------------------------------------
 
     def prefill(self, parts: Sequence[Part], recording: bool = False) -> Tensor | None:
-        """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that completes its
-        sample, None if none does. recording: see `decode`."""
+        """Read the parts (all fresh, or none); hidden states [N, D] of the last token of every part that
+        completes its sample, None if none does. recording: see `decode`."""
         self.pools.settle()
         if self.compiled is not None:
             self.page_tables([part.sample for part in parts])
@@ -311,12 +338,15 @@ class Runner:
             hidden_TD = self.model.decoder(x_TD, segments, PooledCache(self.pools.layers, plan))
             return hidden_TD[torch.tensor(ends, device=self.device)] if ends else None
         plan = replace(plan, ends=ends_plan(parts, self.pools))
-        filled = torch.tensor(ends + [segments.total - 1] * (whole_rows(len(ends)) - len(ends)), dtype=torch.long)
+        filled = torch.tensor(
+            ends + [segments.total - 1] * (whole_rows(len(ends)) - len(ends)), dtype=torch.long
+        )
         hidden_RD = self.lean.read(x_TD, segments, plan, filled)
         return hidden_RD[: len(ends)] if ends else None
 
     def choose_first(self, hidden_ND: Tensor, samples: Sequence[Sample], rows: Sequence[int]) -> Tensor:
-        """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3, N]."""
+        """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3,
+        N]."""
         missing = whole_rows(len(rows)) - len(rows)
         places = torch.tensor(list(rows) + [rows[0]] * missing).to(self.device)
         slots_B = torch.tensor([sample.slot for sample in samples] + [0] * missing).to(self.device)

@@ -1,12 +1,13 @@
 """Choosing tokens so that the choice does not depend on anything but the request.
 
-A token is drawn as argmax_v (logit_v / temperature + g_v) with Gumbel noise g (equal to sampling from the softmax). The
-noise is not a stream but a function of (seed, request, sample, position, v): whatever the batch, the chunking of the
-prompt, a pause or a move to another engine, the same token meets the same noise. So "lossless" can be tested as
-equality of tokens, up to rounding of the logits.
+A token is drawn as argmax_v (logit_v / temperature + g_v) with Gumbel noise g (equal to sampling from the
+softmax). The noise is not a stream but a function of (seed, request, sample, position, v): whatever the
+batch, the chunking of the prompt, a pause or a move to another engine, the same token meets the same noise.
+So "lossless" can be tested as equality of tokens, up to rounding of the logits.
 
-The function is an integer hash: splitmix64 of the host key and the position makes two 32-bit words, and two rounds of a
-32-bit finaliser (xor-shift and multiply) mix the token id into them. Everything runs on the device of the logits.
+The function is an integer hash: splitmix64 of the host key and the position makes two 32-bit words, and two
+rounds of a 32-bit finaliser (xor-shift and multiply) mix the token id into them. Everything runs on the
+device of the logits.
 
 Shapes: B rows of a batch, V vocabulary.
 """
@@ -51,7 +52,8 @@ def _splitmix(x: Tensor) -> Tensor:
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """A 32-bit finaliser in place on int32: every input bit moves every output bit with probability near 1/2."""
+    """A 32-bit finaliser in place on int32: every input bit moves every output bit with probability near
+    1/2."""
     x ^= _shift_right(x, 16, 32)
     x *= _signed(0x7FEB352D, 32)
     x ^= _shift_right(x, 15, 32)
@@ -61,15 +63,24 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def gumbel(keys_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise [B, V] fp32 of the generated token at each position (0 is the first) of each sequence."""
+    """Standard Gumbel noise [B, V] fp32 of the generated token at each position (0 is the first) of each
+    sequence."""
     word_B = _splitmix(keys_B + positions_B * _signed(_GOLDEN))
     low_B1 = word_B.to(torch.int32).unsqueeze(1)
     high_B1 = (word_B >> 32).to(torch.int32).unsqueeze(1)
     token_V = torch.arange(vocabulary, dtype=torch.int32, device=keys_B.device) * _signed(0x9E3779B9, 32)
     x_BV = _mix32_(token_V + low_B1)
     x_BV ^= high_B1
-    # 31 bits, small numbers exactly: u near 0 becomes the large noise that decides, so it needs the fine steps there
-    u_BV = _mix32_(x_BV).bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    # 31 bits, small numbers exactly: u near 0 becomes the large noise that decides, so it needs the fine
+    # steps there
+    u_BV = (
+        _mix32_(x_BV)
+        .bitwise_and_(0x7FFFFFFF)
+        .to(torch.float32)
+        .add_(0.5)
+        .mul_(2.0**-31)
+        .clamp_(max=1 - 2.0**-24)
+    )
     return u_BV.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -98,8 +109,8 @@ class Controls:
 def restrict(scaled_BV: Tensor, controls: Controls) -> Tensor:
     """-inf outside the top-p and min-p sets of softmax(scaled); in place where that is possible.
 
-    top-p: the smallest set of likeliest tokens whose mass reaches p (ties: smaller ids first). min-p: probability at
-    least p times the largest. The likeliest token always stays.
+    top-p: the smallest set of likeliest tokens whose mass reaches p (ties: smaller ids first). min-p:
+    probability at least p times the largest. The likeliest token always stays.
     """
     if controls.needs.min_p:
         floor_B1 = scaled_BV.amax(-1, keepdim=True) + controls.min_p_B.log().unsqueeze(1)
@@ -120,8 +131,9 @@ def restrict(scaled_BV: Tensor, controls: Controls) -> Tensor:
 def likeliest(scores_BV: Tensor) -> Tensor:
     """argmax over the last dimension (the first of equals); may overwrite its argument.
 
-    On a CPU argmax runs one number at a time; comparing with the maximum and taking the largest of descending numbers
-    is half its time. (NaN anywhere in a row makes argmax point at it, the maximum equal nothing: the last id.)
+    On a CPU argmax runs one number at a time; comparing with the maximum and taking the largest of descending
+    numbers is half its time. (NaN anywhere in a row makes argmax point at it, the maximum equal nothing: the
+    last id.)
     """
     size = scores_BV.shape[-1]
     if scores_BV.device.type != "cpu" or size >= 1 << 24:  # fp32 counts so far
@@ -132,15 +144,22 @@ def likeliest(scores_BV: Tensor) -> Tensor:
 
 
 def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
-    """Chosen ids and their log-probabilities as one float64 tensor [3, B] (ids are exact in it; one copy to the host).
+    """Chosen ids and their log-probabilities as one float64 tensor [3, B] (ids are exact in it; one copy to
+    the host).
 
-    banned: int64 ids for all rows, or bool [B, V]. fp32 logits are overwritten unless needs.logprobs. Row 1: log-probability
-    under the distribution drawn from (0 for greedy rows). Row 2: log softmax of the untouched logits. Rows 1 and 2 are NaN
-    unless needs.logprobs. On a CPU with a C++ compiler kernels/cpu/sample.cpp does this for fp32 logits; its noise differs
-    from `gumbel` by rounding.
+    banned: int64 ids for all rows, or bool [B, V]. fp32 logits are overwritten unless needs.logprobs. Row 1:
+    log-probability under the distribution drawn from (0 for greedy rows). Row 2: log softmax of the untouched
+    logits. Rows 1 and 2 are NaN unless needs.logprobs. On a CPU with a C++ compiler kernels/cpu/sample.cpp
+    does this for fp32 logits; its noise differs from `gumbel` by rounding.
     """
     if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and library() is not None:
-        each = (controls.keys_B, controls.positions_B, controls.temperature_B, controls.top_p_B, controls.min_p_B)
+        each = (
+            controls.keys_B,
+            controls.positions_B,
+            controls.temperature_B,
+            controls.top_p_B,
+            controls.min_p_B,
+        )
         needs = controls.needs
         return sample(logits_BV, *each, banned, drawn=needs.drawn, logprobs=needs.logprobs)
     raw_BV, known = logits_BV.float(), controls.needs.logprobs

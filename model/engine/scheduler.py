@@ -1,9 +1,9 @@
 """Who gets slots and pages, and what is read next.
 
-Requests are admitted in order of arrival when all their samples have a slot and all pages they can ever need are free
-or can be freed from the prefix cache: an admitted request never has to give way. A prompt is read in chunks whose
-borders depend on positions alone (multiples of the chunk, and the prefix cache's boundaries), so that what is computed
-for a request does not depend on its neighbours.
+Requests are admitted in order of arrival when all their samples have a slot and all pages they can ever need
+are free or can be freed from the prefix cache: an admitted request never has to give way. A prompt is read in
+chunks whose borders depend on positions alone (multiples of the chunk, and the prefix cache's boundaries), so
+that what is computed for a request does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ class Scheduler:
         self.running: list[Sample] = []
         self.active = 0
 
-    # ---- admission ----------------------------------------------------------------------------------------------
+    # ---- admission
+    # ----------------------------------------------------------------------------------------------
 
     def check(self, ticket: Ticket) -> None:
         """Raises RequestError if the ticket could never be admitted."""
         name = f"request {ticket.request.id!r}"
         if len(ticket.alive) > self.max_slots:
-            raise RequestError(f"{name}: {len(ticket.alive)} samples, but the engine has {self.max_slots} slots")
+            raise RequestError(
+                f"{name}: {len(ticket.alive)} samples, but the engine has {self.max_slots} slots"
+            )
         needed = sum(pages for _, pages in self._shares(ticket, 0))
         if needed > self.pools.num_pages:
             size = self.pools.page_size
             raise RequestError(
-                f"{name}: {len(ticket.ids)} prompt tokens and up to {ticket.request.params.max_new_tokens} new ones in "
-                f"{len(ticket.alive)} samples need {needed} pages of {size} tokens, the engine has {self.pools.num_pages}; "
-                "ask for fewer tokens or samples, or start the engine with more max_pages"
+                f"{name}: {len(ticket.ids)} prompt tokens and up to {ticket.request.params.max_new_tokens}"
+                f" new ones in {len(ticket.alive)} samples need {needed} pages of {size} tokens, the engine"
+                f" has {self.pools.num_pages}; ask for fewer tokens or samples, or start the engine with more"
+                " max_pages"
             )
 
     def _shares(self, ticket: Ticket, cached: int) -> Iterator[tuple[Sample, int]]:
@@ -116,14 +120,16 @@ class Scheduler:
         else:
             self.run(sample)
 
-    # ---- pages --------------------------------------------------------------------------------------------------
+    # ---- pages
+    # --------------------------------------------------------------------------------------------------
 
     def take_page(self, sample: Sample) -> None:
         sample.pages.append(self.pools.take_page())
         sample.reserved -= 1
 
     def make_room(self, sample: Sample, stop: int) -> bool:
-        """See to it that positions length .. stop - 1 can be written by this sample alone; True if pages changed."""
+        """See to it that positions length .. stop - 1 can be written by this sample alone; True if pages
+        changed."""
         changed = False
         if sample.length % self.pools.page_size and sample.pages:
             last = sample.pages[sample.length // self.pools.page_size]
@@ -138,7 +144,8 @@ class Scheduler:
         return changed
 
     def release(self, sample: Sample) -> None:
-        """Take slot, pages and promises back; the sample stands nowhere afterwards. Siblings not forked go with it."""
+        """Take slot, pages and promises back; the sample stands nowhere afterwards. Siblings not forked go
+        with it."""
         if self.runs(sample):
             del self.running[self._place(sample)]
         elif sample in self.reading:
@@ -151,10 +158,12 @@ class Scheduler:
         self.pools.free_slot(sample.slot)
         sample.siblings, sample.pages, sample.slot, sample.length = [], [], 0, 0
 
-    # ---- reading ------------------------------------------------------------------------------------------------
+    # ---- reading
+    # ------------------------------------------------------------------------------------------------
 
     def run(self, sample: Sample) -> None:
-        """The sample decodes from now on. Kept in slot order, so that neighbours in memory are neighbours in the batch."""
+        """The sample decodes from now on. Kept in slot order, so that neighbours in memory are neighbours in
+        the batch."""
         insort(self.running, sample, key=lambda each: each.slot)
 
     def runs(self, sample: Sample) -> bool:
@@ -166,7 +175,8 @@ class Scheduler:
         return bisect_left(self.running, sample.slot, key=lambda each: each.slot)
 
     def close_gaps(self) -> list[Sample]:
-        """Move running samples from the last slots into free ones before them; the samples that were moved."""
+        """Move running samples from the last slots into free ones before them; the samples that were
+        moved."""
         moved = []
         free = self.pools.free_slots
         while self.running and free and free[-1] < self.running[-1].slot:
@@ -180,7 +190,8 @@ class Scheduler:
         return moved
 
     def next_parts(self) -> list[Part]:
-        """What to read in this step: at most `chunk` tokens (at least one part), all from the start or none."""
+        """What to read in this step: at most `chunk` tokens (at least one part), all from the start or
+        none."""
         parts: list[Part] = []
         room = self.chunk
         for sample in self.reading:

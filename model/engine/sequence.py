@@ -1,4 +1,5 @@
-"""What the engine keeps on the host about a request: the ticket (one per request), its samples, and their text.
+"""What the engine keeps on the host about a request: the ticket (one per request), its samples, and their
+text.
 
 Shapes: n tokens of a prompt, V vocabulary, L sparse layers, J chosen experts.
 """
@@ -42,8 +43,9 @@ class Decodes(Protocol):
 class TextStream:
     """Text of a growing list of tokens, given out piece by piece.
 
-    A piece is held back while it could still change: bytes of an unfinished character, and an ending that may be the
-    beginning of a stop string. `stopped` turns True when a stop string appears; the text ends before it.
+    A piece is held back while it could still change: bytes of an unfinished character, and an ending that may
+    be the beginning of a stop string. `stopped` turns True when a stop string appears; the text ends before
+    it.
     """
 
     def __init__(self, tokenizer: Decodes | None, stop: tuple[str, ...]) -> None:
@@ -100,13 +102,15 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. key_ids: the prompt with pictures' content in place of their placeholders, for the prefix
-    cache. stops, banned: of this request (banned None: the engine's usual set)."""
+    """A request on its way. key_ids: the prompt with pictures' content in place of their placeholders, for
+    the prefix cache. stops, banned: of this request (banned None: the engine's usual set)."""
 
     request: Request
     handle: Handle
@@ -120,7 +124,8 @@ class Ticket:
     features: Tensor | None = None
     cached_tokens: int = 0
     foreseen: bool = False
-    """Whether the device can tell by itself where a sample ends: by its length, or at one of up to STOPS ids."""
+    """Whether the device can tell by itself where a sample ends: by its length, or at one of up to STOPS ids.
+    """
 
     @property
     def longest(self) -> int:
@@ -134,8 +139,9 @@ class Ticket:
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation. length: tokens whose effect is in slot and pages. reserved: pages promised and not taken.
-    siblings: samples to be forked from this one when its prompt has been read. saved: state to be put back."""
+    """One continuation. length: tokens whose effect is in slot and pages. reserved: pages promised and not
+    taken. siblings: samples to be forked from this one when its prompt has been read. saved: state to be put
+    back."""
 
     ticket: Ticket
     index: int
@@ -165,7 +171,8 @@ class Sample:
 
     @property
     def target(self) -> int:
-        """Where reading stops: the end of the prompt while siblings wait to be forked from there, else all that is known."""
+        """Where reading stops: the end of the prompt while siblings wait to be forked from there, else all
+        that is known."""
         return len(self.ticket.ids) if self.siblings else self.context
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -185,7 +192,9 @@ class Sample:
         """Tokens it may still get."""
         return self.ticket.request.params.max_new_tokens - len(self.ids)
 
-    def extend(self, ids: Sequence[int], logprobs: Sequence[float], logprobs1: Sequence[float], version: int) -> None:
+    def extend(
+        self, ids: Sequence[int], logprobs: Sequence[float], logprobs1: Sequence[float], version: int
+    ) -> None:
         """New tokens, chosen by the weights of `version`."""
         self.ids += ids
         self.logprobs += logprobs
@@ -219,7 +228,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class House:
-    """What the engine knows about every request. ends, silent: its stop and banned ids; media: the placeholder."""
+    """What the engine knows about every request. ends, silent: its stop and banned ids; media: the
+    placeholder."""
 
     tokenizer: Decodes | None
     vocabulary: int
@@ -246,7 +256,12 @@ def house_of(model: NativeFusion, tokenizer: Decodes | None) -> House:
             "use the tokenizer the model was trained with"
         )
     ends = {text.eos_token_id, *(special[name] for name in (END_OF_MSG,) if name in special)}
-    silent = {media, text.bos_token_id, text.pad_token_id, *(special[name] for name in MEDIA_TOKENS if name in special)}
+    silent = {
+        media,
+        text.bos_token_id,
+        text.pad_token_id,
+        *(special[name] for name in MEDIA_TOKENS if name in special),
+    }
     silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer
     return House(tokenizer, text.vocab_size, frozenset(ends), frozenset(silent - ends), media, merge)
 
@@ -262,22 +277,27 @@ def make_ticket(request: Request, house: House) -> Ticket:
         raise RequestError(f"prompt {request.id} has no tokens; a prompt needs at least [BOS]")
     if min(ids) < 0 or max(ids) >= house.vocabulary:
         got = f"{min(ids)}..{max(ids)}"
-        raise RequestError(f"request {request.id!r}: token ids must lie in 0..{house.vocabulary - 1}, got {got}")
+        raise RequestError(
+            f"request {request.id!r}: token ids must lie in 0..{house.vocabulary - 1}, got {got}"
+        )
     positions = [int(i) for i in torch.as_tensor(prompt.media_positions).tolist()]
     digests = picture_digests(prompt.patches, prompt.grids)
     counts = [num_tokens(grid, house.merge) for grid in prompt.grids]
     pads = [i for i, token in enumerate(ids) if token == house.media]
     if pads != sorted(positions) or len(pads) != sum(counts):
         raise RequestError(
-            f"request {request.id!r}: the pictures give {sum(counts)} features, the text holds {len(pads)} <|media_pad|> "
-            f"and {len(positions)} media positions; encode text and pictures with the model's vision configuration"
+            f"request {request.id!r}: the pictures give {sum(counts)} features, the text holds {len(pads)}"
+            f" <|media_pad|> and {len(positions)} media positions; encode text and pictures with the model's"
+            " vision configuration"
         )
     stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else house.ends)
     banned = ((house.silent | set(params.banned_ids)) - stops) | {house.media}
     banned_V = None
     if banned != house.silent:
         banned_V = torch.zeros(house.vocabulary, dtype=torch.bool)
-        banned_V[torch.tensor(sorted(i for i in banned if 0 <= i < house.vocabulary), dtype=torch.long)] = True
+        banned_V[torch.tensor(sorted(i for i in banned if 0 <= i < house.vocabulary), dtype=torch.long)] = (
+            True
+        )
         if bool(banned_V.all()):
             raise RequestError(f"request {request.id!r}: every token is banned")
     handle = Handle(request.id, params.n)
@@ -291,7 +311,8 @@ def make_ticket(request: Request, house: House) -> Ticket:
 
 
 def _key_ids(ids: list[int], positions: list[int], digests: list[bytes], counts: list[int]) -> np.ndarray:
-    """int64 ids with a number for (picture, place in it) at every placeholder: other pictures make another key."""
+    """int64 ids with a number for (picture, place in it) at every placeholder: other pictures make another
+    key."""
     key = np.array(ids, dtype=np.int64)
     start = 0
     for digest, count in zip(digests, counts):

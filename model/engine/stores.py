@@ -1,12 +1,14 @@
-"""What layers see of the engine's memory: KDA slots and MLA pages, and the plan of a call that tells where its tokens stand.
+"""What layers see of the engine's memory: KDA slots and MLA pages, and the plan of a call that tells where
+its tokens stand.
 
-The keys of absorbed attention are walked in tiles whose borders depend on the position alone, with an online softmax:
-a row's result does not depend on how long its neighbours in the batch are (keys that a row may not see add exactly
-zero), and the working space stays bounded however long the context is. Where the Triton backend is chosen, single
-tokens go through `mla_decode` over the pages in place, and the layer itself attends chunks over `latents`.
+The keys of absorbed attention are walked in tiles whose borders depend on the position alone, with an online
+softmax: a row's result does not depend on how long its neighbours in the batch are (keys that a row may not
+see add exactly zero), and the working space stays bounded however long the context is. Where the Triton
+backend is chosen, single tokens go through `mla_decode` over the pages in place, and the layer itself attends
+chunks over `latents`.
 
-Shapes: S slots, P pages, N sequences, H heads, K key dim, V value dim, C channels, W width of the convolution or
-queries per sequence, R rank plus shared key part, L latents read, T new tokens.
+Shapes: S slots, P pages, N sequences, H heads, K key dim, V value dim, C channels, W width of the convolution
+or queries per sequence, R rank plus shared key part, L latents read, T new tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from earlyfusion.model.cache import Reads, attend_in_tiles
 
 @dataclass(frozen=True)
 class PooledPlan:
-    """Where one call's tokens stand. slots_N: the sequences' slots. rows_T: latent row (page * page_size + offset) of
-    every new token. pages_NP: pages of every sequence in order, as many as `tiles` wants positions. last_NW: last
-    position query w may see. places_T: place of every new token in the padded [N * W] queries (None for single tokens)."""
+    """Where one call's tokens stand. slots_N: the sequences' slots. rows_T: latent row (page * page_size +
+    offset) of every new token. pages_NP: pages of every sequence in order, as many as `tiles` wants
+    positions. last_NW: last position query w may see. places_T: place of every new token in the padded [N *
+    W] queries (None for single tokens)."""
 
     single: bool
     fresh: bool
@@ -37,7 +40,8 @@ class PooledPlan:
     last_NW: Tensor
     places_T: Tensor | None
     slot_range: tuple[int, int] | None = None
-    """(first, end) when the slots of real sequences are consecutive: then states are worked on where they lie."""
+    """(first, end) when the slots of real sequences are consecutive: then states are worked on where they
+    lie."""
     live: int | None = None
     """Single tokens: sequences that are real; the padding rows after them attend to nothing and get zeros."""
     seen: int = 0
@@ -53,14 +57,17 @@ class PooledPlan:
     @property
     def fills_range(self) -> bool:
         """Whether the call's rows are exactly those of `slot_range`."""
-        return self.slot_range is not None and self.slot_range[1] - self.slot_range[0] == self.slots_N.shape[0]
+        return (
+            self.slot_range is not None and self.slot_range[1] - self.slot_range[0] == self.slots_N.shape[0]
+        )
 
 
 class Windows:
-    """Latents of the running sequences laid out row by row, so that a step need not gather them from their pages.
+    """Latents of the running sequences laid out row by row, so that a step need not gather them from their
+    pages.
 
-    Made when first asked for, written along with the pages, good for one batch: the engine makes a new one when the
-    sequences change. Long contexts go without (`most` bytes per layer).
+    Made when first asked for, written along with the pages, good for one batch: the engine makes a new one
+    when the sequences change. Long contexts go without (`most` bytes per layer).
     """
 
     def __init__(self, most: int = 32 << 20) -> None:
@@ -114,7 +121,8 @@ class KdaSlots:
             self.taps_SWC.index_copy_(0, plan.slots_N, taps_NWC)
 
     def open(self, plan: PooledPlan) -> tuple[Tensor, Tensor]:
-        """(state, taps [N, W - 1, C]) of the live sequences of a step, to be advanced in place and given to `close`."""
+        """(state, taps [N, W - 1, C]) of the live sequences of a step, to be advanced in place and given to
+        `close`."""
         if plan.slot_range is not None:
             rows = slice(*plan.slot_range)
             return self.state_SHKV[rows], self.taps_SWC[rows]
@@ -127,7 +135,9 @@ class KdaSlots:
             self.state_SHKV.index_copy_(0, slots, state_NHKV)
             self.taps_SWC.index_copy_(0, slots, taps_NWC)
 
-    def decode(self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any) -> Tensor | None:
+    def decode(
+        self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
+    ) -> Tensor | None:
         """None: `read`, the layer's own step and `write` do it."""
         return None
 
@@ -199,7 +209,9 @@ class MlaPages:
 
         length = plan.pages_NP.shape[1] * page
         reach = plan.reach if window is not None else None
-        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen, reach).view(-1, heads, rank)
+        out = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale, plan.seen, reach).view(
+            -1, heads, rank
+        )
         if plan.places_T is not None:
             return out.index_select(0, plan.places_T)
         padding = query_THR.shape[0] - count
@@ -210,7 +222,9 @@ class MlaPages:
         pages_PSR = self.latents_XR.view(-1, self.page_size, self.latents_XR.shape[1])
         lengths_N = plan.last_NW[:, 0] + 1
         mla_decode = resolve("mla_decode", query_THR.device)
-        return mla_decode(query_THR.contiguous(), pages_PSR, plan.pages_NP.contiguous(), lengths_N, rank, scale)[0]
+        return mla_decode(
+            query_THR.contiguous(), pages_PSR, plan.pages_NP.contiguous(), lengths_N, rank, scale
+        )[0]
 
 
 @dataclass

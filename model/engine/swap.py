@@ -31,11 +31,17 @@ def pause(ledger: Ledger, pools: Pools, request_id: str) -> PausedRequest:
     ledger.leave_scheduler(ticket)
     del ledger.tickets[request_id]
     ledger.counts["paused"] += 1
-    return PausedRequest(ticket.request, samples, list(ticket.handle.completions), ledger.version, ticket.cached_tokens)
+    return PausedRequest(
+        ticket.request, samples, list(ticket.handle.completions), ledger.version, ticket.cached_tokens
+    )
 
 
 def resume(
-    ledger: Ledger, pools: Pools, paused: PausedRequest, keep_state: bool, new_ticket: Callable[[Request], Ticket]
+    ledger: Ledger,
+    pools: Pools,
+    paused: PausedRequest,
+    keep_state: bool,
+    new_ticket: Callable[[Request], Ticket],
 ) -> Handle:
     """See `Engine.resume`."""
     ticket = new_ticket(paused.request)
@@ -44,7 +50,9 @@ def resume(
     ticket.cached_tokens = paused.cached_tokens
     by_index = {sample.index: sample for sample in paused.samples}
     if done | set(by_index) != set(range(len(ticket.samples))):
-        raise RequestError(f"paused request {paused.request.id!r} lacks some of its {len(ticket.samples)} samples")
+        raise RequestError(
+            f"paused request {paused.request.id!r} lacks some of its {len(ticket.samples)} samples"
+        )
     for sample in ticket.samples:
         sample.finished = sample.index in done
         if not sample.finished:
@@ -60,11 +68,13 @@ def go_on(pools: Pools, ticket: Ticket, after: PausedSample) -> None:
     request = ticket.request
     if len(ticket.samples) != 1 or not 0 < after.length < len(ticket.ids):
         raise RequestError(
-            f"request {request.id!r} goes on after {after.length} tokens: expected one sample (has {len(ticket.samples)}) "
-            f"and a longer prompt (has {len(ticket.ids)})"
+            f"request {request.id!r} goes on after {after.length} tokens: expected one sample (has"
+            f" {len(ticket.samples)}) and a longer prompt (has {len(ticket.ids)})"
         )
     if request.capture_routing and after.routing is None:
-        raise RequestError(f"request {request.id!r}: capture_routing, but the state it goes on from knows no routing")
+        raise RequestError(
+            f"request {request.id!r}: capture_routing, but the state it goes on from knows no routing"
+        )
     try:
         pools.check(after.state, after.length)
     except ValueError as error:
@@ -108,7 +118,9 @@ def load_weights(
         name for name in own if name in state_dict and own[name].shape != state_dict[name].shape
     ]
     if wrong:
-        raise ValueError(f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}")
+        raise ValueError(
+            f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}"
+        )
     for name, tensor in own.items():
         tensor.copy_(state_dict[name])
     ledger.version = version

@@ -3,8 +3,8 @@
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-m and v are fp32 (fp64 for fp64 parameters) whatever the parameter's dtype. Parameters of 16 bits are updated in fp32
-and rounded once. Source: Loshchilov and Hutter, arXiv 1711.05101; identical to torch.optim.AdamW.
+m and v are fp32 (fp64 for fp64 parameters) whatever the parameter's dtype. Parameters of 16 bits are updated
+in fp32 and rounded once. Source: Loshchilov and Hutter, arXiv 1711.05101; identical to torch.optim.AdamW.
 """
 
 from __future__ import annotations
@@ -55,15 +55,27 @@ def adamw_step(
         torch._foreach_add_(steps, 1)
         working = weights if wide else [weight.to(torch.float32) for weight in weights]
         torch._fused_adamw_(
-            working, [grads[i].to(state_dtype(dtype)) for i in indices], m, v, [], steps,
-            lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            working,
+            [grads[i].to(state_dtype(dtype)) for i in indices],
+            m,
+            v,
+            [],
+            steps,
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
         if not wide:
             torch._foreach_copy_(weights, working)
 
 
 def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) -> float:
-    """Root mean square of the last updates before lr and weight decay, from the state alone; NaN without state.
+    """Root mean square of the last updates before lr and weight decay, from the state alone; NaN without
+    state.
 
     One pass over the moments and two host syncs: for metrics, not for every step.
     """

@@ -1,8 +1,8 @@
 """Which parts of a weight are one matrix to Muon.
 
-A block specification is a plain list of integers `[repeat, group, size, size, ...]` (it lives in `param_groups` and in
-checkpoints): the rows of a weight are read as [repeat, group, size + size + ...], and every (repeat, size) is one
-block of group * size rows. All columns belong to every block.
+A block specification is a plain list of integers `[repeat, group, size, size, ...]` (it lives in
+`param_groups` and in checkpoints): the rows of a weight are read as [repeat, group, size + size + ...], and
+every (repeat, size) is one block of group * size rows. All columns belong to every block.
 
     [1, 1, rows]              the whole matrix                              1 block
     [H, 1, d]                 one block a head (q, k, v projections)        H blocks
@@ -66,7 +66,8 @@ def block_shapes(spec: Sequence[int], columns: int) -> list[tuple[int, int]]:
 def block_scale(rows: int, columns: int, rms: float) -> float:
     """Factor that gives an orthogonal block the root mean square `rms`: rms * sqrt(max(rows, columns)).
 
-    A (semi-)orthogonal matrix has mean square 1 / max(rows, columns). Source: Moonlight (arXiv 2502.16982) section 2.2.
+    A (semi-)orthogonal matrix has mean square 1 / max(rows, columns). Source: Moonlight (arXiv 2502.16982)
+    section 2.2.
     """
     return rms * math.sqrt(max(rows, columns))
 
@@ -74,10 +75,13 @@ def block_scale(rows: int, columns: int, rms: float) -> float:
 def check_blocks(fqn: str, shape: Sequence[int], spec: Sequence[int]) -> None:
     """Raises RoutingError unless `spec` tiles the rows of a weight of `shape`."""
     if len(spec) < 3 or any(not isinstance(x, int) or x < 1 for x in spec):
-        raise RoutingError(f"{fqn}: blocks {list(spec)} are not [repeat, group, size, ...] of positive integers")
+        raise RoutingError(
+            f"{fqn}: blocks {list(spec)} are not [repeat, group, size, ...] of positive integers"
+        )
     if spec[0] * unit_rows(spec) != shape[-2]:
         raise RoutingError(
-            f"{fqn}: blocks {list(spec)} cover {spec[0] * unit_rows(spec)} rows, the weight {tuple(shape)} has {shape[-2]}"
+            f"{fqn}: blocks {list(spec)} cover {spec[0] * unit_rows(spec)} rows, the weight {tuple(shape)}"
+            f" has {shape[-2]}"
         )
 
 

@@ -12,10 +12,11 @@ Rules, first match wins (`overrides`, patterns over full names, come before all 
 | matrices, and stacks of expert matrices [E, out, in]                   | muon   | yes          |
 | everything else                                                        | adamw  | yes          |
 
-Blocks: q, k and v projections per head (`head_group_size`), MLA's kv_b_proj per head with keys and values apart,
-fused gate_up_proj and wqkv by their parts, everything else whole. Head sizes are read from the module that owns the
-projection: `qk_nope_head_dim, qk_rope_head_dim, v_head_dim, num_heads` (MLA) or `head_dim`.
-Sources: Moonlight (arXiv 2502.16982) for the families, Kimi K3 (arXiv 2607.24653) section 2.5 for blocks per head.
+Blocks: q, k and v projections per head (`head_group_size`), MLA's kv_b_proj per head with keys and values
+apart, fused gate_up_proj and wqkv by their parts, everything else whole. Head sizes are read from the module
+that owns the projection: `qk_nope_head_dim, qk_rope_head_dim, v_head_dim, num_heads` (MLA) or `head_dim`.
+Sources: Moonlight (arXiv 2502.16982) for the families, Kimi K3 (arXiv 2607.24653) section 2.5 for blocks per
+head.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from typing import Any, Literal
 from torch import nn
 
 from earlyfusion.pipeline.errors import did_you_mean
-from earlyfusion.pipeline.optim.blocks import BlockSpec, RoutingError, check_blocks, per_head, per_head_pair, whole
+from earlyfusion.pipeline.optim.blocks import (
+    BlockSpec,
+    RoutingError,
+    check_blocks,
+    per_head,
+    per_head_pair,
+    whole,
+)
 
 Family = Literal["muon", "adamw"]
 FAMILIES: tuple[Family, ...] = ("muon", "adamw")
@@ -70,8 +78,11 @@ def owned_parameters(model: nn.Module) -> Iterator[Owned]:
 
 
 def is_lookup_or_head(fqn: str, module: nn.Module | None) -> bool:
-    """Embeddings and output heads: rows are tokens, not directions of a linear map, so Muon must not touch them."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or bool(set(fqn.split(".")) & (_EMBEDDINGS | _HEADS))
+    """Embeddings and output heads: rows are tokens, not directions of a linear map, so Muon must not touch
+    them."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or bool(
+        set(fqn.split(".")) & (_EMBEDDINGS | _HEADS)
+    )
 
 
 def _default_route(owned: Owned, muon_vision: bool) -> tuple[Family, bool]:
@@ -94,10 +105,13 @@ def _default_route(owned: Owned, muon_vision: bool) -> tuple[Family, bool]:
 def _heads_of(fqn: str, rows: int, head_rows: int, group_size: int) -> int:
     heads, rest = divmod(rows, head_rows)
     if rest:
-        raise RoutingError(f"{fqn}: {rows} rows are not a multiple of the head size {head_rows} its module declares")
+        raise RoutingError(
+            f"{fqn}: {rows} rows are not a multiple of the head size {head_rows} its module declares"
+        )
     if group_size and heads % group_size:
         raise RoutingError(
-            f"{fqn}: head_group_size {group_size} does not divide {heads} heads; choose a divisor, or 0 for whole matrices"
+            f"{fqn}: head_group_size {group_size} does not divide {heads} heads; choose a divisor, or 0 for"
+            " whole matrices"
         )
     return heads
 
@@ -145,7 +159,9 @@ def _check_overrides(overrides: Mapping[str, str], fqns: list[str]) -> None:
         if family not in FAMILIES:
             raise RoutingError(f"override {pattern!r} = {family!r}: expected one of {', '.join(FAMILIES)}")
         if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
-            raise RoutingError(f"override {pattern!r} matches no parameter; {did_you_mean(pattern, fqns[:2000])}")
+            raise RoutingError(
+                f"override {pattern!r} matches no parameter; {did_you_mean(pattern, fqns[:2000])}"
+            )
 
 
 def check_muon_parameter(fqn: str, shape: tuple[int, ...], spec: BlockSpec, module: nn.Module | None) -> None:
@@ -154,8 +170,8 @@ def check_muon_parameter(fqn: str, shape: tuple[int, ...], spec: BlockSpec, modu
         raise RoutingError(f"{fqn} is an embedding or output head; Muon is for linear maps: put it on adamw")
     if len(shape) not in (2, 3):
         raise RoutingError(
-            f"{fqn} has shape {shape}; Muon takes matrices [out, in] or stacks [E, out, in]. A flat shape means that "
-            "FSDP1 or DeepSpeed flattened it: use FSDP2, or put the parameter on adamw"
+            f"{fqn} has shape {shape}; Muon takes matrices [out, in] or stacks [E, out, in]. A flat shape"
+            " means that FSDP1 or DeepSpeed flattened it: use FSDP2, or put the parameter on adamw"
         )
     if 0 in shape:
         raise RoutingError(
@@ -176,15 +192,16 @@ def build_param_groups(
 ) -> list[dict[str, Any]]:
     """Parameter groups for `MuonClip`; every parameter of the model is in exactly one, frozen ones too.
 
-    matrices: "adamw" puts everything on AdamW (groups then also suit torch.optim.AdamW). head_group_size: heads
-    orthogonalised together; 0 or None takes whole projections. overrides: fnmatch pattern over full names ->
-    "muon" | "adamw", the first matching pattern wins.
+    matrices: "adamw" puts everything on AdamW (groups then also suit torch.optim.AdamW). head_group_size:
+    heads orthogonalised together; 0 or None takes whole projections. overrides: fnmatch pattern over full
+    names -> "muon" | "adamw", the first matching pattern wins.
 
     Each group holds plain values beside its parameters: name, family, lr, weight_decay, fqns and blocks (both
     aligned with params; blocks are empty lists for AdamW).
 
     Raises:
-        RoutingError: an override matches nothing or names no family, Muon would get an embedding, a head or a tensor
+        RoutingError: an override matches nothing or names no family, Muon would get an embedding, a head or a
+        tensor
             that is no matrix, heads do not divide, or no parameter at all would be trained by Muon.
     """
     overrides = dict(overrides or {})
@@ -210,7 +227,7 @@ def build_param_groups(
         group["blocks"].append(spec)
     if matrices == "muon" and not any(group["family"] == "muon" for group in groups.values()):
         raise RoutingError(
-            f"no parameter of {type(model).__name__} is routed to Muon; matrices are recognised by shape and name: "
-            'add an override {"pattern": "muon"}, or use matrices="adamw"'
+            f"no parameter of {type(model).__name__} is routed to Muon; matrices are recognised by shape and"
+            ' name: add an override {"pattern": "muon"}, or use matrices="adamw"'
         )
     return sorted(groups.values(), key=lambda group: (group["family"] != "muon", group["name"]))

@@ -5,12 +5,14 @@ For every block of a Muon parameter (blocks.py) with gradient G,
     M := mu M + (1 - mu) G,      U = (1 - mu) G + mu M  (Nesterov)  or  M
     O  = NewtonSchulz(U),        W := W (1 - lr wd) - lr rms sqrt(max(rows, columns)) O
 
-M is an average, as in torch.optim.Muon, whose momentum buffers fit; Keller Jordan's sums are 1 / (1 - mu) times
-larger, which Newton-Schulz does not see. An update has root mean square `rms` as far as Newton-Schulz reaches 1, so one
-learning rate serves both families. Sources: Jordan et al. 2024; Moonlight (arXiv 2502.16982); Kimi K2 (2507.20534).
+M is an average, as in torch.optim.Muon, whose momentum buffers fit; Keller Jordan's sums are 1 / (1 - mu)
+times larger, which Newton-Schulz does not see. An update has root mean square `rms` as far as Newton-Schulz
+reaches 1, so one learning rate serves both families. Sources: Jordan et al. 2024; Moonlight (arXiv
+2502.16982); Kimi K2 (2507.20534).
 
-A parameter without a gradient is left alone entirely: no decay, no momentum decay, no state. Which those are must be
-the same on every rank (with DDP or FSDP it is: gradients are reduced). Under DDP all ranks take the same step.
+A parameter without a gradient is left alone entirely: no decay, no momentum decay, no state. Which those are
+must be the same on every rank (with DDP or FSDP it is: gradients are reduced). Under DDP all ranks take the
+same step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from earlyfusion.kernels.muon.naive import coefficients
 from earlyfusion.pipeline.optim.adamw import adamw_step, fresh_state, state_dtype, update_rms
 from earlyfusion.pipeline.optim.blocks import RoutingError, block_scale, sections
 from earlyfusion.pipeline.optim.groups import FAMILIES, build_param_groups
-from earlyfusion.pipeline.optim.plan import Bucket, Entry, Plan, TableRow, build_plan, local_part, routing_rows
+from earlyfusion.pipeline.optim.plan import (
+    Bucket,
+    Entry,
+    Plan,
+    TableRow,
+    build_plan,
+    local_part,
+    routing_rows,
+)
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 
 __all__ = ["MuonClip", "QKClip", "RoutingError", "build_param_groups"]
@@ -37,14 +47,15 @@ _STRUCTURE = ("name", "family", "fqns", "blocks")
 class MuonClip(torch.optim.Optimizer):
     """One optimizer over the groups of `build_param_groups`.
 
-    groups: dicts with family "muon" | "adamw", params, fqns, blocks, lr, weight_decay; a group may also set its own
-    momentum, nesterov, ns, rms, betas, eps. model: where names are looked up, needed for qk_clip and recommended
-    always: the optimizer then follows parameters that sharding replaces. ns: Newton-Schulz preset; ns_dtype: its
-    precision (None: bf16 where the hardware has it, see kernels/muon). qk_clip: tau, or None for no clipping.
+    groups: dicts with family "muon" | "adamw", params, fqns, blocks, lr, weight_decay; a group may also set
+    its own momentum, nesterov, ns, rms, betas, eps. model: where names are looked up, needed for qk_clip and
+    recommended always: the optimizer then follows parameters that sharding replaces. ns: Newton-Schulz
+    preset; ns_dtype: its precision (None: bf16 where the hardware has it, see kernels/muon). qk_clip: tau, or
+    None for no clipping.
 
     Raises:
-        RoutingError: nothing is left for Muon, or Muon was given what it cannot train (also at the first step).
-        ValueError: unknown preset, qk_clip without a model, or options out of range.
+        RoutingError: nothing is left for Muon, or Muon was given what it cannot train (also at the first
+        step). ValueError: unknown preset, qk_clip without a model, or options out of range.
     """
 
     def __init__(
@@ -63,10 +74,13 @@ class MuonClip(torch.optim.Optimizer):
     ) -> None:
         groups = [dict(group) for group in groups]
         for group in groups:
-            if group.get("family") not in FAMILIES or not {"fqns", "blocks", "lr", "weight_decay"} <= group.keys():
+            if (
+                group.get("family") not in FAMILIES
+                or not {"fqns", "blocks", "lr", "weight_decay"} <= group.keys()
+            ):
                 raise RoutingError(
-                    f"a group needs family ({' or '.join(FAMILIES)}), fqns, blocks, lr and weight_decay, as made by "
-                    f"build_param_groups; got the keys {sorted(group)}"
+                    f"a group needs family ({' or '.join(FAMILIES)}), fqns, blocks, lr and weight_decay, as"
+                    f" made by build_param_groups; got the keys {sorted(group)}"
                 )
             group.setdefault("name", group["family"])
             coefficients(group.get("ns", ns))
@@ -75,8 +89,17 @@ class MuonClip(torch.optim.Optimizer):
         if not 0 <= momentum < 1 or not rms > 0:
             raise ValueError(f"momentum must be in [0, 1) and rms positive, got {momentum} and {rms}")
         if qk_clip is not None and model is None:
-            raise ValueError("qk_clip needs the model to find attention layers in: MuonClip(groups, model=model, ...)")
-        defaults = {"momentum": momentum, "nesterov": nesterov, "ns": ns, "rms": rms, "betas": betas, "eps": eps}
+            raise ValueError(
+                "qk_clip needs the model to find attention layers in: MuonClip(groups, model=model, ...)"
+            )
+        defaults = {
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns": ns,
+            "rms": rms,
+            "betas": betas,
+            "eps": eps,
+        }
         super().__init__(groups, defaults)
         self.ns_dtype = ns_dtype
         self.qk_clip = QKClip(model, qk_clip) if qk_clip is not None and model is not None else None
@@ -162,7 +185,9 @@ class MuonClip(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, grads, 1 - mu)
         for slot, grad, momentum in zip(slots, grads, momenta, strict=True):
             torch.lerp(grad, momentum, mu if group["nesterov"] else 1.0, out=slot)
-        ortho_Brc = resolve("newton_schulz", stacked_Brc.device)(stacked_Brc, preset=group["ns"], dtype=self.ns_dtype)
+        ortho_Brc = resolve("newton_schulz", stacked_Brc.device)(
+            stacked_Brc, preset=group["ns"], dtype=self.ns_dtype
+        )
         scale = block_scale(bucket.rows, bucket.columns, group["rms"])
         updates = [o.reshape(w.shape) for o, w in zip(ortho_Brc.split(counts), weights, strict=True)]
         self._note(group["name"], ortho_Brc, scale)
@@ -180,15 +205,17 @@ class MuonClip(torch.optim.Optimizer):
         self._matrices += ortho_Brc.shape[0]
 
     def routing_table(self) -> list[TableRow]:
-        """(fqn, shape, family, blocks, scale) of every parameter; checks the routing as the first step would."""
+        """(fqn, shape, family, blocks, scale) of every parameter; checks the routing as the first step
+        would."""
         self._current_plan()
         return routing_rows(self.param_groups)
 
     def metrics(self) -> dict[str, Any]:
         """Of the last step, with a host sync: call it when logging, not every step.
 
-        update_rms: {group: root mean square of this rank's updates before lr and decay}; ns_matrices_per_step: blocks
-        orthogonalised; params_without_grad: trainable parameters that were skipped; and `QKClip.metrics`.
+        update_rms: {group: root mean square of this rank's updates before lr and decay};
+        ns_matrices_per_step: blocks orthogonalised; params_without_grad: trainable parameters that were
+        skipped; and `QKClip.metrics`.
         """
         rms = {name: (float(square) / self._elements[name]) ** 0.5 for name, square in self._squares.items()}
         for group in self.param_groups:
@@ -200,7 +227,8 @@ class MuonClip(torch.optim.Optimizer):
         return {"update_rms": rms, **counts, **(self.qk_clip.metrics() if self.qk_clip is not None else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict()`. Names, families and blocks stay this optimizer's own; state keeps its fp32 precision.
+        """Load a `state_dict()`. Names, families and blocks stay this optimizer's own; state keeps its fp32
+        precision.
 
         Raises:
             RoutingError: the loaded groups name other parameters, or in another order.
@@ -209,7 +237,9 @@ class MuonClip(torch.optim.Optimizer):
         for mine, theirs in zip(own, state_dict["param_groups"], strict=False):
             loaded = theirs.get("fqns", mine["fqns"])
             if list(loaded) != mine["fqns"]:
-                other = next((f"{b!r} for {a!r}" for a, b in zip(mine["fqns"], loaded) if a != b), "a different number")
+                other = next(
+                    (f"{b!r} for {a!r}" for a, b in zip(mine["fqns"], loaded) if a != b), "a different number"
+                )
                 raise RoutingError(
                     f"the loaded optimizer state is of another model: group {mine['name']!r} has {other}"
                 )
@@ -220,7 +250,8 @@ class MuonClip(torch.optim.Optimizer):
         self._plan = None
 
     def _repair_state(self, state_dict: dict[str, Any]) -> None:
-        """Undo what torch does to loaded state: it casts moments to 16-bit parameters' dtype and leaves steps where they were."""
+        """Undo what torch does to loaded state: it casts moments to 16-bit parameters' dtype and leaves steps
+        where they were."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():

@@ -1,12 +1,12 @@
 """What one Muon step will do, worked out by parameter name when the first step needs it.
 
-Optimizers are often built before a model is sharded, and sharding replaces parameters (accelerate with FSDP2 swaps
-every entry of `param_groups`). So nothing here is remembered across such a swap: a plan knows which tensors and which
-storage it was made for, and `Plan.current` tells whether they are still the ones to train. With a model given, the
-parameter that the model holds under a name is the one that counts.
+Optimizers are often built before a model is sharded, and sharding replaces parameters (accelerate with FSDP2
+swaps every entry of `param_groups`). So nothing here is remembered across such a swap: a plan knows which
+tensors and which storage it was made for, and `Plan.current` tells whether they are still the ones to train.
+With a model given, the parameter that the model holds under a name is the one that counts.
 
-Blocks of equal size are stacked over all parameters of a group, in slices of bounded size (CHUNK_ELEMENTS), so that one
-Newton-Schulz call serves many weights and memory stays bounded.
+Blocks of equal size are stacked over all parameters of a group, in slices of bounded size (CHUNK_ELEMENTS),
+so that one Newton-Schulz call serves many weights and memory stays bounded.
 
 Shapes: see blocks.py; N blocks, G group, R rows, C columns.
 """
@@ -42,7 +42,8 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**26  # 256 MiB of fp32
 
 
 class TableRow(NamedTuple):
-    """One line of the routing table. blocks in words; scale: factor on an orthogonal block, one per section."""
+    """One line of the routing table. blocks in words; scale: factor on an orthogonal block, one per
+    section."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -105,8 +106,8 @@ class Plan:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor. Its module takes a second to import; who shards has imported it, and a process that
-    has not holds none."""
+    """Whether a tensor is a DTensor. Its module takes a second to import; who shards has imported it, and a
+    process that has not holds none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -117,7 +118,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def build_plan(param_groups: list[dict[str, Any]], state: Any, model: nn.Module | None) -> Plan:
-    """Plan the groups of `build_param_groups`; `param_groups` and `state` follow the model where it swapped parameters.
+    """Plan the groups of `build_param_groups`; `param_groups` and `state` follow the model where it swapped
+    parameters.
 
     Raises:
         RoutingError: a name is not in the model, or Muon was given what it cannot train.
@@ -127,8 +129,8 @@ def build_plan(param_groups: list[dict[str, Any]], state: Any, model: nn.Module 
     for group in param_groups:
         if len(group["fqns"]) != len(group["params"]) or len(group["blocks"]) != len(group["params"]):
             raise RoutingError(
-                f"group {group['name']!r} has {len(group['params'])} parameters for {len(group['fqns'])} names: "
-                "build groups with build_param_groups and keep params, fqns and blocks aligned"
+                f"group {group['name']!r} has {len(group['params'])} parameters for {len(group['fqns'])}"
+                " names: build groups with build_param_groups and keep params, fqns and blocks aligned"
             )
         if model is not None:
             _follow_model(group, state, owned)
@@ -144,7 +146,8 @@ def build_plan(param_groups: list[dict[str, Any]], state: Any, model: nn.Module 
 
 
 def _follow_model(group: dict[str, Any], state: Any, owned: Mapping[str, Owned]) -> None:
-    """Replace stale entries of group["params"] by what the model now holds under the same name; state moves along."""
+    """Replace stale entries of group["params"] by what the model now holds under the same name; state moves
+    along."""
     for index, fqn in enumerate(group["fqns"]):
         if fqn not in owned:
             raise RoutingError(
@@ -159,8 +162,8 @@ def _follow_model(group: dict[str, Any], state: Any, owned: Mapping[str, Owned])
             continue
         if old.shape != new.shape or type(old.data) is not type(new.data):
             raise RoutingError(
-                f"{fqn} changed from {tuple(old.shape)} to {tuple(new.shape)} or was sharded after it had optimizer "
-                "state: prepare the model first, then load the state"
+                f"{fqn} changed from {tuple(old.shape)} to {tuple(new.shape)} or was sharded after it had"
+                " optimizer state: prepare the model first, then load the state"
             )
         state[new] = kept
 
@@ -172,7 +175,9 @@ def _entry(family: str, fqn: str, param: Tensor, spec: BlockSpec, owned: Owned |
         if is_sharded(param):
             _check_placements(fqn, param, spec)
         elif not param.is_contiguous():
-            raise RoutingError(f"{fqn} is not contiguous (strides {param.stride()}); Muon updates row blocks in place")
+            raise RoutingError(
+                f"{fqn} is not contiguous (strides {param.stride()}); Muon updates row blocks in place"
+            )
     return Entry(fqn, param, local_part(param), spec, owner)
 
 
@@ -187,11 +192,14 @@ def _check_placements(fqn: str, param: DTensor, spec: BlockSpec) -> None:
             f"{fqn}: Muon supports Replicate and Shard(0), not {param.placements}; shard dim 0 or use adamw"
         )
     if local.numel() == 0:
-        raise RoutingError(f"{fqn}: this rank's shard of {tuple(param.shape)} is empty; use fewer ranks or adamw")
+        raise RoutingError(
+            f"{fqn}: this rank's shard of {tuple(param.shape)} is empty; use fewer ranks or adamw"
+        )
     if cuts and param.ndim == 2 and local.shape[0] % unit_rows(spec):
         raise RoutingError(
-            f"{fqn}: a shard of {local.shape[0]} of {param.shape[0]} rows cuts a Muon block of {unit_rows(spec)} rows: "
-            "keep the parameter replicated, use blocks per head that match the shards, or put it on adamw"
+            f"{fqn}: a shard of {local.shape[0]} of {param.shape[0]} rows cuts a Muon block of"
+            f" {unit_rows(spec)} rows: keep the parameter replicated, use blocks per head that match the"
+            " shards, or put it on adamw"
         )
 
 
@@ -200,9 +208,13 @@ def _buckets(entries: list[Entry]) -> list[Bucket]:
     done: list[Bucket] = []
     for entry in entries:
         shapes = block_shapes(entry.spec, entry.local.shape[-1])
-        for section, (view, (rows, columns)) in enumerate(zip(sections(entry.local, entry.spec), shapes, strict=True)):
+        for section, (view, (rows, columns)) in enumerate(
+            zip(sections(entry.local, entry.spec), shapes, strict=True)
+        ):
             key = (rows, columns, entry.local.device, entry.local.dtype)
-            limit = max(1, CHUNK_ELEMENTS.get(entry.local.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (rows * columns))
+            limit = max(
+                1, CHUNK_ELEMENTS.get(entry.local.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (rows * columns)
+            )
             low = 0
             while low < view.shape[0]:
                 bucket, filled = open_buckets.get(key, (None, 0))

@@ -3,13 +3,16 @@
 After an optimizer step, for each head with S = max over the step's visible pairs of scale * q_i . k_j,
 
     gamma = min(1, tau / S)    (1 for S <= 0, for -inf = nothing measured, and for non-finite S)
-    W_q rows without position *= sqrt(gamma),   W_q rows with position *= gamma,   key rows of W_kvb *= sqrt(gamma)
+    W_q rows without position *= sqrt(gamma),   W_q rows with position *= gamma,   key rows of W_kvb *=
+                                                sqrt(gamma)
 
-so the logits of that head shrink by gamma. The shared positional key (in kv_a) and the values are not touched, nor is
-any head with gamma = 1: its weights stay bit-identical. With a query low-rank pair only the second matrix is scaled.
-Source: Kimi K2 (arXiv 2507.20534) section 2.1, the MLA case. (KDA normalises q and k, so it has nothing to clip.)
+so the logits of that head shrink by gamma. The shared positional key (in kv_a) and the values are not
+touched, nor is any head with gamma = 1: its weights stay bit-identical. With a query low-rank pair only the
+second matrix is scaled. Source: Kimi K2 (arXiv 2507.20534) section 2.1, the MLA case. (KDA normalises q and
+k, so it has nothing to clip.)
 
-S comes from the attention modules' `max_logit` buffers, which collect it in the forward passes of all micro-batches.
+S comes from the attention modules' `max_logit` buffers, which collect it in the forward passes of all
+micro-batches.
 
 Shapes: L layers, H heads, N rows of a head without position, R rows with position, V value rows, C columns.
 """
@@ -30,7 +33,9 @@ _NEEDED = ("max_logit", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_
 
 
 def _is_latent_attention(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in _NEEDED) and (hasattr(module, "q_proj") or hasattr(module, "q_b_proj"))
+    return all(hasattr(module, name) for name in _NEEDED) and (
+        hasattr(module, "q_proj") or hasattr(module, "q_b_proj")
+    )
 
 
 def head_factors(S_H: Tensor, tau: float) -> Tensor:
@@ -40,11 +45,12 @@ def head_factors(S_H: Tensor, tau: float) -> Tensor:
 
 
 class QKClip:
-    """Clips the latent-attention layers of `model`; usable beside any optimizer: `QKClip(model, tau).attach(opt)`.
+    """Clips the latent-attention layers of `model`; usable beside any optimizer: `QKClip(model,
+    tau).attach(opt)`.
 
     Layers are recognised by their attributes: max_logit [H], num_heads, qk_nope_head_dim, qk_rope_head_dim,
-    v_head_dim, kv_b_proj, and q_proj or q_b_proj. Weights are looked up at each call, so a swapped parameter is
-    found. Frozen weights (requires_grad False) are left alone.
+    v_head_dim, kv_b_proj, and q_proj or q_b_proj. Weights are looked up at each call, so a swapped parameter
+    is found. Frozen weights (requires_grad False) are left alone.
 
     Raises:
         ValueError: tau is not positive, or the model has no such layer.
@@ -73,9 +79,11 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Clip, then start a new measurement. One all-reduce for all layers if torch.distributed is initialised.
+        """Clip, then start a new measurement. One all-reduce for all layers if torch.distributed is
+        initialised.
 
-        On an accelerator nothing waits for the host: factors stay on the device and heads to keep are multiplied by 1.
+        On an accelerator nothing waits for the host: factors stay on the device and heads to keep are
+        multiplied by 1.
         """
         modules = list(self.layers.values())
         S = torch.cat([module.max_logit.float() for module in modules])
@@ -88,7 +96,8 @@ class QKClip:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was measured; call it for a step that is skipped, so that a bad batch does not clip the next."""
+        """Forget what was measured; call it for a step that is skipped, so that a bad batch does not clip the
+        next."""
         for module in self.layers.values():
             module.max_logit.fill_(float("-inf"))
 
@@ -102,8 +111,8 @@ class QKClip:
     def metrics(self) -> dict[str, Any]:
         """Of the last step, with a host sync: `max_logit` {layer: [S per head]} and `clipped_heads`.
 
-        A layer is named by its index in the stack if its name holds one, else by its name. Layers that measured
-        nothing are left out of `max_logit` and counted in `unmeasured_layers`.
+        A layer is named by its index in the stack if its name holds one, else by its name. Layers that
+        measured nothing are left out of `max_logit` and counted in `unmeasured_layers`.
         """
         if self._last is None:
             return {}
@@ -116,7 +125,11 @@ class QKClip:
             if max(heads) > float("-inf"):
                 found[next((part for part in name.split(".") if part.isdigit()), name)] = heads
         clipped = sum(self.tau < s < float("inf") for s in values)
-        return {"max_logit": found, "clipped_heads": clipped, "unmeasured_layers": len(self.layers) - len(found)}
+        return {
+            "max_logit": found,
+            "clipped_heads": clipped,
+            "unmeasured_layers": len(self.layers) - len(found),
+        }
 
 
 def _per_row(parts: list[tuple[Tensor, int]]) -> Tensor:
@@ -132,6 +145,8 @@ def _scale_rows(weight: Tensor, factors_R1: Tensor) -> None:
     if is_sharded(weight):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        shape, offset = compute_local_shape_and_global_offset(
+            weight.shape, weight.device_mesh, weight.placements
+        )
         factors_R1 = factors_R1[offset[0] : offset[0] + shape[0]]
     local.mul_(factors_R1)

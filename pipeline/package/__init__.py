@@ -1,4 +1,5 @@
-"""earlyfusion from Python: `load` reads a model directory, the rooms (earlyfusion.model, earlyfusion.data, ...) hold the rest.
+"""earlyfusion from Python: `load` reads a model directory, the rooms (earlyfusion.model, earlyfusion.data,
+...) hold the rest.
 
     model, tokenizer = earlyfusion.load("runs/nano")
 
@@ -29,8 +30,8 @@ def load(directory: str | Path, device: str = "cpu", dtype: Any = None) -> tuple
     dtype: torch dtype of the weights; None keeps what is stored. Raises ModelDirectoryError or DataError.
     """
     from earlyfusion.data.tokenizer import Tokenizer
-    from earlyfusion.model.hub import load_model
-    from earlyfusion.model.hub_config import model_folder
+    from earlyfusion.model.hub.config import model_folder
+    from earlyfusion.model.hub.folder import load_model
 
     folder = model_folder(directory)
     return load_model(folder, device, dtype), Tokenizer.load(folder)

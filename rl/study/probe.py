@@ -3,11 +3,12 @@
     probed = probe(model, tokenizer, "odd_one_out/0", ["picture", "twin"], fit=300, test=160, seed=7)
     probed["picture"]["twin"]                 # accuracy by depth: fitted on pictures, read off words
 
-The state is what enters the feed-forward of each layer at the last token of the prompt, before a word of the answer is
-said, and behind the last layer the state that chooses the first token. One ridge regression from the state to the
-answers of the training split, solved exactly in fp64; the answer with the largest value counts. Problems of the test
-split share no combination with those it was fitted on. Fitted on one form and read off another it says whether both
-forms keep the answer in the same directions, which a transfer from pictures to words would need.
+The state is what enters the feed-forward of each layer at the last token of the prompt, before a word of the
+answer is said, and behind the last layer the state that chooses the first token. One ridge regression from
+the state to the answers of the training split, solved exactly in fp64; the answer with the largest value
+counts. Problems of the test split share no combination with those it was fitted on. Fitted on one form and
+read off another it says whether both forms keep the answer in the same directions, which a transfer from
+pictures to words would need.
 
 Legend: N problems, D hidden size, C answers.
 """
@@ -24,10 +25,10 @@ from torch import Tensor
 from earlyfusion.data.errors import DataError
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating, pack_prompts
-from earlyfusion.rl.measure import SEED_STEP, held_out
-from earlyfusion.rl.measure_files import entry_of
-from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl.measure.files import entry_of
+from earlyfusion.rl.measure.run import SEED_STEP, held_out
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.tasks.problem import Problem
 from earlyfusion.rl.tasks.registry import make_task
 
@@ -42,8 +43,8 @@ def probe(
 ) -> dict[str, dict[str, list[float]]]:
     """Form fitted on -> form read off -> accuracy at every depth, the last layer's output at the end.
 
-    label: "task/difficulty". fit, test: problems of the training and of the held-out split. Raises DataError for counts
-    below 2 and for a task with a single answer.
+    label: "task/difficulty". fit, test: problems of the training and of the held-out split. Raises DataError
+    for counts below 2 and for a task with a single answer.
     """
     if fit < 2 or test < 2:
         raise DataError(f"a probe of {fit} problems read off {test}: give at least 2 of each")
@@ -53,7 +54,9 @@ def probe(
     _, asked = held_out(entry, test, seed)
     answers = sorted({problem.target for problem in known})
     if len(answers) < 2:
-        raise DataError(f"{label}: {fit} problems have the one answer {answers[0]!r}; there is nothing to tell apart")
+        raise DataError(
+            f"{label}: {fit} problems have the one answer {answers[0]!r}; there is nothing to tell apart"
+        )
     code = {answer: number for number, answer in enumerate(answers)}
     known_N = torch.tensor([code[problem.target] for problem in known])
     asked_N = torch.tensor([code.get(problem.target, -1) for problem in asked])
@@ -66,15 +69,17 @@ def probe(
         readers = [Reader(states_ND, known_N, len(answers)) for states_ND in fitted]
         found[form] = {
             other: [
-                float((reader(state_ND) == asked_N).double().mean()) for reader, state_ND in zip(readers, held)
+                float((reader(state_ND) == asked_N).double().mean())
+                for reader, state_ND in zip(readers, held)
             ]
             for other, (_, held) in states.items()
-        }  # fmt: skip
+        }
     return found
 
 
 class Reader:
-    """A ridge regression from states [N, D] to one-hot answers, in fp64; called, it says the likeliest answer, int64 [N]."""
+    """A ridge regression from states [N, D] to one-hot answers, in fp64; called, it says the likeliest
+    answer, int64 [N]."""
 
     def __init__(self, states_ND: Tensor, answers_N: Tensor, count: int) -> None:
         x_ND = states_ND.double()
@@ -91,9 +96,11 @@ class Reader:
         return (x_ND @ self.weight_DC + self.bias_C).argmax(-1)
 
 
-def states_of(model: NativeFusion, tokenizer: Any, problems: Sequence[Problem], entry: TaskEntry) -> list[Tensor]:
-    """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt, asked as `entry`
-    asks."""
+def states_of(
+    model: NativeFusion, tokenizer: Any, problems: Sequence[Problem], entry: TaskEntry
+) -> list[Tensor]:
+    """For every depth the states [N, D], fp32 on the CPU, at the last token of each problem's prompt, asked
+    as `entry` asks."""
     kept: list[list[Tensor]] = []
     with evaluating(model), _listening(model) as heard:
         for start in range(0, len(problems), ROWS):
@@ -114,7 +121,9 @@ def _listening(model: NativeFusion) -> Iterator[list[Tensor]]:
     def hear(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         heard.append(inputs[0].detach())
 
-    inner: list[Any] = [layer.block_sparse_moe if layer.sparse else layer.mlp for layer in model.decoder.layers]
+    inner: list[Any] = [
+        layer.block_sparse_moe if layer.sparse else layer.mlp for layer in model.decoder.layers
+    ]
     handles = [module.register_forward_pre_hook(hear) for module in inner]
     try:
         yield heard

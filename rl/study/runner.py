@@ -1,10 +1,11 @@
 """Runs the stages of a study as subprocesses, some at a time; what has its result is not run again.
 
-A stage may start when the stages it needs are done. A stage that fails does not stop the others, only those that need it.
-SIGINT and SIGTERM are passed on: the stages save what they can and the runner leaves with the exit code for "start me
-again". Every stage writes its own stage.log.
+A stage may start when the stages it needs are done. A stage that fails does not stop the others, only those
+that need it. SIGINT and SIGTERM are passed on: the stages save what they can and the runner leaves with the
+exit code for "start me again". Every stage writes its own stage.log.
 
-Log (JSON lines): {"time", "event": plan | skip | start | done | failed | stopped | end, "stage", "seconds", "code"}.
+Log (JSON lines): {"time", "event": plan | skip | start | done | failed | stopped | end, "stage", "seconds",
+"code"}.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_REQUEUE
-from earlyfusion.rl.study.transfer_plan import Stage
+from earlyfusion.rl.study.transfer.plan import Stage
 
 POLL_S = 0.1
 GRACE_S = 30.0
@@ -103,9 +111,13 @@ class Runner:
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TERM": "dumb"}
         with open(stage.folder / LOG, "ab") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self._note("start", stage=stage.name, pid=process.pid, command=command)
         return Running(stage, process, time.monotonic())
 
@@ -158,9 +170,14 @@ class Runner:
     @contextmanager
     def _progress(self) -> Iterator[Callable[[Sequence[Running]], None]]:
         columns = (
-            TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[now]}"),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
         with Progress(
             *columns, console=self.console, transient=False, disable=not self.console.is_terminal
         ) as progress:
@@ -203,5 +220,9 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 def _tail(path: Path) -> str:
     """The last line of a log that says something."""
-    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return lines[-1][:300] if lines else ""

@@ -1,7 +1,9 @@
-"""What a rule that reads no meaning solves: the k-th answer word of a problem's words, the first of line k, or any.
+"""What a rule that reads no meaning solves: the k-th answer word of a problem's words, the first of line k,
+or any.
 
-A model that learns such a rule gains on problems in words without the skill, so a study tells the best of them beside its
-starts. Answer words of a problem are the targets of its category, wherever they stand in its words.
+A model that learns such a rule gains on problems in words without the skill, so a study tells the best of
+them beside its starts. Answer words of a problem are the targets of its category, wherever they stand in its
+words.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from earlyfusion.rl.records import Measured
 
 @dataclass(frozen=True)
 class Shortcut:
-    """The best rule of place ("answer word 2", "first answer word of line 2"; the last one where there are fewer), the
-    share of problems in [0, 1] that it solves, and the share that one of the answer words, drawn evenly, solves."""
+    """The best rule of place ("answer word 2", "first answer word of line 2"; the last one where there are
+    fewer), the share of problems in [0, 1] that it solves, and the share that one of the answer words, drawn
+    evenly, solves."""
 
     rule: str
     solves: float

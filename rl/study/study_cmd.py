@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
 
 STUDIES = {
-    "transfer": ("earlyfusion.rl.study.transfer", "vision RL and the same skill in words, with its controls"),
+    "transfer": (
+        "earlyfusion.rl.study.transfer.cmd",
+        "vision RL and the same skill in words, with its controls",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Arithmetic and geometry with whole numbers. Held out: the numbers of a problem with its kind, in either order.
+"""Arithmetic and geometry with whole numbers. Held out: the numbers of a problem with its kind, in either
+order.
 
 Geometry is drawn to scale with the given lengths and angles written beside it; the twin tells them in words.
 """
@@ -17,15 +18,31 @@ from earlyfusion.rl.tasks import scoring
 from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
 from earlyfusion.rl.tasks.rendering import render_text
 
-TRIPLES = ((3, 4, 5), (5, 12, 13), (6, 8, 10), (8, 15, 17), (7, 24, 25), (9, 12, 15), (20, 21, 29), (12, 16, 20),
-           (10, 24, 26), (12, 35, 37), (15, 20, 25), (9, 40, 41), (15, 36, 39), (16, 30, 34), (18, 24, 30))  # fmt: skip
+TRIPLES = (
+    (3, 4, 5),
+    (5, 12, 13),
+    (6, 8, 10),
+    (8, 15, 17),
+    (7, 24, 25),
+    (9, 12, 15),
+    (20, 21, 29),
+    (12, 16, 20),
+    (10, 24, 26),
+    (12, 35, 37),
+    (15, 20, 25),
+    (9, 40, 41),
+    (15, 36, 39),
+    (16, 30, 34),
+    (18, 24, 30),
+)
 INK, PAPER, LABEL = (10, 10, 10), (255, 255, 255), 10
 
 
 class Arithmetic(BaseTask):
     """The value of an expression, seen as a picture of it. Reward: 1 for the number.
 
-    Knobs: terms, largest (number), operations (of "+-*"), size of the font in pixels. "*" binds more than "+" and "-".
+    Knobs: terms, largest (number), operations (of "+-*"), size of the font in pixels. "*" binds more than "+"
+    and "-".
     """
 
     name = "arithmetic"
@@ -157,7 +174,8 @@ def draw_triangle(left: float, right: float, side: int) -> Image.Image:
 
 
 def draw_right_triangle(a: float, b: float, side: int) -> Image.Image:
-    """Legs `a` (along the bottom) and `b` (at the left) to scale with their lengths, "x" at the hypotenuse."""
+    """Legs `a` (along the bottom) and `b` (at the left) to scale with their lengths, "x" at the
+    hypotenuse."""
     picture, pen = _sheet(side)
     scale = (side - 36) / max(a, b)
     x0, y0 = 20, side - 16

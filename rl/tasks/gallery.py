@@ -42,7 +42,10 @@ def row(problem: Problem, reward: float) -> str:
         f"<pre>{html.escape(problem.description)}</pre>",
         picture_tag(render_text(problem.description), 1),
         html.escape(problem.question),
-        f"{html.escape(problem.target)}<br><small>reward {reward:.2f}; {html.escape(problem.meta['combination'][:60])}</small>",
+        (
+            f"{html.escape(problem.target)}<br><small>reward {reward:.2f};"
+            f" {html.escape(problem.meta['combination'][:60])}</small>"
+        ),
     ]
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
@@ -52,7 +55,9 @@ def page(names: Sequence[str], each: int, seed: int) -> str:
     parts = [_PAGE]
     for name in names:
         task = make_task(name)
-        parts.append(f"<h2>{name}</h2><table><tr><th>problem<th>picture<th>twin<th>rendered twin<th>question<th>target")
+        parts.append(
+            f"<h2>{name}</h2><table><tr><th>problem<th>picture<th>twin<th>rendered twin<th>question<th>target"
+        )
         for level in range(len(getattr(task, "levels", (0,)))):
             for split in SPLITS:
                 problems = [task.sample(seed + i, split, level) for i in range(each)]
@@ -64,9 +69,10 @@ def page(names: Sequence[str], each: int, seed: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; 2 for an unknown task."""
     parser = argparse.ArgumentParser(
-        prog="python -m earlyfusion.rl.tasks.gallery", description=__doc__.splitlines()[0] if __doc__ else "",
+        prog="python -m earlyfusion.rl.tasks.gallery",
+        description=__doc__.splitlines()[0] if __doc__ else "",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--tasks", type=str, default=",".join(PROCEDURAL), help="names, comma-separated")
     parser.add_argument("--each", type=int, default=1, help="problems of each level and split")
     parser.add_argument("--seed", type=int, default=0, help="first seed")

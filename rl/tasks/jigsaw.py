@@ -1,7 +1,8 @@
 """Jigsaw: square tiles whose touching edges have the same colour, shuffled; gray edges are the frame.
 
 The puzzle has one solution (boards with a second one are thrown away), so the tiles alone, seen or told,
-give the answer: for every place in reading order, the number of the tile that belongs there. Held out: solved boards.
+give the answer: for every place in reading order, the number of the tile that belongs there. Held out: solved
+boards.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def solutions(tiles: Sequence[Tile], rows: int, columns: int, most: int = 2) -> 
     return found
 
 
-def _fits(tile: Tile, tiles: Sequence[Tile], placed: Sequence[int], r: int, c: int, rows: int, columns: int) -> bool:
+def _fits(
+    tile: Tile, tiles: Sequence[Tile], placed: Sequence[int], r: int, c: int, rows: int, columns: int
+) -> bool:
     top = tiles[placed[(r - 1) * columns + c]][2] if r else FRAME
     left = tiles[placed[-1]][1] if c else FRAME
     edges = (tile[0] == top, tile[3] == left, (tile[1] == FRAME) == (c == columns - 1))
@@ -72,7 +75,8 @@ def _fits(tile: Tile, tiles: Sequence[Tile], placed: Sequence[int], r: int, c: i
 
 
 def draw_tiles(tiles: Sequence[Tile], columns: int, side: int) -> Image.Image:
-    """The tiles in reading order with their numbers, RGB: four triangles of `side` pixels each, white lines between."""
+    """The tiles in reading order with their numbers, RGB: four triangles of `side` pixels each, white lines
+    between."""
     rows = -(-len(tiles) // columns)
     picture = Image.new("RGB", (columns * (side + 2) + 2, rows * (side + 2) + 2), (255, 255, 255))
     pen = ImageDraw.Draw(picture)
@@ -93,7 +97,8 @@ def draw_tiles(tiles: Sequence[Tile], columns: int, side: int) -> Image.Image:
 
 
 class Jigsaw(BaseTask):
-    """See the file's head. Reward: share of places with the right tile; 0 for anything that is no permutation.
+    """See the file's head. Reward: share of places with the right tile; 0 for anything that is no
+    permutation.
 
     Knobs: rows, columns, colours (fewer are harder), side of a tile in pixels.
     """
@@ -118,9 +123,13 @@ class Jigsaw(BaseTask):
         answer = [order.index(place) + 1 for place in range(len(board))]
         lines = [f"{len(tiles)} tiles for {rows} rows and {columns} columns"]
         for number, tile in enumerate(tiles, 1):
-            lines.append(f"tile {number}: " + ", ".join(f"{side} {colour}" for side, colour in zip(SIDES, tile)))
+            lines.append(
+                f"tile {number}: " + ", ".join(f"{side} {colour}" for side, colour in zip(SIDES, tile))
+            )
         key = f"jigsaw/{rows}x{columns}/" + "/".join("-".join(tile) for tile in board)
-        question = "lay the tiles so that touching edges match and gray is outside: which tile is at each place?"
+        question = (
+            "lay the tiles so that touching edges match and gray is outside: which tile is at each place?"
+        )
         target = " ".join(map(str, answer))
         meta = {"rows": rows, "columns": columns, "tiles": tiles}
         picture = draw_tiles(tiles, columns, knobs["side"])

@@ -1,4 +1,5 @@
-"""Mazes: cells with walls, a start and a goal; the answer is a way as moves. Held out: walls, whatever the start.
+"""Mazes: cells with walls, a start and a goal; the answer is a way as moves. Held out: walls, whatever the
+start.
 
 A maze and its seven mirrored and turned forms are one combination, so no test maze is a turned training maze.
 """
@@ -30,7 +31,8 @@ LONGEST = 4
 
 
 def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[Door]:
-    """Doors of a maze in which every cell can be reached; `extra` is the share of the other walls that is opened."""
+    """Doors of a maze in which every cell can be reached; `extra` is the share of the other walls that is
+    opened."""
     start = (rng.randrange(rows), rng.randrange(columns))
     seen, path, doors = {start}, [start], set()
     while path:
@@ -126,14 +128,18 @@ def canonical(doors: frozenset[Door], rows: int, columns: int) -> str:
     return min(names)
 
 
-def draw_maze(doors: frozenset[Door], rows: int, columns: int, start: Cell, goal: Cell, side: int) -> Image.Image:
+def draw_maze(
+    doors: frozenset[Door], rows: int, columns: int, start: Cell, goal: Cell, side: int
+) -> Image.Image:
     """The picture, RGB: black walls, a green start, a red goal; cells of `side` pixels."""
     picture = Image.new("RGB", (columns * side + 2, rows * side + 2), (255, 255, 255))
     pen = ImageDraw.Draw(picture)
     for (r, c), colour in ((start, "green"), (goal, "red")):
         inset = max(2, side // 4)
         x, y = c * side + 1, r * side + 1
-        pen.rectangle((x + inset, y + inset, x + side - 1 - inset, y + side - 1 - inset), fill=COLOURS[colour])
+        pen.rectangle(
+            (x + inset, y + inset, x + side - 1 - inset, y + side - 1 - inset), fill=COLOURS[colour]
+        )
     for r in range(rows + 1):
         for c in range(columns):
             if r in (0, rows) or door((r - 1, c), (r, c)) not in doors:
@@ -152,7 +158,8 @@ def ends_with_a_move(text: str) -> bool:
 
 
 def parse_moves(text: str) -> list[str]:
-    """The moves of a text: the words up, down, left, right, or else its longest run of the capitals U, D, L, R."""
+    """The moves of a text: the words up, down, left, right, or else its longest run of the capitals U, D, L,
+    R."""
     text = scoring.tame(text)
     words = [word.lower() for word in _WORDS.findall(text)]
     if words:
@@ -162,10 +169,12 @@ def parse_moves(text: str) -> list[str]:
 
 
 class Maze(BaseTask):
-    """See the file's head. Reward of a way that hits no wall and reaches the goal: half, and half times shortest / its
-    length. Else 0.3 times the share of the distance to the goal that is gone where it ends or hits a wall.
+    """See the file's head. Reward of a way that hits no wall and reaches the goal: half, and half times
+    shortest / its length. Else 0.3 times the share of the distance to the goal that is gone where it ends or
+    hits a wall.
 
-    Knobs: rows, columns, extra (share of walls opened), least (moves of the shortest way), side of a cell in pixels.
+    Knobs: rows, columns, extra (share of walls opened), least (moves of the shortest way), side of a cell in
+    pixels.
     """
 
     name = "maze"

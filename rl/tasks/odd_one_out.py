@@ -1,4 +1,5 @@
-"""Odd one out: a board of shapes, all alike in some way but one. Held out: (colour, shape) pairs, as in scenes."""
+"""Odd one out: a board of shapes, all alike in some way but one. Held out: (colour, shape) pairs, as in
+scenes."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def draw_things(cells: list[list[Pair]], side: int, background: str) -> Image.Im
 class OddOneOut(BaseTask):
     """Which cell is not like the others; the answer is its row and column, and nothing else earns a reward.
 
-    Knobs: rows, columns, differ (colour, shape), vary (the other property takes two values at random, each at least
-    twice, so that only one property tells), side of a cell in pixels.
+    Knobs: rows, columns, differ (colour, shape), vary (the other property takes two values at random, each at
+    least twice, so that only one property tells), side of a cell in pixels.
     """
 
     name = "odd_one_out"
@@ -65,7 +66,9 @@ class OddOneOut(BaseTask):
         cells = [things[r * columns : (r + 1) * columns] for r in range(rows)]
         lines = [f"board of {rows} rows and {columns} columns"]
         for index, thing in enumerate(things):
-            lines.append(f"{article(' '.join(thing))} at row {index // columns + 1}, column {index % columns + 1}")
+            lines.append(
+                f"{article(' '.join(thing))} at row {index // columns + 1}, column {index % columns + 1}"
+            )
         answer = [place // columns + 1, place % columns + 1]
         picture = draw_things(cells, knobs["side"], rng.choice(tuple(BACKGROUNDS)))
         target, key = f"row {answer[0]}, column {answer[1]}", f"pair/{odd[0]}/{odd[1]}"
@@ -73,11 +76,17 @@ class OddOneOut(BaseTask):
 
     @staticmethod
     def _others(rng: Random, odd: Pair, differ: str, values: int) -> list[Pair] | None:
-        """Training pairs that differ from `odd` in one property; `values` of them in the other, odd's own among these."""
+        """Training pairs that differ from `odd` in one property; `values` of them in the other, odd's own
+        among these."""
         train = set(pairs(False))
-        common = rng.choice([x for x in (COLOURS if differ == "colour" else SHAPES) if x != odd[differ == "shape"]])
+        common = rng.choice(
+            [x for x in (COLOURS if differ == "colour" else SHAPES) if x != odd[differ == "shape"]]
+        )
         own = odd[differ == "colour"]
-        free = [own, *rng.sample([x for x in (SHAPES if differ == "colour" else COLOURS) if x != own], values - 1)]
+        free = [
+            own,
+            *rng.sample([x for x in (SHAPES if differ == "colour" else COLOURS) if x != own], values - 1),
+        ]
         found = [(common, x) if differ == "colour" else (x, common) for x in free]
         return found if all(pair in train for pair in found) else None
 

@@ -1,4 +1,5 @@
-"""Tasks whose answer is a place: grounding boxes, pointing, outlining. Scenes and held-out pairs as in scenes.py."""
+"""Tasks whose answer is a place: grounding boxes, pointing, outlining. Scenes and held-out pairs as in
+scenes.py."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Found = tuple[str, list[Thing], str]
 
 
 def ask_for(scene: Scene, rng: Random, heldout: bool, what: str) -> Found | None:
-    """Things to look for. what: "one" object named without doubt; "all" of a colour, shape or pair; "absent" pairs."""
+    """Things to look for. what: "one" object named without doubt; "all" of a colour, shape or pair; "absent"
+    pairs."""
     shown = on_side(scene, heldout)
     if not shown:
         return None
@@ -32,7 +34,11 @@ def ask_for(scene: Scene, rng: Random, heldout: bool, what: str) -> Found | None
         return (thing.name, [thing], pair_key(thing)) if thing in scene.unique() else None
     part = rng.choice(("colour", "shape", "pair"))
     if part == "colour":
-        return f"{thing.colour} objects", [t for t in scene.objects if t.colour == thing.colour], pair_key(thing)
+        return (
+            f"{thing.colour} objects",
+            [t for t in scene.objects if t.colour == thing.colour],
+            pair_key(thing),
+        )
     if part == "shape":
         return f"{thing.shape}s", [t for t in scene.objects if t.shape == thing.shape], pair_key(thing)
     return f"{thing.name}s", [t for t in scene.objects if t.name == thing.name], pair_key(thing)
@@ -41,8 +47,8 @@ def ask_for(scene: Scene, rng: Random, heldout: bool, what: str) -> Found | None
 class Grounding(BaseTask):
     """Boxes of what is named. Reward: F1 with IoU as soft matches over the best one-to-one matching.
 
-    Knobs: what (kinds of `ask_for`), units ("pixels" or "relative"), sides and number of objects. Where nothing fits,
-    the answer is "none".
+    Knobs: what (kinds of `ask_for`), units ("pixels" or "relative"), sides and number of objects. Where
+    nothing fits, the answer is "none".
     """
 
     name = "grounding"
@@ -83,14 +89,20 @@ class Grounding(BaseTask):
 
 
 class Pointing(BaseTask):
-    """The centre of what is named, in pixels. Reward: F1 of Gaussian weights, sigma a share of the object's size
-    (knob sigma times the root of its box's area, at least 2 pixels)."""
+    """The centre of what is named, in pixels. Reward: F1 of Gaussian weights, sigma a share of the object's
+    size (knob sigma times the root of its box's area, at least 2 pixels)."""
 
     name = "pointing"
     levels = (
         {"what": ("one",), "sigma": 0.5, "min_side": 40, "max_side": 64, "max_objects": 2},
         {"what": ("one", "all"), "sigma": 0.35, "min_side": 40, "max_side": 64, "max_objects": 4},
-        {"what": ("one", "all", "all", "absent"), "sigma": 0.25, "min_side": 48, "max_side": 96, "max_objects": 6},
+        {
+            "what": ("one", "all", "all", "absent"),
+            "sigma": 0.25,
+            "min_side": 48,
+            "max_side": 96,
+            "max_objects": 6,
+        },
     )
     least_sigma = 2.0
 
@@ -121,7 +133,8 @@ class Pointing(BaseTask):
 class Polygon(BaseTask):
     """The outline of the object that is named, as corners in pixels. Reward: IoU of the masks.
 
-    Knobs: shapes (which are asked for), sides and number of objects. The twin tells the corners of every object.
+    Knobs: shapes (which are asked for), sides and number of objects. The twin tells the corners of every
+    object.
     """
 
     name = "polygon"
@@ -129,13 +142,17 @@ class Polygon(BaseTask):
         {"shapes": ("square", "rectangle"), "min_side": 40, "max_side": 64, "max_objects": 2},
         {
             "shapes": ("square", "rectangle", "triangle", "diamond"),
-            "min_side": 40, "max_side": 64, "max_objects": 4,
+            "min_side": 40,
+            "max_side": 64,
+            "max_objects": 4,
         },
         {
             "shapes": ("triangle", "diamond", "star", "circle"),
-            "min_side": 48, "max_side": 96, "max_objects": 6,
+            "min_side": 48,
+            "max_side": 96,
+            "max_objects": 6,
         },
-    )  # fmt: skip
+    )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
         """See BaseTask."""
@@ -147,7 +164,9 @@ class Polygon(BaseTask):
         outline = [list(point) for point in corners(thing.shape, thing.box)]
         made = scene_drawn(scene, f"outline the {name}.", outline, list_pixels(outline), key, thing.shape)
         lines = [f"picture {scene.width} x {scene.height}, {scene.background} background"]
-        lines += [f"{t.size} {t.name} with corners {list_pixels(corners(t.shape, t.box))}" for t in scene.objects]
+        lines += [
+            f"{t.size} {t.name} with corners {list_pixels(corners(t.shape, t.box))}" for t in scene.objects
+        ]
         return Drawn(**{**vars(made), "description": "\n".join(lines)})
 
     def score(self, problem: Problem, said: str) -> float:

@@ -1,14 +1,18 @@
-"""A verifiable problem in three forms, and the protocol of the tasks that make such problems and judge answers.
+"""A verifiable problem in three forms, and the protocol of the tasks that make such problems and judge
+answers.
 
     problem = task.sample(seed, "train", difficulty=1)
-    problem.prompt("picture")      the picture, then the question                        (also problem.segments)
+    problem.prompt("picture")      the picture, then the question                        (also
+                                   problem.segments)
     problem.prompt("twin")         the same scene told in words, then the question       (also problem.twin)
-    problem.prompt("rendered")     those words drawn as a picture, then the question     (also problem.rendered)
+    problem.prompt("rendered")     those words drawn as a picture, then the question     (also
+                                   problem.rendered)
     task.reward(problem, "row 2, column 3")   in [0, 1], whatever the text is
 
-A problem depends on (task, seed, split, difficulty) alone. What the two splits have in common is decided by the hash of
-`meta["combination"]` (a colour with a shape, a word, the values of a chart, the walls of a maze, ...): combinations on
-the held-out side are never drawn for training, and every test problem asks about one of them.
+A problem depends on (task, seed, split, difficulty) alone. What the two splits have in common is decided by
+the hash of `meta["combination"]` (a colour with a shape, a word, the values of a chart, the walls of a maze,
+...): combinations on the held-out side are never drawn for training, and every test problem asks about one of
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError, did_you_mean
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.source_easy_vqa import answer_text, question_text
+from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.rl.tasks.rendering import render_text
@@ -50,10 +54,10 @@ class TaskError(DataError):
 class Problem:
     """One question with its gold answer.
 
-    picture: RGB, or None for a task in words alone (its picture form is then its words). description: the text twin.
-    answer: the gold answer as JSON types. target: an answer in words that earns the full
-    reward but for rounding, at least 0.85 (for PTX and SFT).
-    meta: split, seed, difficulty, knobs, combination, category, and what the reward needs (width, height, ...).
+    picture: RGB, or None for a task in words alone (its picture form is then its words). description: the
+    text twin. answer: the gold answer as JSON types. target: an answer in words that earns the full reward
+    but for rounding, at least 0.85 (for PTX and SFT). meta: split, seed, difficulty, knobs, combination,
+    category, and what the reward needs (width, height, ...).
     """
 
     task: str
@@ -88,10 +92,14 @@ class Problem:
             raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
 
     def prompt(self, form: Form = "picture", thought: bool = False) -> tuple[Segment, ...]:
-        """The prompt in one form; with `thought` it asks to tell what there is before answering. Raises TaskError for
-        an unknown form."""
+        """The prompt in one form; with `thought` it asks to tell what there is before answering. Raises
+        TaskError for an unknown form."""
         self.check_form(form)
-        made = {"picture": lambda: self.segments, "twin": lambda: self.twin, "rendered": lambda: self.rendered}[form]()
+        made = {
+            "picture": lambda: self.segments,
+            "twin": lambda: self.twin,
+            "rendered": lambda: self.rendered,
+        }[form]()
         if not thought:
             return made
         last = made[-1]
@@ -100,8 +108,8 @@ class Problem:
 
     @property
     def thought(self) -> str:
-        """What there is, in few words and the same for every form: the objects of a scene from left to right, or the
-        description."""
+        """What there is, in few words and the same for every form: the objects of a scene from left to right,
+        or the description."""
         graph = self.meta.get("graph")
         if isinstance(graph, Scene):
             return ", ".join(thing.name for thing in sorted(graph.objects, key=lambda thing: thing.box))
@@ -157,14 +165,23 @@ class BaseTask(ABC):
         if isinstance(difficulty, Mapping):
             unknown = [name for name in difficulty if name not in self.levels[0]]
             if unknown:
-                raise TaskError(f"{self.name}: no knob {unknown[0]!r}; {did_you_mean(unknown[0], self.levels[0])}")
+                raise TaskError(
+                    f"{self.name}: no knob {unknown[0]!r}; {did_you_mean(unknown[0], self.levels[0])}"
+                )
             return {**self.levels[0], **difficulty}
-        if isinstance(difficulty, bool) or not isinstance(difficulty, int) or not 0 <= difficulty < len(self.levels):
-            raise TaskError(f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}, or knobs")
+        if (
+            isinstance(difficulty, bool)
+            or not isinstance(difficulty, int)
+            or not 0 <= difficulty < len(self.levels)
+        ):
+            raise TaskError(
+                f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}, or knobs"
+            )
         return dict(self.levels[difficulty])
 
     def sample(self, seed: int, split: Split = "train", difficulty: Difficulty = 0) -> Problem:
-        """See Task. Raises TaskError for an unknown split or difficulty, and for knobs no problem can satisfy."""
+        """See Task. Raises TaskError for an unknown split or difficulty, and for knobs no problem can
+        satisfy."""
         if split not in SPLITS:
             raise TaskError(f"{self.name}: split {split!r}; {did_you_mean(str(split), SPLITS)}")
         knobs = self.knobs(difficulty)
@@ -179,7 +196,9 @@ class BaseTask(ABC):
             raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
         about = {"split": split, "seed": seed, "difficulty": difficulty, "knobs": knobs}
         meta = {**about, "combination": made.combination, "category": made.category, **made.meta}
-        return Problem(self.name, key, made.question, made.picture, made.description, made.answer, made.target, meta)
+        return Problem(
+            self.name, key, made.question, made.picture, made.description, made.answer, made.target, meta
+        )
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""

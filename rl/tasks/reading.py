@@ -9,7 +9,7 @@ from typing import Any
 
 from earlyfusion.data.synth.charts import chart_questions, draw_chart, make_chart
 from earlyfusion.data.synth.words import draw_sign, make_sign
-from earlyfusion.eval.twins import twin
+from earlyfusion.eval.benchmarks.twins import twin
 from earlyfusion.rl.tasks import scoring
 from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
 
@@ -37,7 +37,9 @@ class Ocr(BaseTask):
             return None
         meta = {"width": sign.width, "height": sign.height, "graph": sign}
         key = f"word/{said[0]}"
-        return Drawn(ASK_TEXT, draw_sign(sign), twin(sign), sign.text, sign.text, key, f"{len(said)} words", meta)
+        return Drawn(
+            ASK_TEXT, draw_sign(sign), twin(sign), sign.text, sign.text, key, f"{len(said)} words", meta
+        )
 
     def score(self, problem: Problem, said: str) -> float:
         """See scoring.reading; quotation marks around the answer are not part of it."""
@@ -47,7 +49,8 @@ class Ocr(BaseTask):
 class ChartValue(BaseTask):
     """One value, the label of an extreme, the sum or a difference of a bar or line chart.
 
-    Reward: 1 - relative error for numbers, exact for labels. Knobs: chart (bar, line), most (values), kinds, sides.
+    Reward: 1 - relative error for numbers, exact for labels. Knobs: chart (bar, line), most (values), kinds,
+    sides.
     """
 
     name = "chart_value"
@@ -55,10 +58,13 @@ class ChartValue(BaseTask):
         {"chart": ("bar",), "most": 3, "kinds": ("value",), "min_side": 48, "max_side": 64},
         {"chart": ("bar", "line"), "most": 5, "kinds": ("value", "extreme"), "min_side": 48, "max_side": 96},
         {
-            "chart": ("bar", "line"), "most": 5, "kinds": ("value", "extreme", "sum", "difference"),
-            "min_side": 48, "max_side": 128,
+            "chart": ("bar", "line"),
+            "most": 5,
+            "kinds": ("value", "extreme", "sum", "difference"),
+            "min_side": 48,
+            "max_side": 128,
         },
-    )  # fmt: skip
+    )
     _patterns = {"value": r"^what is the value", "extreme": r"^which value", "sum": r"^what is the sum"}
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
@@ -74,7 +80,11 @@ class ChartValue(BaseTask):
             question = f"how much larger is {chart.labels[i]} than {chart.labels[j]}?"
             target = str(chart.values[i] - chart.values[j])
         else:
-            fitting = [asked for asked in chart_questions(chart, rng, 99) if re.search(self._patterns[kind], asked[0])]
+            fitting = [
+                asked
+                for asked in chart_questions(chart, rng, 99)
+                if re.search(self._patterns[kind], asked[0])
+            ]
             if not fitting:
                 return None
             question, target = rng.choice(fitting)

@@ -23,10 +23,21 @@ from earlyfusion.rl.tasks.text_math import TextMath
 PROCEDURAL: dict[str, Callable[[], Task]] = {
     kind.name: kind
     for kind in (
-        Counting, ColourShape, Relation, Grounding, Pointing, Polygon, Ocr, ChartValue, Jigsaw, Maze, OddOneOut,
-        Geometry, Arithmetic,
+        Counting,
+        ColourShape,
+        Relation,
+        Grounding,
+        Pointing,
+        Polygon,
+        Ocr,
+        ChartValue,
+        Jigsaw,
+        Maze,
+        OddOneOut,
+        Geometry,
+        Arithmetic,
     )
-}  # fmt: skip
+}
 """Tasks that need no data."""
 TASKS: dict[str, Callable[..., Task]] = {**PROCEDURAL, TextMath.name: TextMath}
 

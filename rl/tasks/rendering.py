@@ -1,7 +1,7 @@
 """Text drawn as a picture: one cell for every character, so that what stands there can be told exactly.
 
-The same words as pixels are a bridge between the modalities (the text-rendered data of Kimi k1.5, section 2.1), and a
-test of transfer that needs no other skill than reading.
+The same words as pixels are a bridge between the modalities (the text-rendered data of Kimi k1.5, section
+2.1), and a test of transfer that needs no other skill than reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ INK, PAPER = (10, 10, 10), (255, 255, 255)
 
 @lru_cache(maxsize=512)
 def cell(size: int, characters: str) -> tuple[int, int, int]:
-    """(width, height, offset of the font's top) in pixels of one cell, wide enough for any of `characters` (sorted)."""
+    """(width, height, offset of the font's top) in pixels of one cell, wide enough for any of `characters`
+    (sorted)."""
     tall = [font(size).getbbox(chr(code)) for code in range(33, 127)]
     top, bottom = min(box[1] for box in tall), max(box[3] for box in tall)
     widths = [box[2] - box[0] for box in map(font(size).getbbox, characters)]
@@ -31,14 +32,18 @@ def cell_of(text: str, size: int = SIZE) -> tuple[int, int, int]:
     return cell(size, "".join(sorted(set(text) - set(" \n\t"))))
 
 
-def draw_glyph(pen: ImageDraw.ImageDraw, corner: tuple[int, int], character: str, size: int, offset: int) -> None:
-    """One character in the cell at `corner`, one column kept free at its left (some reach over their own left edge)."""
+def draw_glyph(
+    pen: ImageDraw.ImageDraw, corner: tuple[int, int], character: str, size: int, offset: int
+) -> None:
+    """One character in the cell at `corner`, one column kept free at its left (some reach over their own left
+    edge)."""
     place = (corner[0] + 1 - font(size).getbbox(character)[0], corner[1] + offset)
     pen.text(place, character, fill=INK, font=font(size))
 
 
 def layout(text: str, columns: int = COLUMNS) -> list[str]:
-    """The lines as they are drawn: long ones are broken at blanks, and inside a word only when it is too long."""
+    """The lines as they are drawn: long ones are broken at blanks, and inside a word only when it is too
+    long."""
     lines: list[str] = []
     for line in text.expandtabs(2).split("\n"):
         lines += textwrap.wrap(line, columns, break_on_hyphens=False) or [""]

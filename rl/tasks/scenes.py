@@ -1,7 +1,8 @@
 """Tasks over scenes of coloured shapes: counting, colour and shape queries, spatial relations.
 
-Training scenes hold only (colour, shape) pairs of the training side; a test problem asks about a pair that training
-never showed (for counting: about a scene that holds one). Wording is that of data/synth/describe.py where it has one.
+Training scenes hold only (colour, shape) pairs of the training side; a test problem asks about a pair that
+training never showed (for counting: about a scene that holds one). Wording is that of data/synth/describe.py
+where it has one.
 """
 
 from __future__ import annotations
@@ -38,17 +39,26 @@ def on_side(scene: Scene, heldout: bool) -> list[Thing]:
 
 
 def scene_drawn(
-    scene: Scene, question: str, answer: Any, target: str, combination: str, category: str, *,
-    told: Scene | None = None, **meta: Any,
-) -> Drawn:  # fmt: skip
-    """A question about a scene: its picture, its twin, its size. told: the scene as the twin lists it, if otherwise."""
+    scene: Scene,
+    question: str,
+    answer: Any,
+    target: str,
+    combination: str,
+    category: str,
+    *,
+    told: Scene | None = None,
+    **meta: Any,
+) -> Drawn:
+    """A question about a scene: its picture, its twin, its size. told: the scene as the twin lists it, if
+    otherwise."""
     meta = {"width": scene.width, "height": scene.height, "graph": scene, **meta}
     words = describe.twin(scene if told is None else told)
     return Drawn(question, draw_scene(scene), words, answer, target, combination, category, meta)
 
 
 class Counting(BaseTask):
-    """How many objects, shapes, colours or pairs there are; answers are spread evenly over what the kind allows.
+    """How many objects, shapes, colours or pairs there are; answers are spread evenly over what the kind
+    allows.
 
     Knobs: kinds (all, shape, colour, pair), most (largest answer), sides and number of objects.
     """
@@ -58,7 +68,13 @@ class Counting(BaseTask):
         {"kinds": ("all",), "most": 3, "min_side": 40, "max_side": 64, "max_objects": 3},
         {"kinds": ("all", "shape", "colour"), "most": 4, "min_side": 40, "max_side": 64, "max_objects": 4},
         {"kinds": ("shape", "colour", "pair"), "most": 4, "min_side": 48, "max_side": 96, "max_objects": 6},
-        {"kinds": ("all", "shape", "colour", "pair"), "most": 6, "min_side": 64, "max_side": 128, "max_objects": 8},
+        {
+            "kinds": ("all", "shape", "colour", "pair"),
+            "most": 6,
+            "min_side": 64,
+            "max_side": 128,
+            "max_objects": 8,
+        },
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
@@ -103,9 +119,10 @@ class Counting(BaseTask):
 class ColourShape(BaseTask):
     """The colour, shape or size of one object that its other property, or its place, names without doubt.
 
-    Knobs: kinds (colour, shape, size, leftmost_colour, leftmost_shape), sides and number of objects; listed: "any order"
-    mixes the objects in the twin, which otherwise names them from left to right, so that the first is the leftmost; alone:
-    of the leftmost object only what no other object has is asked, so that not every other guess is right.
+    Knobs: kinds (colour, shape, size, leftmost_colour, leftmost_shape), sides and number of objects; listed:
+    "any order" mixes the objects in the twin, which otherwise names them from left to right, so that the
+    first is the leftmost; alone: of the leftmost object only what no other object has is asked, so that not
+    every other guess is right.
     """
 
     name = "colour_shape"
@@ -116,13 +133,19 @@ class ColourShape(BaseTask):
         {"kinds": ("colour", "shape", "size"), "min_side": 40, "max_side": 64, "max_objects": 4},
         {
             "kinds": ("colour", "shape", "leftmost_colour", "leftmost_shape"),
-            "min_side": 48, "max_side": 96, "max_objects": 6,
+            "min_side": 48,
+            "max_side": 96,
+            "max_objects": 6,
         },
         {
-            "kinds": ("leftmost_colour",), "min_side": 40, "max_side": 64, "max_objects": 3, "listed": "any order",
+            "kinds": ("leftmost_colour",),
+            "min_side": 40,
+            "max_side": 64,
+            "max_objects": 3,
+            "listed": "any order",
             "alone": True,
         },
-    )  # fmt: skip
+    )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
         """See BaseTask."""
@@ -157,8 +180,9 @@ class ColourShape(BaseTask):
 
 
 class Relation(BaseTask):
-    """How two named objects stand to each other. With knob form = "yes_no" the wording of pretraining, yes and no in
-    balance; with "which" one of four relations, asked only where the two share rows or columns, so that one holds."""
+    """How two named objects stand to each other. With knob form = "yes_no" the wording of pretraining, yes
+    and no in balance; with "which" one of four relations, asked only where the two share rows or columns, so
+    that one holds."""
 
     name = "relation"
     levels = (

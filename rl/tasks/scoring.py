@@ -1,6 +1,7 @@
 """Rewards of free text against a gold answer. Every function takes any text and returns a number in [0, 1].
 
-    counting      max(0, 1 - |n - gold| / max(gold, 1)); exactly one whole number must be said, as digits or as a word
+    counting      max(0, 1 - |n - gold| / max(gold, 1)); exactly one whole number must be said, as digits or
+                  as a word
     value         the same for numbers with a fraction (chart values: relative error)
     number        1 for the number itself, 0 for any other
     words         1 for the words themselves without case, article and closing punctuation (eval/metrics.py)
@@ -9,13 +10,15 @@
     points        the same with exp(-d^2 / 2 sigma^2), sigma relative to the object
     polygon       IoU of two masks, a pixel being inside when its centre is (even-odd rule)
 
-What was asked ends the answer. Behind a number, a place or a list of places only closing punctuation may stand, behind
-a number also words of the question ("3 red circles."): "row 1, column 2wsslonment for" says the right place and is no
-answer. A scorer that read the beginning alone would pay a policy for not ending its answers.
+What was asked ends the answer. Behind a number, a place or a list of places only closing punctuation may
+stand, behind a number also words of the question ("3 red circles."): "row 1, column 2wsslonment for" says the
+right place and is no answer. A scorer that read the beginning alone would pay a policy for not ending its
+answers.
 
-Degenerate cases. Nothing said, or nothing that can be read: 0. No object in gold: 1 for saying so ("none", "[]"), 0 for
-anything else, silence included. Saying several different numbers, or more boxes than MAX_ITEMS, is no answer: 0. Numbers
-that are no numbers (nan, inf) or beyond ten times the picture match nothing. Forms: Kimi K2.5 report, section 4.4.2.
+Degenerate cases. Nothing said, or nothing that can be read: 0. No object in gold: 1 for saying so ("none",
+"[]"), 0 for anything else, silence included. Saying several different numbers, or more boxes than MAX_ITEMS,
+is no answer: 0. Numbers that are no numbers (nan, inf) or beyond ten times the picture match nothing. Forms:
+Kimi K2.5 report, section 4.4.2.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from decimal import Decimal
 import numpy as np
 from numpy.typing import NDArray
 
-from earlyfusion.data.grounding import parse_regions
+from earlyfusion.data.formats.grounding import parse_regions
 from earlyfusion.eval.answers import normal_number
 from earlyfusion.eval.metrics import levenshtein, normalise, parse_count
 from earlyfusion.eval.metrics_boxes import Box, best_assignment, centre, matched_f1, parse_boxes, tame
@@ -52,8 +55,9 @@ _PAIR = re.compile(r"[\[(] ?([-+]?[\d.]{1,12}) ?[, ] ?([-+]?[\d.]{1,12}) ?[\])]"
 
 
 def final_answer(text: str) -> str:
-    """What a response gives as its answer: the part after its thinking and after "answer:", the inside of the last
-    \\boxed{}, or all of it. "" for thinking that never ends and for an answer of more than MAX_CHARS characters."""
+    """What a response gives as its answer: the part after its thinking and after "answer:", the inside of the
+    last \\boxed{}, or all of it. "" for thinking that never ends and for an answer of more than MAX_CHARS
+    characters."""
     if not isinstance(text, str):
         return ""
     _, closed, tail = text.rpartition("</think>")
@@ -63,7 +67,9 @@ def final_answer(text: str) -> str:
     if (start := text.rfind(_BOXED)) >= 0:
         inside = text[start + len(_BOXED) :]
         text = _balanced(inside)
-        if re.search(r"\w", inside[len(text) + 1 :]):  # what follows the box is no part of an answer that has ended
+        if re.search(
+            r"\w", inside[len(text) + 1 :]
+        ):  # what follows the box is no part of an answer that has ended
             return ""
     else:
         end = 0
@@ -85,8 +91,8 @@ def _balanced(text: str) -> str:
 
 
 def ends(said: str, question: str = "", spelled: bool = False) -> bool:
-    """Whether an answer ends with its last number: what follows is punctuation, or words of the question. spelled: a
-    number may also be a word."""
+    """Whether an answer ends with its last number: what follows is punctuation, or words of the question.
+    spelled: a number may also be a word."""
     asked = set(re.findall(r"\w+", question.lower()))
     for word in reversed(re.findall(r"\w+", said.lower())):
         if word[-1].isdigit() or (spelled and parse_count(word) is not None):
@@ -100,14 +106,18 @@ def ends_with_places(said: str) -> bool:
     """Whether a list of numbers, or of numbers in brackets, ends the answer."""
     bare = _LABEL.sub("", said)
     kept = bare.rstrip(_CLOSING)
-    return kept[-1:].isdigit() and (any(c in bare[len(kept) :] for c in ")]>") or not any(c in bare for c in ")]>"))
+    return kept[-1:].isdigit() and (
+        any(c in bare[len(kept) :] for c in ")]>") or not any(c in bare for c in ")]>")
+    )
 
 
 def sole_count(said: str) -> int | None:
     """The one whole number that is said, however often; None for none, several, or a fraction."""
     found = {parse_count(word.replace(",", "")) for word in _WORD.findall(tame(said)) if not word.isalpha()}
     found |= {
-        value for word in _WORD.findall(tame(said)) if word.isalpha() and (value := parse_count(word)) is not None
+        value
+        for word in _WORD.findall(tame(said))
+        if word.isalpha() and (value := parse_count(word)) is not None
     }
     return next(iter(found)) if len(found) == 1 else None
 
@@ -143,7 +153,8 @@ def words(said: str, gold: str) -> float:
 
 
 def reading(said: str, gold: str) -> float:
-    """See the file's head; 1 - lev/max(len), case counts. Both empty: 1, which a reward never sees (no answer is 0)."""
+    """See the file's head; 1 - lev/max(len), case counts. Both empty: 1, which a reward never sees (no answer
+    is 0)."""
     said, gold = " ".join(said.split()), " ".join(gold.split())
     longer = max(len(said), len(gold))
     return 1.0 - levenshtein(said, gold) / longer if longer else 1.0
@@ -171,7 +182,8 @@ def boxes(said: str, gold: Sequence[Box], width: float, height: float, units: st
 
 
 def parse_points(said: str, width: float, height: float, units: str = "pixels") -> list[Point]:
-    """All points in pixels: the regions of data/grounding.py, else pairs "[x, y]" and the centres of boxes.
+    """All points in pixels: the regions of data/formats/grounding.py, else pairs "[x, y]" and the centres of
+    boxes.
 
     units: "pixels", or "relative" for pairs that are shares of the sides.
     """
@@ -197,7 +209,12 @@ def _pairs(text: str) -> list[Point]:
 
 
 def points(
-    said: str, gold: Sequence[Point], sigmas: Sequence[float], width: float, height: float, units: str = "pixels"
+    said: str,
+    gold: Sequence[Point],
+    sigmas: Sequence[float],
+    width: float,
+    height: float,
+    units: str = "pixels",
 ) -> float:
     """See the file's head: 2 * sum of weights over the best matching / (points said + points in gold).
 
@@ -208,7 +225,10 @@ def points(
         return float(not found and says_none(said))
     if not found or len(found) > MAX_ITEMS or not ends_with_places(said):
         return 0.0
-    table = [[_weight(point, target, sigma, width, height) for point in found] for target, sigma in zip(gold, sigmas)]
+    table = [
+        [_weight(point, target, sigma, width, height) for point in found]
+        for target, sigma in zip(gold, sigmas)
+    ]
     if len(table) > len(found):
         table = [list(column) for column in zip(*table)]
     return 2 * best_assignment(table) / (len(found) + len(gold))
@@ -222,7 +242,8 @@ def _weight(point: Point, target: Point, sigma: float, width: float, height: flo
 
 
 def mask(polygon: Sequence[Point], width: int, height: int) -> NDArray[np.bool_]:
-    """bool [height, width]: pixels whose centre lies in the polygon (even-odd rule). Fewer than 3 corners: nothing."""
+    """bool [height, width]: pixels whose centre lies in the polygon (even-odd rule). Fewer than 3 corners:
+    nothing."""
     inside = np.zeros((height, width), bool)
     if len(polygon) < 3:
         return inside
@@ -250,6 +271,8 @@ def polygon(said: str, gold: Sequence[Point], width: int, height: int) -> float:
         corners = list(zip(numbers[::2], numbers[1::2])) if len(numbers) % 2 == 0 else []
     if not ends_with_places(said):
         return 0.0
-    if not 3 <= len(corners) <= MAX_ITEMS or not all(_within_reach(point, width, height) for point in corners):
+    if not 3 <= len(corners) <= MAX_ITEMS or not all(
+        _within_reach(point, width, height) for point in corners
+    ):
         return 0.0
     return mask_iou(mask(corners, width, height), mask(gold, width, height))

@@ -3,11 +3,13 @@
     [[data.sources]]
     name = "skills"
     kind = "problems"
-    options = { tasks = { counting = 2, relation = 1 }, difficulty = { counting = 1 }, forms = { picture = 3, twin = 1 } }
+    options = { tasks = { counting = 2, relation = 1 }, difficulty = { counting = 1 }, forms = { picture = 3,
+    twin = 1 } }
 
-A document is what reinforcement learning will show as the prompt, then the answer. Problem `number` = epoch * count +
-index is drawn from the training side of every task; held-out documents come from the test side. With `thought` an answer
-first tells what there is (`problem.thought`) and then the answer itself, the same words whatever the form.
+A document is what reinforcement learning will show as the prompt, then the answer. Problem `number` = epoch *
+count + index is drawn from the training side of every task; held-out documents come from the test side. With
+`thought` an answer first tells what there is (`problem.thought`) and then the answer itself, the same words
+whatever the form.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from random import Random
 from typing import cast
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.options import ProblemsOptions
 from earlyfusion.data.sample import Sample, Segment, Text
-from earlyfusion.data.sources import Source
+from earlyfusion.data.sources.options import ProblemsOptions
+from earlyfusion.data.sources.registry import Source
 from earlyfusion.rl.tasks.problem import Form, Problem, Split
 from earlyfusion.rl.tasks.registry import make_task
 
@@ -34,7 +36,9 @@ class Problems(Source):
         super().__init__(config, seed=seed, val_fraction=val_fraction)
         self.options = cast(ProblemsOptions, config.typed)
         self.tasks = {name: make_task(name) for name in self.options.tasks}
-        self._first = self._problem(0, "train")[0]  # a wrong difficulty or form is told before training starts
+        self._first = self._problem(0, "train")[
+            0
+        ]  # a wrong difficulty or form is told before training starts
 
     def __len__(self) -> int:
         return self.options.count
@@ -52,7 +56,9 @@ class Problems(Source):
         rng = Random(f"{self.seed if split == 'train' else 'heldout'}/problems/{number}")
         (name,) = rng.choices(list(options.tasks), list(options.tasks.values()))
         (form,) = rng.choices(list(options.forms), list(options.forms.values()))
-        level = options.difficulty.get(name, 0) if isinstance(options.difficulty, dict) else options.difficulty
+        level = (
+            options.difficulty.get(name, 0) if isinstance(options.difficulty, dict) else options.difficulty
+        )
         problem = self.tasks[name].sample(rng.getrandbits(48), split, level)
         problem.check_form(form)
         return problem, cast(Form, form), rng.random() < options.thought

@@ -3,7 +3,8 @@
     TextMath("../shared/data/gsm8k")     a folder with train.jsonl and test.jsonl (openai/grade-school-math)
     TextMath("problems.jsonl")           one file; problems are split by the hash of their text
 
-A row has a question (or problem, prompt) and an answer (or solution, target) that is a number or ends with "#### number".
+A row has a question (or problem, prompt) and an answer (or solution, target) that is a number or ends with
+"#### number".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from random import Random
 from typing import Any
 
 from earlyfusion.eval.answers import gsm8k_number
-from earlyfusion.eval.tasks import read_rows
+from earlyfusion.eval.benchmarks.base import read_rows
 from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem, TaskError
 from earlyfusion.rl.tasks.scoring import MAX_CHARS, ends, tame
 
@@ -23,10 +24,12 @@ ASK = "what is the answer, as a number?"
 
 
 class TextMath(BaseTask):
-    """See the file's head. Reward: 1 when the last number of the response (after "####" if it is there) is the gold one.
+    """See the file's head. Reward: 1 when the last number of the response (after "####" if it is there) is
+    the gold one.
 
-    The picture form is the text itself; the rendered form shows the problem as pixels. Knob: longest (characters of a
-    problem). Raises TaskError for a missing file, an empty split and rows without a question or a number.
+    The picture form is the text itself; the rendered form shows the problem as pixels. Knob: longest
+    (characters of a problem). Raises TaskError for a missing file, an empty split and rows without a question
+    or a number.
     """
 
     name = "text_math"
@@ -49,14 +52,18 @@ class TextMath(BaseTask):
 
     def _rows(self, file: Path) -> list[tuple[str, str]]:
         if not file.is_file():
-            raise TaskError(f"{self.name}: {file}: no such file; expected JSON lines with a question and an answer")
+            raise TaskError(
+                f"{self.name}: {file}: no such file; expected JSON lines with a question and an answer"
+            )
         found = []
         for index, row in enumerate(read_rows(file), 1):
             text = next((str(row[name]).strip() for name in QUESTIONS if row.get(name)), "")
             gold = next((str(row[name]) for name in ANSWERS if row.get(name) is not None), "")
             value = gsm8k_number(gold)
             if not text or value is None:
-                raise TaskError(f"{self.name}: {file} row {index}: expected a question and an answer with a number")
+                raise TaskError(
+                    f"{self.name}: {file} row {index}: expected a question and an answer with a number"
+                )
             found.append((text, value))
         return found
 
@@ -68,7 +75,9 @@ class TextMath(BaseTask):
         """See BaseTask."""
         rows = self._sides[heldout]
         if not rows:
-            raise TaskError(f"{self.name}: {self.path}: no problem on the {'test' if heldout else 'train'} side")
+            raise TaskError(
+                f"{self.name}: {self.path}: no problem on the {'test' if heldout else 'train'} side"
+            )
         text, value = rng.choice(rows)
         if len(text) > knobs["longest"]:
             return None
@@ -81,8 +90,8 @@ class TextMath(BaseTask):
         return super().reward(problem, response_text[-MAX_CHARS:])
 
     def score(self, problem: Problem, said: str) -> float:
-        """The number of the last line, which ends with it where it is marked by "####": a worked answer may say anything
-        before, nothing after."""
+        """The number of the last line, which ends with it where it is marked by "####": a worked answer may
+        say anything before, nothing after."""
         last = tame(said.splitlines()[-1])
         marked = "####" in last
         return float(gsm8k_number(last) == problem.answer and (not marked or ends(last)))

@@ -1,4 +1,5 @@
-"""Video files made on the spot: every frame carries its number in binary, so a test can tell which one it was given."""
+"""Video files made on the spot: every frame carries its number in binary, so a test can tell which one it was
+given."""
 
 import io
 from fractions import Fraction
@@ -45,7 +46,8 @@ def number_in(frame):
 
 
 def write_clip(frames, codec="h264", times=None, fps=10, rotation=None):
-    """Encoded bytes; `times` (seconds) makes the frame rate variable; `rotation` in degrees counter-clockwise."""
+    """Encoded bytes; `times` (seconds) makes the frame rate variable; `rotation` in degrees
+    counter-clockwise."""
     encoder, container, options = CODECS[codec]
     if encoder not in av.codecs_available:
         pytest.skip(f"this PyAV has no {encoder}")

@@ -38,12 +38,15 @@ def vision():
 
 @pytest.fixture
 def mix():
-    """mix(easy_vqa=0.5, pydoc=0.5, seed=1, ...) -> DataConfig; kinds are names, everything else is a setting."""
+    """mix(easy_vqa=0.5, pydoc=0.5, seed=1, ...) -> DataConfig; kinds are names, everything else is a
+    setting."""
 
     def build(weights=None, options=None, **settings):
         weights = weights or STANDARD_MIX
         options = options or {}
-        sources = [SourceConfig(name=k, kind=k, weight=w, options=options.get(k, {})) for k, w in weights.items()]
+        sources = [
+            SourceConfig(name=k, kind=k, weight=w, options=options.get(k, {})) for k, w in weights.items()
+        ]
         return DataConfig(sources=sources, **{"prefetch": "none", **settings})
 
     return build

@@ -1,4 +1,5 @@
-"""A process that reads batches and may be killed at any instant: state and running hash go to one file, atomically."""
+"""A process that reads batches and may be killed at any instant: state and running hash go to one file,
+atomically."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def consume(build, path: Path) -> None:
 
 
 def killed_after(build, path: Path, delay_s: float, timeout_s: float = 60) -> dict:
-    """Start a consumer, wait for its first new record and `delay_s` more, kill it with SIGKILL; the record it left."""
+    """Start a consumer, wait for its first new record and `delay_s` more, kill it with SIGKILL; the record it
+    left."""
     before = read(path)["step"]
     child = os.fork()
     if child == 0:

@@ -4,12 +4,20 @@ import hashlib
 import json
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.prepare import main
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.prepare.cmd import main
+from earlyfusion.data.sources.registry import build_source
 
 
 def prepare(tmp_path, source, out="out", *options, workers=1):
-    argv = [str(source), "--out", str(tmp_path / out), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
+    argv = [
+        str(source),
+        "--out",
+        str(tmp_path / out),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
     assert main([*argv, "--workers", str(workers), *map(str, options)]) == 0
     return json.loads((tmp_path / out / "index.json").read_text())
 

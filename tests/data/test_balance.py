@@ -23,7 +23,8 @@ def test_the_cost_of_pictures_is_that_of_the_models_own_count(preset):
 
 
 def test_the_coefficients_are_the_published_ones():
-    """MoonViT SO-400M: 823.5 MFLOP a patch and 124,416 N; equal patches cost 3.35 times as much in one large picture."""
+    """MoonViT SO-400M: 823.5 MFLOP a patch and 124,416 N; equal patches cost 3.35 times as much in one large
+    picture."""
     moonvit = VisionCost.from_config(VisionConfig.preset("moonvit"))
     assert moonvit.per_patch == pytest.approx(823.5e6, rel=1e-3) and moonvit.per_pair == 124_416
     small, large = moonvit.of([(1, 16, 16)] * 64), moonvit.of([(1, 128, 128)])
@@ -55,18 +56,25 @@ def test_ranks_without_pictures_and_steps_without_pictures_are_ordinary():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_an_exchange_sends_every_picture_to_one_rank_and_every_feature_home(seed):
     rng = random.Random(seed)
-    grids = [[(1, 2 * rng.randint(1, 20), 2 * rng.randint(1, 20)) for _ in range(rng.randint(0, 6))] for _ in range(5)]
+    grids = [
+        [(1, 2 * rng.randint(1, 20), 2 * rng.randint(1, 20)) for _ in range(rng.randint(0, 6))]
+        for _ in range(5)
+    ]
     plan = exchange(grids, V2)
     held = [place for owner in range(5) for place in plan.held(owner)]
     assert sorted(held) == [(r, i) for r, row in enumerate(grids) for i in range(len(row))]
     for r, row in enumerate(grids):
-        assert sum(plan.patches[r]) == sum(map(num_patches, row)) and sum(plan.features[r]) == sum(map(num_tokens, row))
+        assert sum(plan.patches[r]) == sum(map(num_patches, row)) and sum(plan.features[r]) == sum(
+            map(num_tokens, row)
+        )
         assert [plan.owner[r][i] for i in plan.order(r)] == sorted(plan.owner[r])
         for owner in range(5):
             mine = [row[i] for i in range(len(row)) if plan.owner[r][i] == owner]
             assert plan.patches[r][owner] == sum(map(num_patches, mine))
             sent = [i for i in plan.order(r) if plan.owner[r][i] == owner]
-            assert sent == [i for home, i in plan.held(owner) if home == r], "arrives in the order it was sent"
+            assert sent == [i for home, i in plan.held(owner) if home == r], (
+                "arrives in the order it was sent"
+            )
     assert 1 <= plan.after <= plan.before
     assert exchange(grids, V2) == plan, "every rank comes to the same plan"
 
@@ -102,7 +110,11 @@ def test_spreading_by_flops_beats_patches_beats_round_robin(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(([1.0], 0), "at least 1 rank"), (([-1.0], 2), "costs >= 0"), (([1.0], 2, [2]), "expected one of 0..1 each")],
+    [
+        (([1.0], 0), "at least 1 rank"),
+        (([-1.0], 2), "costs >= 0"),
+        (([1.0], 2, [2]), "expected one of 0..1 each"),
+    ],
 )
 def test_impossible_plans_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,5 @@
-"""The side of Megatron-Energon in `earlyfusion bench data` reads the same samples and makes the same of them."""
+"""The side of Megatron-Energon in `earlyfusion bench data` reads the same samples and makes the same of
+them."""
 
 import json
 import subprocess
@@ -8,9 +9,10 @@ from random import Random
 import pytest
 import torch
 
-from earlyfusion.data import bench_energon, bench_plain
-from earlyfusion.data.bench_shards import write_shards
-from earlyfusion.pipeline import bench_data
+from earlyfusion.pipeline.bench.data import energon as bench_energon
+from earlyfusion.pipeline.bench.data import plain as bench_plain
+from earlyfusion.pipeline.bench.data import run as bench_data
+from earlyfusion.pipeline.bench.data.shards import write_shards
 from earlyfusion.pipeline.errors import UserError
 
 BASE = {"patch_limit": 300}
@@ -18,8 +20,17 @@ BASE = {"patch_limit": 300}
 
 def run(request):
     """One side in its own process, as `earlyfusion bench data` starts it."""
-    command = [sys.executable, "-W", "ignore", "-m", "earlyfusion.data.bench_sides", json.dumps({**BASE, **request})]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "earlyfusion.pipeline.bench.data.sides",
+        json.dumps({**BASE, **request}),
+    ]
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -34,7 +45,10 @@ def test_packing_for_energon_keeps_every_document_once_and_within_the_length(see
 
 def test_without_energon_the_benchmark_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(bench_data.importlib.util, "find_spec", lambda name: None)
-    assert bench_data.energon() == {"version": None, "problem": "not installed (pip install megatron-energon)"}
+    assert bench_data.energon() == {
+        "version": None,
+        "problem": "not installed (pip install megatron-energon)",
+    }
     monkeypatch.setitem(sys.modules, "megatron", None)
     assert "pip install megatron-energon" in bench_energon.found({})["problem"]
 
@@ -57,7 +71,13 @@ def energon():
 @pytest.mark.slow
 def test_energon_gives_the_patches_of_webdataset_in_its_order(tmp_path, cache, energon):
     shards = write_shards(tmp_path, 24, mixed=False, per_shard=10)  # three shards, the last one short
-    request = {**BASE, "part": "decoding", "shards": shards, "images": 6, "warmup": 30}  # over the end of an epoch
+    request = {
+        **BASE,
+        "part": "decoding",
+        "shards": shards,
+        "images": 6,
+        "warmup": 30,
+    }  # over the end of an epoch
     theirs, plain = run({**request, "side": "energon"}), run({**request, "side": "webdataset"})
     assert theirs["digest"] == plain["digest"] and theirs["patches"] == plain["patches"]
 
@@ -82,7 +102,11 @@ def test_energon_loads_and_packs_the_same_samples(tmp_path, cache, energon, work
     )
     assert found["samples"] >= 60 and found["media_bytes"] == found["patches"] * 3 * 14 * 14
     assert 0.8 < found["tokens"] / found["positions"] <= 1
-    assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} >= {"dataset.yaml", "split.yaml", "index.sqlite"}
+    assert {path.name for path in (tmp_path / ".nv-meta").iterdir()} >= {
+        "dataset.yaml",
+        "split.yaml",
+        "index.sqlite",
+    }
 
 
 @pytest.mark.slow

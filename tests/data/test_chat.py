@@ -4,10 +4,17 @@ import pytest
 import torch
 from jinja2 import Template as Jinja
 
-from earlyfusion.data.chat import Message, ToolCall, chat_sample, encode_chat, messages_from, template_of
-from earlyfusion.data.chat_parse import parse_assistant
-from earlyfusion.data.encode import encode
+from earlyfusion.data.chat.parse import parse_assistant
+from earlyfusion.data.chat.template import (
+    Message,
+    ToolCall,
+    chat_sample,
+    encode_chat,
+    messages_from,
+    template_of,
+)
 from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text
 from earlyfusion.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
@@ -74,16 +81,24 @@ def test_pictures_keep_their_place_among_turns(tokenizer):
     assert torch.equal(pads, encoded.media_positions)
     assert len(encoded.grids) == len(encoded.spans) == 2
     for start, stop in encoded.spans:
-        assert encoded.ids[start] == tokenizer.media_begin_id and encoded.ids[stop - 1] == tokenizer.media_end_id
-    assert encoded.patches is not None and encoded.patches.shape[0] == sum(t * h * w for t, h, w in encoded.grids)
+        assert (
+            encoded.ids[start] == tokenizer.media_begin_id and encoded.ids[stop - 1] == tokenizer.media_end_id
+        )
+    assert encoded.patches is not None and encoded.patches.shape[0] == sum(
+        t * h * w for t, h, w in encoded.grids
+    )
 
 
 def test_the_qa_form_is_that_of_the_pretraining_documents(tokenizer):
     messages = [Message("user", (Text("sure?"), picture()))]
     encoded = encode_chat(messages, tokenizer, VISION, template="qa")
-    text = tokenizer.decode([i for i in encoded.ids.tolist() if i != tokenizer.media_pad_id], skip_special=True)
+    text = tokenizer.decode(
+        [i for i in encoded.ids.tolist() if i != tokenizer.media_pad_id], skip_special=True
+    )
     assert text == "image\nQ: sure?\nA:"
-    twice = encode_chat([*messages, Message("assistant", (Text("red"),)), *messages], tokenizer, VISION, template="qa")
+    twice = encode_chat(
+        [*messages, Message("assistant", (Text("red"),)), *messages], tokenizer, VISION, template="qa"
+    )
     assert twice.ids[: len(encoded)].tolist() == encoded.ids.tolist()  # a conversation grows at its end
 
 
@@ -120,8 +135,16 @@ TOOL_TURNS = [
         "content": None,
         "reasoning_content": "I count. <|close|>think<|sep|>",
         "tool_calls": [
-            {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)\n<|sep|>", "n": 2.5}}},
-            {"function": {"name": "look", "arguments": {"deep": True, "box": [1, 2], "of": {"a": None}, "x": None}}},
+            {
+                "type": "function",
+                "function": {"name": "python", "arguments": {"code": "print(1)\n<|sep|>", "n": 2.5}},
+            },
+            {
+                "function": {
+                    "name": "look",
+                    "arguments": {"deep": True, "box": [1, 2], "of": {"a": None}, "x": None},
+                }
+            },
         ],
     },
     {"role": "tool", "name": "python", "content": "1 <|end_of_msg|>"},
@@ -144,7 +167,9 @@ def test_the_jinja_template_writes_the_same_channels_and_calls(tokenizer):
 def test_a_tool_call_is_written_as_kimi_k3_writes_it(tokenizer):
     """Literally the form of K3's encoder, as its public parsers expect it."""
     call = ToolCall("get_weather", {"city": "Beijing"})
-    ids = encode_chat([Message("assistant", (), "t", (call,))], tokenizer, VISION, add_generation_prompt=False).ids
+    ids = encode_chat(
+        [Message("assistant", (), "t", (call,))], tokenizer, VISION, add_generation_prompt=False
+    ).ids
     assert tokenizer.decode(ids.tolist()) == (
         '[BOS]<|open|>message role="assistant"<|sep|>'
         "<|open|>think<|sep|>t<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|>"
@@ -194,7 +219,9 @@ def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(ids))
             change = rng.randrange(3)
-            ids[at : at + 1] = [] if change == 0 else [rng.choice(whole)] if change == 1 else ids[at : at + 1] * 2
+            ids[at : at + 1] = (
+                [] if change == 0 else [rng.choice(whole)] if change == 1 else ids[at : at + 1] * 2
+            )
         parsed = parse_assistant(ids[: rng.randint(0, len(ids))], tokenizer)
         assert parsed.message.role == "assistant"
         broken += not parsed.well_formed
@@ -258,7 +285,10 @@ def test_only_named_tokens_that_are_not_of_media_can_be_asked_for(tokenizer):
             ),
             "a tool call is",
         ),
-        (lambda: messages_from([{"role": "assistant", "content": None, "tool_calls": ["f"]}]), "a tool call is"),
+        (
+            lambda: messages_from([{"role": "assistant", "content": None, "tool_calls": ["f"]}]),
+            "a tool call is",
+        ),
     ],
 )
 def test_impossible_tool_turns_are_named(make, said):

@@ -1,4 +1,5 @@
-"""Chat files through the source, the loader and the packer: what is learned, where pictures go, which rows are bad."""
+"""Chat files through the source, the loader and the packer: what is learned, where pictures go, which rows
+are bad."""
 
 import base64
 import gzip
@@ -12,10 +13,10 @@ import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.vision.config import VisionConfig
@@ -73,7 +74,8 @@ WHOLE = {
 END = "<|close|>message<|sep|><|end_of_msg|>"
 LEARNED = (
     "<|open|>think<|sep|>count<|close|>think<|sep|><|open|>response<|sep|>Let me see.<|close|>response<|sep|>"
-    '<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument key="code" type="string"<|sep|>'
+    '<|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument key="code"'
+    ' type="string"<|sep|>'
     f"1+1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>{END}two{END}red{END}[EOS]"
 )
 
@@ -88,9 +90,13 @@ def whole(tmp_path) -> SourceConfig:
 def test_exactly_the_answers_of_a_hand_written_conversation_are_labels(whole, tokenizer):
     """Through loader and packer: the labels in order spell what the assistant says, and nothing else."""
     with Loader(
-        DataConfig(sources=[whole], val_fraction=0.0, prefetch="none"), tokenizer, VISION, length=1024, tokens=1024,
+        DataConfig(sources=[whole], val_fraction=0.0, prefetch="none"),
+        tokenizer,
+        VISION,
+        length=1024,
+        tokens=1024,
         max_patches=4096,
-    ) as loader:  # fmt: skip
+    ) as loader:
         (batch,) = loader.next_step()
     assert tokenizer.decode(batch.labels[batch.labels >= 0].tolist()).startswith(LEARNED)
     assert set(batch.loss_weights.tolist()) == {0.0, 1.0}
@@ -117,13 +123,19 @@ def test_every_way_to_name_a_picture_gives_the_same_document(tmp_path, tokenizer
         "path": ("<image>what?", ["a.png"]),
         "data uri": ("<image>what?", [uri]),
         "named part": ([{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}], None),
-        "image_url": ([{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "what?"}], None),
+        "image_url": (
+            [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "what?"}],
+            None,
+        ),
         "nobody says where": ("what?", "a.png"),
         "dict": ("<image>what?", [{"bytes": None, "path": "a.png"}]),
     }[form]
     row = {"messages": [{"role": "user", "content": content}, RED]} | ({"images": images} if images else {})
-    plain = write(tmp_path, {"messages": [{"role": "user", "content": "<image>what?"}, RED], "images": ["a.png"]},
-                  name="plain.jsonl")  # fmt: skip
+    plain = write(
+        tmp_path,
+        {"messages": [{"role": "user", "content": "<image>what?"}, RED], "images": ["a.png"]},
+        name="plain.jsonl",
+    )
     ours, theirs = (encode(first(c), tokenizer, VISION) for c in (write(tmp_path, row), plain))
     assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.patches, theirs.patches)
 
@@ -150,30 +162,68 @@ def test_other_names_of_roles_gzip_and_tools_are_read(tmp_path, tokenizer):
 BAD = {
     "not json": ("{", "not valid JSON", "bad_json"),
     "no messages": ({"text": "x"}, 'a list "messages"', "bad_json"),
-    "unknown role": ({"messages": [{"role": "asistant", "content": "x"}]}, "did you mean 'assistant'?", "bad_json"),
-    "too few pictures": ({"messages": [{"role": "user", "content": "<image> <image>"}, RED], "images": ["a.png"]},
-                         '2 places for images (<image> or a part without a name) and 1 in "images"', "missing_member"),
-    "too many pictures": ({"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["a.png", "a.png"]},
-                          '1 places for images (<image> or a part without a name) and 2 in "images"', "missing_member"),
-    "no such picture": ({"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["b.png"]},
-                        "message 0: image 'b.png': no such file", "missing_member"),
-    "url": ({"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["https://x/y.png"]},
-            "fetch it and name the file", "missing_member"),
-    "broken uri": ({"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["data:image/png;base64,?"]},
-                   "not base64", "bad_json"),
+    "unknown role": (
+        {"messages": [{"role": "asistant", "content": "x"}]},
+        "did you mean 'assistant'?",
+        "bad_json",
+    ),
+    "too few pictures": (
+        {"messages": [{"role": "user", "content": "<image> <image>"}, RED], "images": ["a.png"]},
+        '2 places for images (<image> or a part without a name) and 1 in "images"',
+        "missing_member",
+    ),
+    "too many pictures": (
+        {"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["a.png", "a.png"]},
+        '1 places for images (<image> or a part without a name) and 2 in "images"',
+        "missing_member",
+    ),
+    "no such picture": (
+        {"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["b.png"]},
+        "message 0: image 'b.png': no such file",
+        "missing_member",
+    ),
+    "url": (
+        {"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["https://x/y.png"]},
+        "fetch it and name the file",
+        "missing_member",
+    ),
+    "broken uri": (
+        {"messages": [{"role": "user", "content": "<image>"}, RED], "images": ["data:image/png;base64,?"]},
+        "not base64",
+        "bad_json",
+    ),
     "no answer": ({"messages": [ASKED]}, "nothing to learn", "empty_text"),
     "weightless": ({"messages": [ASKED, RED | {"weight": 0}]}, "nothing to learn", "empty_text"),
     "negative weight": ({"messages": [ASKED, RED | {"weight": -1}]}, "weight -1.0", "bad_json"),
-    "empty user": ({"messages": [{"role": "user", "content": ""}, RED]}, "an empty message of the user", "empty_text"),
-    "content is a number": ({"messages": [{"role": "user", "content": 3}, RED]}, "content is int", "bad_json"),
-    "unknown part": ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, RED]}, "'audio'", "bad_json"),
+    "empty user": (
+        {"messages": [{"role": "user", "content": ""}, RED]},
+        "an empty message of the user",
+        "empty_text",
+    ),
+    "content is a number": (
+        {"messages": [{"role": "user", "content": 3}, RED]},
+        "content is int",
+        "bad_json",
+    ),
+    "unknown part": (
+        {"messages": [{"role": "user", "content": [{"type": "audio"}]}, RED]},
+        "'audio'",
+        "bad_json",
+    ),
     "turn is a string": ({"messages": ["hello"]}, "message 0: is str", "bad_json"),
-    "broken call": ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-                    "a tool call is", "bad_json"),
-    "calls of a user": ({"messages": [ASKED | {"tool_calls": [{"name": "f"}]}, RED]}, "only an assistant's", "bad_json"),
+    "broken call": (
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+        "a tool call is",
+        "bad_json",
+    ),
+    "calls of a user": (
+        {"messages": [ASKED | {"tool_calls": [{"name": "f"}]}, RED]},
+        "only an assistant's",
+        "bad_json",
+    ),
     "tools": ({"messages": [ASKED, RED], "tools": "python"}, "tools: expected a list", "bad_json"),
-    "latin-1": ("{\"messages\": \"\udce9\"}", "not UTF-8", "encoding"),
-}  # fmt: skip
+    "latin-1": ('{"messages": "\udce9"}', "not UTF-8", "encoding"),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -183,7 +233,9 @@ def test_a_bad_row_is_named_with_what_was_expected(tmp_path, case):
     good = json.dumps({"messages": [ASKED, RED]})
     line = row if isinstance(row, str) else json.dumps(row)
     (tmp_path / "c.jsonl").write_bytes(f"{good}\n{line}\n".encode("utf-8", "surrogateescape"))
-    source = build_source(SourceConfig(name="c", kind="chat_files", path=str(tmp_path / "c.jsonl")), val_fraction=0.0)
+    source = build_source(
+        SourceConfig(name="c", kind="chat_files", path=str(tmp_path / "c.jsonl")), val_fraction=0.0
+    )
     with pytest.raises(BadSample) as caught:
         source.get(1, 0)
     assert said in str(caught.value) and "c.jsonl:2" in str(caught.value) and caught.value.reason == reason
@@ -197,7 +249,9 @@ def test_a_conversation_cut_inside_an_image_is_refused_or_left_out_and_counted(t
     shape = dict(length=96, tokens=128, max_patches=4096)
     with (
         Loader(DataConfig(**words), tokenizer, VISION, **shape) as loader,
-        pytest.raises(BadSample, match=r"chats.jsonl:1: \d+ tokens are more than length = 96 and would be cut inside"),
+        pytest.raises(
+            BadSample, match=r"chats.jsonl:1: \d+ tokens are more than length = 96 and would be cut inside"
+        ),
     ):
         for _ in range(30):
             loader.next_step()
@@ -211,7 +265,9 @@ def test_a_conversation_cut_inside_an_image_is_refused_or_left_out_and_counted(t
 def test_conversations_are_never_cut_in_the_middle(tmp_path, tokenizer):
     long = {"messages": [ASKED, {"role": "assistant", "content": "red\n" * 200}]}
     config = write(tmp_path, *[long, {"messages": [ASKED, RED]}] * 10)
-    data = DataConfig(sources=[config], val_fraction=0.0, prefetch="none", overlong="skip", on_bad_sample="skip")
+    data = DataConfig(
+        sources=[config], val_fraction=0.0, prefetch="none", overlong="skip", on_bad_sample="skip"
+    )
     with Loader(data, tokenizer, VISION, length=96, tokens=128, max_patches=64) as loader:
         for _ in range(10):
             (batch,) = loader.next_step()

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from earlyfusion.data.chat import Message, ToolCall, encode_chat
-from earlyfusion.data.chat_parse import parse_assistant
-from earlyfusion.data.chat_stream import ChatStream
+from earlyfusion.data.chat.parse import parse_assistant
+from earlyfusion.data.chat.stream import ChatStream
+from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
@@ -16,7 +16,9 @@ VISION = VisionConfig.preset("tiny")
 MESSAGES = {
     "plain": Message("assistant", (Text("red, ö and 漢字 🙂"),)),
     "thinking": Message("assistant", (Text("three"),), thinking="I count: 1, 2, 3 ✓"),
-    "tools": Message("assistant", (Text("wait"),), thinking="a", calls=(ToolCall("python", {"code": "1 + 1"}),)),
+    "tools": Message(
+        "assistant", (Text("wait"),), thinking="a", calls=(ToolCall("python", {"code": "1 + 1"}),)
+    ),
     "empty": Message("assistant", (), thinking=""),
 }
 
@@ -28,7 +30,9 @@ def tokenizer() -> Tokenizer:
 
 def written(message: Message, tokenizer: Tokenizer) -> list[int]:
     """What a model writes after the opening of its message."""
-    opening = 3 + len(tokenizer.encode('message role="assistant"'))  # [BOS], <|open|> and <|sep|> around the header
+    opening = 3 + len(
+        tokenizer.encode('message role="assistant"')
+    )  # [BOS], <|open|> and <|sep|> around the header
     return encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()[opening:]
 
 
@@ -58,7 +62,9 @@ def test_broken_markup_never_raises_and_shows_no_special_token(tokenizer, seed):
     rng = random.Random(seed)
     whole = written(MESSAGES["tools"], tokenizer)
     for _ in range(200):
-        ids = [rng.choice(whole) if rng.random() < 0.2 else token for token in whole][: rng.randint(0, len(whole))]
+        ids = [rng.choice(whole) if rng.random() < 0.2 else token for token in whole][
+            : rng.randint(0, len(whole))
+        ]
         assert all("<|" not in text for text in read(ids, tokenizer).values())
 
 

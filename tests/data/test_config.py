@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.options import OPTIONS
-from earlyfusion.data.sources import KINDS
+from earlyfusion.data.sources.options import OPTIONS
+from earlyfusion.data.sources.registry import KINDS
 
 
 def test_every_kind_with_options_has_a_class():
@@ -15,8 +15,14 @@ def test_every_kind_with_options_has_a_class():
     [
         ({"kind": "easy_vpa"}, "did you mean 'easy_vqa'"),
         ({"kind": "easy_vqa", "options": {"question_per_image": 3}}, "did you mean 'questions_per_image'"),
-        ({"kind": "easy_vqa", "options": {"questions_per_image": -1}}, "option questions_per_image.*given -1"),
-        ({"kind": "synth_words", "options": {"min_side": 90, "max_side": 64}}, "min_side 90 is more than max_side 64"),
+        (
+            {"kind": "easy_vqa", "options": {"questions_per_image": -1}},
+            "option questions_per_image.*given -1",
+        ),
+        (
+            {"kind": "synth_words", "options": {"min_side": 90, "max_side": 64}},
+            "min_side 90 is more than max_side 64",
+        ),
         ({"kind": "folder"}, "needs path"),
         ({"kind": "pydoc", "path": "/tmp"}, "path is for kind = 'folder'"),
         ({"kind": "pydoc", "weight": -1}, "greater than or equal to 0"),

@@ -1,4 +1,5 @@
-"""Pictures of every kind become patches of the exact navit size; hostile files are told apart and cost nothing."""
+"""Pictures of every kind become patches of the exact navit size; hostile files are told apart and cost
+nothing."""
 
 import io
 import struct
@@ -11,8 +12,8 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.decode import FORMATS, decode_picture, open_picture
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, patchify, prepare_image, unpatchify
@@ -21,8 +22,9 @@ from tests.data.clip_files import SHARED
 TINY = VisionConfig.preset("tiny")
 EXACT = DecodeConfig(fast=False)
 FAST_MEAN, FAST_MAX = 0.05, 2
-"""Fast path beside full decode and Pillow bicubic, in levels of 255: torch's uint8 kernel rounds its weights and the
-intermediate rows to other bits. Where libjpeg shrinks first (a quarter or less of the sides), see SHRUNK_MEAN."""
+"""Fast path beside full decode and Pillow bicubic, in levels of 255: torch's uint8 kernel rounds its weights
+and the intermediate rows to other bits. Where libjpeg shrinks first (a quarter or less of the sides), see
+SHRUNK_MEAN."""
 SHRUNK_MEAN, SHRUNK_MAX = 0.5, 16
 """libjpeg's own reduction is a box filter on DCT blocks; single edge pixels differ more."""
 
@@ -31,7 +33,9 @@ def photo(width=1024, height=768, seed=0):
     """A smooth picture with edges and some grain, as photographs have."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / max(width, height)
-    waves = [127 + 100 * np.sin(x * rng.uniform(3, 20) + y * rng.uniform(3, 20) + channel) for channel in range(3)]
+    waves = [
+        127 + 100 * np.sin(x * rng.uniform(3, 20) + y * rng.uniform(3, 20) + channel) for channel in range(3)
+    ]
     pixels = np.stack(waves, -1) + rng.normal(0, 4, (height, width, 3))
     for _ in range(12):
         a, b = rng.integers(0, width), rng.integers(0, height)
@@ -65,7 +69,9 @@ def test_the_fast_path_has_the_exact_size_and_nearly_the_pixels_of_pillow(limit,
         assert fast.original == exact.original == size
         assert fast.resized == exact.resized == (wanted.new_w, wanted.new_h)
         difference = np.abs(pixels_of(fast) - pixels_of(exact))
-        shrunk = data[:2] == b"\xff\xd8" and min(size[0] // (2 * wanted.new_w), size[1] // (2 * wanted.new_h)) >= 2
+        shrunk = (
+            data[:2] == b"\xff\xd8" and min(size[0] // (2 * wanted.new_w), size[1] // (2 * wanted.new_h)) >= 2
+        )
         assert difference.mean() <= (SHRUNK_MEAN if shrunk else FAST_MEAN)
         assert difference.max() <= (SHRUNK_MAX if shrunk else FAST_MAX)
 
@@ -122,7 +128,8 @@ def test_every_orientation_stands_upright_on_both_paths(turn, kind):
         media = decode_picture(data, TINY, decode)
         assert media.original == (300, 200)
         expected = pixels_of(decode_picture(stored(upright, "PNG"), TINY, EXACT))
-        # JPEG and WebP store chroma at half resolution: mean 3 levels; any other orientation differs by more than 20
+        # JPEG and WebP store chroma at half resolution: mean 3 levels; any other orientation differs by more
+        # than 20
         assert np.abs(pixels_of(media) - expected).mean() < 5
 
 
@@ -200,7 +207,10 @@ def test_hostile_pictures_have_their_reasons(tmp_path):
     for sides in ((20_000, 20_000), (2_000_000, 60_000)):
         assert reason_of(png_header(*sides)) == "pixel_limit"
     assert reason_of(stored(photo(100, 100)), DecodeConfig(max_pixels=9_999)) == "pixel_limit"
-    assert decode_picture(stored(photo(100, 100)), TINY, DecodeConfig(max_pixels=10_000)).original == (100, 100)
+    assert decode_picture(stored(photo(100, 100)), TINY, DecodeConfig(max_pixels=10_000)).original == (
+        100,
+        100,
+    )
 
 
 def test_a_bomb_is_refused_before_its_pixels_are_decoded(monkeypatch):

@@ -6,20 +6,29 @@ import sys
 
 import pytest
 
-from earlyfusion.data import bench_sides
-from earlyfusion.data.bench_shards import write_shards
-from earlyfusion.data.video_backends import problem
+from earlyfusion.data.video.backends import problem
+from earlyfusion.pipeline.bench.data import sides as bench_sides
+from earlyfusion.pipeline.bench.data.shards import write_shards
 
 BASE = {"patch_limit": 300, "side": "ours"}
 FLAT_MIB = 12
-"""The decoders' pools grow by steps of 1 to 6 MiB at first. A clip holds 450 kB of pixels, so losing every clip of the
-second half would be 130 MiB in 1,200 samples."""
+"""The decoders' pools grow by steps of 1 to 6 MiB at first. A clip holds 450 kB of pixels, so losing every
+clip of the second half would be 130 MiB in 1,200 samples."""
 
 
 def run(request):
     """One side in its own process, as `earlyfusion bench data` starts it."""
-    command = [sys.executable, "-W", "ignore", "-m", "earlyfusion.data.bench_sides", json.dumps({**BASE, **request})]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "earlyfusion.pipeline.bench.data.sides",
+        json.dumps({**BASE, **request}),
+    ]
+    return json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    )
 
 
 def growth(backend, samples):
@@ -44,7 +53,9 @@ def shards(tmp_path_factory):
 
 def test_the_exact_side_of_the_benchmark_equals_webdataset_with_pillow(shards, cache):
     request = {**BASE, "shards": shards, "images": 4, "warmup": 36}
-    found = {side: bench_sides.decoding({**request, "side": side}) for side in ("webdataset", "ours-exact", "ours")}
+    found = {
+        side: bench_sides.decoding({**request, "side": side}) for side in ("webdataset", "ours-exact", "ours")
+    }
     assert found["webdataset"]["digest"] == found["ours-exact"]["digest"] != found["ours"]["digest"]
     assert len({result["patches"] for result in found.values()}) == 1
 
@@ -52,8 +63,15 @@ def test_the_exact_side_of_the_benchmark_equals_webdataset_with_pillow(shards, c
 def test_both_loaders_of_the_benchmark_deliver_the_same_kind_of_batches(tmp_path, cache):
     mixed = write_shards(tmp_path, 60, mixed=True)
     request = {
-        **BASE, "shards": mixed, "samples": 40, "workers": 0, "length": 1024, "rows": 4, "step_ms": 0, "warmup_steps": 1,
-    }  # fmt: skip
+        **BASE,
+        "shards": mixed,
+        "samples": 40,
+        "workers": 0,
+        "length": 1024,
+        "rows": 4,
+        "step_ms": 0,
+        "warmup_steps": 1,
+    }
     ours, theirs = (bench_sides.loading({**request, "side": side}) for side in ("ours", "webdataset"))
     for found in (ours, theirs):
         assert found["samples"] >= 40 and 0 < found["tokens"] <= found["positions"]

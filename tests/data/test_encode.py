@@ -6,14 +6,16 @@ import pytest
 import torch
 from PIL import Image as PILImage
 
-from earlyfusion.data.encode import cuts, encode, timestamp
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.loading.encode import cuts, encode, timestamp
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.vision.patches import num_patches, num_tokens, prepare_frames, prepare_image
 
 
 def picture(width, height, seed=0):
-    return PILImage.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return PILImage.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def random_document(rng, pieces=12):
@@ -23,14 +25,17 @@ def random_document(rng, pieces=12):
         kind = rng.random()
         if kind < 0.7:
             words = [
-                rng.choice(["red", "circle", "12", "\n", "é", "  ", "def f():\n"]) for _ in range(rng.randint(1, 40))
+                rng.choice(["red", "circle", "12", "\n", "é", "  ", "def f():\n"])
+                for _ in range(rng.randint(1, 40))
             ]
             segments.append(Text(" ".join(words), rng.choice([0.0, 0.5, 1.0])))
         elif kind < 0.9:
             segments.append(Image(picture(rng.randint(8, 90), rng.randint(8, 90), i)))
         else:
             frames = rng.randint(1, 9)
-            segments.append(Video([picture(32, 24, j) for j in range(frames)], [j / 2 for j in range(frames)]))
+            segments.append(
+                Video([picture(32, 24, j) for j in range(frames)], [j / 2 for j in range(frames)])
+            )
     return Sample(segments, "random", "0")
 
 
@@ -39,7 +44,12 @@ def test_an_image_document_has_the_published_layout(tokenizer, vision):
     document = encode(Sample([Text("see", 0.5), Image(image), Text(" end")], "s", "k"), tokenizer, vision)
     patches, grid = prepare_image(image, vision)
     pads = num_tokens(grid)
-    expected = [tokenizer.bos_id, *tokenizer.encode("see"), tokenizer.media_begin_id, *tokenizer.encode("image")]
+    expected = [
+        tokenizer.bos_id,
+        *tokenizer.encode("see"),
+        tokenizer.media_begin_id,
+        *tokenizer.encode("image"),
+    ]
     expected += [tokenizer.media_content_id, *[tokenizer.media_pad_id] * pads, tokenizer.media_end_id]
     expected += [*tokenizer.encode(" end"), tokenizer.eos_id]
     assert document.ids.tolist() == expected
@@ -104,7 +114,9 @@ def test_a_long_document_is_split_without_losing_a_token_or_a_patch(tokenizer, v
         assert torch.equal(torch.cat(held), document.patches)
     for piece in pieces:
         assert len(piece) <= length and piece.num_patches <= limit
-        assert (piece.ids == tokenizer.media_pad_id).nonzero()[:, 0].tolist() == piece.media_positions.tolist()
+        assert (piece.ids == tokenizer.media_pad_id).nonzero()[
+            :, 0
+        ].tolist() == piece.media_positions.tolist()
         assert len(piece.media_positions) == sum(num_tokens(grid) for grid in piece.grids)
         assert all(piece.ids[a] == tokenizer.media_begin_id for a, _ in piece.spans)
         assert all(piece.ids[b - 1] == tokenizer.media_end_id for _, b in piece.spans)

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import REASONS, BadSample
-from earlyfusion.data.formats import Group, build, describe
-from earlyfusion.data.options import ShardsOptions
+from earlyfusion.data.formats.build import Group, build, describe
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Regions, Text, VideoFile
-from earlyfusion.data.source_easy_vqa import answer_text, question_text
+from earlyfusion.data.sources.easy_vqa import answer_text, question_text
+from earlyfusion.data.sources.options import ShardsOptions
 
 from .shard_files import SHARED, dump, picture
 
@@ -87,7 +87,9 @@ CASES = {
     "no_place": (
         {
             "jpg": JPG,
-            "json": dump({"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "A"}]}),
+            "json": dump(
+                {"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "A"}]}
+            ),
         },
         [("image", JPG), "\nQ: Hm?\nA:", " A"],
     ),
@@ -115,7 +117,11 @@ CASES = {
         ["\nBe brief.", ("image", PNG), "\nQ: Then", ("image", JPG), "\nA:", " Yes"],
     ),
     "text_chat": (
-        {"json": dump({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]})},
+        {
+            "json": dump(
+                {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+            )
+        },
         ["\nQ: 1+1\nA:", " 2"],
     ),
     "video_chat": (
@@ -145,7 +151,10 @@ CASES = {
         {
             "b9.jpg": JPG,
             "json": dump(
-                {"text_list": ["one", "two"], "image_info": [{"image_name": "b9.jpg", "matched_text_index": 1}]}
+                {
+                    "text_list": ["one", "two"],
+                    "image_info": [{"image_name": "b9.jpg", "matched_text_index": 1}],
+                }
             ),
         },
         ["one", ("image", JPG), "\ntwo"],
@@ -155,7 +164,10 @@ CASES = {
     "html": ({"png": PNG, "html": b"<p>hi</p>\n"}, [("image", PNG), "\n<p>hi</p>"]),
     "svg": ({"png": PNG, "svg": b"<svg/>"}, [("image", PNG), "\n<svg/>"]),
     "ocr": ({"jpg": JPG, "json": dump({"ocr": "line 1\nline 2"})}, [("image", JPG), "\nline 1\nline 2"]),
-    "ocr_lines": ({"jpg": JPG, "json": dump({"ocr": [{"text": "a"}, {"text": "b"}]})}, [("image", JPG), "\na\nb"]),
+    "ocr_lines": (
+        {"jpg": JPG, "json": dump({"ocr": [{"text": "a"}, {"text": "b"}]})},
+        [("image", JPG), "\na\nb"],
+    ),
     "text": ({"txt": b"only words"}, ["only words"]),
     "text_json": ({"json": dump({"text": "only words"})}, ["only words"]),
 }
@@ -215,7 +227,10 @@ def test_boxes_come_out_in_pixels_whatever_they_came_in():
 
 
 def test_points_and_mixed_regions():
-    entry = {"regions": [{"label": "tip", "point": [50, 20]}, {"label": "box", "box": [0, 0, 9, 9]}], "caption": "see"}
+    entry = {
+        "regions": [{"label": "tip", "point": [50, 20]}, {"label": "box", "box": [0, 0, 9, 9]}],
+        "caption": "see",
+    }
     found = regions(entry).regions
     assert found[0].point == (50, 20) and found[1].box == (0, 0, 9, 9)
     assert regions({"points": [[0.5, 0.5]], "labels": ["mid"]}).regions[0].point == (100, 50)
@@ -246,13 +261,17 @@ def test_boxes_are_right_in_the_encoded_text(tokenizer, vision):
     small = vision.model_copy(update={"in_patch_limit": 32})
     from earlyfusion.data.sample import Sample
 
-    segments = made({"jpg": picture(0, (200, 100)), "json": dump({"boxes": [[50, 25, 150, 75]], "labels": ["mid"]})})
+    segments = made(
+        {"jpg": picture(0, (200, 100)), "json": dump({"boxes": [[50, 25, 150, 75]], "labels": ["mid"]})}
+    )
     document = encode(Sample(segments, "s", "k"), tokenizer, small)
     line = tokenizer.decode(document.ids.tolist(), skip_special=True).rpartition("\n")[2]
     read = json.loads(line.strip())
     assert read["label"] == "mid" and read["box01"] == [0.25, 0.25, 0.75, 0.75]
     width = read["box"][2] / 0.75
-    assert width < 200 and read["box"] == pytest.approx([width / 4, width / 8, width * 0.75, width * 0.375], abs=1)
+    assert width < 200 and read["box"] == pytest.approx(
+        [width / 4, width / 8, width * 0.75, width * 0.375], abs=1
+    )
 
 
 # ---- what is wrong names shard, key and reason
@@ -283,14 +302,20 @@ WRONG = {
     "odd role": ({"json": dump({"messages": [{"role": "tool", "content": "x"}]})}, "bad_json"),
     "no answer": ({"json": dump({"messages": [{"role": "user", "content": "x"}]})}, "empty_text"),
     "place without picture": (
-        {"json": dump({"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]})},
+        {
+            "json": dump(
+                {"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]}
+            )
+        },
         "missing_member",
     ),
     "pictures without place": (
         {
             "0.jpg": JPG,
             "1.jpg": JPG,
-            "json": dump({"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]}),
+            "json": dump(
+                {"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]}
+            ),
         },
         "bad_json",
     ),
@@ -299,7 +324,9 @@ WRONG = {
     "matched beyond": (
         {
             "0.jpg": JPG,
-            "json": dump({"text_list": ["a"], "image_info": [{"image_name": "0.jpg", "matched_text_index": 9}]}),
+            "json": dump(
+                {"text_list": ["a"], "image_info": [{"image_name": "0.jpg", "matched_text_index": 9}]}
+            ),
         },
         "bad_json",
     ),
@@ -308,7 +335,10 @@ WRONG = {
         {"jpg": JPG, "json": dump({"boxes": [[0, 0, 1.2, 1]], "labels": ["a"], "coordinates": "normalized"})},
         "box_outside",
     ),
-    "box without area": ({"jpg": JPG, "json": dump({"boxes": [[5, 5, 5, 9]], "labels": ["a"]})}, "box_outside"),
+    "box without area": (
+        {"jpg": JPG, "json": dump({"boxes": [[5, 5, 5, 9]], "labels": ["a"]})},
+        "box_outside",
+    ),
     "point outside": ({"jpg": JPG, "json": dump({"points": [[-30, 5]], "labels": ["a"]})}, "box_outside"),
     "three numbers": ({"jpg": JPG, "json": dump({"boxes": [[5, 5, 5]], "labels": ["a"]})}, "bad_json"),
     "not a number": ({"jpg": JPG, "json": b'{"boxes": [[NaN, 0, 5, 5]], "labels": ["a"]}'}, "bad_json"),
@@ -330,7 +360,9 @@ def test_what_is_wrong_names_shard_key_and_reason(name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["caption", "qa", "conversation", "interleaved", "grounding", "ocr", "video", "code"])
+@pytest.mark.parametrize(
+    "kind", ["caption", "qa", "conversation", "interleaved", "grounding", "ocr", "video", "code"]
+)
 def test_a_named_format_that_does_not_fit_is_a_bad_sample(kind):
     with pytest.raises(BadSample):
         made({"bin": b"x"}, format=kind)
@@ -357,11 +389,13 @@ def test_every_format_reaches_tokens(tokenizer, vision):
         if b"clip" in members.values() or b"v" in members.values():
             continue
         document = encode(Sample(made(members), "s", "k"), tokenizer, vision)
-        assert len(document) > 3 and (document.num_patches > 0) == (name not in ("text", "text_json", "text_chat"))
+        assert len(document) > 3 and (document.num_patches > 0) == (
+            name not in ("text", "text_json", "text_chat")
+        )
 
 
 def test_a_shard_of_every_format_is_read_as_a_source(tmp_path, monkeypatch):
-    from earlyfusion.data.sources import build_source
+    from earlyfusion.data.sources.registry import build_source
 
     from .shard_files import write_tar
 
@@ -427,11 +461,18 @@ BOXES = {
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", [name for name, (members, _) in CASES.items() if "json" in members] + ["boxes"])
+@pytest.mark.parametrize(
+    "name", [name for name, (members, _) in CASES.items() if "json" in members] + ["boxes"]
+)
 def test_no_json_does_more_than_make_a_bad_sample(name, seed):
     members = BOXES if name == "boxes" else CASES[name][0]
     entry = json.loads(members["json"])
-    kinds = ["auto", describe(group(members), ShardsOptions())[0], "grounding" if name == "boxes" else "auto", "ocr"]
+    kinds = [
+        "auto",
+        describe(group(members), ShardsOptions())[0],
+        "grounding" if name == "boxes" else "auto",
+        "ocr",
+    ]
     rng = random.Random(f"{name}/{seed}")
     good = 0
     for trial in range(300):

@@ -1,4 +1,5 @@
-"""Boxes and points stay on what they mark through orientation, resizing and clipping, and can be read back."""
+"""Boxes and points stay on what they mark through orientation, resizing and clipping, and can be read
+back."""
 
 import io
 import random
@@ -7,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.grounding import FoundRegion, parse_regions, write_regions
+from earlyfusion.data.formats.grounding import FoundRegion, parse_regions, write_regions
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import unpatchify
@@ -47,7 +48,9 @@ def test_the_box_in_the_text_is_where_the_rectangle_is_in_the_patches(tokenizer,
     rows, columns = np.flatnonzero((pixels > 127).any(1)), np.flatnonzero((pixels > 127).any(0))
     seen = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
     assert np.abs(np.array(found.box) - seen).max() <= 1  # one pixel: bicubic edges
-    assert np.allclose(found.box01, [box[0] / width, box[1] / height, box[2] / width, box[3] / height], atol=5.1e-4)
+    assert np.allclose(
+        found.box01, [box[0] / width, box[1] / height, box[2] / width, box[3] / height], atol=5.1e-4
+    )
 
 
 def test_the_text_form_is_this():
@@ -74,14 +77,21 @@ def test_what_is_written_is_read_back_within_half_a_step(seed, form):
     resized = (original[0] * rng.randint(20, 100) // 100, original[1] * rng.randint(20, 100) // 100)
     regions = []
     for number in range(30):
-        x, y = sorted(rng.uniform(0, original[0]) for _ in "ab"), sorted(rng.uniform(0, original[1]) for _ in "ab")
-        label = rng.choice(["cat", "a {brace} and ]", 'quote " \\ slash', "zeile\nneu", "猫", "<|media_pad|>", ""])
+        x, y = (
+            sorted(rng.uniform(0, original[0]) for _ in "ab"),
+            sorted(rng.uniform(0, original[1]) for _ in "ab"),
+        )
+        label = rng.choice(
+            ["cat", "a {brace} and ]", 'quote " \\ slash', "zeile\nneu", "猫", "<|media_pad|>", ""]
+        )
         if rng.random() < 0.7 and x[1] - x[0] > 0.01 * original[0] and y[1] - y[0] > 0.01 * original[1]:
             regions.append(Region(label + str(number), box=(x[0], y[0], x[1], y[1])))
         else:
             regions.append(Region(label + str(number), point=(x[0], y[0])))
     text = write_regions(Regions(regions, form=form), original, resized)
-    back = [found.to_region(original, resized) for found in parse_regions(f"Here they are:\n[{text}] done {{")]
+    back = [
+        found.to_region(original, resized) for found in parse_regions(f"Here they are:\n[{text}] done {{")
+    ]
     assert [region.label for region in back] == [region.label for region in regions]
     for given, got in zip(regions, back, strict=True):
         a, b = (np.array(region.box or region.point) for region in (given, got))
@@ -91,9 +101,9 @@ def test_what_is_written_is_read_back_within_half_a_step(seed, form):
 
 
 def test_a_box_over_the_edge_is_cut_and_one_outside_is_refused():
-    assert parse_regions(write_regions(Regions([Region("a", box=(-50, 20, 300, 90))]), (200, 100), (200, 100))) == [
-        FoundRegion("a", box=(0.0, 20.0, 200.0, 90.0), box01=(0.0, 0.2, 1.0, 0.9))
-    ]
+    assert parse_regions(
+        write_regions(Regions([Region("a", box=(-50, 20, 300, 90))]), (200, 100), (200, 100))
+    ) == [FoundRegion("a", box=(0.0, 20.0, 200.0, 90.0), box01=(0.0, 0.2, 1.0, 0.9))]
     outside = [
         Region("a", box=(200, 0, 300, 50)),
         Region("a", box=(-20, -20, 0, 50)),
@@ -125,7 +135,9 @@ def test_regions_may_stand_before_their_picture_and_name_any_medium(tokenizer):
     clip = Video([marked(64, 32, (0, 0, 9, 9))] * 2, [0, 1])
     region = [Region("x", box=(0, 0, 20, 20))]
     sample = Sample(
-        [Regions(region, media=1), Image(one), Text("t", 0.0), Image(two), clip, Regions(region, media=2)], "s", "k"
+        [Regions(region, media=1), Image(one), Text("t", 0.0), Image(two), clip, Regions(region, media=2)],
+        "s",
+        "k",
     )
     document = encode(sample, tokenizer, CFG)
     first, second = parse_regions(text_of(document, tokenizer))

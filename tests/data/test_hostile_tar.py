@@ -10,9 +10,9 @@ import pytest
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.shards import Shards
-from earlyfusion.data.shards_tar import scan_tar
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.shards.read import Shards
+from earlyfusion.data.shards.tar import scan_tar
+from earlyfusion.data.sources.registry import build_source
 
 from .shard_files import captions, picture, write_tar
 
@@ -31,7 +31,7 @@ def watch(event, args):
         if not os.path.realpath(os.fsdecode(args[0])).startswith(cache):
             print(event, args); os._exit(9)
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 import webdataset
 sys.dont_write_bytecode = True
 sys.addaudithook(watch)
@@ -86,7 +86,9 @@ def test_links_devices_and_paths_outside_are_left_out_and_counted(tmp_path):
 
 
 def test_a_caption_that_is_a_link_is_a_missing_member(tmp_path):
-    source = build_source(SourceConfig(name="s", kind="webdataset", path=str(hostile(tmp_path))), val_fraction=0.0)
+    source = build_source(
+        SourceConfig(name="s", kind="webdataset", path=str(hostile(tmp_path))), val_fraction=0.0
+    )
     for index in (1, 2):
         with pytest.raises(BadSample, match=rf"evil\.tar 00000{index}: no text") as caught:
             source.get(index, 0)
@@ -108,8 +110,12 @@ def test_a_hostile_tar_never_touches_the_file_system(tmp_path):
         env=dict(os.environ),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split("\n")[:4] == ["OK evil.tar/000000", "BAD missing_member", "BAD missing_member",
-                                           "OK evil.tar/000003"]  # fmt: skip
+    assert done.stdout.split("\n")[:4] == [
+        "OK evil.tar/000000",
+        "BAD missing_member",
+        "BAD missing_member",
+        "OK evil.tar/000003",
+    ]
     after = sorted(p for p in tmp_path.rglob("*") if "cache" not in p.parts)
     assert after == before
 

@@ -13,12 +13,12 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.contact_sheet import LONGEST_TEXT, make_card, sheet
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.inspect_cmd import _bars, main
-from earlyfusion.data.prepare import main as prepare
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.prepare.cmd import main as prepare
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.vision.config import VisionConfig
 
 from .shard_files import captions, picture, write_tar
@@ -34,7 +34,9 @@ def small(tmp_path, cache, tokenizer, monkeypatch):
 @pytest.fixture
 def inspect(tmp_path, capsys):
     def run(path, *options):
-        assert main(["inspect", str(path), "--tokenizer", str(tmp_path / "tokenizer"), *map(str, options)]) == 0
+        assert (
+            main(["inspect", str(path), "--tokenizer", str(tmp_path / "tokenizer"), *map(str, options)]) == 0
+        )
         return capsys.readouterr().out
 
     return run
@@ -42,20 +44,45 @@ def inspect(tmp_path, capsys):
 
 def test_prepared_shards_are_counted_exactly_without_reading_them(tmp_path, inspect, capsys):
     write_tar(tmp_path / "in.tar", [*captions(20), ("99.txt", b" ")])
-    prepare([str(tmp_path / "in.tar"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer"),
-             "--workers", "1", "--shard-samples", "8"])  # fmt: skip
+    prepare(
+        [
+            str(tmp_path / "in.tar"),
+            "--out",
+            str(tmp_path / "out"),
+            "--tokenizer",
+            str(tmp_path / "tokenizer"),
+            "--workers",
+            "1",
+            "--shard-samples",
+            "8",
+        ]
+    )
     made = json.loads((tmp_path / "out" / "index.json").read_text())
     capsys.readouterr()
     shown = inspect(tmp_path / "out", "--samples", 1)
-    for text in ("20 samples", "3 shards", "20 samples of 21 items", "20 caption", f"{made['tokens']:,} tokens",
-                 f"{made['patches']:,} patches (moonvit_v2)", "left out: 1 empty_text"):  # fmt: skip
+    for text in (
+        "20 samples",
+        "3 shards",
+        "20 samples of 21 items",
+        "20 caption",
+        f"{made['tokens']:,} tokens",
+        f"{made['patches']:,} patches (moonvit_v2)",
+        "left out: 1 empty_text",
+    ):
         assert text in shown, (text, shown)
 
 
 def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, capsys, tokenizer):
-    """One rule is not another's: 8-pixel patches give more of them than the 14-pixel ones that prepare counted by."""
+    """One rule is not another's: 8-pixel patches give more of them than the 14-pixel ones that prepare
+    counted by."""
     write_tar(tmp_path / "in.tar", captions(6))
-    argv = [str(tmp_path / "in.tar"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer")]
+    argv = [
+        str(tmp_path / "in.tar"),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+    ]
     prepare([*argv, "--workers", "1"])
     for size, whole in ((14, True), (8, False)):
         recipe = tmp_path / f"mix{size}.toml"
@@ -69,13 +96,17 @@ def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, c
         assert (f"{made['patches']:,} patches (moonvit_v2)" in shown) == whole, shown
         assert "1 shard\n" in shown and ("(patches of 8)" in shown) != whole
     config = VisionConfig.preset("moonvit_v2", patch_size=8)
-    source = build_source(SourceConfig(name="own", kind="webdataset", path=str(tmp_path / "out")), val_fraction=0.0)
+    source = build_source(
+        SourceConfig(name="own", kind="webdataset", path=str(tmp_path / "out")), val_fraction=0.0
+    )
     patches = [encode(source.get(i, 0), tokenizer, config).num_patches for i in range(6)]
     assert f"{sum(patches) / 6:,.0f} patches a sample" in shown
 
 
 def test_other_shards_are_estimated_and_damage_is_shown(tmp_path, inspect):
-    data = write_tar(tmp_path / "a.tar", [*captions(6), ("7.jpg", picture(7)), ("../x.txt", b"out")]).read_bytes()
+    data = write_tar(
+        tmp_path / "a.tar", [*captions(6), ("7.jpg", picture(7)), ("../x.txt", b"out")]
+    ).read_bytes()
     (tmp_path / "a.tar").write_bytes(data[: len(data.rstrip(b"\0")) - 10])
     shown = inspect(tmp_path / "a.tar", "--samples", 50)
     for text in ("1 cut short: a.tar", "6 caption", "(from 6 samples)"):
@@ -88,7 +119,12 @@ def test_other_shards_are_estimated_and_damage_is_shown(tmp_path, inspect):
 
 def test_a_recipe_is_shown_source_by_source(inspect, tmp_path):
     shown = inspect("nano", "--samples", 2, "--out", tmp_path / "nano.html")
-    for text in ("easy_vqa  easy_vqa  weight 0.76 (76.0%)", "4,000 samples, 1,000 held out", "pydoc", "scenes"):
+    for text in (
+        "easy_vqa  easy_vqa  weight 0.76 (76.0%)",
+        "4,000 samples, 1,000 held out",
+        "pydoc",
+        "scenes",
+    ):
         assert text in shown
     assert (tmp_path / "nano.html").read_text().count('<div class="card') == 8
 
@@ -102,14 +138,20 @@ def test_a_toml_with_only_data(tmp_path, inspect):
         f'[[data.sources]]\nname = "words"\nkind = "text_files"\npath = "{tmp_path}/words.jsonl"\n'
     )
     shown = inspect(tmp_path / "mix.toml")
-    assert "pictures  webdataset  weight 3 (75.0%)" in shown and "words  text_files  weight 1 (25.0%)" in shown
+    assert (
+        "pictures  webdataset  weight 3 (75.0%)" in shown and "words  text_files  weight 1 (25.0%)" in shown
+    )
 
 
 @pytest.mark.parametrize("name", ["words.jsonl", "folder", "glob"])
 def test_folders_and_text_files(tmp_path, inspect, name):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "words.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    path = {"words.jsonl": tmp_path / "d" / "words.jsonl", "folder": tmp_path / "d", "glob": f"{tmp_path}/d/*.jsonl"}
+    path = {
+        "words.jsonl": tmp_path / "d" / "words.jsonl",
+        "folder": tmp_path / "d",
+        "glob": f"{tmp_path}/d/*.jsonl",
+    }
     assert "2 samples" in inspect(path[name])
 
 
@@ -166,14 +208,19 @@ def test_the_sheet_stands_alone_and_runs_nothing_of_the_data(tmp_path, tokenizer
 
 @pytest.mark.parametrize("limit", [None, 64])
 def test_boxes_lie_where_they_belong(tokenizer, vision, limit):
-    """A red rectangle in the picture, a box around it: the pixels under the drawn box must be red, also when shrunk."""
+    """A red rectangle in the picture, a box around it: the pixels under the drawn box must be red, also when
+    shrunk."""
     pixels = np.zeros((150, 230, 3), np.uint8)
     pixels[40:110, 60:180] = (255, 0, 0)
     config = vision.model_copy(update={"in_patch_limit": limit}) if limit else vision
     sample = Sample([Image(pixels), Regions([Region("red", box=(60, 40, 180, 110))])], "s", "k")
     card = make_card(sample, tokenizer, config)
-    left, top, width, height = (float(x) / 100 for x in re.search(
-        r"left:([\d.]+)%;top:([\d.]+)%;width:([\d.]+)%;height:([\d.]+)%", card.html).groups())  # fmt: skip
+    left, top, width, height = (
+        float(x) / 100
+        for x in re.search(
+            r"left:([\d.]+)%;top:([\d.]+)%;width:([\d.]+)%;height:([\d.]+)%", card.html
+        ).groups()
+    )
     (seen,) = pictures(card.html)
     shown = np.asarray(seen.convert("RGB")).astype(int)
     red = (shown[..., 0] > 128) & (shown[..., 1] < 100)
@@ -188,8 +235,13 @@ def test_a_card_has_the_counts_of_encoding(tokenizer, vision):
     sample = Sample([Video(frames, [i * 0.5 for i in range(6)]), Text("It moves.")], "s", "k")
     card, document = make_card(sample, tokenizer, vision), encode(sample, tokenizer, vision)
     assert (card.tokens, card.patches, card.vision_tokens) == (
-        len(document), document.num_patches, len(document.media_positions))  # fmt: skip
-    assert f"{len(document)} tokens" in card.html and "6 frames" in card.html and len(pictures(card.html)) == 6
+        len(document),
+        document.num_patches,
+        len(document.media_positions),
+    )
+    assert (
+        f"{len(document)} tokens" in card.html and "6 frames" in card.html and len(pictures(card.html)) == 6
+    )
     assert "00:00:00.000" in card.html and "00:00:02.000" in card.html
 
 
@@ -199,7 +251,9 @@ def test_a_sample_that_cannot_be_used_says_why(tmp_path, tokenizer, vision):
 
 
 def test_long_texts_are_cut_and_context_is_grey(tokenizer, vision):
-    card = make_card(Sample([Text("q" * 40, 0.0), Text("x" * (LONGEST_TEXT + 500))], "s", "k"), tokenizer, vision)
+    card = make_card(
+        Sample([Text("q" * 40, 0.0), Text("x" * (LONGEST_TEXT + 500))], "s", "k"), tokenizer, vision
+    )
     assert 'class="quiet"' in card.html and f"({LONGEST_TEXT + 500:,} characters)" in card.html
     assert len(card.html) < LONGEST_TEXT + 800
 
@@ -226,8 +280,10 @@ def test_a_recipe_is_code_and_no_command_of_it_runs_unasked(tmp_path, inspect, p
     recipe.write_text(f'[[data.sources]]\nname = "s"\nkind = "webdataset"\npath = {json.dumps(source)}\n')
     with pytest.raises(DataError, match=r"names commands.*pipe:touch.*a recipe is code.*--run-commands"):
         inspect(recipe)
-    recipe.write_text('[[data.sources]]\nname = "s"\nkind = "webdataset"\n'
-                      f"options = {{ shards = [{json.dumps(source)}] }}\n")  # fmt: skip
+    recipe.write_text(
+        '[[data.sources]]\nname = "s"\nkind = "webdataset"\n'
+        f"options = {{ shards = [{json.dumps(source)}] }}\n"
+    )
     with pytest.raises(DataError, match="--run-commands"):
         inspect(recipe)
     assert not mark.exists()

@@ -1,11 +1,12 @@
-"""What the loader packs trains as its documents one by one: pieces of long documents, pictures, several rows."""
+"""What the loader packs trains as its documents one by one: pieces of long documents, pictures, several
+rows."""
 
 import pytest
 import torch
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.pack import PackedBatch
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion
@@ -31,11 +32,17 @@ def one_by_one(batch):
             count -= num_tokens(mine[-1])
         patches = sum(map(num_patches, mine))
         yield PackedBatch(
-            ids=batch.ids[start:stop], labels=batch.labels[start:stop], loss_weights=batch.loss_weights[start:stop],
-            segments=Segments((stop - start,)), patches=batch.patches[patch : patch + patches], grids=mine,
-            media_positions=torch.tensor(inside, dtype=torch.int64), source_ids=batch.source_ids[start:stop],
-            sources=batch.sources, has_image=batch.has_image[start:stop],
-        )  # fmt: skip
+            ids=batch.ids[start:stop],
+            labels=batch.labels[start:stop],
+            loss_weights=batch.loss_weights[start:stop],
+            segments=Segments((stop - start,)),
+            patches=batch.patches[patch : patch + patches],
+            grids=mine,
+            media_positions=torch.tensor(inside, dtype=torch.int64),
+            source_ids=batch.source_ids[start:stop],
+            sources=batch.sources,
+            has_image=batch.has_image[start:stop],
+        )
         patch += patches
     assert not grids
 
@@ -43,14 +50,35 @@ def one_by_one(batch):
 @pytest.fixture(scope="module")
 def model(tokenizer):
     text = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, num_hidden_layers=3, intermediate_size=48,
-        num_attention_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12,
-        mla_output_gate=True, num_experts=4, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=24,
-        router_balance="quantile", attn_res="block", attn_res_block_size=1, tie_word_embeddings=True,
-        linear_attn_config={"num_heads": 2, "head_dim": 8, "gate_lower_bound": -5.0, "kda_layers": [1, 2],
-                            "full_attn_layers": [3]},
-        bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=3,
+        intermediate_size=48,
+        num_attention_heads=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=12,
+        mla_output_gate=True,
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=24,
+        router_balance="quantile",
+        attn_res="block",
+        attn_res_block_size=1,
+        tie_word_embeddings=True,
+        linear_attn_config={
+            "num_heads": 2,
+            "head_dim": 8,
+            "gate_lower_bound": -5.0,
+            "kda_layers": [1, 2],
+            "full_attn_layers": [3],
+        },
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+    )
     vision = VisionConfig.preset("tiny").model_copy(
         update={
             "hidden_size": 24,
@@ -61,8 +89,12 @@ def model(tokenizer):
         }
     )
     torch.manual_seed(0)
-    fusion = NativeFusion(FusionConfig(text=text, vision=vision, media_token_id=tokenizer.media_pad_id)).double()
-    with torch.no_grad():  # residual queries and gates begin at zero, where a leak through them would not show
+    fusion = NativeFusion(
+        FusionConfig(text=text, vision=vision, media_token_id=tokenizer.media_pad_id)
+    ).double()
+    with (
+        torch.no_grad()
+    ):  # residual queries and gates begin at zero, where a leak through them would not show
         for parameter in fusion.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return fusion.train()
@@ -80,9 +112,13 @@ def loss_and_gradients(model, batches):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_loss_and_gradients_of_packed_rows_are_those_of_their_documents(model, tokenizer, vision, mix, seed, rows):
+def test_loss_and_gradients_of_packed_rows_are_those_of_their_documents(
+    model, tokenizer, vision, mix, seed, rows
+):
     """length 96 splits every chapter of the manual; three rows make a micro-batch of 288 positions."""
-    loader = Loader(mix(MIX, seed=seed), tokenizer, vision, length=96, tokens=96 * rows, max_patches=2048, lanes=2)
+    loader = Loader(
+        mix(MIX, seed=seed), tokenizer, vision, length=96, tokens=96 * rows, max_patches=2048, lanes=2
+    )
     pieces, pictures, trained = 0, 0, 0.0
     for _ in range(2 if rows > 1 else 4):
         for batch in loader.next_step():
@@ -124,7 +160,8 @@ def test_fill_of_the_nano_mix(tokenizer, vision, mix, capsys, length, least, see
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_budget_of_vision_flops_holds_and_splits_only_between_pictures(tokenizer, vision, mix, seed):
-    """A clip has two items (four frames, then two); the budget allows little more than the dearest of them."""
+    """A clip has two items (four frames, then two); the budget allows little more than the dearest of
+    them."""
     cost = VisionCost.from_config(vision)
     free = Loader(mix(MIX, seed=seed), tokenizer, vision, length=256, tokens=1024, max_patches=65536)
     seen = [batch for _ in range(12) for batch in free.next_step()]
@@ -132,7 +169,13 @@ def test_a_budget_of_vision_flops_holds_and_splits_only_between_pictures(tokeniz
     limit = 1.2 * dearest
     assert max(cost.of(batch.grids) for batch in seen) > 1.1 * limit, "else the budget would not bite"
     tight = Loader(
-        mix(MIX, seed=seed), tokenizer, vision, length=256, tokens=1024, max_patches=65536, max_vision_flops=limit
+        mix(MIX, seed=seed),
+        tokenizer,
+        vision,
+        length=256,
+        tokens=1024,
+        max_patches=65536,
+        max_vision_flops=limit,
     )
     pictures, fills = 0, []
     for _ in range(30):
@@ -140,11 +183,15 @@ def test_a_budget_of_vision_flops_holds_and_splits_only_between_pictures(tokeniz
         assert cost.of(batch.grids) <= limit
         assert len(batch.media_positions) == sum(map(num_tokens, batch.grids))
         begins = int((batch.ids == tokenizer.media_begin_id).sum())
-        assert begins == int((batch.ids == tokenizer.media_end_id).sum()) == len(batch.grids), "no picture is cut"
+        assert begins == int((batch.ids == tokenizer.media_end_id).sum()) == len(batch.grids), (
+            "no picture is cut"
+        )
         pictures += len(batch.grids)
         fills.append(batch.fill)
     assert pictures > 20
-    first = Loader(mix(MIX), tokenizer, vision, length=256, tokens=1024, max_patches=65536, max_vision_flops=1.0)
+    first = Loader(
+        mix(MIX), tokenizer, vision, length=256, tokens=1024, max_patches=65536, max_vision_flops=1.0
+    )
     with pytest.raises(BadSample, match=r"costs .* FLOPs; max_vision_flops = 1 allows less") as error:
         first.next_step()
     assert error.value.reason == "over_budget"

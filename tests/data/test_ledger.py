@@ -7,11 +7,16 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.errors import REASONS, DataError
-from earlyfusion.data.ledger import append_skipped, read_skipped, skip_file
-from earlyfusion.data.loader import Loader
+from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
+from earlyfusion.data.loading.loader import Loader
 
 SHAPE = {"length": 64, "tokens": 128, "max_patches": 64}
-BAD = {"broken.png": "corrupt_image", "empty.png": "empty_file", "latin.md": "encoding", "huge.png": "over_budget"}
+BAD = {
+    "broken.png": "corrupt_image",
+    "empty.png": "empty_file",
+    "latin.md": "encoding",
+    "huge.png": "over_budget",
+}
 GOOD = 20
 
 
@@ -36,20 +41,28 @@ def folder(tmp_path):
 def loader(folder, tokenizer, vision, tmp_path):
     def build(rank=0, world_size=1, lanes=2, **settings):
         source = SourceConfig(name="mine", kind="folder", path=str(folder))
-        settings = {"prefetch": "none", "on_bad_sample": "skip", "max_bad_share": 1.0, "val_fraction": 0.0} | settings
+        settings = {
+            "prefetch": "none",
+            "on_bad_sample": "skip",
+            "max_bad_share": 1.0,
+            "val_fraction": 0.0,
+        } | settings
         config = DataConfig(sources=[source], **settings)
         log = skip_file(tmp_path, rank)
-        return Loader(config, tokenizer, vision, lanes=lanes, rank=rank, world_size=world_size, log=log, **SHAPE)
+        return Loader(
+            config, tokenizer, vision, lanes=lanes, rank=rank, world_size=world_size, log=log, **SHAPE
+        )
 
     return build
 
 
 def expected(one, lanes=2):
-    """Every bad sample that the lanes have come to, from the order of the epochs: (lane, epoch, index) -> reason."""
+    """Every bad sample that the lanes have come to, from the order of the epochs: (lane, epoch, index) ->
+    reason."""
     found = {}
     items = [item.key for item in one.sources["mine"]._train]
     for lane, state in one.state_dict()["lanes"].items():
-        from earlyfusion.data.stream import Stream
+        from earlyfusion.data.loading.stream import Stream
 
         stream = Stream(one.sources["mine"], one.spec, int(lane))
         for stream.cursor in range(state["streams"]["mine"]["cursor"]):
@@ -71,7 +84,11 @@ def test_every_sample_left_out_is_counted_and_logged_with_its_reason(loader, tmp
     items = [item.key for item in one.sources["mine"]._train]
     for entry in entries:
         name = items[entry["index"]]
-        assert entry["reason"] in REASONS and entry["source"] == "mine" and name.split(".")[0] in entry["message"]
+        assert (
+            entry["reason"] in REASONS
+            and entry["source"] == "mine"
+            and name.split(".")[0] in entry["message"]
+        )
         assert entry["reason"] == BAD[name] and entry["key"] == name and entry["shard"].endswith(name)
         assert entry["stage"] == 0 and 1 <= entry["step"] <= 8
     stats = one.stats()
@@ -124,7 +141,9 @@ def test_too_many_bad_samples_stop_the_run_and_say_which(loader):
             one.next_step()
     assert 5 < one.stats()["skipped"]["mine"] <= 14, "at the step that went over it"
     one = loader(max_bad_share=0.1)
-    with pytest.raises(DataError, match=r"of \d+ samples cannot be used \(1\d\.\d%\), data.max_bad_share allows 10.0%"):
+    with pytest.raises(
+        DataError, match=r"of \d+ samples cannot be used \(1\d\.\d%\), data.max_bad_share allows 10.0%"
+    ):
         for _ in range(200):
             one.next_step()
     assert one.stats()["skipped"]["mine"] + one._books().read() >= 200
@@ -150,13 +169,22 @@ def test_the_share_goes_by_what_was_read_since_the_stage_began_also_after_a_resu
 
 @pytest.mark.parametrize("key", ["half \ud83d", "not utf-8 \udcff", "line\u2028and\x85line", "nul\0"])
 def test_every_name_is_logged_and_read_again(tmp_path, key):
-    entry = {"stage": 0, "step": 1, "lane": 0, "source": "a", "epoch": 0, "index": 5, "reason": "encoding", "key": key}
+    entry = {
+        "stage": 0,
+        "step": 1,
+        "lane": 0,
+        "source": "a",
+        "epoch": 0,
+        "index": 5,
+        "reason": "encoding",
+        "key": key,
+    }
     append_skipped(tmp_path / "skipped.jsonl", [entry])
     assert read_skipped(tmp_path) == [entry]
 
 
 def test_any_exception_in_one_sample_costs_that_sample_alone(loader, monkeypatch):
-    from earlyfusion.data.source_folder import Folder
+    from earlyfusion.data.sources.folder import Folder
 
     one, real = loader(), Folder.get
 
@@ -169,14 +197,16 @@ def test_any_exception_in_one_sample_costs_that_sample_alone(loader, monkeypatch
     for _ in range(20):
         one.next_step()
     assert one.stats()["skipped_by_reason"]["unexpected"] >= 5
-    assert any("ZeroDivisionError: nobody thought of it" in message for message in one.stats()["skip_reasons"])
+    assert any(
+        "ZeroDivisionError: nobody thought of it" in message for message in one.stats()["skip_reasons"]
+    )
     monkeypatch.setattr(Folder, "get", lambda self, index, epoch: 1 // 0)
     with pytest.raises(DataError, match=r"source 'mine'.*ZeroDivisionError"):
         loader(on_bad_sample="raise").next_step()
 
 
 def test_a_source_that_cannot_be_opened_is_named(loader, monkeypatch):
-    from earlyfusion.data.source_folder import Folder
+    from earlyfusion.data.sources.folder import Folder
 
     monkeypatch.setattr(Folder, "_scan", lambda self: 1 // 0)
     with pytest.raises(DataError, match=r"^source 'mine' \(folder .*\) cannot be opened \(ZeroDivisionError"):

@@ -7,9 +7,9 @@ import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted
-from earlyfusion.data.loader import Loader, merge_states
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.vision.patches import num_patches, num_tokens
 
 SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}
@@ -37,7 +37,9 @@ def same(a, b):
 
 
 def same_steps(one, two):
-    return len(one) == len(two) and all(same(a, b) for x, y in zip(one, two) for a, b in zip(x, y, strict=True))
+    return len(one) == len(two) and all(
+        same(a, b) for x, y in zip(one, two) for a, b in zip(x, y, strict=True)
+    )
 
 
 @pytest.mark.parametrize("prefetch", ["none", "thread"])
@@ -159,10 +161,14 @@ def test_every_batch_keeps_its_budgets_and_counts(loader, tokenizer):
     special = {i for name, i in tokenizer.special_ids.items() if name not in ("[EOS]", "<|end_of_msg|>")}
     for _ in range(20):
         for batch in one.next_step():
-            assert batch.ids.shape == (512,) and batch.segments.total == 512 and batch.segments.max_length <= 192
+            assert (
+                batch.ids.shape == (512,) and batch.segments.total == 512 and batch.segments.max_length <= 192
+            )
             assert batch.num_patches == sum(map(num_patches, batch.grids)) <= 600
             assert len(batch.media_positions) == sum(map(num_tokens, batch.grids))
-            assert (batch.ids == tokenizer.media_pad_id).nonzero()[:, 0].tolist() == batch.media_positions.tolist()
+            assert (batch.ids == tokenizer.media_pad_id).nonzero()[
+                :, 0
+            ].tolist() == batch.media_positions.tolist()
             assert not special & set(batch.labels.tolist())
             assert bool(((batch.labels == -100) == (batch.loss_weights == 0)).all())
 
@@ -176,7 +182,9 @@ def test_one_epoch_gives_every_token_of_every_document_once(loader, mix, tokeniz
         while True:
             for batch in one.next_step():
                 collect(batch, pieces)
-    for lane in [loader(config, lanes=3, rank=r, world_size=3) for r in range(3)]:  # the tails of the longer lanes
+    for lane in [
+        loader(config, lanes=3, rank=r, world_size=3) for r in range(3)
+    ]:  # the tails of the longer lanes
         with pytest.raises(DataExhausted):
             while True:
                 for batch in lane.next_step():
@@ -204,7 +212,9 @@ def test_max_epochs_leaves_the_rest_to_the_other_sources(loader, tmp_path):
         SourceConfig(name="many", kind="synth_grid"),
     ]
     one = loader(DataConfig(sources=sources, val_fraction=0, prefetch="none"), lanes=2)
-    keys = [key for _ in range(20) for batch in one.next_step() for key in batch.keys if key.startswith("few")]
+    keys = [
+        key for _ in range(20) for batch in one.next_step() for key in batch.keys if key.startswith("few")
+    ]
     assert sorted(keys) == sorted(2 * [f"few:{i}.txt" for i in range(5)])
 
 
@@ -244,7 +254,10 @@ def test_stages_have_orders_of_their_own(loader):
         ({"lanes": 4}, "lanes was 2 and is 4"),
         ({"length": 128}, "length was 192 and is 128"),
         ({"config": {"weights": {"easy_vqa": 1.0}}}, "source 'pydoc' is gone"),
-        ({"config": {"options": {"easy_vqa": {"questions_per_image": 2}}}}, "source 'easy_vqa' has other options"),
+        (
+            {"config": {"options": {"easy_vqa": {"questions_per_image": 2}}}},
+            "source 'easy_vqa' has other options",
+        ),
         ({"config": {"weights": {"easy_vqa": 1, "pydoc": 1, "synth_grid": 1}}}, "source 'synth_grid' is new"),
         ({"config": {"weights": {"pydoc": 1, "easy_vqa": 1}}}, "sources are in another order"),
     ],

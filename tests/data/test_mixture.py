@@ -3,7 +3,7 @@ import random
 import pytest
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.mixture import Mixture
+from earlyfusion.data.loading.mixture import Mixture
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from earlyfusion.data.encode import Encoded
-from earlyfusion.data.pack import IGNORED, assemble, choose, pack_all
+from earlyfusion.data.loading.encode import Encoded
+from earlyfusion.data.loading.pack import IGNORED, assemble, choose, pack_all
 from earlyfusion.vision.patches import num_tokens
 
 
@@ -73,7 +73,9 @@ def test_labels_are_the_next_token_of_the_same_document(seed):
 
 
 def test_a_batch_without_images_has_empty_patches_of_the_right_shape():
-    text = Encoded(torch.tensor([1, 5]), torch.ones(2), None, [], [], torch.empty(0, dtype=torch.int64), "a", "0")
+    text = Encoded(
+        torch.tensor([1, 5]), torch.ones(2), None, [], [], torch.empty(0, dtype=torch.int64), "a", "0"
+    )
     batch = assemble([text], tokens=4, pad_id=2, sources=["a"], patch_size=8)
     assert batch.patches.shape == (0, 3, 8, 8) and batch.patches.dtype == torch.uint8
     assert batch.media_positions.shape == (0,) and batch.num_patches == 0
@@ -100,9 +102,11 @@ def test_the_second_half_is_an_exact_subset_sum(seed):
     first = chosen[0]
     assert first == 0  # the oldest is always taken
     best = max(
-        sum(len(pool[i]) for i in group) for k in range(11) for group in combinations(range(1, 11), k)
-         if sum(len(pool[i]) for i in group) <= 40
-    )  # fmt: skip
+        sum(len(pool[i]) for i in group)
+        for k in range(11)
+        for group in combinations(range(1, 11), k)
+        if sum(len(pool[i]) for i in group) <= 40
+    )
     assert sum(len(pool[i]) for i in chosen) == 60 + best
 
 
@@ -173,5 +177,7 @@ def test_pack_all_delivers_every_document_exactly_once(seed):
 
 def test_pack_all_names_a_document_that_fits_nowhere():
     with pytest.raises(ValueError, match="big of 50 tokens fits no batch"):
-        long = Encoded(torch.ones(50, dtype=torch.int64), torch.ones(50), None, [], [], torch.empty(0), "a", "big")
+        long = Encoded(
+            torch.ones(50, dtype=torch.int64), torch.ones(50), None, [], [], torch.empty(0), "a", "big"
+        )
         list(pack_all([long], tokens=40, max_patches=0, pad_id=2, sources=["a"], patch_size=2))

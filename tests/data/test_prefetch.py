@@ -1,4 +1,5 @@
-"""Threads and processes: the same batches as the caller makes itself, and an end with a name instead of a wait."""
+"""Threads and processes: the same batches as the caller makes itself, and an end with a name instead of a
+wait."""
 
 import contextlib
 import json
@@ -15,11 +16,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from consumer import chained
 
-from earlyfusion.data import transfer
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.watch import Watch
+from earlyfusion.data.loading import transfer
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.watch import Watch
 
 SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}
 MIX = {"easy_vqa": 0.5, "synth_scenes": 0.3, "pydoc": 0.2}
@@ -65,7 +66,9 @@ def test_no_one_two_or_three_workers_give_the_same_batches(loader, mix):
 @pytest.mark.slow
 def test_a_worker_killed_while_it_sends_is_told_at_once(loader, mix):
     """Its pipe is full and a step is half way through: the case in which a queue waits for ever."""
-    one = loader(mix({"easy_vqa": 1.0}, prefetch="process", prefetch_steps=1), tokens=32768, max_patches=65536)
+    one = loader(
+        mix({"easy_vqa": 1.0}, prefetch="process", prefetch_steps=1), tokens=32768, max_patches=65536
+    )
     first = one.next_step()[0]
     assert first.patches.numel() > 2 << 20, "larger than the pipe"
     time.sleep(1.0)
@@ -93,8 +96,8 @@ pathlib.Path.read_bytes = slow
 
 @pytest.fixture
 def stuck(tmp_path, tmp_path_factory, monkeypatch):
-    """A folder whose eighth line names a picture that is never read to its end, as from a disk that does not answer; here
-    and in the processes that are started here."""
+    """A folder whose eighth line names a picture that is never read to its end, as from a disk that does not
+    answer; here and in the processes that are started here."""
     start = tmp_path_factory.mktemp("start")
     (start / "sitecustomize.py").write_text(SLOW_DISK)
     monkeypatch.setenv("PYTHONPATH", str(start), prepend=os.pathsep)
@@ -133,7 +136,9 @@ def test_a_worker_that_dies_is_told_with_the_sample_it_held(loader, stuck):
     os.kill(one._feed._workers[0].pid, signal.SIGKILL)
     caller.join(PROMPT_S)
     assert not caller.is_alive(), "the caller hangs"
-    assert "ended with code -9" in str(told[0]) and "encoding source 'mine', sample 7 of epoch 0" in str(told[0])
+    assert "ended with code -9" in str(told[0]) and "encoding source 'mine', sample 7 of epoch 0" in str(
+        told[0]
+    )
     assert "lines.jsonl:8" in str(told[0])
 
 
@@ -142,7 +147,9 @@ def test_a_worker_that_dies_is_told_with_the_sample_it_held(loader, stuck):
 def test_a_worker_that_stands_still_is_told_with_the_sample_it_holds(loader, stuck, prefetch):
     one = loader(stuck_config(stuck, prefetch=prefetch, stall_s=1.5 if prefetch == "thread" else 8.0))
     start = time.monotonic()
-    with pytest.raises(DataError, match=r"has not moved for .* s; it was encoding source 'mine'.*lines.jsonl:8"):
+    with pytest.raises(
+        DataError, match=r"has not moved for .* s; it was encoding source 'mine'.*lines.jsonl:8"
+    ):
         one.next_step()
     one.close()
     assert time.monotonic() - start < 40
@@ -177,7 +184,11 @@ def test_tensors_cross_a_pipe_unchanged_and_writable(tokenizer, vision, mix):
     batch = Loader(mix(MIX), tokenizer, vision, **{**SHAPE, "tokens": 2048}).next_step()[0]
     sent = [
         batch,
-        {"empty": torch.empty(0, 3), "error": BadSample("no good", "corrupt_image"), "view": batch.ids[3:9:2]},
+        {
+            "empty": torch.empty(0, 3),
+            "error": BadSample("no good", "corrupt_image"),
+            "view": batch.ids[3:9:2],
+        },
     ]
     reader, writer = multiprocessing.Pipe(duplex=False)
     transfer.widen(reader)

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.options import ShardsOptions
-from earlyfusion.data.prepare import main
-from earlyfusion.data.prepare_inputs import InputOptions, _inside
-from earlyfusion.data.prepare_rows import RowMembers
-from earlyfusion.data.prepare_work import Job, Worker
-from earlyfusion.data.prepare_write import bin_of
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.prepare.cmd import main
+from earlyfusion.data.prepare.inputs import InputOptions, _inside
+from earlyfusion.data.prepare.rows import RowMembers
+from earlyfusion.data.prepare.work import Job, Worker
+from earlyfusion.data.prepare.write import bin_of
+from earlyfusion.data.sources.options import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
@@ -87,7 +87,9 @@ def test_counts_and_histograms_are_those_of_encoding(tmp_path, album):
     made = prepare(tmp_path, album)
     words, vision = Tokenizer.load(tmp_path / "tokenizer"), VisionConfig.preset("tiny")
     documents = [encode(sample, words, vision) for sample in samples(tmp_path / "out")]
-    assert made["tokens"] == sum(map(len, documents)) and made["patches"] == sum(d.num_patches for d in documents)
+    assert made["tokens"] == sum(map(len, documents)) and made["patches"] == sum(
+        d.num_patches for d in documents
+    )
     bins = [bin_of(d.num_patches) for d in documents]
     assert made["patch_histogram"] == {name: bins.count(name) for name in set(bins)}
     assert sum(made["token_histogram"].values()) == 41
@@ -96,7 +98,7 @@ def test_counts_and_histograms_are_those_of_encoding(tmp_path, album):
 def test_the_fast_check_counts_the_same_without_decoding(tmp_path, album, monkeypatch):
     (album / "broken.jpg").unlink()
     full = prepare(tmp_path, album)
-    monkeypatch.setattr("earlyfusion.data.prepare_work.encode", None)
+    monkeypatch.setattr("earlyfusion.data.prepare.work.encode", None)
     fast = prepare(tmp_path, album, "fast", "--check", "fast")
     assert fast["patch_histogram"] == full["patch_histogram"] and fast["patches"] == full["patches"]
     # [BOS], [EOS] and the three or four tokens around a picture are not counted without encoding.
@@ -154,7 +156,7 @@ def test_duplicates_by_content(tmp_path, mode):
 
 def killed(argv, where, count):
     """Run in a child that kills itself at call number `count` of one function; returns its wait status."""
-    from earlyfusion.data import prepare_write
+    from earlyfusion.data.prepare import write as prepare_write
 
     child = os.fork()
     if child == 0:
@@ -186,7 +188,15 @@ def killed(argv, where, count):
 def test_after_a_kill_the_same_command_ends_in_the_same_bytes(tmp_path, album, where, count):
     options = ["--shard-samples", "9"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [str(album), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
+    argv = [
+        str(album),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
     assert os.WTERMSIG(killed([*argv, "--workers", "1", *options], where, count)) == signal.SIGKILL
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("shard-*.tar")}
     prepare(tmp_path, album, "out", *options)
@@ -198,7 +208,15 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bytes(tmp_path, album, w
 def test_a_finished_shard_that_was_damaged_since_is_written_again(tmp_path, album):
     options = ["--shard-samples", "9"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [str(album), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
+    argv = [
+        str(album),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
     killed([*argv, "--workers", "1", *options], "add", 35)
     with (tmp_path / "out" / "shard-000001.tar").open("r+b") as file:
         file.truncate(10240)
@@ -224,8 +242,16 @@ def ended(group, seconds=15):
 def test_killed_with_workers_at_any_moment(tmp_path, album, seed):
     options = ["--shard-samples", "3"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [str(album), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
-    command = [sys.executable, "-m", "earlyfusion.data.prepare", *argv, "--workers", "2", *options]
+    argv = [
+        str(album),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
+    command = [sys.executable, "-m", "earlyfusion.data.prepare.cmd", *argv, "--workers", "2", *options]
     running = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     rng = np.random.default_rng(seed)
     deadline = time.monotonic() + 60
@@ -245,7 +271,9 @@ def test_a_finished_folder_is_left_alone_and_another_source_is_refused(tmp_path,
     prepare(tmp_path, album)
     assert digest(tmp_path / "out") == before and "already prepared" in capsys.readouterr().err
     (album / "more.txt").write_text("one more")
-    with pytest.raises(DataError, match="another source or other options; take another folder or --overwrite"):
+    with pytest.raises(
+        DataError, match="another source or other options; take another folder or --overwrite"
+    ):
         prepare(tmp_path, album)
     assert prepare(tmp_path, album, "out", "--overwrite")["samples"] == 42
 
@@ -278,7 +306,12 @@ def test_verify_finds_every_kind_of_damage(tmp_path, album, harm):
         shard.unlink()
     else:
         (out / "shard-000001.index.jsonl").write_bytes((out / "shard-000000.index.jsonl").read_bytes())
-    words = {"flip": "checksum differs", "cut": "bytes, expected", "remove": "missing", "index": "of another shard"}
+    words = {
+        "flip": "checksum differs",
+        "cut": "bytes, expected",
+        "remove": "missing",
+        "index": "of another shard",
+    }
     with pytest.raises(DataError, match=rf"1 of 3 shards are damaged: shard-000001\.tar: .*{words[harm]}"):
         main(["--verify", "--out", str(out)])
 
@@ -315,26 +348,51 @@ def test_errors_are_one_line(tmp_path, source, options, message):
 def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypatch):
     script = tmp_path / "die.py"
     script.write_text(
-        "import os\nfrom earlyfusion.data import prepare_work\n"
-        "real = prepare_work.Worker._outcome\n"
-        "def dying(self, number):\n    if number == 40: os._exit(9)\n    return real(self, number)\n"
-        "prepare_work.Worker._outcome = dying\n"
-        "from earlyfusion.data.prepare import main\nimport sys\n"
-        "if __name__ == '__main__':\n    from earlyfusion.pipeline.cli import guarded\n    sys.exit(guarded(lambda: main(sys.argv[1:])))\n"
+        "import os\nfrom earlyfusion.data import prepare_work\nreal = prepare_work.Worker._outcome\ndef"
+        " dying(self, number):\n    if number == 40: os._exit(9)\n    return real(self,"
+        " number)\nprepare_work.Worker._outcome = dying\nfrom earlyfusion.data.prepare.cmd import"
+        " main\nimport sys\nif __name__ == '__main__':\n    from earlyfusion.pipeline.cli import guarded\n   "
+        " sys.exit(guarded(lambda: main(sys.argv[1:])))\n"
     )
-    argv = [str(album), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer"), "--vision", "tiny"]
+    argv = [
+        str(album),
+        "--out",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
     done = subprocess.run(
         [sys.executable, str(script), *argv, "--workers", "2"], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 2 and "a worker died" in done.stderr and "items 32 to 47" in done.stderr, done.stderr
+    assert done.returncode == 2 and "a worker died" in done.stderr and "items 32 to 47" in done.stderr, (
+        done.stderr
+    )
     assert Path(tmp_path / "out").is_dir()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_row_does_more_than_be_left_out(tmp_path, seed):
     rng = random.Random(seed)
-    parts = [None, 1, 2.5, "", "word", "a.png", "../a.png", {"bytes": b"x", "path": None}, {"bytes": None, "path": "a.png"},
-             {"bytes": picture(1), "path": "b.jpg"}, b"raw", picture(2), [], ["a.png", None], [{"text": "x"}], {"image": "a.png"}]  # fmt: skip
+    parts = [
+        None,
+        1,
+        2.5,
+        "",
+        "word",
+        "a.png",
+        "../a.png",
+        {"bytes": b"x", "path": None},
+        {"bytes": None, "path": "a.png"},
+        {"bytes": picture(1), "path": "b.jpg"},
+        b"raw",
+        picture(2),
+        [],
+        ["a.png", None],
+        [{"text": "x"}],
+        {"image": "a.png"},
+    ]
     keys = [
         "image",
         "images",

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.prepare import main
+from earlyfusion.data.prepare.cmd import main
 
 from .prepare_cases import prepare, samples, skipped
 from .shard_files import SHARED, captions, dump, picture, write_tar
@@ -29,25 +29,43 @@ def test_json_lines_with_paths(tmp_path):
     (tmp_path / "secret.jpg").write_bytes(picture(9))
     rows = [
         {"image": "img/0.jpg", "caption": "zero"},
-        {"image": ["img/1.jpg", "img/2.jpg"], "conversations": [
-            {"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "left"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": "img/3.jpg"}, {"type": "text", "text": "?"}]},
-                      {"role": "assistant", "content": "three"}]},
+        {
+            "image": ["img/1.jpg", "img/2.jpg"],
+            "conversations": [
+                {"from": "human", "value": "<image> or <image>?"},
+                {"from": "gpt", "value": "left"},
+            ],
+        },
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": "img/3.jpg"}, {"type": "text", "text": "?"}],
+                },
+                {"role": "assistant", "content": "three"},
+            ]
+        },
         {"text": "only text"},
         {"texts": ["a", None, "b"], "images": [None, "img/1.jpg", None]},
         {"image": "img/77.jpg", "caption": "gone"},
         {"image": "../secret.jpg", "caption": "escape"},
         {"image": str(tmp_path / "secret.jpg"), "caption": "escape"},
-    ]  # fmt: skip
+    ]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
     made = prepare(tmp_path, root / "data.jsonl")
     assert made["formats"] == {"caption": 1, "conversation": 2, "interleaved": 1, "text": 1}
     assert [s.text for s in samples(tmp_path / "out")] == [
-        "\nzero", "\nQ:  or ?\nA: left", "\nQ: ?\nA: three", "only text", "a\nb",
-    ]  # fmt: skip
+        "\nzero",
+        "\nQ:  or ?\nA: left",
+        "\nQ: ?\nA: three",
+        "only text",
+        "a\nb",
+    ]
     assert made["media"] == 5 and made["skipped"] == {"missing_member": 1, "unreadable": 2, "bad_json": 1}
     assert [entry["from"] for entry in skipped(tmp_path / "out")][-1] == "data.jsonl:9"
-    as_folder = prepare(tmp_path, root, "folder")  # the pictures belong to the lines, they are no items of their own
+    as_folder = prepare(
+        tmp_path, root, "folder"
+    )  # the pictures belong to the lines, they are no items of their own
     assert as_folder["formats"] == made["formats"] and as_folder["items"] == 9
 
 
@@ -105,7 +123,9 @@ def test_shards_are_resharded_and_torn_ones_counted(tmp_path):
     whole = write_tar(tmp_path / "a.tar", captions(20)).read_bytes()
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.tar").write_bytes(whole)
-    (tmp_path / "in" / "b.tar").write_bytes(write_tar(tmp_path / "b.tar", captions(10, 15)).read_bytes()[:9000])
+    (tmp_path / "in" / "b.tar").write_bytes(
+        write_tar(tmp_path / "b.tar", captions(10, 15)).read_bytes()[:9000]
+    )
     made = prepare(tmp_path, tmp_path / "in", "out", "--shard-samples", 7)
     texts = [s.text for s in samples(tmp_path / "out")]
     assert texts[:20] == [f"\ncaption {i}" for i in range(20)] and len(texts) == len(set(texts))
@@ -193,8 +213,12 @@ def test_a_list_of_rows_in_one_json_file_is_read_as_json_lines_are(tmp_path, thr
     (three / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prepare(tmp_path, three / "rows.jsonl", "lines")
     (three / "rows.jsonl").unlink()
-    (three / "llava.json").write_text(json.dumps([*rows, {"image": "img/9.jpg", "caption": "gone"}, {"no": "text"}], indent=1,
-                                                 ensure_ascii=False), encoding="utf-8-sig")  # fmt: skip
+    (three / "llava.json").write_text(
+        json.dumps(
+            [*rows, {"image": "img/9.jpg", "caption": "gone"}, {"no": "text"}], indent=1, ensure_ascii=False
+        ),
+        encoding="utf-8-sig",
+    )
     expected = [(sample.text, sample.segments[0]) for sample in samples(tmp_path / "lines")]
     for source, out in ((three / "llava.json", "list"), (three, "folder")):
         made = prepare(tmp_path, source, out)
@@ -224,13 +248,16 @@ def test_questions_and_answers_of_other_names_are_asked_when_named(tmp_path, thr
     assert prepare(tmp_path, three / "own.jsonl", "out", *named)["formats"] == {"qa": 1}
     assert samples(tmp_path / "out")[0].text == "\nQ: What is it?\nA: a ball"
     with pytest.raises(
-        DataError, match=r"none of 1 items .*own.jsonl:1: .*'img_file' names 'img/0\.jpg'.*--image-field img_file"
+        DataError,
+        match=r"none of 1 items .*own.jsonl:1: .*'img_file' names 'img/0\.jpg'.*--image-field img_file",
     ):
         prepare(tmp_path, three / "own.jsonl", "plain")
     capsys.readouterr()
     half = ("--image-field", "img_file", "--text-field", "response")
     assert prepare(tmp_path, three / "own.jsonl", "half", *half)["formats"] == {"caption": 1}
-    assert "1 item: caption without the field 'prompt': ask it with --question-field" in capsys.readouterr().err
+    assert (
+        "1 item: caption without the field 'prompt': ask it with --question-field" in capsys.readouterr().err
+    )
 
 
 def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
@@ -247,13 +274,20 @@ def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
     assert made["formats"] == {"caption": 1, "code": 1, "text": 1}
     assert [s.text for s in samples(tmp_path / "out")] == ["\n<svg><g/></svg>", "\na frog", "a lone word"]
     told = capsys.readouterr().err
-    assert "1 item: a picture with a caption and .svg: the caption is taken (--format code takes the source)" in told
+    assert (
+        "1 item: a picture with a caption and .svg: the caption is taken (--format code takes the source)"
+        in told
+    )
     assert "1 item: a text with .svg and no picture" in told
     coded = prepare(tmp_path, root, "coded", "--format", "code")
-    assert coded["formats"] == {"code": 2} and "a frog" not in "".join(s.text for s in samples(tmp_path / "coded"))
+    assert coded["formats"] == {"code": 2} and "a frog" not in "".join(
+        s.text for s in samples(tmp_path / "coded")
+    )
     assert "the first left out, lone: " in capsys.readouterr().err
     prepare(tmp_path, tmp_path / "coded", "again")
-    assert [s.text for s in samples(tmp_path / "again")] == [s.text for s in samples(tmp_path / "coded")], "it is kept"
+    assert [s.text for s in samples(tmp_path / "again")] == [s.text for s in samples(tmp_path / "coded")], (
+        "it is kept"
+    )
 
 
 @pytest.mark.parametrize(

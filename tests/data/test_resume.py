@@ -14,8 +14,8 @@ from consumer import Reference, chained, killed_after
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loader import Loader, merge_states
-from earlyfusion.data.mixture import Point, Schedule
+from earlyfusion.data.loading.loader import Loader, merge_states
+from earlyfusion.data.loading.mixture import Point, Schedule
 
 SHAPE = {"length": 128, "tokens": 512, "max_patches": 2048, "lanes": 2}
 MIX = {"easy_vqa": 0.5, "pydoc": 0.3, "synth_scenes": 0.2}
@@ -25,7 +25,8 @@ SAMPLES = 10_000
 
 @pytest.fixture
 def build(tokenizer, vision, mix):
-    """build(**settings of the loader) -> Loader; data settings by data_<name>. A ramp and long documents are inside."""
+    """build(**settings of the loader) -> Loader; data settings by data_<name>. A ramp and long documents are
+    inside."""
 
     def make(**settings):
         data = {key[5:]: settings.pop(key) for key in list(settings) if key.startswith("data_")}
@@ -38,12 +39,14 @@ def build(tokenizer, vision, mix):
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefetch", "kills"), [("none", 48), ("thread", 48), ("process", 4)])
 def test_a_hundred_kills_at_random_points_are_a_hundred_exact_continuations(build, tmp_path, prefetch, kills):
-    """SIGKILL between two instructions, with a prefetch that has run ahead; the next process goes on from the last
-    record. Every chain of hashes over every bit of every batch is that of the run nobody stopped."""
+    """SIGKILL between two instructions, with a prefetch that has run ahead; the next process goes on from the
+    last record. Every chain of hashes over every bit of every batch is that of the run nobody stopped."""
     reference, rng, steps = Reference(build(data_prefetch="none")), random.Random(prefetch), 0
     for _ in range(kills):
         record = killed_after(
-            lambda: build(data_prefetch=prefetch, data_workers=2), tmp_path / "record.json", 0.03 * rng.random()
+            lambda: build(data_prefetch=prefetch, data_workers=2),
+            tmp_path / "record.json",
+            0.03 * rng.random(),
         )
         assert record["step"] > steps
         steps = record["step"]
@@ -72,7 +75,9 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
     state = json.loads(json.dumps(first.state_dict()))
     pool = {tuple(row[:3]) for row in state["lanes"]["0"]["pool"]}
     finished = set(reads[:-1]) - pool - {reads[-1]}
-    split = {(name, *first_where(first, name)) for name, s in state["lanes"]["0"]["streams"].items() if s["start"]}
+    split = {
+        (name, *first_where(first, name)) for name, s in state["lanes"]["0"]["streams"].items() if s["start"]
+    }
     finished -= split
     assert len(reads) == len(set(reads)) and len(finished) > 0.9 * SAMPLES
 
@@ -84,10 +89,15 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
     batches = second.next_step()
     took = time.perf_counter() - start
     with capsys.disabled():
-        print(f"\nresume at {samples} samples: first batch after {1000 * took:.0f} ms, {len(again)} samples read")
+        print(
+            f"\nresume at {samples} samples: first batch after {1000 * took:.0f} ms, {len(again)} samples"
+            " read"
+        )
     assert took < RESUME_S
     assert not finished & set(again), "nothing before the cursor"
-    assert len(again) <= 2 * len(batches[0].keys) < len(pool), "the packed documents and what refills the pool"
+    assert len(again) <= 2 * len(batches[0].keys) < len(pool), (
+        "the packed documents and what refills the pool"
+    )
     assert chained("", batches) == chained("", first.next_step())
 
 
@@ -141,10 +151,14 @@ def test_another_number_of_ranks_goes_on_without_repeating_or_dropping(build, wo
 
 
 def test_counts_that_do_not_divide_are_refused_with_the_choices(build):
-    with pytest.raises(DataError, match=r"start 1, 2, 3 or 6 processes, or give a multiple of 4 \(nearest: 8\)"):
+    with pytest.raises(
+        DataError, match=r"start 1, 2, 3 or 6 processes, or give a multiple of 4 \(nearest: 8\)"
+    ):
         build(lanes=6, world_size=4)
     state = build(lanes=4).state_dict()
-    with pytest.raises(DataError, match=r"lanes was 4 and is 6.*its 4 lanes can be shared by 1, 2 or 4 processes"):
+    with pytest.raises(
+        DataError, match=r"lanes was 4 and is 6.*its 4 lanes can be shared by 1, 2 or 4 processes"
+    ):
         build(lanes=6).load_state_dict(state)
 
 
@@ -162,11 +176,17 @@ def test_a_skip_leaves_out_the_documents_of_its_steps_and_reads_none(build, seed
     count_reads(one, reads)
     after = [key for _ in range(10) for batch in one.next_step() for key in batch.keys]
     assert one.step == 30, "the next batch has the number after the last one left out"
-    bad = {name(key) for step in keys[10:20] for key in step} - {name(key) for step in keys[:10] for key in step}
+    bad = {name(key) for step in keys[10:20] for key in step} - {
+        name(key) for step in keys[:10] for key in step
+    }
     missed = {name(key) for key in after} & bad
     assert len(missed) <= max(1, 0.02 * len(bad)), "estimated by the mean length of documents, with a margin"
-    assert len(reads) < 0.9 * len({name(k) for step in keys[10:30] for k in step}), "they were not read either"
-    assert not {name(key) for key in after} & {name(key) for step in keys[:10] for key in step}, "nothing comes twice"
+    assert len(reads) < 0.9 * len({name(k) for step in keys[10:30] for k in step}), (
+        "they were not read either"
+    )
+    assert not {name(key) for key in after} & {name(key) for step in keys[:10] for key in step}, (
+        "nothing comes twice"
+    )
 
 
 def name(key):

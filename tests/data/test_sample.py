@@ -9,7 +9,12 @@ from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video,
 
 def test_media_stay_as_they_are_until_they_are_encoded(monkeypatch):
     monkeypatch.setattr(module, "open_picture", lambda *_: pytest.fail("decoded"))
-    segments = [Image(b"no picture"), VideoFile(b"no video"), Image("/nowhere.png"), VideoFile("/nowhere.mp4")]
+    segments = [
+        Image(b"no picture"),
+        VideoFile(b"no video"),
+        Image("/nowhere.png"),
+        VideoFile("/nowhere.mp4"),
+    ]
     made = Sample([*segments, Text("a"), Regions([Region("x", point=(1, 2))]), Text("b")], "s", "k")
     assert made.text == "ab"
 

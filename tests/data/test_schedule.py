@@ -5,8 +5,8 @@ import random
 import pytest
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.mixture import Blend, Mixture, Point, Schedule
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.mixture import Blend, Mixture, Point, Schedule
 
 SHAPE = {"length": 192, "tokens": 1024, "max_patches": 4096}
 SHARE_ATOL = 0.01
@@ -37,7 +37,10 @@ def test_a_schedule_holds_jumps_and_ramps():
     [
         ([Point(1, {"a": 1})], "begin at 0"),
         ([Point(0, {"a": 1}), Point(5, {"a": 2}), Point(4, {"a": 1})], "begin at 0 and go up"),
-        ([Point(0, {"a": 1}), Point(5, None, 0.5, linear=True)], "first vision_share cannot be a linear ramp"),
+        (
+            [Point(0, {"a": 1}), Point(5, None, 0.5, linear=True)],
+            "first vision_share cannot be a linear ramp",
+        ),
         ([Point(0, {"a": 1}, 1.5)], "expected 0 to 1"),
         ([Point(0, {"a": 0})], "not all 0"),
     ],
@@ -82,7 +85,8 @@ def test_a_ramp_is_followed_to_within_one_document(seed):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_vision_share_counts_documents_that_hold_a_picture_whatever_their_source(seed):
-    """A source of pictures gives text now and then (a written twin): vision must still come out at its share."""
+    """A source of pictures gives text now and then (a written twin): vision must still come out at its
+    share."""
     rng = random.Random(seed)
     blend = Blend({"pic": 5, "twin": 5, "txt": 1}, ["pic", "twin"], Schedule([Point(0, None, 0.3)]))
     count = {True: 0, False: 0}
@@ -137,7 +141,9 @@ def test_a_real_loader_follows_a_vision_schedule_at_the_steps_it_names(tokenizer
     )
     one = Loader(mix(), tokenizer, vision, lanes=2, schedule=schedule, **SHAPE)
     rows = vision_by_step(one, 110)
-    assert share(rows[:16]) == 0, "nothing comes before its time but for the packer's lookahead of 4 micro-batches"
+    assert share(rows[:16]) == 0, (
+        "nothing comes before its time but for the packer's lookahead of 4 micro-batches"
+    )
     assert share(rows[24:60]) == pytest.approx(0.4, abs=SHARE_ATOL)
     assert share(rows[60:100]) == pytest.approx(0.2, abs=SHARE_ATOL)
     slope, pool = 0.4 / 40, 4  # a document of the pool may come up to so many steps sooner or later

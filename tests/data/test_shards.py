@@ -12,10 +12,10 @@ import pytest
 import webdataset
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.shards import Shards, index_name
-from earlyfusion.data.shards_fetch import expand
-from earlyfusion.data.shards_split import Split
-from earlyfusion.data.shards_tar import index_lines, leads_outside, scan_tar, split_name, write_index
+from earlyfusion.data.shards.fetch import expand
+from earlyfusion.data.shards.read import Shards, index_name
+from earlyfusion.data.shards.split import Split
+from earlyfusion.data.shards.tar import index_lines, leads_outside, scan_tar, split_name, write_index
 
 from .shard_files import captions, write_tar
 
@@ -53,7 +53,12 @@ def test_the_walk_finds_what_tarfile_finds(tmp_path, form):
 
 
 def test_samples_are_those_of_webdataset_in_its_order(tmp_path):
-    members = [*captions(7), ("deep/a.b/c.left.png", b"1"), ("deep/a.b/c.right.png", b"2"), ("__meta__", b"no")]
+    members = [
+        *captions(7),
+        ("deep/a.b/c.left.png", b"1"),
+        ("deep/a.b/c.right.png", b"2"),
+        ("__meta__", b"no"),
+    ]
     path = write_tar(tmp_path / "x.tar", members)
     theirs = list(webdataset.WebDataset(str(path), shardshuffle=False))
     mine = everything(Shards(str(path)))
@@ -65,7 +70,9 @@ def test_samples_are_those_of_webdataset_in_its_order(tmp_path):
 
 def test_members_of_one_key_are_joined_wherever_they_stand(tmp_path):
     mixed = sorted(captions(4), key=lambda member: member[0].rpartition(".")[2])
-    assert everything(Shards(str(write_tar(tmp_path / "x.tar", mixed)))).keys() == {f"{i:06d}" for i in range(4)}
+    assert everything(Shards(str(write_tar(tmp_path / "x.tar", mixed)))).keys() == {
+        f"{i:06d}" for i in range(4)
+    }
     assert all(len(m) == 2 for m in everything(Shards(str(tmp_path / "x.tar"))).values())
 
 
@@ -84,7 +91,9 @@ def test_a_name_is_cut_at_its_first_dot(name, parts):
     assert split_name(name) == parts
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../x.jpg", "a/../../x.jpg", "C:\\x.jpg", "a\\..\\x", "\\\\host\\x"])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../x.jpg", "a/../../x.jpg", "C:\\x.jpg", "a\\..\\x", "\\\\host\\x"]
+)
 def test_names_that_lead_outside_are_known(name):
     assert leads_outside(name) and not leads_outside("a/b..c/d.jpg")
 
@@ -95,7 +104,10 @@ def test_opening_ten_thousand_samples_reads_no_shard_and_is_instant(tmp_path):
     path = write_tar(tmp_path / "a.tar", members, tarfile.USTAR_FORMAT)
     _, found = scan(path)
     write_index(tmp_path / index_name("a.tar"), index_lines(found, "a.tar", path.stat().st_size))
-    manifest = {"earlyfusion_shards": 1, "shards": [{"name": "a.tar", "samples": 10_000, "bytes": path.stat().st_size}]}
+    manifest = {
+        "earlyfusion_shards": 1,
+        "shards": [{"name": "a.tar", "samples": 10_000, "bytes": path.stat().st_size}],
+    }
     (tmp_path / "index.json").write_text(json.dumps(manifest))
     start = time.perf_counter()
     shards = Shards(str(tmp_path))
@@ -146,7 +158,7 @@ def test_an_index_of_another_size_is_not_used(tmp_path):
 def test_the_index_is_built_once_and_kept(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "a.tar", captions(3))
     first = everything(Shards(str(path)))
-    monkeypatch.setattr("earlyfusion.data.shards.scan_tar", None)
+    monkeypatch.setattr("earlyfusion.data.shards.read.scan_tar", None)
     assert everything(Shards(str(path))) == first
 
 
@@ -354,6 +366,11 @@ def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_
 
 
 def test_braces_that_stand_for_a_billion_files_are_refused_at_once():
-    for path in ("a-{0..999999999}.tar", "{0..9999}{0..9999}.tar", "{a,b}" * 40 + ".tar", "{a..z}" * 9 + ".tar"):
+    for path in (
+        "a-{0..999999999}.tar",
+        "{0..9999}{0..9999}.tar",
+        "{a,b}" * 40 + ".tar",
+        "{a..z}" * 9 + ".tar",
+    ):
         with pytest.raises(DataError, match="more than 1,000,000 files"):
             Shards(path)

@@ -9,8 +9,8 @@ import pytest
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loader import Loader
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.sources.registry import build_source
 
 from .shard_files import captions, dump, picture, write_tar
 
@@ -97,17 +97,26 @@ def test_the_loader_skips_counts_and_names_what_is_damaged(tmp_path, tokenizer, 
         except DataError:
             pass
         stats = json.dumps(loader.stats())
-    for reason in ("empty_file", "corrupt_image", "encoding", "missing_member", "box_outside", "truncated_tar"):
+    for reason in (
+        "empty_file",
+        "corrupt_image",
+        "encoding",
+        "missing_member",
+        "box_outside",
+        "truncated_tar",
+    ):
         assert reason in stats, (reason, stats)
     assert "bad.tar" in stats and "000011" in stats
 
 
 def test_going_on_from_a_far_position_reads_nothing_before_it(tmp_path, monkeypatch):
-    members = [(f"{i:06d}.{end}", data) for i in range(10_000) for end, data in (("jpg", b"J" * 50), ("txt", b"t"))]
+    members = [
+        (f"{i:06d}.{end}", data) for i in range(10_000) for end, data in (("jpg", b"J" * 50), ("txt", b"t"))
+    ]
     path = write_tar(tmp_path / "a.tar", members)
     source("webdataset", path)  # the index is made once
     read = []
-    from earlyfusion.data.shards import _LocalFile
+    from earlyfusion.data.shards.read import _LocalFile
 
     real = _LocalFile.__call__
     monkeypatch.setattr(_LocalFile, "__call__", lambda self, o, s: read.append((o, s)) or real(self, o, s))
@@ -121,7 +130,8 @@ def test_going_on_from_a_far_position_reads_nothing_before_it(tmp_path, monkeypa
 
 @pytest.mark.parametrize("prefetch", ["thread", "process"])
 def test_data_processes_read_shards_as_the_main_process_does(tmp_path, tokenizer, vision, prefetch):
-    """Files, indexes and the cache are opened anew in every process; gzip is unpacked by whoever comes first."""
+    """Files, indexes and the cache are opened anew in every process; gzip is unpacked by whoever comes
+    first."""
     for i in range(3):
         write_tar(tmp_path / f"s{i}.tar.gz", captions(8, 8 * i), mode="w:gz")
     source = SourceConfig(name="mine", kind="webdataset", path=f"{tmp_path}/s{{0..2}}.tar.gz")
@@ -145,7 +155,9 @@ def compressed(name, data):
     if name.endswith(".zst"):
         zstandard = pytest.importorskip("zstandard")
         half = len(data) // 2  # two frames, as appending to a file gives
-        return zstandard.ZstdCompressor().compress(data[:half]) + zstandard.ZstdCompressor().compress(data[half:])
+        return zstandard.ZstdCompressor().compress(data[:half]) + zstandard.ZstdCompressor().compress(
+            data[half:]
+        )
     return data
 
 
@@ -181,7 +193,9 @@ def test_parquet_without_texts_or_with_damaged_pages_is_one_line(tmp_path):
         with pytest.raises(DataError, match=r"a\.parquet: column 'text' holds .*, expected text"):
             source("text_files", tmp_path)
     texts = [f"document {i} " + "words " * 50 for i in range(40)]
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10, compression="gzip")
+    parquet.write_table(
+        pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=10, compression="gzip"
+    )
     data = (tmp_path / "a.parquet").read_bytes()
     at = data.index(b"\x1f\x8b", len(data) // 3)
     (tmp_path / "a.parquet").write_bytes(data[:at] + bytes(20) + data[at + 20 :])
@@ -204,16 +218,26 @@ def test_text_files_by_glob_braces_and_url(tmp_path):
     for i in range(3):
         (tmp_path / f"t{i}.jsonl").write_text(LINES[i] + "\n", encoding="utf-8")
     expected = [f"document {i} é" for i in range(3)]
-    assert texts_of(tmp_path) == texts_of(f"{tmp_path}/t*.jsonl") == texts_of(f"{tmp_path}/t{{0..2}}.jsonl") == expected
+    assert (
+        texts_of(tmp_path)
+        == texts_of(f"{tmp_path}/t*.jsonl")
+        == texts_of(f"{tmp_path}/t{{0..2}}.jsonl")
+        == expected
+    )
     fsspec.filesystem("memory").pipe("/t/a.jsonl", LINES[4].encode())
     assert texts_of("memory://t/a.jsonl") == ["document 4 é"]
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [(b'{"text": "caf\xe9"}', "encoding"), (b"{text}", "bad_json"), (b'{"body": 1}', "bad_json"), (b'{"text": " "}', "empty_text"),
-     (b'["text"]', "bad_json")],
-)  # fmt: skip
+    [
+        (b'{"text": "caf\xe9"}', "encoding"),
+        (b"{text}", "bad_json"),
+        (b'{"body": 1}', "bad_json"),
+        (b'{"text": " "}', "empty_text"),
+        (b'["text"]', "bad_json"),
+    ],
+)
 def test_a_bad_line_names_file_and_line(tmp_path, line, reason):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
     files = source("text_files", tmp_path)

@@ -7,14 +7,14 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.options import PATH_KINDS
-from earlyfusion.data.order import Permutation, held_out
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.order import Permutation, held_out
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.source_easy_vqa import load_split
-from earlyfusion.data.source_text import chunks_of_lines
-from earlyfusion.data.sources import KINDS, build_source, find_source
+from earlyfusion.data.sources.easy_vqa import load_split
+from earlyfusion.data.sources.options import PATH_KINDS
+from earlyfusion.data.sources.registry import KINDS, build_source, find_source
+from earlyfusion.data.sources.text import chunks_of_lines
 
 
 def source(kind, name=None, path=None, seed=0, val_fraction=0.1, **options):
@@ -23,7 +23,9 @@ def source(kind, name=None, path=None, seed=0, val_fraction=0.1, **options):
 
 
 EMBEDDED = [kind for kind in KINDS if kind not in PATH_KINDS]
-NEEDED = {"problems": {"tasks": {"counting": 1, "maze": 1}, "forms": {"picture": 1, "twin": 1}, "thought": 0.5}}
+NEEDED = {
+    "problems": {"tasks": {"counting": 1, "maze": 1}, "forms": {"picture": 1, "twin": 1}, "thought": 0.5}
+}
 """Options that a kind cannot do without."""
 
 
@@ -68,7 +70,8 @@ def test_easy_vqa_asks_anew_every_epoch_and_only_true_questions():
         sample = vqa.get(7, epoch)
         texts = [segment for segment in sample.segments if isinstance(segment, Text)]
         pairs = [
-            (q.text.removeprefix("\nQ: ").removesuffix("\nA:"), a.text[1:]) for q, a in zip(texts[::2], texts[1::2])
+            (q.text.removeprefix("\nQ: ").removesuffix("\nA:"), a.text[1:])
+            for q, a in zip(texts[::2], texts[1::2])
         ]
         assert len(pairs) == min(5, len(official[7]))
         assert all(official[7][question] == answer for question, answer in pairs)
@@ -85,7 +88,8 @@ def test_held_out_text_is_disjoint_from_training(kind):
     held = {sample.text for sample in texts.heldout_samples()}
     assert train and held and not train & held
     long = [
-        {" ".join(p.split()) for text in side for p in text.split("\n\n") if len(p) > 120} for side in (train, held)
+        {" ".join(p.split()) for text in side for p in text.split("\n\n") if len(p) > 120}
+        for side in (train, held)
     ]
     assert kind == "stdlib_code" or not long[0] & long[1]  # the manual repeats whole sections in other topics
     names = {texts.get(i, 0).key.split("#")[0] for i in range(len(texts))}

@@ -6,7 +6,7 @@ import pytest
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Image, Text, Video
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, pairs
 
@@ -57,7 +57,9 @@ def test_relative_boxes_and_relations_follow_from_the_absolute_ones(seed):
     assert all(told[j, i] == opposite[r] for (i, j), r in told.items())
     for (i, j), r in told.items():
         a, b = made.objects[i].centre, made.objects[j].centre
-        assert {"left of": a[0] < b[0], "right of": a[0] > b[0], "above": a[1] < b[1], "below": a[1] > b[1]}[r]
+        assert {"left of": a[0] < b[0], "right of": a[0] > b[0], "above": a[1] < b[1], "below": a[1] > b[1]}[
+            r
+        ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

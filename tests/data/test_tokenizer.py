@@ -9,13 +9,22 @@ from tokenizers import models, pre_tokenizers
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.source_easy_vqa import answer_text, load_split
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.easy_vqa import answer_text, load_split
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
 
-# Planes of Unicode that behave differently: ASCII, controls, combining marks, CJK, emoji with joiners, private use.
-RANGES = [(32, 126), (0, 31), (0x80, 0x24F), (0x300, 0x36F), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF), (0xE000, 0xF8FF)]
+# Planes of Unicode that behave differently: ASCII, controls, combining marks, CJK, emoji with joiners,
+# private use.
+RANGES = [
+    (32, 126),
+    (0, 31),
+    (0x80, 0x24F),
+    (0x300, 0x36F),
+    (0x4E00, 0x9FFF),
+    (0x1F300, 0x1FAFF),
+    (0xE000, 0xF8FF),
+]
 RANGES += [(0x200B, 0x200F), (0x10000, 0x10FFFF)]
 
 
@@ -60,7 +69,12 @@ def test_the_words_of_pictures_and_the_answers_of_easy_vqa_are_single_tokens(tok
 
 
 def test_training_twice_gives_the_same_tokenizer():
-    texts = [f"the {a} {b} stands on row {i}\n" for i in range(40) for a in ("red", "blue") for b in ("star", "disc")]
+    texts = [
+        f"the {a} {b} stands on row {i}\n"
+        for i in range(40)
+        for a in ("red", "blue")
+        for b in ("star", "disc")
+    ]
     first, second = train_bpe(texts, 285), train_bpe(texts, 285)
     assert first.vocab_size == 285
     assert first._backend.to_str() == second._backend.to_str()
@@ -88,11 +102,11 @@ def test_transformers_reads_the_saved_directory(tokenizer, tmp_path):
         {"role": "assistant", "content": "a star"},
     ]
     rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered == (
-        '[BOS]<|open|>message role="user"<|sep|><|media_begin|>image<|media_content|><|media_pad|><|media_end|>'
-        "what is it?<|close|>message<|sep|><|end_of_msg|>"
-        '<|open|>message role="assistant"<|sep|>a star<|close|>message<|sep|><|end_of_msg|>'
-        '<|open|>message role="assistant"<|sep|>'
+    assert (
+        rendered == "[BOS]<|open|>message"
+        ' role="user"<|sep|><|media_begin|>image<|media_content|><|media_pad|><|media_end|>what is'
+        ' it?<|close|>message<|sep|><|end_of_msg|><|open|>message role="assistant"<|sep|>a'
+        ' star<|close|>message<|sep|><|end_of_msg|><|open|>message role="assistant"<|sep|>'
     )
     ids = theirs.encode(rendered, add_special_tokens=False)
     assert ids[:2] == [tokenizer.bos_id, tokenizer.open_id] and tokenizer.media_pad_id in ids
@@ -113,7 +127,9 @@ def test_a_foreign_tokenizer_keeps_its_own_specials_and_gets_the_missing_ones(tm
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.eos_id == 1
-    assert "[BOS]" in tokenizer.added and "<|media_pad|>" in tokenizer.added and "[EOS]" not in tokenizer.added
+    assert (
+        "[BOS]" in tokenizer.added and "<|media_pad|>" in tokenizer.added and "[EOS]" not in tokenizer.added
+    )
     assert tokenizer.encode("hello world") == (2, 3)
     assert tokenizer.eos_id not in tokenizer.encode("hello </s>")
     assert tokenizer.vocab_size == 4 + len(tokenizer.added)

@@ -11,11 +11,11 @@ import torch
 from PIL import Image as PILImage
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import REASONS, BadSample
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video import container_of, decode_video, open_video, sample_indices, sure_of
-from earlyfusion.data.video_backends import problem
+from earlyfusion.data.video.backends import problem
+from earlyfusion.data.video.read import container_of, decode_video, open_video, sample_indices, sure_of
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
 from tests.data.clip_files import CODECS, SHARED, number_in, numbered, write_clip
@@ -79,13 +79,17 @@ def test_bytes_and_path_are_the_same_and_the_patches_those_of_prepare_frames(tmp
     one, two = (decode_video(VideoFile(each, fps=ALL), small) for each in (data, str(path)))
     with open_video(data) as reader:
         frames = [PILImage.fromarray(frame) for frame, _ in reader.read(range(6))]
-    for first, second, expected in zip(one.items, two.items, prepare_frames(frames, small, exact=False), strict=True):
+    for first, second, expected in zip(
+        one.items, two.items, prepare_frames(frames, small, exact=False), strict=True
+    ):
         assert torch.equal(first[0], second[0]) and torch.equal(first[0], expected[0])
         assert first[1] == second[1] == expected[1]
     size = navit_size(200, 144, small, patch_limit=100)
     assert one.resized == (size.new_w, size.new_h) and one.original == (200, 144)
     exact = decode_video(VideoFile(data, fps=ALL), small, DecodeConfig(fast=False))
-    difference = torch.cat([(a.int() - b.int()).abs().float() for (a, _), (b, _) in zip(one.items, exact.items)])
+    difference = torch.cat(
+        [(a.int() - b.int()).abs().float() for (a, _), (b, _) in zip(one.items, exact.items)]
+    )
     assert difference.max() <= 2 and difference.mean() < 0.01
 
 
@@ -116,7 +120,9 @@ def test_sparse_frames_are_right_whatever_the_backend_makes_of_seeking(backend, 
     data = write_clip(numbered(100), codec)
     for fps in (0.4, 0.7, 2.0):
         for fallback in (True, False):
-            media = decode_video(VideoFile(data, fps=fps, backend=backend), CFG, DecodeConfig(video_fallback=fallback))
+            media = decode_video(
+                VideoFile(data, fps=fps, backend=backend), CFG, DecodeConfig(video_fallback=fallback)
+            )
             assert numbers(media) == sample_indices(100, 10, fps)
 
 
@@ -203,26 +209,44 @@ def test_missing_empty_and_foreign_files_have_their_reasons(tmp_path, tokenizer)
 
 def test_containers_are_told_by_their_first_bytes():
     expected = {
-        "h264": "mp4", "h264-mkv": "matroska", "h264-avi": "avi", "h264-ts": "mpegts", "vp9": "matroska", "gif": "gif",
-    }  # fmt: skip
+        "h264": "mp4",
+        "h264-mkv": "matroska",
+        "h264-avi": "avi",
+        "h264-ts": "mpegts",
+        "vp9": "matroska",
+        "gif": "gif",
+    }
     for codec, container in expected.items():
         assert container_of(write_clip(numbered(1), codec)[:512]) == container
-    assert container_of(b"ftyp") is None and container_of(b"") is None and container_of(b"<html>" * 50) is None
+    assert (
+        container_of(b"ftyp") is None and container_of(b"") is None and container_of(b"<html>" * 50) is None
+    )
 
 
-SESSION = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+SESSION = (
+    b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\na=rtpmap:96"
+    b" H264/90000\n"
+)
 BEGINNINGS = {
-    "jpeg2000": b"AAAAftypjp2 ", "ftyp": b"\0\0\0\x18ftypisom\0\0\2\0isom", "skip": b"\0\0\0\x08skip", "free": b"AAAAfree",
-    "ebml": b"\x1a\x45\xdf\xa3\x01\0\0\0\0\0\xff\xff\x42\x82\x84webm", "flv": b"FLV\x01\x01\0\0\0\x09\0\0\0\0\x09",
-    "ogg": b"OggS\0\x02" + bytes(8), "avi": b"RIFF\xff\0\0\0AVI LIST", "mpeg": b"\0\0\x01\xba\x44",
-    "asf": bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"), "webm": b"\x1a\x45\xdf\xa3\x87\x42\x82\x84webm",
-}  # fmt: skip
+    "jpeg2000": b"AAAAftypjp2 ",
+    "ftyp": b"\0\0\0\x18ftypisom\0\0\2\0isom",
+    "skip": b"\0\0\0\x08skip",
+    "free": b"AAAAfree",
+    "ebml": b"\x1a\x45\xdf\xa3\x01\0\0\0\0\0\xff\xff\x42\x82\x84webm",
+    "flv": b"FLV\x01\x01\0\0\0\x09\0\0\0\0\x09",
+    "ogg": b"OggS\0\x02" + bytes(8),
+    "avi": b"RIFF\xff\0\0\0AVI LIST",
+    "mpeg": b"\0\0\x01\xba\x44",
+    "asf": bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"),
+    "webm": b"\x1a\x45\xdf\xa3\x87\x42\x82\x84webm",
+}
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.parametrize("backend", ["decord", "pyav", "torchcodec"])
 def test_a_session_description_behind_a_containers_first_bytes_opens_no_port(backend, beginning, tmp_path):
-    """FFmpeg, left to choose, reads such a file as SDP: it binds UDP ports, looks names up and waits for packets."""
+    """FFmpeg, left to choose, reads such a file as SDP: it binds UDP ports, looks names up and waits for
+    packets."""
     if problem(backend) is not None:
         pytest.skip(f"{backend}: {problem(backend)}")
     path = tmp_path / "a.mp4"
@@ -269,7 +293,9 @@ def test_a_decoder_that_guesses_gets_only_files_of_which_it_can_be_sure():
 def test_an_animation_that_asks_for_too_much_painting_is_told_from_its_header(monkeypatch):
     data = write_clip(numbered(20), "gif")
     monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(BadSample, match=r"animation of 20 frames of 96 x 64 pixels.*animation_max_pixels = 120000"):
+    with pytest.raises(
+        BadSample, match=r"animation of 20 frames of 96 x 64 pixels.*animation_max_pixels = 120000"
+    ):
         decode_video(VideoFile(data), CFG, DecodeConfig(animation_max_pixels=120_000))
 
 
@@ -285,10 +311,16 @@ def test_an_animated_webp_has_its_durations_and_its_transparency_is_white(tmp_pa
     media = decode_video(VideoFile(path, fps=ALL), CFG)
     assert media.timestamps == pytest.approx([0.0, 0.3, 0.8])
     pixels = unpatchify(*media.items[0])
-    assert (pixels[:, 2, 2] == 255).all() and pixels[:, 16, 16].tolist() == [[10, 0, 0], [90, 0, 0], [170, 0, 0]]
+    assert (pixels[:, 2, 2] == 255).all() and pixels[:, 16, 16].tolist() == [
+        [10, 0, 0],
+        [90, 0, 0],
+        [170, 0, 0],
+    ]
 
 
-@pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "tc_nasa_13013.mp4", "tc_av1_video.mkv", "tc_h265_10bits.mp4"])
+@pytest.mark.parametrize(
+    "name", ["bigbuckbunny.mp4", "tc_nasa_13013.mp4", "tc_av1_video.mkv", "tc_h265_10bits.mp4"]
+)
 def test_real_videos_are_read_at_two_frames_a_second(name):
     path = SHARED / "data" / "video" / name
     if not path.exists():

@@ -8,8 +8,8 @@ import pytest
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.video import open_video
-from earlyfusion.data.video_backends import problem
+from earlyfusion.data.video.backends import problem
+from earlyfusion.data.video.read import open_video
 from tests.data.clip_files import CODECS, SHARED, number_in, numbered, write_clip
 
 BACKENDS = [
@@ -22,7 +22,8 @@ CLOCK = 1e-3
 UNREADABLE = {(name, codec) for name in ("decord", "torchcodec") for codec in ("h264-avi", "h264-ts")} | {
     ("decord", "av1")
 }
-"""decord 0.6 has no AV1 decoder; both lose frames at the end of a transport stream, and AVI with B-frames has no times."""
+"""decord 0.6 has no AV1 decoder; both lose frames at the end of a transport stream, and AVI with B-frames has
+no times."""
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 40])
@@ -38,7 +39,13 @@ def test_every_frame_is_the_one_that_was_asked_for(backend, codec, count):
         assert reader.num_frames == count
         assert count == 1 or reader.fps == pytest.approx(10, rel=1e-6)
         assert reader.size == (96, 64)
-        for indices in (range(count), range(1, count, 7), [0, count - 1][: min(2, count)], [count // 2], [count - 1]):
+        for indices in (
+            range(count),
+            range(1, count, 7),
+            [0, count - 1][: min(2, count)],
+            [count // 2],
+            [count - 1],
+        ):
             found = [(number_in(frame), seconds) for frame, seconds in reader.read(list(indices))]
             assert [number for number, _ in found] == list(indices)
             assert np.allclose([seconds for _, seconds in found], [i / 10 for i in indices], atol=CLOCK)
@@ -80,7 +87,8 @@ def test_a_turned_phone_video_stands_upright(backend, rotation):
     [
         ("bigbuckbunny.mp4", 0.5),
         ("tc_nasa_13013.mp4", 0.5),
-        # 10 bits: FFmpeg 4 (decord) and later ones upsample chroma differently; the neighbouring frame differs by 7
+        # 10 bits: FFmpeg 4 (decord) and later ones upsample chroma differently; the neighbouring frame
+        # differs by 7
         ("tc_h264_10bits.mp4", 4.0),
         ("tc_h265_10bits.mp4", 4.0),
     ],
@@ -104,8 +112,8 @@ def test_backends_agree_on_real_videos(backend, name, mean):
 
 
 def test_pillow_and_pyav_agree_on_a_gif():
-    from earlyfusion.data.video_av import PyavReader
-    from earlyfusion.data.video_readers import PillowReader
+    from earlyfusion.data.video.av import PyavReader
+    from earlyfusion.data.video.readers import PillowReader
 
     data = write_clip(numbered(12), "gif", times=VARIABLE)
     readers = [PillowReader(data, DecodeConfig(), "gif"), PyavReader(data, DecodeConfig(), "gif")]
@@ -118,7 +126,9 @@ def test_pillow_and_pyav_agree_on_a_gif():
 def test_decord_without_pyav_beside_it_decodes_frame_after_frame(monkeypatch):
     if problem("decord") is not None:
         pytest.skip(f"decord: {problem('decord')}")
-    monkeypatch.setattr("earlyfusion.data.video_av.problem", lambda name: "not installed" if name == "pyav" else None)
+    monkeypatch.setattr(
+        "earlyfusion.data.video.av.problem", lambda name: "not installed" if name == "pyav" else None
+    )
     data = write_clip(numbered(40), "hevc-open")
     with open_video(data, "decord") as reader:
         assert reader.sequential and reader.size == (96, 64)
@@ -187,7 +197,9 @@ def test_readers_leave_no_files_and_no_threads_behind(backend, tmp_path):
 
 
 def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.video.problem", lambda name: f"{name} is not installed; pip install X")
+    monkeypatch.setattr(
+        "earlyfusion.data.video.read.problem", lambda name: f"{name} is not installed; pip install X"
+    )
     for name in ("decord", "pyav", "torchcodec", None):
         with (
             pytest.raises(DataError, match=r"is not installed; pip install X"),
@@ -208,11 +220,14 @@ def test_problem_tells_what_is_missing_and_how_to_get_it(monkeypatch):
             raise RuntimeError("Could not load libtorchcodec\nmore lines")
         return real(name)
 
-    monkeypatch.setattr("earlyfusion.data.video_backends.importlib.import_module", missing)
+    monkeypatch.setattr("earlyfusion.data.video.backends.importlib.import_module", missing)
     problem.cache_clear()
     try:
         assert "pip install 'earlyfusion[video]'" in problem("decord")
-        assert problem("torchcodec") == "torchcodec is installed but does not load (Could not load libtorchcodec)"
+        assert (
+            problem("torchcodec")
+            == "torchcodec is installed but does not load (Could not load libtorchcodec)"
+        )
     finally:
         problem.cache_clear()
 
@@ -228,13 +243,16 @@ def test_the_backend_is_chosen_by_argument_config_or_environment(way, monkeypatc
         with open_video(data, name if way == "argument" else None, decode) as reader:
             assert reader.name == name
     monkeypatch.setenv("EF_VIDEO_BACKEND", "pyaw")
-    with pytest.raises(DataError, match=r"unknown video backend 'pyaw'; did you mean 'pyav'"), open_video(data):
+    with (
+        pytest.raises(DataError, match=r"unknown video backend 'pyaw'; did you mean 'pyav'"),
+        open_video(data),
+    ):
         pass
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_no_video_never_reaches_a_decoder(backend, monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.video.READERS", {})
+    monkeypatch.setattr("earlyfusion.data.video.read.READERS", {})
     playlist = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n"
     for data, reason in (
         (playlist, "corrupt_video"),

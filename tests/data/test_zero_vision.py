@@ -1,4 +1,5 @@
-"""Conversations with a Python tool: outputs are what the programs give, answers are true, the two arms are one."""
+"""Conversations with a Python tool: outputs are what the programs give, answers are true, the two arms are
+one."""
 
 import ast
 from collections import Counter
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 
 from earlyfusion.data import tool_tasks
-from earlyfusion.data.chat import chat_sample, encode_chat
+from earlyfusion.data.chat.template import chat_sample, encode_chat
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.encode import encode
-from earlyfusion.data.loader import Loader
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.synth.palette import COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tool_tasks import CELL, FILE, Grid, describe, draw, grid_sizes
@@ -51,14 +52,18 @@ def scene_truth(scene: Scene, task):
     ground = tool_tasks.draw_scene(Scene(scene.width, scene.height, scene.background, ())).getpixel((0, 0))
     if task.kind == "crop":
         left, top, right, bottom = task.facts[0]
-        return str(sum(v != ground for (x, y), v in pixels.items() if left <= x < right and top <= y < bottom))
+        return str(
+            sum(v != ground for (x, y), v in pixels.items() if left <= x < right and top <= y < bottom)
+        )
     if task.kind == "count":
         return str(len(scene.objects))
     if task.kind == "measure":
         left, top, right, bottom = task.facts[0].box
         return f"{right - left} x {bottom - top}"
     if task.kind == "binarise":
-        return str(sum((299 * r + 587 * g + 114 * b) / 1000 < task.facts[0] - 0.5 for r, g, b in pixels.values()))
+        return str(
+            sum((299 * r + 587 * g + 114 * b) / 1000 < task.facts[0] - 0.5 for r, g, b in pixels.values())
+        )
     if task.kind == "colour":
         return task.facts[0].colour
     p, q = (sum(v == COLOURS[colour] for v in pixels.values()) for colour in task.facts)
@@ -94,7 +99,10 @@ def test_every_answer_is_true(arm, heldout):
             assert turn.answer == truth(talk.subject, turn.task), (number, turn)
             seen[type(talk.subject).__name__, turn.task.kind] += 1
     kinds = {"crop", "count", "measure", "binarise", "compare"}
-    assert set(seen) == {(s, k) for s in ("Scene", "Grid") for k in kinds} | {("Scene", "colour"), ("Grid", "value")}
+    assert set(seen) == {(s, k) for s in ("Scene", "Grid") for k in kinds} | {
+        ("Scene", "colour"),
+        ("Grid", "value"),
+    }
     assert min(seen.values()) >= 10
 
 
@@ -179,7 +187,10 @@ def test_only_the_assistant_is_learned_and_the_tools_words_are_masked(arm, token
         for turn in talk.turns:
             assert turn.task.code in learned and turn.task.plan in learned
             assert f"<|open|>response<|sep|>{turn.answer}<|close|>response" in learned
-            assert f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet and turn.task.question in quiet
+            assert (
+                f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet
+                and turn.task.question in quiet
+            )
 
 
 def test_the_loader_feeds_both_arms_with_special_tokens(tokenizer, vision):
@@ -192,7 +203,10 @@ def test_the_loader_feeds_both_arms_with_special_tokens(tokenizer, vision):
         loader.close()
     for batch in batches:
         learned = batch.labels[batch.loss_weights > 0]
-        assert int((batch.ids == tokenizer.open_id).sum()) > 20 and int((learned == tokenizer.end_of_msg_id).sum()) > 1
+        assert (
+            int((batch.ids == tokenizer.open_id).sum()) > 20
+            and int((learned == tokenizer.end_of_msg_id).sum()) > 1
+        )
     assert {name for batch in batches for name in batch.sources} == {"zero_vision", "chat_scenes"}
     assert any(batch.num_patches for batch in batches)
 

@@ -35,7 +35,8 @@ def furthest(these: list[dict[str, float]], those: list[dict[str, float]]) -> li
 
 
 def check_ahead(found: dict[str, Any]) -> None:
-    """What `worker.py ahead` found on a device with graphs: equal answers however far the device ran ahead."""
+    """What `worker.py ahead` found on a device with graphs: equal answers however far the device ran
+    ahead."""
     for name in ("length", "stops"):
         stepwise, ahead = found[f"{name}/1"], found[f"{name}/16"]
         assert ahead["answers"] == stepwise["answers"] and ahead["counts"] == stepwise["counts"]

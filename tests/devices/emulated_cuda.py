@@ -1,11 +1,13 @@
 """A CUDA device in software: tensors that say they are on cuda:0 and hold CPU memory.
 
-The project's GPU code runs through it on a machine without a GPU: what `device.type == "cuda"` chooses, device
-mismatches (an error, as on a GPU), host syncs (noted with the place that asked), CUDA graphs (the operations are
-recorded and replayed; a sync or a host copy inside a capture is an error) and Triton kernels (through the interpreter,
-16-bit operands widened before and rounded after). Speed, memory, races and compiled code are beyond it.
+The project's GPU code runs through it on a machine without a GPU: what `device.type == "cuda"` chooses,
+device mismatches (an error, as on a GPU), host syncs (noted with the place that asked), CUDA graphs (the
+operations are recorded and replayed; a sync or a host copy inside a capture is an error) and Triton kernels
+(through the interpreter, 16-bit operands widened before and rounded after). Speed, memory, races and compiled
+code are beyond it.
 
-It needs device_guard.cpp, compiled and preloaded: see test_emulated_gpu.py. One process, one device, no way back.
+It needs device_guard.cpp, compiled and preloaded: see test_emulated_gpu.py. One process, one device, no way
+back.
 """
 
 from __future__ import annotations
@@ -36,14 +38,22 @@ SYNCS: list[tuple[str, str]] = []
 LAUNCHES: list[str] = []
 """Names of the Triton kernels launched."""
 UNGUARDED: set[str] = set()
-"""Those launched while nobody had made their tensors' device the current one: with several GPUs, on the wrong one."""
+"""Those launched while nobody had made their tensors' device the current one: with several GPUs, on the wrong
+one."""
 
 # Operations whose result's shape hangs on values, or whose result is a Python value.
 WAITING = {
-    aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default,
-    aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.equal.default, aten.is_nonzero.default,
-    aten._local_scalar_dense.default, aten.item.default,
-}  # fmt: skip
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.repeat_interleave.Tensor,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten._local_scalar_dense.default,
+    aten.item.default,
+}
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._unsafe_index.Tensor}
 
 
@@ -64,9 +74,14 @@ class Emulated(torch.Tensor):
     @staticmethod
     def __new__(cls, inside: torch.Tensor) -> Emulated:
         return torch.Tensor._make_wrapper_subclass(
-            cls, inside.size(), strides=inside.stride(), storage_offset=inside.storage_offset(), dtype=inside.dtype,
-            layout=inside.layout, device=CUDA,
-        )  # fmt: skip
+            cls,
+            inside.size(),
+            strides=inside.stride(),
+            storage_offset=inside.storage_offset(),
+            dtype=inside.dtype,
+            layout=inside.layout,
+            device=CUDA,
+        )
 
     def __init__(self, inside: torch.Tensor) -> None:
         self.inside = inside
@@ -99,8 +114,12 @@ class Emulated(torch.Tensor):
 
 def wait(what: str) -> None:
     """The host waits for the device: noted; an error while a graph is captured."""
-    frames = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and "site-packages" not in f.filename]
-    places = [f"{Path(f.filename).relative_to(ROOT)}:{f.name}" for f in frames if "tests/devices" not in f.filename]
+    frames = [
+        f for f in traceback.extract_stack() if str(ROOT) in f.filename and "site-packages" not in f.filename
+    ]
+    places = [
+        f"{Path(f.filename).relative_to(ROOT)}:{f.name}" for f in frames if "tests/devices" not in f.filename
+    ]
     SYNCS.append((what, " < ".join(reversed(places[-3:]))))
     if Device.tape is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
@@ -118,7 +137,8 @@ def on_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-# ---- operations -----------------------------------------------------------------------------------------------------
+# ---- operations
+# -----------------------------------------------------------------------------------------------------
 
 
 def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -134,7 +154,9 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _placed(func, args, kwargs)
     if func is aten.copy_.default:
         return _copied(func, args)
-    if func in WAITING and not (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
+    if func in WAITING and not (
+        func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
+    ):
         wait(name)
     if func in (aten.item.default, aten._local_scalar_dense.default):
         return func(emulated[0].inside)
@@ -174,7 +196,12 @@ def _copied(func: Any, args: tuple) -> Any:
     target, source = args[:2]
     if isinstance(source, Emulated) and not isinstance(target, Emulated):
         wait("copy to the host")
-    if isinstance(target, Emulated) and not isinstance(source, Emulated) and source.dim() and Device.tape is not None:
+    if (
+        isinstance(target, Emulated)
+        and not isinstance(source, Emulated)
+        and source.dim()
+        and Device.tape is not None
+    ):
         raise RuntimeError("cannot copy from host memory while a graph is captured")
     host_args = tree_map(to_host, args)
     func(*host_args)
@@ -222,7 +249,8 @@ class Mode(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
-# ---- Triton ---------------------------------------------------------------------------------------------------------
+# ---- Triton
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -276,7 +304,8 @@ def _patch_triton() -> None:
     interpreter.GridExecutor.__call__ = launch
 
 
-# ---- torch.cuda -----------------------------------------------------------------------------------------------------
+# ---- torch.cuda
+# -----------------------------------------------------------------------------------------------------
 
 
 class Properties:
@@ -343,12 +372,30 @@ def current(device: Any) -> Iterator[None]:
 def _patch_cuda() -> None:
     cuda: Any = torch.cuda
     answers = dict(
-        is_available=True, device_count=1, current_device=0, is_initialized=True, get_device_capability=(9, 0),
-        get_device_name=Properties.name, get_device_properties=Properties, synchronize=None, memory_allocated=0,
-        max_memory_allocated=0, memory_reserved=0, max_memory_reserved=0, reset_peak_memory_stats=None,
-        empty_cache=None, mem_get_info=(2**37, 2**37), manual_seed=None, manual_seed_all=None, set_device=None,
-        init=None, _lazy_init=None, is_bf16_supported=True, set_rng_state=None, is_current_stream_capturing=False,
-    )  # fmt: skip
+        is_available=True,
+        device_count=1,
+        current_device=0,
+        is_initialized=True,
+        get_device_capability=(9, 0),
+        get_device_name=Properties.name,
+        get_device_properties=Properties,
+        synchronize=None,
+        memory_allocated=0,
+        max_memory_allocated=0,
+        memory_reserved=0,
+        max_memory_reserved=0,
+        reset_peak_memory_stats=None,
+        empty_cache=None,
+        mem_get_info=(2**37, 2**37),
+        manual_seed=None,
+        manual_seed_all=None,
+        set_device=None,
+        init=None,
+        _lazy_init=None,
+        is_bf16_supported=True,
+        set_rng_state=None,
+        is_current_stream_capturing=False,
+    )
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **kwargs: answer)
     cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8)
@@ -376,9 +423,19 @@ def _patch_varlen() -> None:
         return
 
     def varlen_attn(
-        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, return_aux: Any = None,
-        scale: float | None = None, window_size: tuple[int, int] = (-1, -1), **others: Any,
-    ) -> Any:  # fmt: skip
+        query: Any,
+        key: Any,
+        value: Any,
+        cu_seq_q: Any,
+        cu_seq_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        **others: Any,
+    ) -> Any:
         assert query.is_cuda and query.dtype in HALF and cu_seq_q.is_cuda and cu_seq_q.dtype == torch.int32
         assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
         ends, outs, normalisers = to_host(cu_seq_q).tolist(), [], []

@@ -1,7 +1,7 @@
 """The GPU's side of the code on a machine without one: an emulated device gives what the CPU gives.
 
-Kernels in torch are compared value by value; with Triton kernels (whose values tests/kernels proves) it is looked at
-that they are launched, that nothing else is on the wrong device, and where the host waits.
+Kernels in torch are compared value by value; with Triton kernels (whose values tests/kernels proves) it is
+looked at that they are launched, that nothing else is on the wrong device, and where the host waits.
 """
 
 import os
@@ -34,8 +34,20 @@ def emulated(tmp_path_factory):
     library = tmp_path_factory.mktemp("guard") / "device_guard.so"
     libraries = Path(torch.__file__).parent / "lib"
     includes = [f"-I{path}" for path in [*include_paths(), sysconfig.get_paths()["include"]]]
-    command = [COMPILER, "-std=c++20", "-O0", "-shared", "-fPIC", *includes, str(HERE / "device_guard.cpp"),
-               "-o", str(library), f"-L{libraries}", "-lc10", "-ltorch_cpu"]  # fmt: skip
+    command = [
+        COMPILER,
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        *includes,
+        str(HERE / "device_guard.cpp"),
+        "-o",
+        str(library),
+        f"-L{libraries}",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"device_guard.cpp does not compile against this torch: {done.stderr.strip()[-300:]}")
@@ -56,7 +68,8 @@ def waits(found, within):
 def test_pretraining(emulated, tmp_path):
     cpu, gpu = on_the_cpu("pretrain", tmp_path), emulated("pretrain", tmp_path)
     single = furthest(cpu["float32"], gpu["float32"])
-    # other kernels sum in another order; Muon's orthogonalisation makes small differences grow from step to step
+    # other kernels sum in another order; Muon's orthogonalisation makes small differences grow from step to
+    # step
     assert single[0] < 1e-6 and single[1] < 1e-4 and max(single) < 5e-3
     half = furthest(cpu["bfloat16"], gpu["bfloat16"])
     assert half[0] < 1e-3 and max(half) < 5e-2
@@ -65,23 +78,55 @@ def test_pretraining(emulated, tmp_path):
     steps, dry = 5, emulated("pretrain", tmp_path, dry=True)
     for kernels, found in (("torch", gpu), ("triton", dry)):
         logging = waits(found, "_log").keys() | waits(found, "optimizer_metrics").keys()
-        assert {place: times for place, times in waits(found, "_one_step").items() if place not in logging} == {
+        assert {
+            place: times for place, times in waits(found, "_one_step").items() if place not in logging
+        } == {
             "pipeline/step.py:forward_backward": steps,  # the sums of the step
             "pipeline/pretrain.py:_one_step": steps,  # the norm of the gradient, for the guard
         }
-        layers = {place: times for place, times in waits(found, "forward").items()
-                  if place.startswith("kernels/loss") or place.endswith(":max_logit")}  # fmt: skip
-        gate = {"kernels/attention/max_logit.py:max_logit": steps} if kernels == "torch" else {}  # one MLA layer
+        layers = {
+            place: times
+            for place, times in waits(found, "forward").items()
+            if place.startswith("kernels/loss") or place.endswith(":max_logit")
+        }
+        gate = (
+            {"kernels/attention/max_logit.py:max_logit": steps} if kernels == "torch" else {}
+        )  # one MLA layer
         assert layers == {"kernels/loss/chunked_ce.py:forward": steps, **gate}
-    expected = {"prep", "forward_scan", "dual_scan", "chunk_gradients", "conv_forward", "conv_backward", "phase1_forward",
-                "phase1_backward", "query_gradient", "merge_forward", "merge_backward", "flash_forward",
-                "flash_backward_keys", "flash_backward_queries", "largest_logits", "gate_up_swiglu", "grouped_product",
-                "grouped_outer", "combine", "row_statistics", "row_gradient", "rope_forward", "rope_backward"}  # fmt: skip
+    expected = {
+        "prep",
+        "forward_scan",
+        "dual_scan",
+        "chunk_gradients",
+        "conv_forward",
+        "conv_backward",
+        "phase1_forward",
+        "phase1_backward",
+        "query_gradient",
+        "merge_forward",
+        "merge_backward",
+        "flash_forward",
+        "flash_backward_keys",
+        "flash_backward_queries",
+        "largest_logits",
+        "gate_up_swiglu",
+        "grouped_product",
+        "grouped_outer",
+        "combine",
+        "row_statistics",
+        "row_gradient",
+        "rope_forward",
+        "rope_backward",
+    }
     assert expected <= set(dry["launches"]) and not gpu["launches"] and not dry["unguarded"]
 
 
 def test_the_engine_and_its_graphs(emulated, tmp_path):
-    cpu, gpu, dry = on_the_cpu("engine", tmp_path), emulated("engine", tmp_path), emulated("engine", tmp_path, dry=True)
+    cpu, gpu, dry = (
+        on_the_cpu("engine", tmp_path),
+        emulated("engine", tmp_path),
+        emulated("engine", tmp_path, dry=True),
+    )
     for name in ("float32", "bfloat16"):
         assert gpu[name]["ids"] == cpu[name]["ids"] and len(cpu[name]["ids"]) == 9
         assert dry[name]["graphs"] > 0
@@ -95,15 +140,18 @@ def test_the_engine_and_its_graphs(emulated, tmp_path):
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path, kernels):
-    """On CUDA the chunks take the flash kernel; in plain torch their logits stay float32. Bit equality is not promised:
-    keys are expanded by products of other shapes, and plain torch absorbs them."""
+    """On CUDA the chunks take the flash kernel; in plain torch their logits stay float32. Bit equality is not
+    promised: keys are expanded by products of other shapes, and plain torch absorbs them."""
     found = emulated("layers", tmp_path, kernels=kernels)
     assert found["whole"] < 2e-2  # a bfloat16 layer: projections, keys and values rounded to 8 bits
-    limit = 2**-10 if kernels == "auto" else 5e-3  # rounded logits: 5.7e-3; absorbed queries are rounded once more
+    limit = (
+        2**-10 if kernels == "auto" else 5e-3
+    )  # rounded logits: 5.7e-3; absorbed queries are rounded once more
     assert found["rows"] < limit and found["pages"] < limit, found
     launched = found["launches"]
     if kernels == "auto":
-        # the whole prompt, a fresh first chunk twice, and one launch per later chunk (a single token is one in pages alone)
+        # the whole prompt, a fresh first chunk twice, and one launch per later chunk (a single token is one
+        # in pages alone)
         assert launched["flash_forward"] == 6 and "conv_taps_backward" in launched and not found["unguarded"]
     else:
         assert not launched

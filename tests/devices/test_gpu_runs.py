@@ -1,4 +1,5 @@
-"""On a GPU: pretraining, the engine with CUDA graphs and reinforcement learning give what they give on the CPU."""
+"""On a GPU: pretraining, the engine with CUDA graphs and reinforcement learning give what they give on the
+CPU."""
 
 import pytest
 from device_cases import check_ahead, furthest, on_the_cpu, work
@@ -10,7 +11,10 @@ BFLOAT16 = 3e-2
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_pretraining(tmp_path, kernels):
-    cpu, gpu = on_the_cpu("pretrain", tmp_path), work("pretrain", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
+    cpu, gpu = (
+        on_the_cpu("pretrain", tmp_path),
+        work("pretrain", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"),
+    )
     single = furthest(cpu["float32"], gpu["float32"])
     assert single[0] < FLOAT32 and max(single) < 0.05
     assert furthest(cpu["float32"], gpu["bfloat16"])[0] < BFLOAT16
@@ -18,10 +22,15 @@ def test_pretraining(tmp_path, kernels):
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_the_engine_and_its_graphs(tmp_path, kernels):
-    cpu, gpu = on_the_cpu("engine", tmp_path), work("engine", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
+    cpu, gpu = (
+        on_the_cpu("engine", tmp_path),
+        work("engine", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"),
+    )
     for name in ("float32", "bfloat16"):
         same = [a == b for a, b in zip(cpu[name]["ids"], gpu[name]["ids"], strict=True)]
-        assert sum(same) >= (8 if name == "float32" else 5), same  # a tie may fall the other way; bfloat16 has many
+        assert sum(same) >= (8 if name == "float32" else 5), (
+            same
+        )  # a tie may fall the other way; bfloat16 has many
         assert gpu[name]["graphs"] > 0 or (kernels, name) == ("torch", "float32")
 
 

@@ -1,7 +1,9 @@
-"""What the tests of this folder run in a process of its own: `worker.py pretrain|engine|layers|ahead|rl|commands FOLDER [emulated [dry]]`.
+"""What the tests of this folder run in a process of its own: `worker.py
+pretrain|engine|layers|ahead|rl|commands FOLDER [emulated [dry]]`.
 
-Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a JSON object.
-dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes minutes).
+Runs on the GPU if torch sees one, on an emulated one if asked, else on the CPU; the last line printed is a
+JSON object. dry: Triton kernels are launched on the emulated device but do nothing (the interpreter takes
+minutes).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def pretrain(folder: Path) -> dict[str, Any]:
     from earlyfusion.pipeline.track import read_metrics
 
     evaluate.write_report = lambda out: out / "report.html"
-    changes = dict(stages__0__steps=3, stages__0__warmup_steps=1, stages__1__steps=2, stages__1__decay_steps=1)
+    changes = dict(
+        stages__0__steps=3, stages__0__warmup_steps=1, stages__1__steps=2, stages__1__decay_steps=1
+    )
     recipe = tiny_run.tiny_recipe(tiny_run.make_tokenizer(folder, 300), **changes)
     recipe["model"]["linear_attn_config"]["head_dim"] = 32  # a width of the kernels
     found: dict[str, Any] = {}
@@ -68,7 +72,8 @@ def pretrain(folder: Path) -> dict[str, Any]:
 
 
 def engine(folder: Path) -> dict[str, Any]:
-    """Tokens of requests of every kind, from a float32 and a bfloat16 model with experts, and how many graphs there were."""
+    """Tokens of requests of every kind, from a float32 and a bfloat16 model with experts, and how many graphs
+    there were."""
     from engine_cases import PLAIN, SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, tokens
 
     from earlyfusion.model.engine.engine import Engine
@@ -78,9 +83,11 @@ def engine(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, net in (("float32", model(0, **PLAIN)), ("bfloat16", model(0, **SHAPE).to(torch.bfloat16))):
         given = [
-            *requests([5, 9, 17, 33], drawn(10, seed=3)), Request("image", pictured(0), drawn(6)),
-            Request("group", tokens(11), drawn(8, n=3)), Request("top", tokens(7), drawn(6, top_p=0.8, temperature=0.7)),
-        ]  # fmt: skip
+            *requests([5, 9, 17, 33], drawn(10, seed=3)),
+            Request("image", pictured(0), drawn(6)),
+            Request("group", tokens(11), drawn(8, n=3)),
+            Request("top", tokens(7), drawn(6, top_p=0.8, temperature=0.7)),
+        ]
         made = Engine(net.to(device), TOKENIZER, max_slots=8, page_size=8, prefill_chunk=32)
         noted()
         answers = [list(done.ids) for done in made.generate(given)]
@@ -91,8 +98,9 @@ def engine(folder: Path) -> dict[str, Any]:
 
 
 def layers(folder: Path) -> dict[str, Any]:
-    """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through both caches: 2-norm
-    distances of the chunks from the whole and of the whole from the equations in float64. And a convolution with taps."""
+    """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through both
+    caches: 2-norm distances of the chunks from the whole and of the whole from the equations in float64. And
+    a convolution with taps."""
     from types import SimpleNamespace
 
     sys.path.insert(0, str(TESTS.parent))
@@ -106,7 +114,9 @@ def layers(folder: Path) -> dict[str, Any]:
     from tests.model.tiny import tiny_text
 
     torch.manual_seed(0)
-    config = tiny_text(num_attention_heads=2, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32)
+    config = tiny_text(
+        num_attention_heads=2, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16, kv_lora_rank=32
+    )
     law = MultiHeadLatentAttention(config).bfloat16().double().eval().requires_grad_(False)
     x, edges = torch.randn(96, config.hidden_size).bfloat16(), (0, 40, 41, 96)
     q, latents = law.q_proj(x.double()).view(96, 2, 32), law.kv_a_proj_with_mqa(x.double())
@@ -155,8 +165,9 @@ def layers(folder: Path) -> dict[str, Any]:
 
 
 def ahead(folder: Path) -> dict[str, Any]:
-    """Long answers of a float32 model without experts, which end at stop ids or by length, and what it says next, with the
-    host looking at every token and at many at once; how often it looked, and what the prefix cache gave."""
+    """Long answers of a float32 model without experts, which end at stop ids or by length, and what it says
+    next, with the host looking at every token and at many at once; how often it looked, and what the prefix
+    cache gave."""
     from dataclasses import replace
 
     from engine_cases import SHAPE, TOKENIZER, all_returned, drawn, model, requests
@@ -167,21 +178,29 @@ def ahead(folder: Path) -> dict[str, Any]:
     net = model(0, **SHAPE, num_experts=0).to("cuda" if torch.cuda.is_available() else "cpu")
     sizes = dict(max_slots=6, page_size=8, prefill_chunk=32, prefix_cache=6, checkpoint_every=16)
     found: dict[str, Any] = {}
-    for name, params in (("length", drawn(70, seed=1)), ("stops", drawn(90, stop_ids=tuple(range(20, 27)), seed=2))):
+    for name, params in (
+        ("length", drawn(70, seed=1)),
+        ("stops", drawn(90, stop_ids=tuple(range(20, 27)), seed=2)),
+    ):
         for most in (1, RUN_AHEAD):
             made = Engine(net, TOKENIZER, run_ahead=most, **sizes)
             given = requests([5, 9, 17, 33, 40, 8, 21, 12], params)
             done = made.generate(given)
-            spoken = [torch.cat([torch.as_tensor(r.prompt.ids), torch.tensor(c.ids)]) for r, c in zip(given, done)]
+            spoken = [
+                torch.cat([torch.as_tensor(r.prompt.ids), torch.tensor(c.ids)]) for r, c in zip(given, done)
+            ]
             shorter = replace(params, max_new_tokens=12)
-            done += made.generate([Request(f"next{i}", TokenPrompt(ids), shorter) for i, ids in enumerate(spoken)])
+            done += made.generate(
+                [Request(f"next{i}", TokenPrompt(ids), shorter) for i, ids in enumerate(spoken)]
+            )
             all_returned(made)
             stats = made.stats()
             found[f"{name}/{most}"] = {
                 "answers": [[c.ids, c.text, c.finish_reason, c.cached_tokens, c.versions] for c in done],
-                "logprobs": [p for c in done for p in c.logprobs], "looks": stats["host_syncs"],
+                "logprobs": [p for c in done for p in c.logprobs],
+                "looks": stats["host_syncs"],
                 "counts": [stats[key] for key in ("decoded_tokens", "read_tokens", "prefix_hit_tokens")],
-            }  # fmt: skip
+            }
     return found
 
 
@@ -195,13 +214,16 @@ def rl(folder: Path) -> dict[str, Any]:
 
     def learned(name: str, **changes: Any) -> list[dict[str, float]]:
         changes = {"optim": {"lr": 1e-5, "weight_decay": 0.0}, "train": {"updates": 2}, **changes}
-        # what a limit cuts off earns nothing: enough answers, and room for them to end, so that every update learns
+        # what a limit cuts off earns nothing: enough answers, and room for them to end, so that every update
+        # learns
         changes["rollout"] = {"max_new_tokens": 12, "group_size": 8, **changes.get("rollout", {})}
         if rl_cases.run(start, folder / name, **changes):
             raise SystemExit(f"the run in {name} failed")
         records = read_metrics(folder / name / "metrics.jsonl")
         keys = ("reward", "grad_norm", "entropy")
-        return [{key: record[key] for key in keys if key in record} for record in records if "grad_norm" in record]
+        return [
+            {key: record[key] for key in keys if key in record} for record in records if "grad_norm" in record
+        ]
 
     half = dict(train={"updates": 1, "mixed_precision": "bf16"}, rollout={"dtype": "bfloat16"})
     return {"float32": learned("float32"), "bfloat16": learned("bfloat16", **half), **noted()}
@@ -212,20 +234,25 @@ def commands(folder: Path) -> dict[str, Any]:
     from PIL import Image
 
     from earlyfusion.eval import run as evaluation
-    from earlyfusion.pipeline import bench_engine, doctor, generate_cmd
-    from earlyfusion.rl import measure_cmd
+    from earlyfusion.pipeline import doctor, generate_cmd
+    from earlyfusion.pipeline.bench.engine import run as bench_engine
+    from earlyfusion.rl.measure import cmd as measure_cmd
 
     picture, model = folder / "picture.png", "embedded:skills"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
     codes = {
         "doctor": doctor.main([]),
         "measure": measure_cmd.main(["--model", model, "--tasks", "counting/0/picture", "--problems", "3"]),
-        "generate": generate_cmd.main(["--model", model, "--image", str(picture), "--question", "what color is it?"]),
-        "eval": evaluation.main(["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]),
+        "generate": generate_cmd.main(
+            ["--model", model, "--image", str(picture), "--question", "what color is it?"]
+        ),
+        "eval": evaluation.main(
+            ["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
+        ),
         "bench engine": bench_engine.main(
             ["--sides", "", "--contexts", "64,300", "--steps", "1", "--out", str(folder / "engine.json")]
         ),
-    }  # fmt: skip
+    }
     os.environ["EF_KERNELS"] = "triton"
     return codes | {"doctor with Triton": doctor.main([])}
 
@@ -236,5 +263,12 @@ if __name__ == "__main__":
         keep = emulated_cuda.install()
         emulated_cuda.Device.launch_for_real = "dry" not in how
     Path(place).mkdir(parents=True, exist_ok=True)
-    tasks = {"pretrain": pretrain, "engine": engine, "layers": layers, "ahead": ahead, "rl": rl, "commands": commands}
+    tasks = {
+        "pretrain": pretrain,
+        "engine": engine,
+        "layers": layers,
+        "ahead": ahead,
+        "rl": rl,
+        "commands": commands,
+    }
     print(json.dumps(tasks[task](Path(place))))

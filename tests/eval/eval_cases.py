@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.eval.models_hf import HfModel
-from earlyfusion.eval.models_own import OwnModel
+from earlyfusion.eval.models.hf import HfModel
+from earlyfusion.eval.models.own import OwnModel
 from earlyfusion.eval.protocol import GenerateRequest, Generation, LogProb, RollingRequest, ScoreRequest
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -30,17 +30,34 @@ def hf_folder(folder: Path, kind: str = "llama", seed: int = 0, vocab_size: int 
     tokenizer = tiny_tokenizer(vocab_size)
     tokenizer.save(folder)
     torch.manual_seed(seed)
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    special = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
     size = tokenizer.vocab_size
     if kind == "llama":
         config = t.LlamaConfig(
-            vocab_size=size, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.2, **special,
-        )  # fmt: skip
+            vocab_size=size,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.2,
+            **special,
+        )
         model = t.LlamaForCausalLM(config)
     elif kind == "gpt2":
         config = t.GPT2Config(
-            vocab_size=size, n_embd=64, n_layer=2, n_head=4, n_positions=2048, initializer_range=0.2, **special
+            vocab_size=size,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            n_positions=2048,
+            initializer_range=0.2,
+            **special,
         )
         model = t.GPT2LMHeadModel(config)
     else:
@@ -52,7 +69,7 @@ def hf_folder(folder: Path, kind: str = "llama", seed: int = 0, vocab_size: int 
 
 def hf_model(folder: Path, **options: Any) -> HfModel:
     """The saved model through the adapter."""
-    from earlyfusion.eval.models_hf import load_hf
+    from earlyfusion.eval.models.hf import load_hf
 
     return load_hf(str(folder), **options)
 
@@ -94,23 +111,39 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def mmlu_pro_folder(folder: Path, per_category: int = 4) -> Path:
-    """Two categories, five examples each, options of different number, one with the blanks that leak the answer."""
+    """Two categories, five examples each, options of different number, one with the blanks that leak the
+    answer."""
     test, validation = [], []
     for c, category in enumerate(("math", "computer science")):
         for n in range(per_category):
             options = [f"option {c}{n}{k}" for k in range(3 + (n + c) % 4)]
             gold = n % 3
             options[gold] = f" {options[gold]} "
-            test.append({
-                "question_id": 100 * c + n, "question": f"Which is number {n} of {category}?", "options": [*options, "N/A"],
-                "answer": "ABC"[gold], "answer_index": gold, "cot_content": "", "category": category, "src": "made",
-            })  # fmt: skip
+            test.append(
+                {
+                    "question_id": 100 * c + n,
+                    "question": f"Which is number {n} of {category}?",
+                    "options": [*options, "N/A"],
+                    "answer": "ABC"[gold],
+                    "answer_index": gold,
+                    "cot_content": "",
+                    "category": category,
+                    "src": "made",
+                }
+            )
         for n in range(5):
-            validation.append({
-                "question_id": 10 * c + n, "question": f"Example {n} of {category}?", "options": ["one", "two", "three"],
-                "answer": "B", "answer_index": 1, "category": category, "src": "made",
-                "cot_content": f"A: Let's think step by step. Because {n}. The answer is (B).",
-            })  # fmt: skip
+            validation.append(
+                {
+                    "question_id": 10 * c + n,
+                    "question": f"Example {n} of {category}?",
+                    "options": ["one", "two", "three"],
+                    "answer": "B",
+                    "answer_index": 1,
+                    "category": category,
+                    "src": "made",
+                    "cot_content": f"A: Let's think step by step. Because {n}. The answer is (B).",
+                }
+            )
     write_jsonl(folder / "test.jsonl", test)
     write_jsonl(folder / "validation.jsonl", validation)
     return folder

@@ -1,7 +1,9 @@
-"""What a hostile program tries, by area: expressions that are true when it got through, for tests/eval/test_sandbox_probes.py.
+"""What a hostile program tries, by area: expressions that are true when it got through, for
+tests/eval/test_sandbox_probes.py.
 
-`W` is the world outside, made by the test: a secret, sockets, a process, keys, memory. Every probe is harmless where it
-gets through (signal 0, the same mode again), so that all of them can be tried without a sandbox as well.
+`W` is the world outside, made by the test: a secret, sockets, a process, keys, memory. Every probe is
+harmless where it gets through (signal 0, the same mode again), so that all of them can be tried without a
+sandbox as well.
 """
 
 import json
@@ -88,22 +90,60 @@ def owned(fd):
 """
 
 FILES = {
-    **{f"read {path}": f"os.close(os.open({path!r}, os.O_NONBLOCK)) is None" for path in (
-        "/etc/passwd", "/etc/hostname", "/etc/group", "/proc/self/environ", "/proc/self/maps", "/proc/1/environ",
-        "/proc/self/mem", "/proc/self/root/etc/passwd", "/proc/meminfo", "/proc/net/unix", "/proc/sys/kernel/hostname",
-        "/sys/kernel/mm/transparent_hugepage/enabled", "/dev/mem", "/dev/kmsg", "/dev/tty", "/dev/zero", "/dev/full",
-        "/dev/ptmx", "/dev/vda", "../../etc/passwd", "../" * 40 + "etc/passwd", "/./etc/../etc/passwd",
-    )},
-    **{f"list {path}": f"os.listdir({path!r}) and {path!r} not in ('/', '/tmp')" for path in (
-        "/etc", "/proc", "/proc/self/fd", "/proc/self/root", "/sys", "/dev", "/dev/shm", "/run", "/var", "/usr",
-    )},
-    "list / or what is beside the folder": "[n for d in ('/', '..') for n in os.listdir(d) if not n.startswith('program')]",
+    **{
+        f"read {path}": f"os.close(os.open({path!r}, os.O_NONBLOCK)) is None"
+        for path in (
+            "/etc/passwd",
+            "/etc/hostname",
+            "/etc/group",
+            "/proc/self/environ",
+            "/proc/self/maps",
+            "/proc/1/environ",
+            "/proc/self/mem",
+            "/proc/self/root/etc/passwd",
+            "/proc/meminfo",
+            "/proc/net/unix",
+            "/proc/sys/kernel/hostname",
+            "/sys/kernel/mm/transparent_hugepage/enabled",
+            "/dev/mem",
+            "/dev/kmsg",
+            "/dev/tty",
+            "/dev/zero",
+            "/dev/full",
+            "/dev/ptmx",
+            "/dev/vda",
+            "../../etc/passwd",
+            "../" * 40 + "etc/passwd",
+            "/./etc/../etc/passwd",
+        )
+    },
+    **{
+        f"list {path}": f"os.listdir({path!r}) and {path!r} not in ('/', '/tmp')"
+        for path in (
+            "/etc",
+            "/proc",
+            "/proc/self/fd",
+            "/proc/self/root",
+            "/sys",
+            "/dev",
+            "/dev/shm",
+            "/run",
+            "/var",
+            "/usr",
+        )
+    },
+    "list / or what is beside the folder": (
+        "[n for d in ('/', '..') for n in os.listdir(d) if not n.startswith('program')]"
+    ),
     "read a secret": "open(W['secret']).read()",
     "read by a system call": "(fd := L.open(W['secret'].encode(), 0)) >= 0 and os.read(fd, 1)",
     "read by openat from /": "os.read(os.open(W['secret'][1:], 0, dir_fd=os.open('/', os.O_PATH)), 1)",
     "read by openat2": "call(437, 437, -100, W['secret'].encode(), struct.pack('=QQQ', 0, 0, 0), 24)",
-    "read over a folder's descriptor": "os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH)), 1)",
-    # A name of this machine is read from /etc/hosts; as text it would need a codec that is perhaps not loaded yet.
+    "read over a folder's descriptor": (
+        "os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH)), 1)"
+    ),
+    # A name of this machine is read from /etc/hosts; as text it would need a codec that is perhaps not loaded
+    # yet.
     "a name": "socket.getaddrinfo(b'localhost', 1)",
     "map a file": "mmap.mmap(os.open(W['secret'], os.O_RDONLY), 1, prot=mmap.PROT_READ)",
     "send a file": "os.sendfile(1, os.open(W['secret'], os.O_RDONLY), 0, 0) == 0",
@@ -120,10 +160,14 @@ FILES = {
     "make a folder outside": "os.mkdir(W['open'] + '/d') or os.rmdir(W['open'] + '/d') is None",
     "remove outside": "made(W['open'] + '/gone')",
     "rename outside": "os.rename(W['secret'], W['secret']) is None",
-    "move a file out": "open('m', 'w').close() or os.rename('m', W['open'] + '/m') or os.unlink(W['open'] + '/m') is None",
+    "move a file out": (
+        "open('m', 'w').close() or os.rename('m', W['open'] + '/m') or os.unlink(W['open'] + '/m') is None"
+    ),
     "move a file in": "os.rename(W['secret'], 'taken') or os.rename('taken', W['secret']) is None",
-    "exchange files": "open('x', 'w').close() or call(316, 276, -100, b'x', -100, W['secret'].encode(), 2) and "
-                      "call(316, 276, -100, b'x', -100, W['secret'].encode(), 2)",
+    "exchange files": (
+        "open('x', 'w').close() or call(316, 276, -100, b'x', -100, W['secret'].encode(), 2) and "
+        "call(316, 276, -100, b'x', -100, W['secret'].encode(), 2)"
+    ),
     "a named pipe outside": "os.close(os.open(W['fifo'], os.O_RDWR)) is None",
     "a named pipe": "os.mkfifo('pipe') is None",
     "a device": "os.mknod('device', 0o20666, os.makedev(1, 3)) is None",
@@ -138,7 +182,7 @@ FILES = {
     "climb by fchdir": "os.fchdir(os.open('..', os.O_RDONLY)) or made('new-' + W['name'])",
     "lock outside": "fcntl.flock(os.open(W['secret'], os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB) is None",
     "run its own file": "open('e', 'w').write('#!/bin/true') and os.execv('e', ['e'])",
-}  # fmt: skip
+}
 METADATA = {
     "stat": "there(lambda: os.stat(W['secret']))",
     "stat by a system call": "call(332, 291, -100, W['secret'].encode(), 0, 0x7ff, bytes(256))",
@@ -228,7 +272,9 @@ PRIVILEGES = {
     "the group of root": "os.setresgid(0, 0, 0) is None",
     "groups": "os.setgroups([0]) is None",
     "the user of files": "reached(122, 151, 0)",
-    "capabilities": "call(126, 91, struct.pack('=Ii', 0x20080522, 0), struct.pack('=6I', 1 << 21, 1 << 21, 0, 0, 0, 0))",
+    "capabilities": (
+        "call(126, 91, struct.pack('=Ii', 0x20080522, 0), struct.pack('=6I', 1 << 21, 1 << 21, 0, 0, 0, 0))"
+    ),
     "read capabilities": "reached(125, 90, struct.pack('=Ii', 0x20080522, 0), None)",
     "another filter": "reached(317, 277, 9, 0, 0)",
     "secure bits": "reached(157, 167, 28, 0, 0, 0, 0)",
@@ -236,9 +282,18 @@ PRIVILEGES = {
     "death signal": "reached(157, 167, 1, 0, 0, 0, 0)",
     "subreaper": "reached(157, 167, 36, 1, 0, 0, 0)",
     "personality": "reached(135, 92, 0xffffffff)",
-    **{f"new {name} namespace": f"child(L.syscall(220 if LATER else 56, {flag} | 17, 0, 0, 0, 0))" for name, flag in
-       dict(mount=0x20000, cgroup=0x2000000, uts=0x4000000, ipc=0x8000000, user=0x10000000, pid=0x20000000,
-            net=0x40000000).items()},
+    **{
+        f"new {name} namespace": f"child(L.syscall(220 if LATER else 56, {flag} | 17, 0, 0, 0, 0))"
+        for name, flag in dict(
+            mount=0x20000,
+            cgroup=0x2000000,
+            uts=0x4000000,
+            ipc=0x8000000,
+            user=0x10000000,
+            pid=0x20000000,
+            net=0x40000000,
+        ).items()
+    },
     "unshare": "reached(272, 97, 0)",
     "a user namespace": "reached(272, 97, 0x10000000)",
     "enter a namespace": "reached(308, 268, 0, 0)",
@@ -262,18 +317,46 @@ PRIVILEGES = {
     "core files": "limit(resource.RLIMIT_CORE, 1)",
     "locked memory": "limit(resource.RLIMIT_MEMLOCK, 1)",
     "limits by the old call": "reached(160, 164, 4, None)",
-}  # fmt: skip
+}
 NETWORK = {
-    **{f"socket of family {name}": f"opened({number}, {kind})" for name, number, kind in (
-        ("unix", 1, 1), ("unix, datagram", 1, 2), ("inet", 2, 1), ("inet, datagram", 2, 2), ("inet, raw", 2, 3),
-        ("inet6", 10, 1), ("inet6, datagram", 10, 2), ("netlink", 16, 3), ("packet", 17, 3), ("alg", 38, 5),
-        ("vsock", 40, 1), ("xdp", 44, 3), ("bluetooth", 31, 3), ("can", 29, 3), ("key", 15, 3), ("rds", 21, 5),
-        ("tipc", 30, 2), ("ax25", 3, 5), ("x25", 9, 5), ("atm", 8, 2), ("pppox", 24, 1), ("llc", 26, 1),
-        ("nfc", 39, 5), ("kcm", 41, 2), ("smc", 43, 1), ("mctp", 45, 2), ("qipcrtr", 42, 2), ("ieee802154", 36, 2),
-    )},
+    **{
+        f"socket of family {name}": f"opened({number}, {kind})"
+        for name, number, kind in (
+            ("unix", 1, 1),
+            ("unix, datagram", 1, 2),
+            ("inet", 2, 1),
+            ("inet, datagram", 2, 2),
+            ("inet, raw", 2, 3),
+            ("inet6", 10, 1),
+            ("inet6, datagram", 10, 2),
+            ("netlink", 16, 3),
+            ("packet", 17, 3),
+            ("alg", 38, 5),
+            ("vsock", 40, 1),
+            ("xdp", 44, 3),
+            ("bluetooth", 31, 3),
+            ("can", 29, 3),
+            ("key", 15, 3),
+            ("rds", 21, 5),
+            ("tipc", 30, 2),
+            ("ax25", 3, 5),
+            ("x25", 9, 5),
+            ("atm", 8, 2),
+            ("pppox", 24, 1),
+            ("llc", 26, 1),
+            ("nfc", 39, 5),
+            ("kcm", 41, 2),
+            ("smc", 43, 1),
+            ("mctp", 45, 2),
+            ("qipcrtr", 42, 2),
+            ("ieee802154", 36, 2),
+        )
+    },
     "a path of a Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['unix'])",
     "a path of a Unix socket, datagram": "talk(socket.AF_UNIX, socket.SOCK_DGRAM, W['unix_datagram'])",
-    "a path of a Unix socket, relative": "talk(socket.AF_UNIX, socket.SOCK_STREAM, '../' * 9 + W['unix'][1:])",
+    "a path of a Unix socket, relative": (
+        "talk(socket.AF_UNIX, socket.SOCK_STREAM, '../' * 9 + W['unix'][1:])"
+    ),
     "an abstract Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['abstract'])",
     "TCP": "talk(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', W['tcp']))",
     "UDP": "talk(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', W['udp']))",
@@ -294,7 +377,7 @@ NETWORK = {
     "names of sockets": "reached(51, 204, 0, None, None)",
     "shutdown": "reached(48, 210, 0, 0)",
     "interfaces": "[n for n in socket.if_nameindex()]",
-}  # fmt: skip
+}
 SURFACE = {
     "keyring: the session": "reached(250, 219, 0, -3, 0)",
     "keyring: the user": "reached(250, 219, 0, -4, 0)",
@@ -386,9 +469,15 @@ CHANNEL = {
     "read the channel": "select.select([3], [], [], 0)[0] and os.read(3, 1)",
 }
 AREAS = {
-    "files": FILES, "metadata": METADATA, "properties": PROPERTIES, "processes": PROCESSES, "network": NETWORK,
-    "surface": SURFACE, "privileges": PRIVILEGES, "channel": CHANNEL,
-}  # fmt: skip
+    "files": FILES,
+    "metadata": METADATA,
+    "properties": PROPERTIES,
+    "processes": PROCESSES,
+    "network": NETWORK,
+    "surface": SURFACE,
+    "privileges": PRIVILEGES,
+    "channel": CHANNEL,
+}
 PROBES = {f"{area}: {name}": source for area, probes in AREAS.items() for name, source in probes.items()}
 
 
@@ -427,85 +516,205 @@ except ZeroDivisionError as error:
 """What is reached from a traceback: S0, and a list of refusals that could be emptied."""
 WHOLE = {
     # name: (program, reasons, what must be true of the result)
-    "a hidden refusal": (f"try: open('/etc/passwd')\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
+    "a hidden refusal": (
+        f"try: open('/etc/passwd')\nexcept Exception: pass\n{FRAMES}\n1",
+        "forbidden",
+        "r.refused",
+    ),
     "a hidden import": (f"try: import socket\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
     "tools of the walls": (f"{FRAMES}\nfound", "ok", "r.value == '[]'"),
     "a line before the end": (f"{OS}os.write(3, b'{LINE}\\n{{')\n1", "forbidden", "r.value == '1'"),
     "a line and no end": (f"{OS}os.write(3, b'{LINE}\\n')\nos._exit(0)", "error forbidden", "r.value == ''"),
     "a torn line": (f"{OS}os.write(3, b'{{')\n2", "forbidden", "r.value == '2'"),
     "forged walls": (f"{OS}os.write(3, b'{LINE}')\n1", "forbidden", "'none' not in r.layers"),
-    "a forged refusal": ("import random\nrandom._os.sys.audit('earlyfusion.refused', 'x' * 10**5)", "forbidden",
-                         "len(r.refused[0]) < 120"),
-    "an end that is none": ("import random\nrandom._os.sys.audit('earlyfusion.end', 1, [], {})\n3", "ok",
-                            "r.value == '3'"),
+    "a forged refusal": (
+        "import random\nrandom._os.sys.audit('earlyfusion.refused', 'x' * 10**5)",
+        "forbidden",
+        "len(r.refused[0]) < 120",
+    ),
+    "an end that is none": (
+        "import random\nrandom._os.sys.audit('earlyfusion.end', 1, [], {})\n3",
+        "ok",
+        "r.value == '3'",
+    ),
     "the channel closed": (f"{OS}\ntry: os.close(3)\nexcept OSError: pass\n4", "ok", "r.value == '4'"),
-    "the channel on stdout": (f"{OS}\ntry: os.dup2(3, 1)\nexcept OSError: pass\n5", "ok forbidden", "r.value == '5'"),
-    "json replaced": ("import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *_: 'FORGED'\n6", "ok",
-                      "r.value == '6'"),
-    "audit replaced": ("import random\nrandom._os.sys.audit = print\nrandom._os._exit = print\n7", "ok", "r.value == '7'"),
+    "the channel on stdout": (
+        f"{OS}\ntry: os.dup2(3, 1)\nexcept OSError: pass\n5",
+        "ok forbidden",
+        "r.value == '5'",
+    ),
+    "json replaced": (
+        "import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *_: 'FORGED'\n6",
+        "ok",
+        "r.value == '6'",
+    ),
+    "audit replaced": (
+        "import random\nrandom._os.sys.audit = print\nrandom._os._exit = print\n7",
+        "ok",
+        "r.value == '7'",
+    ),
     "escapes on stdout": (f"print({ESCAPES!r})", "ok", "'title' in r.stdout"),
     "escapes on stderr": (f"{OS}os.write(2, {ESCAPES.encode()!r})\n1", "ok", "'title' in r.stderr"),
-    "escapes in a value": (f"class A:\n    def __repr__(self): return {ESCAPES!r}\nA()", "ok", "'title' in r.value"),
+    "escapes in a value": (
+        f"class A:\n    def __repr__(self): return {ESCAPES!r}\nA()",
+        "ok",
+        "'title' in r.value",
+    ),
     "escapes in an error": (f"raise ValueError({ESCAPES!r})", "error", "'title' in r.error"),
     "escapes in an import": (f"__import__({ESCAPES!r})", "forbidden", "'title' in r.refused[0]"),
     "half characters in an error": ("raise ValueError('\\udcff')", "error", "'udcff' in r.error"),
-    "half characters in a value": ("class A:\n    def __repr__(self): return '\\ud800'\nA()", "ok", "'ud800' in r.value"),
+    "half characters in a value": (
+        "class A:\n    def __repr__(self): return '\\ud800'\nA()",
+        "ok",
+        "'ud800' in r.value",
+    ),
     "half characters in an import": ("__import__('a\\ud800')", "forbidden", "r.refused"),
     "half characters in the program": ("x = '\ud800'\nprint(x)", "error", "True"),
-    "half characters in a class": ("raise type('A', (Exception,), {'__str__': lambda s: '\\udfff'})()", "error", "True"),
+    "half characters in a class": (
+        "raise type('A', (Exception,), {'__str__': lambda s: '\\udfff'})()",
+        "error",
+        "True",
+    ),
     "bytes that are no text": (f"{OS}os.write(1, bytes(range(256)))\n1", "ok", "len(r.stdout) > 256"),
     "a null character": ("print('a\\0b')", "ok", "r.stdout == 'a\\\\x00b\\n'"),
-    "a string of its own class": ("class S(str):\n    def __getitem__(self, i): return 5\n    def __str__(self): return 5\n"
-                                  "class A:\n    def __repr__(self): return S('own')\nA()", "ok", "r.value == 'own'"),
-    "an error that cannot be told": ("class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E", "error",
-                                     "True"),
-    "an error without end": ("class E(Exception):\n    def __str__(self): return 'x' * 10**7\nraise E", "error memory",
-                             "len(r.error) < 1100"),
-    "an exit of its own class": ("class E:\n    def __repr__(self): raise ValueError\nraise SystemExit(E())", "error",
-                                 "True"),
+    "a string of its own class": (
+        (
+            "class S(str):\n    def __getitem__(self, i): return 5\n    def __str__(self): return 5\n"
+            "class A:\n    def __repr__(self): return S('own')\nA()"
+        ),
+        "ok",
+        "r.value == 'own'",
+    ),
+    "an error that cannot be told": (
+        "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E",
+        "error",
+        "True",
+    ),
+    "an error without end": (
+        "class E(Exception):\n    def __str__(self): return 'x' * 10**7\nraise E",
+        "error memory",
+        "len(r.error) < 1100",
+    ),
+    "an exit of its own class": (
+        "class E:\n    def __repr__(self): raise ValueError\nraise SystemExit(E())",
+        "error",
+        "True",
+    ),
     "an exit with half a character": ("raise SystemExit('\\ud800')", "error", "True"),
     "a generator's exit": ("raise GeneratorExit", "error", "True"),
     "an interrupt": ("raise KeyboardInterrupt", "error", "True"),
-    "stdout that fails": (f"{OS}class O:\n    def flush(self): raise SystemExit\nos.sys.stdout = O()\n8", "ok",
-                          "r.value == '8'"),
-    "deep folders": (f"{OS}for i in range(1500):\n    os.mkdir('d'); os.chdir('d')", "output_limit forbidden", "True"),
-    "deep folders by full names": (f"{OS}for i in range(900):\n    os.mkdir('d' * 200); os.chdir('d' * 200)",
-                                   "output_limit forbidden error", "True"),
-    "folders that cannot be read": (f"{OS}for i in range(99):\n    os.mkdir(str(i), 0)", "ok output_limit", "True"),
+    "stdout that fails": (
+        f"{OS}class O:\n    def flush(self): raise SystemExit\nos.sys.stdout = O()\n8",
+        "ok",
+        "r.value == '8'",
+    ),
+    "deep folders": (
+        f"{OS}for i in range(1500):\n    os.mkdir('d'); os.chdir('d')",
+        "output_limit forbidden",
+        "True",
+    ),
+    "deep folders by full names": (
+        f"{OS}for i in range(900):\n    os.mkdir('d' * 200); os.chdir('d' * 200)",
+        "output_limit forbidden error",
+        "True",
+    ),
+    "folders that cannot be read": (
+        f"{OS}for i in range(99):\n    os.mkdir(str(i), 0)",
+        "ok output_limit",
+        "True",
+    ),
     "many folders": (f"{OS}for i in range(10**5): os.mkdir(str(i))", "output_limit", "True"),
-    "many files": (f"{OS}for i in range(10**5): os.close(os.open(str(i), 66))", "forbidden output_limit", "True"),
-    "much in many files": (f"{OS}for i in range(64):\n    f = open(str(i), 'wb')\n    f.write(bytes(1 << 16))\n    f.close()"
-                           "\nfor i in range(63): open('0', 'rb').read()", "ok output_limit", "True"),
+    "many files": (
+        f"{OS}for i in range(10**5): os.close(os.open(str(i), 66))",
+        "forbidden output_limit",
+        "True",
+    ),
+    "much in many files": (
+        (
+            f"{OS}for i in range(64):\n    f = open(str(i), 'wb')\n    f.write(bytes(1 << 16))\n    f.close()"
+            "\nfor i in range(63): open('0', 'rb').read()"
+        ),
+        "ok output_limit",
+        "True",
+    ),
     "signal 9 to itself": (f"{OS}os.kill(os.getpid(), 9)", "forbidden memory", "True"),
-    "a fault": ("import numpy as np\nnp.lib.stride_tricks.as_strided(np.zeros(1), (10**12,), (8,)).sum()", "error timeout",
-                "True"),
-    "an end by a fault": ("def f(g):\n    return f((g, g))\nimport random\nrandom._os.sys.setrecursionlimit(10**9)\nf(0)",
-                          "error memory timeout", "True"),
+    "a fault": (
+        "import numpy as np\nnp.lib.stride_tricks.as_strided(np.zeros(1), (10**12,), (8,)).sum()",
+        "error timeout",
+        "True",
+    ),
+    "an end by a fault": (
+        "def f(g):\n    return f((g, g))\nimport random\nrandom._os.sys.setrecursionlimit(10**9)\nf(0)",
+        "error memory timeout",
+        "True",
+    ),
     "a value that is too deep": ("x = []\nfor i in range(10**5): x = [x]\nx", "error", "True"),
-    "another thread": ("import random\nrandom._os.sys.modules.get('_thread').start_new_thread(print, ())", "error forbidden",
-                       "True"),
+    "another thread": (
+        "import random\nrandom._os.sys.modules.get('_thread').start_new_thread(print, ())",
+        "error forbidden",
+        "True",
+    ),
     "numbers without end": ("10 ** 5000", "error ok", "True"),
-}  # fmt: skip
+}
 KERNEL_WHOLE = {
     # Without the walls inside Python.
-    "shared memory beyond the limit": ("import ctypes\nL = ctypes.CDLL(None)\n"
-                                       "[L.shmget(0, 1 << 24, 0o1600) for _ in range(20)]", "ok", "set(eval(r.value)) == {-1}"),
-    "much in many files": ("import os\nfor i in range(999): open(str(i), 'wb').write(bytes(60_000))", "output_limit", "True"),
+    "shared memory beyond the limit": (
+        "import ctypes\nL = ctypes.CDLL(None)\n[L.shmget(0, 1 << 24, 0o1600) for _ in range(20)]",
+        "ok",
+        "set(eval(r.value)) == {-1}",
+    ),
+    "much in many files": (
+        "import os\nfor i in range(999): open(str(i), 'wb').write(bytes(60_000))",
+        "output_limit",
+        "True",
+    ),
     "many files": ("import os\nfor i in range(10**6): os.close(os.open(str(i), 66))", "output_limit", "True"),
     "many folders": ("import os\nfor i in range(10**6): os.mkdir(str(i))", "output_limit", "True"),
-    "folders and files without rights": ("import os\nfor i in range(50):\n    os.mkdir(str(i), 0o300)\n"
-                                         "    os.close(os.open(f'{i}/f', 66, 0))", "ok output_limit", "True"),
-    "deep folders": ("import os\nfor i in range(10**5):\n    os.mkdir('d'); os.chdir('d')", "output_limit", "True"),
-    "memory in pieces": ("import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]", "error memory", "True"),
-    "shared memory of its own": ("import mmap\nx = [mmap.mmap(-1, 1 << 24, mmap.MAP_SHARED) for _ in range(99)]",
-                                 "error memory", "True"),
-    "core files": ("import os, signal\nsignal.signal(11, 0)\nos.kill(os.getpid(), 11)\nimport ctypes\nctypes.string_at(0)",
-                   "error", "True"),
-    "signals held back": ("import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-                          "timeout", "True"),
-    "calls of the 32-bit table": ("import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex("
-                                  "'b814000000cd80c3'))\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof("
-                                  "ctypes.c_char.from_buffer(m)))()", "forbidden error", "not r.value"),
-    "calls of the x32 table": ("import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)", "forbidden ok",
-                               "r.value in ('', '-1')"),
-}  # fmt: skip
+    "folders and files without rights": (
+        "import os\nfor i in range(50):\n    os.mkdir(str(i), 0o300)\n    os.close(os.open(f'{i}/f', 66, 0))",
+        "ok output_limit",
+        "True",
+    ),
+    "deep folders": (
+        "import os\nfor i in range(10**5):\n    os.mkdir('d'); os.chdir('d')",
+        "output_limit",
+        "True",
+    ),
+    "memory in pieces": (
+        "import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]",
+        "error memory",
+        "True",
+    ),
+    "shared memory of its own": (
+        "import mmap\nx = [mmap.mmap(-1, 1 << 24, mmap.MAP_SHARED) for _ in range(99)]",
+        "error memory",
+        "True",
+    ),
+    "core files": (
+        (
+            "import os, signal\nsignal.signal(11, 0)\nos.kill(os.getpid(), 11)\nimport"
+            " ctypes\nctypes.string_at(0)"
+        ),
+        "error",
+        "True",
+    ),
+    "signals held back": (
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
+        "timeout",
+        "True",
+    ),
+    "calls of the 32-bit table": (
+        (
+            "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex("
+            "'b814000000cd80c3'))\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof("
+            "ctypes.c_char.from_buffer(m)))()"
+        ),
+        "forbidden error",
+        "not r.value",
+    ),
+    "calls of the x32 table": (
+        "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)",
+        "forbidden ok",
+        "r.value in ('', '-1')",
+    ),
+}

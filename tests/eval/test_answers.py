@@ -48,7 +48,24 @@ def test_the_three_levels_find_what_they_should(text, expected):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_texts_give_what_the_official_expressions_give(seed):
     rng = random.Random(seed)
-    parts = ["answer is ", "(", ")", "A", "B", "J", "K", "nswer: ", "Answer: ", "\n", " ", "I", ".", "so ", "aA", "é"]
+    parts = [
+        "answer is ",
+        "(",
+        ")",
+        "A",
+        "B",
+        "J",
+        "K",
+        "nswer: ",
+        "Answer: ",
+        "\n",
+        " ",
+        "I",
+        ".",
+        "so ",
+        "aA",
+        "é",
+    ]
     for _ in range(3000):
         text = "".join(rng.choice(parts) for _ in range(rng.randint(0, 12)))
         found = mmlu_pro_letter(text)

@@ -1,4 +1,5 @@
-"""Bits per byte: every token paid for once, no context across pieces, compressors measured as gzip and xz do."""
+"""Bits per byte: every token paid for once, no context across pieces, compressors measured as gzip and xz
+do."""
 
 import gzip
 import math
@@ -9,7 +10,7 @@ import pytest
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.eval.bpb import bits_per_byte, compressed_bits_per_byte, text_pieces
+from earlyfusion.eval.benchmarks.bpb import bits_per_byte, compressed_bits_per_byte, text_pieces
 from earlyfusion.kernels.segments import Segments
 
 RELATIVE = 1e-5  # fp32 logits, packed against one by one
@@ -47,7 +48,9 @@ def test_bits_equal_a_sum_over_single_documents(setup, max_length):
             nats -= float(logp[torch.arange(len(piece)), torch.tensor(piece)].sum())
     size = sum(len(d.encode()) for d in DOCUMENTS)
     for tokens_per_batch in (1, 100, 8192):
-        result = bits_per_byte(model, tokenizer, DOCUMENTS, max_length=max_length, tokens_per_batch=tokens_per_batch)
+        result = bits_per_byte(
+            model, tokenizer, DOCUMENTS, max_length=max_length, tokens_per_batch=tokens_per_batch
+        )
         assert result.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=RELATIVE)
     assert result.bytes == size and result.documents == 4
     assert result.tokens == sum(len(tokenizer.encode(d)) + 1 for d in DOCUMENTS)

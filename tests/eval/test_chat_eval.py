@@ -1,4 +1,5 @@
-"""A model directory of a chat stage is asked as it was taught: the prompt is the user's message, thoughts do not count."""
+"""A model directory of a chat stage is asked as it was taught: the prompt is the user's message, thoughts do
+not count."""
 
 import sys
 from pathlib import Path
@@ -6,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earlyfusion.data.chat import ChatTokenizer, Message, encode_chat
+from earlyfusion.data.chat.template import ChatTokenizer, Message, encode_chat
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.source_easy_vqa import question_text
-from earlyfusion.eval.models import open_model
-from earlyfusion.eval.models_own import said
+from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.eval.models.base import open_model
+from earlyfusion.eval.models.own import said
 from earlyfusion.eval.protocol import GenerateRequest
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
@@ -58,7 +59,9 @@ def test_only_what_is_said_counts(directory):
     model = open_model(str(directory), device="cpu")
     message = Message("assistant", (Text("red"),), thinking="blue?\nno")
     tokens = model.tokenizer
-    whole = encode_chat([message], tokens, model.model.config.vision, add_generation_prompt=False).ids.tolist()
+    whole = encode_chat(
+        [message], tokens, model.model.config.vision, add_generation_prompt=False
+    ).ids.tolist()
     written = whole[3 + len(tokens.encode('message role="assistant"')) :]
     assert model.decode(written) == "red"
 

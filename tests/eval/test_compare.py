@@ -10,25 +10,36 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from earlyfusion.eval import compare
-from earlyfusion.eval.compare_analysis import Options, compare_arms, verdict
-from earlyfusion.eval.compare_load import CompareError, load_arm
-from earlyfusion.eval.statistics_paired import mean_estimate
+from earlyfusion.eval.compare import cmd as compare
+from earlyfusion.eval.compare.analysis import Options, compare_arms, verdict
+from earlyfusion.eval.compare.load import CompareError, load_arm
+from earlyfusion.eval.statistics.paired import mean_estimate
 from earlyfusion.pipeline.cli import guarded
 
 CATEGORIES = ("math", "law", "physics")
 
 
-def write_run(folder, scores, *, task="mmlu_pro", data_hash="d" * 64, prompt=lambda i: f"p{i}", repeats=1, **columns):
-    """One task folder as the evaluator leaves it; scores [n] or [n, repeats]; columns: name -> list or value."""
+def write_run(
+    folder, scores, *, task="mmlu_pro", data_hash="d" * 64, prompt=lambda i: f"p{i}", repeats=1, **columns
+):
+    """One task folder as the evaluator leaves it; scores [n] or [n, repeats]; columns: name -> list or
+    value."""
     place = folder / task
     place.mkdir(parents=True, exist_ok=True)
     scores = np.asarray(scores, dtype=float).reshape(len(scores), -1)
     lines = []
     for i, row in enumerate(scores):
         for repeat, score in enumerate(row):
-            record = {"id": str(i), "repeat": repeat, "prompt_hash": prompt(i), "score": score, "seed": repeat,
-                      "category": CATEGORIES[i % 3], "extracted": "A" if i % 10 else None, "tokens": 7}  # fmt: skip
+            record = {
+                "id": str(i),
+                "repeat": repeat,
+                "prompt_hash": prompt(i),
+                "score": score,
+                "seed": repeat,
+                "category": CATEGORIES[i % 3],
+                "extracted": "A" if i % 10 else None,
+                "tokens": 7,
+            }
             for name, values in columns.items():
                 record[name] = values[i] if isinstance(values, list | np.ndarray) else values
             lines.append(json.dumps(record))
@@ -69,10 +80,12 @@ def test_the_whole_way_as_a_user_runs_it(runs, truth, tmp_path, capsys):
     assert entry["delta"]["value"] == pytest.approx(d.mean()) and entry["delta"]["se"] == pytest.approx(
         mean_estimate(d).se
     )
-    assert entry["delta"]["mcnemar"]["won"] == int((d > 0).sum()) and entry["delta"]["mcnemar"]["lost"] == int(
-        (d < 0).sum()
+    assert entry["delta"]["mcnemar"]["won"] == int((d > 0).sum()) and entry["delta"]["mcnemar"][
+        "lost"
+    ] == int((d < 0).sum())
+    assert entry["difference_in_differences"]["value"] == pytest.approx(
+        (truth["treated"] - truth["control"]).mean()
     )
-    assert entry["difference_in_differences"]["value"] == pytest.approx((truth["treated"] - truth["control"]).mean())
     assert entry["verdict"] == "gain" and len(entry["categories"]) == 3
     assert entry["base"]["unextracted"] == pytest.approx(0.1) and entry["base"]["tokens"] == 7
     assert f"{100 * d.mean():+.2f}" in printed
@@ -85,12 +98,18 @@ def test_the_report_stands_alone_and_holds_its_plots(runs, tmp_path):
     drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
     labels = [re.search(r'aria-label="([^"]+)"', drawing)[1] for drawing in drawings]
     assert [label.split(",")[0].split(" of ")[0] for label in labels] == [
-        "delta", "bootstrap", "wins and losses", "power", "delta by category",
-    ]  # fmt: skip
+        "delta",
+        "bootstrap",
+        "wins and losses",
+        "power",
+        "delta by category",
+    ]
     for drawing in drawings:
         shapes = ElementTree.fromstring(drawing).iter("{http://www.w3.org/2000/svg}path")
         assert sum(1 for _ in shapes) >= 5  # really drawn
-    assert not re.search(r'(?:src|href)="(?!#|data:)', re.sub(r"xlink:href|xmlns:\w+", "x", page))  # loads nothing
+    assert not re.search(
+        r'(?:src|href)="(?!#|data:)', re.sub(r"xlink:href|xmlns:\w+", "x", page)
+    )  # loads nothing
     assert "K2.5" in page and "No control arm" in page and "cannot" not in page.split("<h2>mmlu_pro")[0]
     bars = next(d for d in drawings if "bootstrap" in d)
     assert bars.count("<path") > 20
@@ -210,7 +229,10 @@ def test_a_gain_the_control_has_too_is_not_ascribed_to_the_treatment(truth, tmp_
 def test_repeats_are_averaged_and_their_share_of_the_error_is_reported(tmp_path):
     rng = np.random.default_rng(5)
     p = rng.random(400)
-    arms = [load_arm(n, str(write_run(tmp_path / n, rng.random((400, 8)) < p[:, None]))) for n in ("base", "treated")]
+    arms = [
+        load_arm(n, str(write_run(tmp_path / n, rng.random((400, 8)) < p[:, None])))
+        for n in ("base", "treated")
+    ]
     delta = compare_arms(*arms)["tasks"][0]["delta"]
     expected = math.sqrt(2 * np.mean(p * (1 - p)) / 8 / 400)
     assert delta["sampling_se"] == pytest.approx(expected, rel=0.1)
@@ -223,9 +245,14 @@ def test_clusters_widen_the_interval(tmp_path):
     shift = np.repeat(rng.integers(0, 2, 60), 10).astype(float)
     scores = np.zeros(600), shift
     plain, grouped = (
-        compare_arms(*(load_arm(n, str(write_run(tmp_path / f"{n}{k}", s, **c))) for n, s in zip(("base", "treated"), scores)))
+        compare_arms(
+            *(
+                load_arm(n, str(write_run(tmp_path / f"{n}{k}", s, **c)))
+                for n, s in zip(("base", "treated"), scores)
+            )
+        )
         for k, c in enumerate(({}, {"cluster": [str(i // 10) for i in range(600)]}))
-    )  # fmt: skip
+    )
     ratio = grouped["tasks"][0]["delta"]["se"] / plain["tasks"][0]["delta"]["se"]
     assert ratio == pytest.approx(math.sqrt(10), rel=0.02) and grouped["tasks"][0]["clusters"] == 60
 
@@ -235,10 +262,16 @@ def test_visual_tasks_are_compared_seen_blind_and_in_words(tmp_path):
     rng = np.random.default_rng(7)
     blind = rng.integers(0, 2, 500).astype(float)
     folders = [
-        write_run(tmp_path / name, np.maximum(blind, rng.random(500) < share), task="counting", blind_score=blind,
-                  words_score=blind, metrics=[{"mae": float(i % 3)} for i in range(500)])
+        write_run(
+            tmp_path / name,
+            np.maximum(blind, rng.random(500) < share),
+            task="counting",
+            blind_score=blind,
+            words_score=blind,
+            metrics=[{"mae": float(i % 3)} for i in range(500)],
+        )
         for name, share in (("base", 0.1), ("treated", 0.6))
-    ]  # fmt: skip
+    ]
     result = compare_arms(*(load_arm(n, str(f)) for n, f in zip(("base", "treated"), folders)))
     lines = {entry["task"]: entry for entry in result["tasks"]}
     assert list(lines) == ["counting", "counting (blind)", "counting (words)", "counting (seeing)"]
@@ -254,7 +287,8 @@ def test_visual_tasks_are_compared_seen_blind_and_in_words(tmp_path):
 
 
 def test_holm_guards_many_categories(tmp_path):
-    """Twenty categories without any difference: single ones fall below 5 %, after Holm none does (in 19 of 20 worlds)."""
+    """Twenty categories without any difference: single ones fall below 5 %, after Holm none does (in 19 of 20
+    worlds)."""
     rng = np.random.default_rng(8)
     lowest, adjusted = 0, 0
     for world in range(20):
@@ -295,14 +329,17 @@ def test_both_at_chance_is_said(truth, tmp_path):
     for name in ("base", "treated"):
         folder = write_run(tmp_path / name, rng.random(600) < 0.11)
         path = folder / "mmlu_pro" / "summary.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"chance": 0.1109, "majority": 0.1168}}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "metrics": {"chance": 0.1109, "majority": 0.1168}})
+        )
         arms.append(load_arm(name, str(folder)))
     entry = compare_arms(*arms)["tasks"][0]
     assert entry["verdict"] == verdict(entry) == "no difference shown (both at chance)"
 
 
 def test_where_no_answer_changed_nothing_is_claimed(tmp_path, capsys):
-    """Equal answers: no interval of no width, and not "visible from 0": the rule of three bounds the discordance."""
+    """Equal answers: no interval of no width, and not "visible from 0": the rule of three bounds the
+    discordance."""
     same = [1.0, 0.0] * 30
     a, b = (str(write_run(tmp_path / name, same)) for name in "ab")
     assert call(a, b, "--out", str(tmp_path / "o")) == 0
@@ -323,8 +360,10 @@ def test_a_resumed_file_counts_a_question_once(truth, tmp_path, runs):
 
 
 def test_the_module_runs_by_itself(runs, tmp_path):
-    words = [sys.executable, "-m", "earlyfusion.eval.compare", runs["base"]]
-    done = subprocess.run([*words, runs["treated"], "--out", str(tmp_path / "o")], capture_output=True, text=True)
+    words = [sys.executable, "-m", "earlyfusion.eval.compare.cmd", runs["base"]]
+    done = subprocess.run(
+        [*words, runs["treated"], "--out", str(tmp_path / "o")], capture_output=True, text=True
+    )
     assert done.returncode == 0 and (tmp_path / "o" / "compare.html").is_file(), done.stderr
     failed = subprocess.run([*words, "nowhere"], capture_output=True, text=True)
     assert failed.returncode == 2 and failed.stderr.startswith("error: nowhere: no such folder")

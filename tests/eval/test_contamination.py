@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from eval_cases import Scripted, mmlu_pro_folder, write_jsonl
 
+from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.contamination import WordHashes, find_overlap, grams, training_texts
 from earlyfusion.eval.harness import run_task
-from earlyfusion.eval.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import EvalError, Question, TaskOptions
 from earlyfusion.eval.run import main
 
@@ -88,11 +88,14 @@ def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_
     shards = tmp_path / "train"
     row = question.meta["row"]
     write_jsonl(
-        shards / "web.jsonl", [{"text": "nothing"}, {"text": f"seen: {row['question']} {' '.join(row['options'])}"}]
+        shards / "web.jsonl",
+        [{"text": "nothing"}, {"text": f"seen: {row['question']} {' '.join(row['options'])}"}],
     )
     out = tmp_path / "out"
     run_task(
-        Scripted(say=lambda r: f"The answer is ({'B' if 'number 1 of computer' in r.prompt else 'J'})."), made, out=out
+        Scripted(say=lambda r: f"The answer is ({'B' if 'number 1 of computer' in r.prompt else 'J'})."),
+        made,
+        out=out,
     )
     capsys.readouterr()
     arguments = [

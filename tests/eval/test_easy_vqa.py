@@ -1,4 +1,5 @@
-"""easy-VQA: the official questions, put as in training, judged as greedy decoding would; the controls are blind."""
+"""easy-VQA: the official questions, put as in training, judged as greedy decoding would; the controls are
+blind."""
 
 from collections import Counter
 
@@ -8,13 +9,19 @@ import torch
 from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.encode import encode
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.source_easy_vqa import answer_text, load_split, picture_of, question_text
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.easy_vqa import answer_text, load_split, picture_of, question_text
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.vocabulary import train_bpe
-from earlyfusion.eval import easy_vqa
-from earlyfusion.eval.easy_vqa import ANSWERS, _Exam, evaluate_easy_vqa, majority_answers, questions_of
+from earlyfusion.eval.benchmarks import easy_vqa_probe as easy_vqa
+from earlyfusion.eval.benchmarks.easy_vqa_probe import (
+    ANSWERS,
+    _Exam,
+    evaluate_easy_vqa,
+    majority_answers,
+    questions_of,
+)
 from earlyfusion.eval.scoring import Score
 from earlyfusion.model.generate import pack_prompts
 
@@ -63,16 +70,18 @@ def test_majority_answers_are_those_of_the_training_questions():
 
 
 def test_questions_are_put_as_in_training(tokenizer, model):
-    """The exam's document and answer are the training document of that picture with this one question, cut in two."""
+    """The exam's document and answer are the training document of that picture with this one question, cut in
+    two."""
     source = build_source(SourceConfig(name="vqa", kind="easy_vqa"))
     for index in (0, 500, 999):
         sample = source.heldout(index)
         whole = encode(sample, tokenizer, model.config.vision)
         picture = load_split("test")[index]
         question = next(
-            easy_vqa.Question(picture.index, q, a) for q, a in picture.questions
+            easy_vqa.Question(picture.index, q, a)
+            for q, a in picture.questions
             if [question_text(q), answer_text(a)] == [s.text for s in sample.segments[1:]]
-        )  # fmt: skip
+        )
         asked = _Exam(model, tokenizer, "test", [question], 8192)._document(question, "seen")
         assert [*asked.ids, *asked.answer, tokenizer.eos_id] == whole.ids.tolist()
         assert list(asked.media_positions) == whole.media_positions.tolist()
@@ -115,7 +124,9 @@ def test_accuracy_is_that_of_greedy_decoding_one_by_one(tokenizer, model):
 def test_blind_answers_depend_on_the_question_alone(tokenizer, model, monkeypatch):
     asked = []
     real = easy_vqa.score_answers
-    monkeypatch.setattr(easy_vqa, "score_answers", lambda m, a, p, **o: asked.append((a, p)) or real(m, a, p, **o))
+    monkeypatch.setattr(
+        easy_vqa, "score_answers", lambda m, a, p, **o: asked.append((a, p)) or real(m, a, p, **o)
+    )
     questions = questions_of("test", 600)
     exam = _Exam(model, tokenizer, "test", questions, 8192)
     exam.said("grey")
@@ -135,7 +146,9 @@ def test_a_seer_scores_one_and_its_blind_control_does_not(tokenizer, model, monk
         visible = {key: len(patches.unique()) > 1 for key, (patches, _) in pictures.items()}
         first = [a.answer[0] for a in asked]
         return [
-            Score(visible.get(a.picture, False), 0.0, list(candidates).index(f) if visible.get(a.picture) else 0)
+            Score(
+                visible.get(a.picture, False), 0.0, list(candidates).index(f) if visible.get(a.picture) else 0
+            )
             for a, f in zip(asked, first)
         ]
 
@@ -153,7 +166,14 @@ def test_a_seer_scores_one_and_its_blind_control_does_not(tokenizer, model, monk
     assert result.questions_total == 9673
     for row in result.by_kind.values():
         assert row["accuracy"] == 1.0 and row["blind_accuracy"] == 0.0
-    assert set(result.to_dict()) >= {"accuracy", "blind_accuracy", "majority_accuracy", "by_kind", "questions", "split"}
+    assert set(result.to_dict()) >= {
+        "accuracy",
+        "blind_accuracy",
+        "majority_accuracy",
+        "by_kind",
+        "questions",
+        "split",
+    }
 
 
 @pytest.mark.parametrize("merges", [0, 60])

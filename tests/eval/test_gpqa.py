@@ -10,7 +10,7 @@ import sys
 import pytest
 from eval_cases import Scripted, hf_folder
 
-from earlyfusion.eval.gpqa import COLUMNS, Gpqa, permutation
+from earlyfusion.eval.benchmarks.gpqa import COLUMNS, Gpqa, permutation
 from earlyfusion.eval.harness import RunOptions, run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
@@ -57,7 +57,9 @@ def test_records_hold_no_text_even_when_the_model_repeats_the_question(tmp_path,
     marks = synthetic(tmp_path / "gpqa_diamond.csv")
     model = Scripted(say=lambda request: f"{request.prompt} Answer: B (B)")
     out = tmp_path / "out"
-    run_task(model, task(tmp_path / "gpqa_diamond.csv", form=form), RunOptions(limit=9), out=out, progress=True)
+    run_task(
+        model, task(tmp_path / "gpqa_diamond.csv", form=form), RunOptions(limit=9), out=out, progress=True
+    )
     assert leaks(marks, out) == []
     assert not any(mark in text for mark in marks for text in capfd.readouterr())
     (folder,) = out.iterdir()
@@ -71,10 +73,30 @@ def test_a_run_from_the_command_line_leaves_no_text_behind(tmp_path):
     marks = synthetic(data)
     home.mkdir()
     folder = hf_folder(tmp_path / "model")
-    command = [sys.executable, "-m", "earlyfusion.pipeline.cli", "eval", "--model", f"hf:{folder}", "--data", str(data)]
-    command += ["--tasks", "gpqa_diamond,gpqa_diamond:cf", "--samples", "2", "--max-new-tokens", "8", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "earlyfusion.pipeline.cli",
+        "eval",
+        "--model",
+        f"hf:{folder}",
+        "--data",
+        str(data),
+    ]
+    command += [
+        "--tasks",
+        "gpqa_diamond,gpqa_diamond:cf",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--out",
+        str(out),
+    ]
     places = {key: str(home) for key in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "EF_CACHE")}
-    done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, cwd=home, timeout=300)
+    done = subprocess.run(
+        command, env={**os.environ, **places}, capture_output=True, text=True, cwd=home, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert leaks(marks, out, home, folder) == []
     assert not any(mark in done.stdout + done.stderr for mark in marks)

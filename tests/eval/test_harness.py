@@ -1,4 +1,5 @@
-"""A run goes on where it stopped, refuses to mix settings, and evaluates weights in memory without touching them."""
+"""A run goes on where it stopped, refuses to mix settings, and evaluates weights in memory without touching
+them."""
 
 import json
 
@@ -6,8 +7,16 @@ import pytest
 import torch
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
-from earlyfusion.eval.harness import RECORDS, RunOptions, _Writer, evaluate_in_memory, label_of, read_records, run_task
-from earlyfusion.eval.mmlu_pro import MmluPro
+from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
+from earlyfusion.eval.harness import (
+    RECORDS,
+    RunOptions,
+    _Writer,
+    evaluate_in_memory,
+    label_of,
+    read_records,
+    run_task,
+)
 from earlyfusion.eval.protocol import (
     TASKS,
     EvalError,
@@ -56,7 +65,9 @@ def test_a_stopped_run_goes_on_and_ends_like_one_that_was_not(tmp_path, after, t
     resumed = run_task(model, task(folder), RunOptions(chunk=1), out=tmp_path / "parts")
     assert len(model.asked) == 8 - after
     assert resumed["metrics"] == whole["metrics"]
-    lines = {place: (tmp_path / place / "mmlu_pro" / "records.jsonl").read_text() for place in ("whole", "parts")}
+    lines = {
+        place: (tmp_path / place / "mmlu_pro" / "records.jsonl").read_text() for place in ("whole", "parts")
+    }
     assert lines["whole"] == lines["parts"]
 
 
@@ -112,7 +123,16 @@ def test_records_hold_what_is_needed_to_judge_them_again(tmp_path):
     records = read_records(tmp_path / "out" / "mmlu_pro" / "records.jsonl")
     assert len(records) == 8
     for record in records.values():
-        assert {"id", "prompt_hash", "output", "extracted", "score", "category", "seed", "tokens"} <= record.keys()
+        assert {
+            "id",
+            "prompt_hash",
+            "output",
+            "extracted",
+            "score",
+            "category",
+            "seed",
+            "tokens",
+        } <= record.keys()
     summary = json.loads((tmp_path / "out" / "mmlu_pro" / "summary.json").read_text())
     assert summary["data_hash"] == task(folder).data_hash() and summary["model"]["kind"] == "scripted"
 
@@ -181,4 +201,7 @@ def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
         writer.write([record, {**record, "repeat": 1}])
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"id": "torn')
-    assert read_records(tmp_path / RECORDS) == {(record["id"], 0): record, (record["id"], 1): {**record, "repeat": 1}}
+    assert read_records(tmp_path / RECORDS) == {
+        (record["id"], 0): record,
+        (record["id"], 1): {**record, "repeat": 1},
+    }

@@ -1,4 +1,5 @@
-"""Own samples through `earlyfusion eval`: the loss training would count, the blind row, answers, and no picture dropped."""
+"""Own samples through `earlyfusion eval`: the loss training would count, the blind row, answers, and no
+picture dropped."""
 
 import json
 import math
@@ -8,9 +9,9 @@ import torch
 from eval_cases import Scripted, own_model
 from PIL import Image as PILImage
 
-from earlyfusion.data import prepare
-from earlyfusion.data.encode import encode
-from earlyfusion.data.pack import assemble
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.pack import assemble
+from earlyfusion.data.prepare import cmd as prepare
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.eval.explain import explain
 from earlyfusion.eval.harness import RunOptions, run_task
@@ -41,7 +42,15 @@ def photos(tmp_path_factory):
 def shards(photos, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("shards")
     model.tokenizer.save(out / "tokenizer")
-    words = [str(photos), "--out", str(out / "made"), "--tokenizer", str(out / "tokenizer"), "--vision", "tiny"]
+    words = [
+        str(photos),
+        "--out",
+        str(out / "made"),
+        "--tokenizer",
+        str(out / "tokenizer"),
+        "--vision",
+        "tiny",
+    ]
     assert prepare.main([*words, "--workers", "1", "--dedup", "none"]) == 0
     return out / "made"
 
@@ -87,32 +96,44 @@ def test_shards_and_their_folder_give_the_loss_of_a_loop_by_hand(model, photos, 
         assert "a grey one" in "".join(summary["explained"]) and "val_fraction" in summary["explained"][-1]
 
 
-def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(model, shards, tmp_path, capsys, monkeypatch):
+def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(
+    model, shards, tmp_path, capsys, monkeypatch
+):
     summary = run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)
     records = [json.loads(line) for line in (tmp_path / "heldout" / "records.jsonl").read_text().splitlines()]
     shown = [record for record in records if "number" in record]
     assert len(records) == 5 and len(shown) == 3 and all(record["output"] is not None for record in shown)
     page = (tmp_path / "heldout" / "report.html").read_text()
-    assert page.count('class="one"') == 3 and page.count("data:image/png") == sum("shape" in r["target"] for r in shown)
+    assert page.count('class="one"') == 3 and page.count("data:image/png") == sum(
+        "shape" in r["target"] for r in shown
+    )
     assert all(record["target"] in page for record in shown)
     show([summary])
     assert f"loss {summary['metrics']['loss']:.4f}" in capsys.readouterr().out
     monkeypatch.setattr(model, "losses", None)
-    assert run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)["metrics"] == summary["metrics"]
+    assert (
+        run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)["metrics"]
+        == summary["metrics"]
+    )
 
 
 def test_texts_have_bits_per_byte(model, tmp_path):
-    (tmp_path / "lines.jsonl").write_text('{"text": "the quick brown fox"}\n{"text": "jumps over the lazy dog"}\n')
+    (tmp_path / "lines.jsonl").write_text(
+        '{"text": "the quick brown fox"}\n{"text": "jumps over the lazy dog"}\n'
+    )
     metrics = run_task(model, heldout(tmp_path / "lines.jsonl"), RunOptions())["metrics"]
-    nats, _ = by_hand(model, [Sample([Text(t)], "s", "0") for t in ("the quick brown fox", "jumps over the lazy dog")])
+    nats, _ = by_hand(
+        model, [Sample([Text(t)], "s", "0") for t in ("the quick brown fox", "jumps over the lazy dog")]
+    )
     assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / 42, rel=1e-5)
 
 
 def test_only_what_a_recipe_holds_out_is_measured_when_its_share_is_named(shards):
     held = heldout(shards, val_fraction=0.5)
     assert len(held.samples) == 4 and held.data_hash() != heldout(shards).data_hash()
-    assert {held.samples.key(n) for n in range(4)} and not any("val_fraction" in x for x in held.explain(
-        {"loss": 1.0, "tokens": 2, "n": 1}, []))  # fmt: skip
+    assert {held.samples.key(n) for n in range(4)} and not any(
+        "val_fraction" in x for x in held.explain({"loss": 1.0, "tokens": 2, "n": 1}, [])
+    )
 
 
 def test_bad_samples_are_counted_and_wrong_options_named(model, photos, tmp_path):
@@ -150,17 +171,32 @@ def test_bits_per_byte_reads_shards_of_text_and_refuses_pictures(model, photos, 
 def test_a_score_of_nothing_is_explained(tmp_path):
     PILImage.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
     rows = [
-        {"id": f"own_{n}", "question": "<image 1> Which?", "options": "['red', 'blue']", "answer": "A",
-         "image_1": "red.png", "question_type": "multiple-choice"} for n in range(4)
-    ]  # fmt: skip
+        {
+            "id": f"own_{n}",
+            "question": "<image 1> Which?",
+            "options": "['red', 'blue']",
+            "answer": "A",
+            "image_1": "red.png",
+            "question_type": "multiple-choice",
+        }
+        for n in range(4)
+    ]
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     task = build_task("mmmu", TaskOptions(data=path))
     lines = "\n".join(run_task(Scripted(lambda request: "mumble"), task, RunOptions())["explained"])
-    for part in ("none of 4 answers is right", "read out of 100%", "'mumble' where 'A'", "chance 0.500", "--chat"):
+    for part in (
+        "none of 4 answers is right",
+        "read out of 100%",
+        "'mumble' where 'A'",
+        "chance 0.500",
+        "--chat",
+    ):
         assert part in lines, part
     lines = "\n".join(run_task(Scripted(lambda request: "B"), task, RunOptions())["explained"])
     assert "read out of 0%" in lines and "right form and wrong" in lines
     assert "explained" not in run_task(Scripted(lambda request: "A"), task, RunOptions())
     task.private = True
-    assert not any("mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}]))
+    assert not any(
+        "mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}])
+    )

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness and our evaluator say the same about the same model, and its tasks run on our directories."""
+"""lm-evaluation-harness and our evaluator say the same about the same model, and its tasks run on our
+directories."""
 
 import json
 import sys
@@ -7,12 +8,12 @@ from pathlib import Path
 import pytest
 from eval_cases import MMLU_PRO, hf_folder, hf_model, mmlu_pro_folder, own_model, write_jsonl
 
+from earlyfusion.eval.benchmarks.base import choice_requests
+from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.harness import run_task
-from earlyfusion.eval.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import EvalError, RollingRequest, TaskOptions, build_task
 from earlyfusion.eval.run import main
-from earlyfusion.eval.tasks import choice_requests
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 LOGPROB = 1e-4  # the bar: fp32, sums over options of several tokens
@@ -60,7 +61,9 @@ def test_real_questions_give_lm_evals_log_probabilities(tmp_path, folder, theirs
     for question in list(made.questions(14, 1, 0)):
         requests = made.requests(question, 0)
         expected = theirs.loglikelihood(instances(requests), disable_tqdm=True)
-        assert [a.sum for a in model.loglikelihood(requests)] == pytest.approx([v for v, _ in expected], abs=LOGPROB)
+        assert [a.sum for a in model.loglikelihood(requests)] == pytest.approx(
+            [v for v, _ in expected], abs=LOGPROB
+        )
 
 
 def test_odd_contexts_are_split_as_lm_eval_splits_them(folder, theirs):
@@ -79,7 +82,10 @@ def test_whole_texts_cost_what_lm_eval_says(folder, theirs):
     from lm_eval.api.instance import Instance
 
     texts = ["the quick brown fox jumps over the lazy dog", "red"]
-    given = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(t,), idx=i) for i, t in enumerate(texts)]
+    given = [
+        Instance(request_type="loglikelihood_rolling", doc={}, arguments=(t,), idx=i)
+        for i, t in enumerate(texts)
+    ]
     expected = theirs.loglikelihood_rolling(given, disable_tqdm=True)
     ours = hf_model(folder).rolling([RollingRequest(text) for text in texts])
     assert [answer.sum for answer in ours] == pytest.approx(expected, abs=LOGPROB)
@@ -104,7 +110,16 @@ def test_a_harness_task_gives_our_numbers_on_one_of_our_directories(tmp_path, ca
     directory = save_model(wrapped.model, wrapped.tokenizer, tmp_path / "model")
     data = write_jsonl(tmp_path / "data" / "validation.jsonl", piqa_rows())
     out = tmp_path / "out"
-    arguments = ["--model", str(directory), "--harness", "lm-eval", "--tasks", "piqa", "--data", f"piqa={data}"]
+    arguments = [
+        "--model",
+        str(directory),
+        "--harness",
+        "lm-eval",
+        "--tasks",
+        "piqa",
+        "--data",
+        f"piqa={data}",
+    ]
     assert main([*arguments, "--out", str(out)]) == 0
     assert "acc_norm" in capsys.readouterr().out
     (found,) = json.loads((out / "lm_eval.json").read_text())["results"].values()
@@ -115,10 +130,12 @@ def test_a_harness_task_gives_our_numbers_on_one_of_our_directories(tmp_path, ca
 
 @pytest.mark.slow
 def test_generating_tasks_and_groups_run_on_local_files(tmp_path):
-    from earlyfusion.eval.lm_eval_adapter import evaluate, lm_eval_model
+    from earlyfusion.eval.benchmarks.lm_eval import evaluate, lm_eval_model
 
     folder = mmlu_pro_folder(tmp_path)
-    found = evaluate(lm_eval_model(ShortAnswers(own_model(0))), ["mmlu_pro_math"], {"mmlu_pro": folder}, limit=2)
+    found = evaluate(
+        lm_eval_model(ShortAnswers(own_model(0))), ["mmlu_pro_math"], {"mmlu_pro": folder}, limit=2
+    )
     (scores,) = found["results"].values()
     assert scores["exact_match,custom-extract"] == 0.5  # "B" is right for one of the first two
 
@@ -135,13 +152,15 @@ class ShortAnswers:
     def generate(self, requests):
         from earlyfusion.eval.protocol import Generation
 
-        assert all(r.stop == ("Question:",) and r.max_new_tokens == 2048 and r.temperature == 0 for r in requests)
+        assert all(
+            r.stop == ("Question:",) and r.max_new_tokens == 2048 and r.temperature == 0 for r in requests
+        )
         assert all(r.prompt.count("Question:") == 6 for r in requests)
         return [Generation("The answer is (B).", 5, "stop") for _ in requests]
 
 
 def test_private_benchmarks_are_refused(tmp_path):
-    from earlyfusion.eval.lm_eval_adapter import evaluate, lm_eval_model
+    from earlyfusion.eval.benchmarks.lm_eval import evaluate, lm_eval_model
 
     with pytest.raises(EvalError, match="caches question text"):
         evaluate(lm_eval_model(own_model(0)), ["gpqa_diamond_zeroshot"], {})
@@ -150,7 +169,7 @@ def test_private_benchmarks_are_refused(tmp_path):
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch):
-    from earlyfusion.eval.lm_eval_adapter import require_lm_eval
+    from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(EvalError, match=r"earlyfusion\[eval\]"):

@@ -14,9 +14,21 @@ from earlyfusion.eval.metrics_open import candidates, numbers_in, open_match
 
 def test_counts_are_read_from_digits_and_words_and_nothing_else():
     for text, value in {
-        " 3": 3, "There are twelve.": 12, "None": 0, "no circles": 0, "-2": -2, "07 of them": 7, "3.": 3, "Two or 3": 2,
-        "3.5": None, "": None, "someone": None, "3rd": None, "x3": None, "twenty": 20,
-    }.items():  # fmt: skip
+        " 3": 3,
+        "There are twelve.": 12,
+        "None": 0,
+        "no circles": 0,
+        "-2": -2,
+        "07 of them": 7,
+        "3.": 3,
+        "Two or 3": 2,
+        "3.5": None,
+        "": None,
+        "someone": None,
+        "3rd": None,
+        "x3": None,
+        "twenty": 20,
+    }.items():
         assert metrics.parse_count(text) == value, text
 
 
@@ -69,7 +81,15 @@ def test_relaxed_accuracy_is_the_published_one_traps_included():
         ("12%", "12%"),
         ("Yes", "yes"),
     ]
-    wrong = [("10.6", "10"), ("12", "12%"), ("0.0", "0"), ("3 apples", "3"), ("", "3"), ("B", "A"), ("-10", "10")]
+    wrong = [
+        ("10.6", "10"),
+        ("12", "12%"),
+        ("0.0", "0"),
+        ("3 apples", "3"),
+        ("", "3"),
+        ("B", "A"),
+        ("-10", "10"),
+    ]
     assert all(metrics.relaxed_match(*pair) for pair in right)
     assert not any(metrics.relaxed_match(*pair) for pair in wrong)
     assert metrics.relaxed_match("0", "0")  # equal as text
@@ -115,7 +135,7 @@ def test_boxes_are_read_in_every_public_form():
 
 
 def test_boxes_are_read_as_training_writes_them():
-    from earlyfusion.data.grounding import write_regions
+    from earlyfusion.data.formats.grounding import write_regions
     from earlyfusion.data.sample import Region, Regions
 
     boxes = [(12.0, 30.0, 200.0, 181.0), (0.0, 0.0, 320.0, 240.0)]
@@ -171,8 +191,13 @@ def test_grounding_scores():
 def test_matching_is_the_best_of_all_permutations(seed):
     rng = np.random.default_rng(seed)
     for _ in range(25):
-        said, gold = ([tuple(np.concatenate([c, c + s])) for c, s in zip(rng.uniform(0, 8, (n, 2)), rng.uniform(1, 6, (n, 2)))]
-                      for n in rng.integers(1, 6, 2))  # fmt: skip
+        said, gold = (
+            [
+                tuple(np.concatenate([c, c + s]))
+                for c, s in zip(rng.uniform(0, 8, (n, 2)), rng.uniform(1, 6, (n, 2)))
+            ]
+            for n in rng.integers(1, 6, 2)
+        )
         few, many = sorted((said, gold), key=len)
         best = max(
             sum(metrics_boxes.iou(a, b) for a, b in zip(few, chosen))
@@ -197,7 +222,9 @@ def test_open_answers():
     assert candidates("First. the final answer is blue") == ["blue"]
 
 
-@pytest.mark.parametrize("text", ["[1" + " " * 4000 + "1", "(" + ", ".join(["9" * 4000] * 4) + ")", "[1." + "1" * 9000])
+@pytest.mark.parametrize(
+    "text", ["[1" + " " * 4000 + "1", "(" + ", ".join(["9" * 4000] * 4) + ")", "[1." + "1" * 9000]
+)
 def test_hostile_text_is_read_in_a_moment(text):
     started = time.process_time()
     metrics_boxes.parse_boxes(text, 100, 100)

@@ -5,11 +5,13 @@ import json
 import pytest
 from eval_cases import MMLU_PRO, Scripted, mmlu_pro_folder
 
+from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro, rescore
 from earlyfusion.eval.harness import RunOptions, run_task
-from earlyfusion.eval.mmlu_pro import MmluPro, rescore
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
-needs_data = pytest.mark.skipif(not (MMLU_PRO / "test.jsonl").is_file(), reason="the MMLU-Pro files are not here")
+needs_data = pytest.mark.skipif(
+    not (MMLU_PRO / "test.jsonl").is_file(), reason="the MMLU-Pro files are not here"
+)
 PUBLISHED = MMLU_PRO / "published_outputs_mistral-7b-v0.1.jsonl.gz"
 
 
@@ -55,13 +57,13 @@ def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
 def test_the_prompt_is_written_out_as_published(tmp_path):
     folder = mmlu_pro_folder(tmp_path)
     question = next(iter(task(folder).questions(None, 1, 0)))
-    assert question.prompt == (
-        "The following are multiple choice questions (with answers) about math. Think step by step and then finish your "
-        'answer with "the answer is (X)" where X is the correct letter choice.\n\n\n\n'
-        "Question:\nExample 0 of math?\nOptions:\nA. one\nB. two\nC. three\n"
-        "Answer: Let's think step by step. Because 0. The answer is (B).\n\n"
-        "Question:\nWhich is number 0 of math?\nOptions:\nA. option 000\nB. option 001\nC. option 002\n"
-        "Answer: Let's think step by step."
+    assert (
+        question.prompt
+        == "The following are multiple choice questions (with answers) about math. Think step by step and"
+        ' then finish your answer with "the answer is (X)" where X is the correct letter'
+        " choice.\n\n\n\nQuestion:\nExample 0 of math?\nOptions:\nA. one\nB. two\nC. three\nAnswer: Let's"
+        " think step by step. Because 0. The answer is (B).\n\nQuestion:\nWhich is number 0 of"
+        " math?\nOptions:\nA. option 000\nB. option 001\nC. option 002\nAnswer: Let's think step by step."
     )
     assert len(question.choices) == 3  # "N/A" is gone, and so are the blanks around the right one
 

@@ -1,4 +1,5 @@
-"""What a model says does not depend on batches, padding, cached prefixes or neighbours, and equals a plain forward."""
+"""What a model says does not depend on batches, padding, cached prefixes or neighbours, and equals a plain
+forward."""
 
 import importlib.util
 import json
@@ -13,13 +14,15 @@ from eval_cases import hf_folder, hf_model, own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.eval.models import open_model
-from earlyfusion.eval.models_http import EndpointModel
-from earlyfusion.eval.models_sampler import Draw
-from earlyfusion.eval.models_text import QuickEncoder, split_pair
+from earlyfusion.eval.models.base import open_model
+from earlyfusion.eval.models.http import EndpointModel
+from earlyfusion.eval.models.sampler import Draw
+from earlyfusion.eval.models.text import QuickEncoder, split_pair
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
 
-WORDS = "the quick brown fox jumps over lazy dog red teal blue circle is there a what color shape return".split()
+WORDS = (
+    "the quick brown fox jumps over lazy dog red teal blue circle is there a what color shape return".split()
+)
 SUMS = 3e-5  # fp32 sums of up to twenty ln p: products of other shapes are added in another order
 KINDS = ("llama", "gpt2", "mamba")
 
@@ -143,7 +146,9 @@ def test_batched_and_single_answers_are_the_same_words(folders, kind):
     batched = made(kind, folders, batch_size=8, padding="left").generate(requests)
     single = made(kind, folders, batch_size=1)
     assert batched == [single.generate([request])[0] for request in requests]
-    assert any(answer.finish == "stop" for answer in batched) and any(answer.finish == "length" for answer in batched)
+    assert any(answer.finish == "stop" for answer in batched) and any(
+        answer.finish == "length" for answer in batched
+    )
     for request, answer in zip(requests, batched):
         assert answer.tokens <= request.max_new_tokens
         assert not any(stop in answer.text for stop in request.stop)
@@ -153,7 +158,8 @@ def test_batched_and_single_answers_are_the_same_words(folders, kind):
 def test_greedy_answers_are_those_of_transformers(folders, kind):
     model = made(kind, folders)
     requests = [
-        GenerateRequest(prompt, max_new_tokens=12) for prompt in ("the quick", "red circle is there a what color")
+        GenerateRequest(prompt, max_new_tokens=12)
+        for prompt in ("the quick", "red circle is there a what color")
     ]
     for request, answer in zip(requests, model.generate(requests)):
         ids = torch.tensor([model.tokenizer.encode(request.prompt)])
@@ -192,7 +198,9 @@ def test_rolling_pays_for_every_token_once(folders, kind):
         ids = list(model.encode(given, False))
         total = 0.0
         for start in range(0, len(ids), 16):
-            pairs = [([model.begin_id, *ids[start:i]], [ids[i]]) for i in range(start, min(start + 16, len(ids)))]
+            pairs = [
+                ([model.begin_id, *ids[start:i]], [ids[i]]) for i in range(start, min(start + 16, len(ids)))
+            ]
             total += sum(one.sum for one in model.loglikelihood_ids(pairs))
         assert answer.sum == pytest.approx(total, abs=5 * SUMS)
         assert (answer.tokens, answer.bytes) == (len(ids), len(given))
@@ -201,7 +209,9 @@ def test_rolling_pays_for_every_token_once(folders, kind):
 def test_pictures_change_what_our_model_says():
     model = own_model(2)
     rng = random.Random(0)
-    pictures = [PilImage.frombytes("RGB", (w, h), rng.randbytes(3 * w * h)) for w, h in ((24, 16), (32, 40), (16, 16))]
+    pictures = [
+        PilImage.frombytes("RGB", (w, h), rng.randbytes(3 * w * h)) for w, h in ((24, 16), (32, 40), (16, 16))
+    ]
     prompts = [[Image(picture), Text("\nQ: what color?\nA:")] for picture in pictures]
     requests = [ScoreRequest(prompt, f" {word}") for prompt in prompts for word in ("red", "teal", "yes no")]
     batched = model.loglikelihood(requests)
@@ -316,9 +326,11 @@ class Server(BaseHTTPRequestHandler):
         if body.get("echo"):
             prompt = body["prompt"]
             logprobs = {
-                "tokens": list(prompt), "token_logprobs": [None, *[-1.0] * (len(prompt) - 1)],
-                "text_offset": list(range(len(prompt))), "top_logprobs": [None, *({c: -1.0} for c in prompt[1:])],
-            }  # fmt: skip
+                "tokens": list(prompt),
+                "token_logprobs": [None, *[-1.0] * (len(prompt) - 1)],
+                "text_offset": list(range(len(prompt))),
+                "top_logprobs": [None, *({c: -1.0} for c in prompt[1:])],
+            }
             self._reply({"choices": [{"text": prompt, "logprobs": logprobs}]})
         elif self.path.endswith("chat/completions"):
             self._reply(
@@ -331,7 +343,9 @@ class Server(BaseHTTPRequestHandler):
             self._reply({"error": "no"}, 400)
         else:
             text = body["prompt"][::-1]
-            self._reply({"choices": [{"text": text, "finish_reason": "length"}], "usage": {"completion_tokens": 4}})
+            self._reply(
+                {"choices": [{"text": text, "finish_reason": "length"}], "usage": {"completion_tokens": 4}}
+            )
 
 
 @pytest.fixture
@@ -369,7 +383,7 @@ def test_pictures_go_to_an_endpoint_as_data_urls(endpoint):
 
 
 def test_no_server_is_one_line(monkeypatch):
-    monkeypatch.setattr("earlyfusion.eval.models_http.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("earlyfusion.eval.models.http.FIRST_WAIT_S", 0.0)
     with pytest.raises(EvalError, match="no answer"):
         EndpointModel("http://127.0.0.1:9")
 

@@ -7,7 +7,7 @@ import pytest
 from eval_cases import hf_folder, mmlu_pro_folder, own_model, write_jsonl
 
 from earlyfusion.eval.run import data_paths, main
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.cli import guarded
 
 
@@ -20,7 +20,14 @@ def directory(tmp_path_factory):
 
 def test_a_model_directory_is_evaluated_in_three_forms_and_resumed(tmp_path, directory, capsys):
     data, out = mmlu_pro_folder(tmp_path / "data"), tmp_path / "out"
-    arguments = ["--model", str(directory), "--tasks", "mmlu_pro,mmlu_pro:mcf,mmlu_pro:cf", "--data", str(data)]
+    arguments = [
+        "--model",
+        str(directory),
+        "--tasks",
+        "mmlu_pro,mmlu_pro:mcf,mmlu_pro:cf",
+        "--data",
+        str(data),
+    ]
     arguments += ["--out", str(out), "--max-new-tokens", "4", "--limit", "4"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
@@ -38,7 +45,19 @@ def test_a_directory_gives_what_its_weights_in_memory_give(tmp_path, directory):
     from earlyfusion.eval.harness import evaluate_in_memory
 
     data, out = mmlu_pro_folder(tmp_path / "data"), tmp_path / "out"
-    main(["--model", str(directory), "--tasks", "mmlu_pro:cf", "--data", str(data), "--out", str(out), "--quiet"])
+    main(
+        [
+            "--model",
+            str(directory),
+            "--tasks",
+            "mmlu_pro:cf",
+            "--data",
+            str(data),
+            "--out",
+            str(out),
+            "--quiet",
+        ]
+    )
     told = json.loads((out / "mmlu_pro_cf" / "summary.json").read_text())["metrics"]
     wrapped = own_model(3)
     assert evaluate_in_memory(wrapped.model, wrapped.tokenizer, ["mmlu_pro:cf"], data={"mmlu_pro": data}) == {
@@ -48,7 +67,16 @@ def test_a_directory_gives_what_its_weights_in_memory_give(tmp_path, directory):
 
 def test_a_transformers_checkpoint_is_evaluated(tmp_path, capsys):
     folder, data = hf_folder(tmp_path / "hf"), mmlu_pro_folder(tmp_path / "data")
-    arguments = ["--model", f"hf:{folder}", "--tasks", "mmlu_pro", "--form", "mcf", "--data", f"mmlu_pro={data}"]
+    arguments = [
+        "--model",
+        f"hf:{folder}",
+        "--tasks",
+        "mmlu_pro",
+        "--form",
+        "mcf",
+        "--data",
+        f"mmlu_pro={data}",
+    ]
     assert main([*arguments, "--exact", "--quiet", "--set", "note=x", "--shots", "2"]) == 0
     assert "mmlu_pro_mcf" in capsys.readouterr().out
 
@@ -97,7 +125,10 @@ def test_a_mistake_is_one_line_and_exit_code_two(arguments, said, capsys):
 
 def test_missing_data_is_told_before_anything_is_written(tmp_path, directory, capsys):
     out = tmp_path / "out"
-    assert guarded(lambda: main(["--model", str(directory), "--tasks", "gsm8k", "--out", str(out), "--quiet"])) == 2
+    assert (
+        guarded(lambda: main(["--model", str(directory), "--tasks", "gsm8k", "--out", str(out), "--quiet"]))
+        == 2
+    )
     assert "--data" in capsys.readouterr().err and not out.exists()
 
 
@@ -122,7 +153,17 @@ def test_text_written_by_hand_is_measured(tmp_path, directory, capsys):
 
 def test_data_that_is_not_the_pinned_data_is_refused(tmp_path, directory, capsys):
     data, out = mmlu_pro_folder(tmp_path / "data"), tmp_path / "out"
-    words = ["--model", str(directory), "--tasks", "mmlu_pro:cf", "--data", str(data), "--out", str(out), "--quiet"]
+    words = [
+        "--model",
+        str(directory),
+        "--tasks",
+        "mmlu_pro:cf",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     assert guarded(lambda: main([*words, "--sha256", "mmlu_pro=0123456789"])) == 2
     assert "mmlu_pro: its data has the hash" in capsys.readouterr().err and not list(tmp_path.glob("out/*/*"))
     assert main(words) == 0

@@ -7,8 +7,8 @@ import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
-from earlyfusion.data.encode import encode
-from earlyfusion.data.pack import assemble
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.samples import answer_samples, contact_sheet, save_samples, split_reference
@@ -101,7 +101,9 @@ def test_zero_queries_read_all_sources_alike_and_filler_is_left_out():
     document = encode(samples()[2], tokenizer, model.config.vision)
     pack = dict(pad_id=tokenizer.pad_id, sources=["text"], patch_size=8)
     short, long = assemble([document], tokens=len(document), **pack), assemble([document], tokens=90, **pack)
-    assert attnres_weights(model, short)["text"][5] == pytest.approx(attnres_weights(model, long)["text"][5], abs=1e-5)
+    assert attnres_weights(model, short)["text"][5] == pytest.approx(
+        attnres_weights(model, long)["text"][5], abs=1e-5
+    )
     assert "image" not in attnres_weights(model, short)  # the batch holds none
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,5 @@
-"""Programs nobody has read: what they may do works, what they may not is refused, counted, and the caller goes on."""
+"""Programs nobody has read: what they may do works, what they may not is refused, counted, and the caller
+goes on."""
 
 import os
 import shutil
@@ -15,10 +16,10 @@ from PIL import Image
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources import build_source
-from earlyfusion.eval import sandbox as module
-from earlyfusion.eval import sandbox_walls
-from earlyfusion.eval.sandbox import REASONS, Limits, ProgramResult, Sandbox
+from earlyfusion.data.sources.registry import build_source
+from earlyfusion.eval.sandbox import host as module
+from earlyfusion.eval.sandbox import walls as sandbox_walls
+from earlyfusion.eval.sandbox.host import REASONS, Limits, ProgramResult, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 SHORT = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=128, file_bytes=1 << 16, output_bytes=1 << 14, max_chars=500)
@@ -30,7 +31,9 @@ OS = "import random\nos = random._os\n"
 
 @pytest.fixture(scope="module")
 def box():
-    with Sandbox(SHORT, allow_weaker=True) as sandbox:  # other tests look at walls; these at what programs get
+    with Sandbox(
+        SHORT, allow_weaker=True
+    ) as sandbox:  # other tests look at walls; these at what programs get
         yield sandbox
 
 
@@ -49,7 +52,10 @@ def picture(seed=0):
         ("print('a')\n'b'", "a\n'b'"),
         ("x = 3", "(no output)"),
         ("import numpy as np\nnp.linalg.det(np.eye(3) * 2)", "np.float64(7.999999999999998)"),
-        ("import math, json, statistics\njson.dumps([math.gcd(12, 18), statistics.mean([1, 2])])", "'[6, 1.5]'"),
+        (
+            "import math, json, statistics\njson.dumps([math.gcd(12, 18), statistics.mean([1, 2])])",
+            "'[6, 1.5]'",
+        ),
         ("open('a.txt', 'w').write('xyz')\nopen('a.txt').read()", "'xyz'"),
         ("class A:\n    def f(self): return [i ** 2 for i in range(3)]\nA().f()", "[0, 1, 4]"),
         ("1 / 0", "line 1: ZeroDivisionError: division by zero"),
@@ -60,7 +66,9 @@ def picture(seed=0):
 def test_a_program_is_a_notebook_cell(box, code, text):
     result = box.run(code)
     assert result.text == text
-    assert result.reason == ("error" if text.startswith("line") else "ok") and result.ok == (result.reason == "ok")
+    assert result.reason == ("error" if text.startswith("line") else "ok") and result.ok == (
+        result.reason == "ok"
+    )
     assert result.refused == ()
 
 
@@ -68,10 +76,11 @@ def test_a_program_is_a_notebook_cell(box, code, text):
 def test_pictures_are_mounted_exactly_and_ordinary_work_meets_no_wall(box, seed):
     image = picture(seed)
     code = (
-        "from PIL import Image, ImageOps, ImageFilter, ImageDraw\nimport numpy as np\nim = Image.open('image.png')\n"
-        "im.crop((2, 3, 9, 8)).resize((14, 10)).rotate(30).filter(ImageFilter.BLUR).save('b.png')\n"
-        "ImageDraw.Draw(im.copy()).text((0, 0), 'x')\nImageOps.invert(im).save('c.jpg')\nImage.open('c.jpg').load()\n"
-        "np.save('d.npy', np.array(im)); int(np.load('d.npy').astype(int).sum())"
+        "from PIL import Image, ImageOps, ImageFilter, ImageDraw\nimport numpy as np\nim ="
+        " Image.open('image.png')\nim.crop((2, 3, 9, 8)).resize((14,"
+        " 10)).rotate(30).filter(ImageFilter.BLUR).save('b.png')\nImageDraw.Draw(im.copy()).text((0, 0),"
+        " 'x')\nImageOps.invert(im).save('c.jpg')\nImage.open('c.jpg').load()\nnp.save('d.npy',"
+        " np.array(im)); int(np.load('d.npy').astype(int).sum())"
     )
     result = box.run(code, {"image.png": image, "words.txt": "abc"})
     assert (result.reason, result.refused, result.stderr) == ("ok", (), "")
@@ -106,7 +115,10 @@ HOSTILE = {
     "import": ("import os", "forbidden"),
     "import socket": ("import socket", "forbidden"),
     "import by hand": ("__import__('subprocess').run(['id'])", "forbidden"),
-    "import by another's builtins": ("import random\nrandom.__builtins__['__import__']('subprocess')", "forbidden"),
+    "import by another's builtins": (
+        "import random\nrandom.__builtins__['__import__']('subprocess')",
+        "forbidden",
+    ),
     "ctypes": ("import numpy.ctypeslib as c\nc.load_library('libc.so.6', '/lib')", "forbidden"),
     "ctypes by another's builtins": (
         "import random\nrandom.__builtins__['__import__']('ctypes').CDLL(None)",
@@ -126,7 +138,10 @@ HOSTILE = {
         "forbidden",
     ),
     "pickle": (
-        "import numpy as np\nnp.save('a.npy', np.array([print], object))\nnp.load('a.npy', allow_pickle=True)",
+        (
+            "import numpy as np\nnp.save('a.npy', np.array([print], object))\nnp.load('a.npy',"
+            " allow_pickle=True)"
+        ),
         "forbidden",
     ),
     "many files": ("for i in range(10**6): open(str(i), 'w').close()", "forbidden"),
@@ -185,8 +200,8 @@ def test_a_program_that_catches_a_refusal_is_still_counted(box):
 
 
 def test_processor_time_is_the_programs_own():
-    """On a busy machine the kernel's limit, which counts ticks, once ended programs early, and they were told that the
-    memory had run out."""
+    """On a busy machine the kernel's limit, which counts ticks, once ended programs early, and they were told
+    that the memory had run out."""
     with Sandbox(Limits(wall_s=60, cpu_s=0.3), allow_weaker=True) as box:
         result = box.run("while True: pass")
     assert result.reason == "timeout" and 0.3 <= result.cpu_s < 0.9, result
@@ -246,8 +261,9 @@ def test_every_wall_that_the_kernel_permits_stands(box):
 def test_a_program_ends_with_its_caller():
     """The caller is killed in the middle of a program: its server and the program go too."""
     script = (
-        "import sys, threading, time\nfrom earlyfusion.eval.sandbox import Limits, Sandbox\nbox = Sandbox(Limits(wall_s=60, cpu_s=60), allow_weaker=True)\n"
-        "box.run('1')\nprint(box._server.pid, flush=True)\nthreading.Thread(target=box.run, args=('while True: pass',)).start()\n"
+        "import sys, threading, time\nfrom earlyfusion.eval.sandbox.host import Limits, Sandbox\nbox ="
+        " Sandbox(Limits(wall_s=60, cpu_s=60), allow_weaker=True)\nbox.run('1')\nprint(box._server.pid,"
+        " flush=True)\nthreading.Thread(target=box.run, args=('while True: pass',)).start()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as caller:
         server = int(caller.stdout.readline())
@@ -268,7 +284,8 @@ def test_a_program_ends_with_its_caller():
 def test_programs_from_threads_do_not_mix(box):
     seen: dict[int, str] = {}
     threads = [
-        threading.Thread(target=lambda i=i: seen.update({i: box.run(f"print({i})\n{i}").text})) for i in range(6)
+        threading.Thread(target=lambda i=i: seen.update({i: box.run(f"print({i})\n{i}").text}))
+        for i in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -279,7 +296,8 @@ def test_programs_from_threads_do_not_mix(box):
 
 @pytest.mark.parametrize("kind", ["zero_vision", "chat_scenes"])
 def test_every_program_of_the_tool_conversations_gives_its_recorded_output_here(kind):
-    """The data room runs its own programs in its own process; a model's are run here. Both must write the same."""
+    """The data room runs its own programs in its own process; a model's are run here. Both must write the
+    same."""
     talks = build_source(SourceConfig(name=kind, kind=kind))
     made = [talks.talk(number, heldout) for number in range(40) for heldout in (False, True)]
     turns = [(turn, talk.files) for talk in made for turn in talk.turns]

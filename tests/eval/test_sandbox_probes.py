@@ -1,4 +1,5 @@
-"""Every way out that is known is tried: none is open, whoever calls, and where a wall is missing nothing runs unasked."""
+"""Every way out that is known is tried: none is open, whoever calls, and where a wall is missing nothing runs
+unasked."""
 
 import contextlib
 import ctypes
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 from sandbox_probes import AREAS, KERNEL_WHOLE, PROBES, WHOLE, program
 
-from earlyfusion.eval import sandbox as module
-from earlyfusion.eval import sandbox_child, sandbox_seccomp, sandbox_walls
-from earlyfusion.eval.sandbox import REASONS, Limits, Sandbox, SandboxError
+from earlyfusion.eval.sandbox import child as sandbox_child
+from earlyfusion.eval.sandbox import host as module
+from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
+from earlyfusion.eval.sandbox import walls as sandbox_walls
+from earlyfusion.eval.sandbox.host import REASONS, Limits, Sandbox, SandboxError
 
 LINUX = sys.platform.startswith("linux")
 pytestmark = pytest.mark.skipif(not LINUX, reason="the sandbox needs Linux")
@@ -36,7 +39,8 @@ libc = sandbox_walls.libc
 
 
 def refusing(calls):
-    """A filter that answers some system calls with an error: (numbers, errno, argument, its value or bits)."""
+    """A filter that answers some system calls with an error: (numbers, errno, argument, its value or
+    bits)."""
     op, code = sandbox_seccomp._op, b""
     for numbers, error, *test in calls:
         body = op(0x06, 0x00050000 | error)
@@ -51,7 +55,8 @@ EQUAL, BITS = 0x15, 0x45
 UNSHARE, PRCTL, PRLIMIT = (272, 97), (157, 167), (302, 261)
 SPACES = ("mount", "net", "ipc", "pid")
 TAKEN = {
-    # what the kernel refuses -> the walls that are missing then, the refused calls, areas whose probes then get through
+    # what the kernel refuses -> the walls that are missing then, the refused calls, areas whose probes then
+    # get through
     "namespaces": (SPACES, [(UNSHARE, errno.EPERM)], ("metadata",)),
     "mounts": (("mount",), [((165, 40), errno.EPERM)], ("metadata",)),
     "pivot_root": (("mount",), [((155, 41), errno.EINVAL)], ("metadata",)),
@@ -64,17 +69,23 @@ TAKEN = {
     "limits": (("rlimits",), [(PRLIMIT, errno.EPERM, 2, BITS, 0xFFFFFFFF)], ("privileges",)),
     "users": (("uid",), [((117, 147), errno.EPERM)], ()),
     "user namespaces": (SPACES, [(UNSHARE, errno.EPERM, 0, BITS, 0x10000000)], ("metadata",)),
-    "namespaces and landlock": ((*SPACES, "landlock"), [(UNSHARE, errno.EPERM), ((444, 444), errno.ENOSYS)],
-                                ("files", "metadata", "processes")),
-    "everything": ((*SPACES, "landlock", "seccomp"),
-                   [(UNSHARE, errno.EPERM), ((444, 444), errno.ENOSYS), (PRCTL, errno.EINVAL, 0, EQUAL, 22)], tuple(AREAS)),
-}  # fmt: skip
+    "namespaces and landlock": (
+        (*SPACES, "landlock"),
+        [(UNSHARE, errno.EPERM), ((444, 444), errno.ENOSYS)],
+        ("files", "metadata", "processes"),
+    ),
+    "everything": (
+        (*SPACES, "landlock", "seccomp"),
+        [(UNSHARE, errno.EPERM), ((444, 444), errno.ENOSYS), (PRCTL, errno.EINVAL, 0, EQUAL, 22)],
+        tuple(AREAS),
+    ),
+}
 
 
 @contextlib.contextmanager
 def served(caller, monkeypatch, calls=(), **options):
-    """A sandbox without the walls inside Python, whose server is this process's child: it needs not be found by a user
-    who may not look into the folder of this Python."""
+    """A sandbox without the walls inside Python, whose server is this process's child: it needs not be found
+    by a user who may not look into the folder of this Python."""
     sandbox_child.preload()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = os.fork()
@@ -128,7 +139,9 @@ class World:
         names["abstract"] = f"\0world-{os.getpid()}"
         inet, unix, stream, datagram = socket.AF_INET, socket.AF_UNIX, socket.SOCK_STREAM, socket.SOCK_DGRAM
         kinds = [(unix, stream, names["unix"]), (unix, datagram, names["unix_datagram"])]
-        kinds += [(unix, stream, names["abstract"])] + [(inet, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)]
+        kinds += [(unix, stream, names["abstract"])] + [
+            (inet, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)
+        ]
         for family, kind, address in kinds:
             listener = socket.socket(family, kind)
             listener.bind(address)
@@ -151,11 +164,20 @@ class World:
         self.shm_key = 0x5EC0000 + os.getpid() % 60_000
         self.shm = libc.shmget(self.shm_key, 4096, 0o1666)
         self.told = {
-            "secret": str(path), "open": str(self.folder), "fifo": str(self.folder / "fifo"), **names,
-            "link": str(self.folder / "link"), "size": 11, "name": self.folder.name, "pid": os.getpid(),
-            "victim": self.victim, "tcp": self.listeners[3].getsockname()[1], "udp": self.listeners[4].getsockname()[1],
-            "key": self.key, "shm_key": self.shm_key,
-        }  # fmt: skip
+            "secret": str(path),
+            "open": str(self.folder),
+            "fifo": str(self.folder / "fifo"),
+            **names,
+            "link": str(self.folder / "link"),
+            "size": 11,
+            "name": self.folder.name,
+            "pid": os.getpid(),
+            "victim": self.victim,
+            "tcp": self.listeners[3].getsockname()[1],
+            "udp": self.listeners[4].getsockname()[1],
+            "key": self.key,
+            "shm_key": self.shm_key,
+        }
 
     def untouched(self):
         """Whether nothing arrived and nothing changed."""
@@ -194,7 +216,8 @@ def world(caller):
 
 @pytest.fixture
 def folder():
-    """An empty folder that everybody may enter and write, unlike `tmp_path`, whose parents are shut to other users."""
+    """An empty folder that everybody may enter and write, unlike `tmp_path`, whose parents are shut to other
+    users."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o777)
     yield path
@@ -273,7 +296,10 @@ def test_a_missing_wall_is_refused_or_named(caller, world, monkeypatch, name):
     with served(caller, monkeypatch, calls) as box, pytest.raises(SandboxError) as refused:
         box.run("open('ran', 'w')")
     told = str(refused.value)
-    assert told.startswith(f"no program is run: the sandbox lacks {', '.join(missing)} here (") and "\n" not in told
+    assert (
+        told.startswith(f"no program is run: the sandbox lacks {', '.join(missing)} here (")
+        and "\n" not in told
+    )
     assert "allow_weaker" in told
     with served(caller, monkeypatch, calls, allow_weaker=True) as box:
         # Without a filter a program may close its own channel, which ends it without a result.
@@ -307,7 +333,9 @@ def check(box, name, code, reasons, claim):
     assert eval(claim, {"r": r}), (name, r)
     for text in (r.stdout, r.stderr, r.value, r.error, *r.refused, *r.layers):
         assert text.encode() and "FORGED" not in text if text else True, (name, r)
-        assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c in "\u202e\u2028" for c in text), r
+        assert not any(
+            (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c in "\u202e\u2028" for c in text
+        ), r
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -322,9 +350,16 @@ def test_whole_programs_harm_nobody_by_the_kernel_alone(bare, name):
 
 @pytest.mark.parametrize("taken", ["namespaces", "namespaces and landlock"])
 def test_quotas_hold_and_folders_go_without_a_file_system_of_their_own(caller, monkeypatch, folder, taken):
-    """The supervisor counts where no tmpfs does, and what is left is removed, however deep and whatever its modes."""
+    """The supervisor counts where no tmpfs does, and what is left is removed, however deep and whatever its
+    modes."""
     monkeypatch.setattr(module.tempfile, "tempdir", str(folder))
-    names = ("much in many files", "many files", "many folders", "folders and files without rights", "deep folders")
+    names = (
+        "much in many files",
+        "many files",
+        "many folders",
+        "folders and files without rights",
+        "deep folders",
+    )
     with served(caller, monkeypatch, TAKEN[taken][1], allow_weaker=True) as box:
         box.limits = SHORT
         for name in names:
@@ -352,7 +387,8 @@ def test_a_folder_of_any_depth_is_removed(tmp_path):
 
 
 def test_the_filter_knows_both_architectures():
-    """Run by a small machine of the filter's language: what is listed passes, the rest does not, elsewhere it dies."""
+    """Run by a small machine of the filter's language: what is listed passes, the rest does not, elsewhere it
+    dies."""
 
     def run(code, number, arch, *arguments):
         data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
@@ -370,18 +406,43 @@ def test_the_filter_knows_both_architectures():
     allow, die = 0x7FFF0000, 0x80000000
     refuse = {code: 0x00050000 | code for code in (errno.EPERM, errno.ENOSYS, errno.EAGAIN)}
     numbers = {
-        "x86_64": {"read": 0, "socket": 41, "ptrace": 101, "kill": 62, "clone": 56, "ioctl": 16, "limit": 302},
-        "aarch64": {"read": 63, "socket": 198, "ptrace": 117, "kill": 129, "clone": 220, "ioctl": 29, "limit": 261},
+        "x86_64": {
+            "read": 0,
+            "socket": 41,
+            "ptrace": 101,
+            "kill": 62,
+            "clone": 56,
+            "ioctl": 16,
+            "limit": 302,
+        },
+        "aarch64": {
+            "read": 63,
+            "socket": 198,
+            "ptrace": 117,
+            "kill": 129,
+            "clone": 220,
+            "ioctl": 29,
+            "limit": 261,
+        },
     }
     for machine, arch in sandbox_seccomp.ARCHITECTURES.items():
         code, of = sandbox_seccomp.build(machine, 7), numbers[machine]
         assert run(code, of["read"], arch) == allow and run(code, of["read"], 0x40000003) == die
         assert run(code, of["socket"], arch) == run(code, of["ptrace"], arch) == refuse[errno.EPERM]
-        assert run(code, of["clone"], arch) == refuse[errno.EAGAIN] and run(code, 435, arch) == refuse[errno.ENOSYS]
-        assert run(code, of["kill"], arch, 7) == allow and run(code, of["kill"], arch, 8) == refuse[errno.EPERM]
-        assert run(code, of["ioctl"], arch, 1, 0x5401) == allow and run(code, of["ioctl"], arch, 1, 0x5412) != allow
         assert (
-            run(code, of["limit"], arch, 0, 1, 0, 9) == allow and run(code, of["limit"], arch, 0, 1, 1 << 40) != allow
+            run(code, of["clone"], arch) == refuse[errno.EAGAIN]
+            and run(code, 435, arch) == refuse[errno.ENOSYS]
+        )
+        assert (
+            run(code, of["kill"], arch, 7) == allow and run(code, of["kill"], arch, 8) == refuse[errno.EPERM]
+        )
+        assert (
+            run(code, of["ioctl"], arch, 1, 0x5401) == allow
+            and run(code, of["ioctl"], arch, 1, 0x5412) != allow
+        )
+        assert (
+            run(code, of["limit"], arch, 0, 1, 0, 9) == allow
+            and run(code, of["limit"], arch, 0, 1, 1 << 40) != allow
         )
     x86 = sandbox_seccomp.ARCHITECTURES["x86_64"]
     assert run(sandbox_seccomp.build("x86_64", 7), 0x40000000 | 1, x86) == die

@@ -44,7 +44,9 @@ def alone(model, question, pictures):
     """The likelihood by a pass over this question's whole document, through the model's own embedding."""
     ids = torch.tensor([*question.ids, *question.answer])
     patches, grids = pictures.get(question.picture, (torch.empty(0, 3, 8, 8, dtype=torch.uint8), []))
-    row = Row(ids, Segments((len(ids),)), patches, grids, torch.tensor(question.media_positions, dtype=torch.long))
+    row = Row(
+        ids, Segments((len(ids),)), patches, grids, torch.tensor(question.media_positions, dtype=torch.long)
+    )
     with torch.no_grad():
         logp = model.logits(model.hidden(row)).log_softmax(-1)
     at = torch.arange(len(question.ids) - 1, len(ids) - 1)
@@ -65,11 +67,16 @@ def test_said_means_that_greedy_decoding_gives_the_answer(exam):
 
     class Open:
         def __init__(self, question):
-            self.ids, self.media_positions = torch.tensor(question.ids), torch.tensor(question.media_positions).long()
+            self.ids, self.media_positions = (
+                torch.tensor(question.ids),
+                torch.tensor(question.media_positions).long(),
+            )
             self.patches, self.grids = pictures.get(question.picture, (None, []))
 
     greedy = generate_ids(model, [Open(q) for q in asked], max_new_tokens=3, silent_ids=silent)
-    right = [Asked(q.ids, tuple(g[: len(q.answer)]), q.media_positions, q.picture) for q, g in zip(asked, greedy)]
+    right = [
+        Asked(q.ids, tuple(g[: len(q.answer)]), q.media_positions, q.picture) for q, g in zip(asked, greedy)
+    ]
     assert all(score.said for score in score_answers(model, right, pictures, silent_ids=silent))
     wrong = [Asked(q.ids, (*q.answer[:-1], q.answer[-1] + 1), q.media_positions, q.picture) for q in right]
     assert not any(score.said for score in score_answers(model, wrong, pictures, silent_ids=silent))

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from earlyfusion.eval import statistics_design as design
-from earlyfusion.eval import statistics_distributions as dist
-from earlyfusion.eval import statistics_paired as paired
+from earlyfusion.eval.statistics import design, paired
+from earlyfusion.eval.statistics import distributions as dist
 
 DRAWS = 1000
 COVERAGE = (0.93, 0.97)  # 95 % plus and minus three standard errors of a share over 1,000 draws
@@ -29,7 +28,9 @@ def test_distributions_equal_scipy():
     for k, n in ((0, 0), (0, 5), (3, 10), (5, 10), (40, 100), (1200, 2600)):
         expected = stats.binomtest(k, n).pvalue if n else 1.0
         assert dist.binomial_two_sided_half(k, n) == pytest.approx(expected, rel=1e-8)
-    assert math.isnan(dist.t_quantile(0.975, 0)) and dist.t_quantile(0.975, math.inf) == pytest.approx(1.959963985)
+    assert math.isnan(dist.t_quantile(0.975, 0)) and dist.t_quantile(0.975, math.inf) == pytest.approx(
+        1.959963985
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -51,7 +52,9 @@ def test_paired_and_clustered_errors_equal_statsmodels(seed):
 
 def test_singleton_clusters_are_the_paired_error_and_names_do_not_matter():
     d = np.random.default_rng(3).normal(size=50)
-    assert paired.clustered_estimate(d, list(range(50))).se == pytest.approx(paired.mean_estimate(d).se, rel=CLOSED)
+    assert paired.clustered_estimate(d, list(range(50))).se == pytest.approx(
+        paired.mean_estimate(d).se, rel=CLOSED
+    )
     labels = [f"c{i // 3}" for i in range(50)]
     order = np.random.default_rng(4).permutation(50)
     shuffled = paired.clustered_estimate(d[order], [labels[i] for i in order])
@@ -74,7 +77,8 @@ def _covers(low, high, truth):
 
 @pytest.mark.parametrize("clustered", [False, True], ids=["independent", "clustered"])
 def test_intervals_cover_the_truth_95_percent_of_the_time(clustered):
-    """1,000 draws: Student and bootstrap intervals of a paired binary difference, with and without clusters."""
+    """1,000 draws: Student and bootstrap intervals of a paired binary difference, with and without
+    clusters."""
     rng = np.random.default_rng(11)
     hits, boot = 0, 0
     for draw in range(DRAWS):
@@ -97,7 +101,8 @@ def test_intervals_cover_the_truth_95_percent_of_the_time(clustered):
 
 
 def test_ignoring_clusters_would_not_cover():
-    """The simulation above can tell: the unclustered interval misses far more often when clusters move together."""
+    """The simulation above can tell: the unclustered interval misses far more often when clusters move
+    together."""
     rng = np.random.default_rng(5)
     hits = 0
     for _ in range(300):
@@ -122,10 +127,14 @@ def test_both_sign_flip_forms_reject_five_percent_under_the_null():
 def test_sign_flips_of_binary_answers_are_mcnemars_exact_test():
     for won, lost in ((0, 0), (1, 0), (7, 3), (9, 2), (2, 11)):
         d = np.array([1.0] * won + [-1.0] * lost + [0.0] * 20)
-        assert paired.sign_flip_p(d) == pytest.approx(dist.binomial_two_sided_half(won, won + lost), rel=CLOSED)
+        assert paired.sign_flip_p(d) == pytest.approx(
+            dist.binomial_two_sided_half(won, won + lost), rel=CLOSED
+        )
     many = np.array([1.0] * 60 + [-1.0] * 38)
     sampled = paired.sign_flip_p(many, draws=20_000)
-    assert sampled == pytest.approx(dist.binomial_two_sided_half(60, 98), abs=0.005)  # Monte Carlo error of 20,000
+    assert sampled == pytest.approx(
+        dist.binomial_two_sided_half(60, 98), abs=0.005
+    )  # Monte Carlo error of 20,000
 
 
 def test_exact_sign_flips_equal_enumeration():
@@ -138,7 +147,9 @@ def test_bootstrap_matches_its_closed_form_and_keeps_strata():
     d = np.random.default_rng(1).normal(0.2, 1, 400)
     low, high, means = paired.bootstrap_interval(d, draws=4000)
     assert means.std() == pytest.approx(d.std() / 20, rel=0.05)  # sd of 4,000 draws: 1.1 %
-    assert (low, high) == pytest.approx((d.mean() - 1.96 * d.std() / 20, d.mean() + 1.96 * d.std() / 20), abs=0.01)
+    assert (low, high) == pytest.approx(
+        (d.mean() - 1.96 * d.std() / 20, d.mean() + 1.96 * d.std() / 20), abs=0.01
+    )
     between = np.repeat([0.0, 10.0], 200)  # all variance between strata: nothing to resample
     _, _, fixed = paired.bootstrap_interval(between, strata=["a"] * 200 + ["b"] * 200, draws=200)
     assert np.allclose(fixed, 5.0)
@@ -156,7 +167,9 @@ def test_mcnemar_equals_statsmodels():
         table = [[np.sum((a == i) & (b == j)) for j in (1, 0)] for i in (1, 0)]
         mine = design.mcnemar(a, b)
         assert mine.p_exact == pytest.approx(tables.mcnemar(table, exact=True).pvalue, rel=1e-8)
-        assert mine.p_chi2 == pytest.approx(tables.mcnemar(table, exact=False, correction=True).pvalue, rel=1e-8)
+        assert mine.p_chi2 == pytest.approx(
+            tables.mcnemar(table, exact=False, correction=True).pvalue, rel=1e-8
+        )
         assert mine.discordance == np.mean(a != b)
     assert design.mcnemar([0.5, 1], [1, 0]) is None
 
@@ -179,7 +192,12 @@ def test_required_questions_equal_the_published_numbers():
     for discordance, n in ((0.05, 973), (0.10, 1954), (0.15, 2935), (0.20, 3917), (0.30, 5879)):
         assert design.smallest_delta(n, discordance) == pytest.approx(0.02, rel=2e-3)
     assert design.power_factor() == pytest.approx(7.849, abs=1e-3)
-    for n, discordance, points in ((12_032, 0.05, 0.57), (12_032, 0.30, 1.40), (198, 0.05, 4.5), (198, 0.30, 10.9)):
+    for n, discordance, points in (
+        (12_032, 0.05, 0.57),
+        (12_032, 0.30, 1.40),
+        (198, 0.05, 4.5),
+        (198, 0.30, 10.9),
+    ):
         assert 100 * design.smallest_delta(n, discordance) == pytest.approx(
             points, rel=0.03
         )  # the table leaves delta^2 out

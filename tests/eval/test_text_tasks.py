@@ -6,10 +6,10 @@ import math
 import pytest
 from eval_cases import SHARED, Scripted, own_model, write_jsonl
 
-from earlyfusion.eval.bpb import bits_per_byte as own_bits
+from earlyfusion.eval.benchmarks.base import grouped, spread, standard_error, summarize
+from earlyfusion.eval.benchmarks.bpb import bits_per_byte as own_bits
 from earlyfusion.eval.harness import RunOptions, run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
-from earlyfusion.eval.tasks import grouped, spread, standard_error, summarize
 
 BBH, GSM8K = SHARED / "data" / "bbh", SHARED / "data" / "gsm8k"
 BITS = 1e-5  # fp32 sums of ln p over differently packed rows
@@ -25,12 +25,15 @@ def test_bits_per_byte_are_those_of_the_training_loops_measure(tmp_path):
     path = write_jsonl(tmp_path / "held.jsonl", [{"text": text} for text in texts])
     metrics = run_task(model, task("bits_per_byte", path))["metrics"]
     nats = -sum(answer.sum for answer in model.rolling([_rolling(text) for text in texts]))
-    assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / sum(len(t.encode()) for t in texts), rel=BITS)
+    assert metrics["bits_per_byte"] == pytest.approx(
+        nats / math.log(2) / sum(len(t.encode()) for t in texts), rel=BITS
+    )
     assert metrics["score"] == -metrics["bits_per_byte"]
     # the loop's measure also pays for [EOS] at the end of every document
     loop = own_bits(model.model, model.tokenizer, texts, max_length=64)
     ends = [
-        ([model.begin_id, *model.encode(text, False)][-64:], [model.model.config.text.eos_token_id]) for text in texts
+        ([model.begin_id, *model.encode(text, False)][-64:], [model.model.config.text.eos_token_id])
+        for text in texts
     ]
     lengths = [len(model.encode(text, False)) for text in texts]
     if all(length < 64 for length in lengths):
@@ -46,7 +49,12 @@ def _rolling(text):
 
 def test_blimp_compares_whole_sentences(tmp_path):
     rows = [
-        {"sentence_good": f"cats sleep {n}", "sentence_bad": f"cats sleeps {n}", "UID": "agree", "pairID": str(n)}
+        {
+            "sentence_good": f"cats sleep {n}",
+            "sentence_bad": f"cats sleeps {n}",
+            "UID": "agree",
+            "pairID": str(n),
+        }
         for n in range(4)
     ]
     write_jsonl(tmp_path / "agree.jsonl", rows)
@@ -75,9 +83,10 @@ def test_bbh_files_are_read_and_options_found():
     assert len(made.tasks()) == 27 and sum(map(len, made.tasks().values())) == 6511
     questions = list(made.questions(None, None, 0))
     for question in questions:
-        assert question.target in question.choices or question.category in ("ruin_names", "movie_recommendation"), (
-            question.id
-        )
+        assert question.target in question.choices or question.category in (
+            "ruin_names",
+            "movie_recommendation",
+        ), question.id
     by_task = {question.category: question.choices for question in questions}
     assert set(by_task["navigate"]) == {"Yes", "No"} and "dyck_languages" not in by_task
     assert by_task["logical_deduction_three_objects"] == ("(A)", "(B)", "(C)")
@@ -110,14 +119,16 @@ def test_bbh_worked_examples_come_from_the_users_folder(tmp_path):
     rows = {"examples": [{"input": f"is {n} odd?", "target": "Yes" if n % 2 else "No"} for n in range(6)]}
     (tmp_path / "bbh" / "odd.json").write_text(json.dumps(rows))
     (tmp_path / "odd.txt").write_text(
-        "canary\n-----\nTell odd from even.\n\nQ: is 7 odd?\nA: Let's think step by step.\nso the answer is Yes.\n\nQ: b\nA: c"
+        "canary\n-----\nTell odd from even.\n\nQ: is 7 odd?\nA: Let's think step by step.\nso the answer is"
+        " Yes.\n\nQ: b\nA: c"
     )
     made = task("bbh", tmp_path / "bbh", form="cot", extra={"cot": str(tmp_path)})
     model = Scripted(say=lambda r: "Hm. So the answer is Yes.")
     metrics = run_task(model, made, RunOptions(shots=1))["metrics"]
     assert metrics["score"] == 0.5 and metrics["n"] == 6
-    assert model.asked[0].prompt == (
-        "Tell odd from even.\n\nQ: is 7 odd?\nA: Let's think step by step.\nso the answer is Yes.\n\n"
+    assert (
+        model.asked[0].prompt
+        == "Tell odd from even.\n\nQ: is 7 odd?\nA: Let's think step by step.\nso the answer is Yes.\n\n"
         "Q: is 0 odd?\nA: Let's think step by step.\n"
     )
     with pytest.raises(EvalError, match="did you mean 'odd'"):
@@ -152,7 +163,9 @@ def test_summaries_are_means_over_questions():
     ]
     found = summarize(records)
     assert (found["n"], found["samples"], found["score"], found["unextracted"]) == (2, 4, 0.75, 0.25)
-    assert found["by_category"]["x"] == {"n": 1, "score": 0.5} and found["standard_error"] == pytest.approx(0.25)
+    assert found["by_category"]["x"] == {"n": 1, "score": 0.5} and found["standard_error"] == pytest.approx(
+        0.25
+    )
     assert standard_error([1.0]) is None
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from earlyfusion.data.chat import Message, ToolCall
-from earlyfusion.data.chat_parse import Parsed
+from earlyfusion.data.chat.parse import Parsed
+from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Text
-from earlyfusion.data.sources import build_source
-from earlyfusion.eval.sandbox import Limits, Sandbox
+from earlyfusion.data.sources.registry import build_source
+from earlyfusion.eval.sandbox.host import Limits, Sandbox
 from earlyfusion.eval.tool_talks import MEASURES, Played, _take, play_talks, summary, transcript
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")

@@ -1,17 +1,18 @@
-"""From the ids of an assistant's message to the tool's answer: the loop that a rollout with tools goes through."""
+"""From the ids of an assistant's message to the tool's answer: the loop that a rollout with tools goes
+through."""
 
 import sys
 
 import numpy as np
 import pytest
 
-from earlyfusion.data.chat import Message, ToolCall, encode_chat
-from earlyfusion.data.chat_parse import parse_assistant
+from earlyfusion.data.chat.parse import parse_assistant
+from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.vocabulary import train_bpe
-from earlyfusion.eval.sandbox import Limits, Sandbox
+from earlyfusion.eval.sandbox.host import Limits, Sandbox
 from earlyfusion.eval.tool_turns import MAX_CALLS, answer_calls, picture_files
 from earlyfusion.vision.config import VisionConfig
 
@@ -53,7 +54,12 @@ def test_pictures_are_named_in_order():
 
 
 def test_calls_that_cannot_be_run_are_answered_in_a_line(box):
-    calls = (ToolCall("look"), ToolCall("python"), ToolCall("python", {"code": 3}), ToolCall("python", {"code": "6*7"}))
+    calls = (
+        ToolCall("look"),
+        ToolCall("python"),
+        ToolCall("python", {"code": 3}),
+        ToolCall("python", {"code": "6*7"}),
+    )
     answers, results = answer_calls(Message("assistant", (), calls=calls), box, {})
     assert [a.text for a in answers] == [
         "no tool 'look'; there is python(code)",
@@ -61,7 +67,12 @@ def test_calls_that_cannot_be_run_are_answered_in_a_line(box):
         "python needs one argument: code, a string",
         "42",
     ]
-    assert [a.index for a in answers] == [1, 2, 3, 4] and [r is None for r in results] == [True, True, True, False]
+    assert [a.index for a in answers] == [1, 2, 3, 4] and [r is None for r in results] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_message_runs_a_bounded_number_of_programs(box):

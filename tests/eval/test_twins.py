@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
+from earlyfusion.eval.benchmarks.questions import KINDS, make_items
+from earlyfusion.eval.benchmarks.twins import twin
 from earlyfusion.eval.protocol import Generation, TaskOptions, build_task
-from earlyfusion.eval.twins import twin
-from earlyfusion.eval.vision_questions import KINDS, make_items
 
 
 def answer_from_words(text, question):
@@ -51,7 +51,10 @@ def _scene(lines, question):
         order = [a[2] <= b[0], a[0] >= b[2], a[3] <= b[1], a[1] >= b[3]]
         return "yes" if ["left of", "right of", "above", "below"][order.index(True)] == found[2] else "no"
     if found := re.match(r"which is larger, the (\w+ \w+) or the (\w+ \w+)", question):
-        return max(found.groups(), key=lambda n: (named[n][1][2] - named[n][1][0]) * (named[n][1][3] - named[n][1][1]))
+        return max(
+            found.groups(),
+            key=lambda n: (named[n][1][2] - named[n][1][0]) * (named[n][1][3] - named[n][1][1]),
+        )
     if question.startswith("list the objects"):
         axis = 0 if "left to right" in question else 1
         return ", ".join(sorted(named, key=lambda n: named[n][1][axis] + named[n][1][axis + 2]))
@@ -124,7 +127,9 @@ def test_the_twins_task_needs_no_eyes_and_mixes_all_kinds():
         (request,) = task.requests(question, 0)
         text, asked = request.prompt.rsplit("\nQ: ", 1)
         output = Generation(" " + answer_from_words(text, asked.removesuffix("\nA:")), 3, "stop")
-        records.append({"id": question.id, "category": question.category, **task.score(question, 0, [output])})
+        records.append(
+            {"id": question.id, "category": question.category, **task.score(question, 0, [output])}
+        )
     sums = task.aggregate(records)
     assert sums["score"] == 1.0 and sums["n"] == 70 and 0 < sums["majority"] < 0.5
     assert task.data_hash() != build_task("twins", TaskOptions(seed=1)).data_hash()

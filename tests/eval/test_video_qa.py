@@ -1,15 +1,16 @@
-"""Video questions: judged with their tolerances, hold in the frames, and reach the model as frames with times."""
+"""Video questions: judged with their tolerances, hold in the frames, and reach the model as frames with
+times."""
 
 import numpy as np
 import pytest
 from fusion_cases import tiny_config, tiny_tokenizer
 
-from earlyfusion.data.encode import encode
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Video
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS
+from earlyfusion.eval.benchmarks.questions import make_items
+from earlyfusion.eval.benchmarks.video_qa import judge_clip
 from earlyfusion.eval.protocol import build_task
-from earlyfusion.eval.vision_questions import make_items
-from earlyfusion.eval.vision_video import judge_clip
 
 
 def by_category(category, seed=0):
@@ -30,11 +31,14 @@ def test_motion_holds_in_the_frames(seed):
         dx, dy = corners[1][0] - corners[0][0], corners[1][1] - corners[0][1]
         way = ("right" if dx > 0 else "left") if dx else ("down" if dy > 0 else "up")
         assert item.answer == (way if item.category == "direction" else str(abs(dx or dy)))
-        assert (frames[0][0, 0] == BACKGROUNDS[clip.background]).all() or corners[0] == (0, 0) or clip.standing
+        assert (
+            (frames[0][0, 0] == BACKGROUNDS[clip.background]).all() or corners[0] == (0, 0) or clip.standing
+        )
 
 
 def test_one_frame_does_not_tell_the_direction():
-    """Over many clips every direction is equally common, and the first frame alone leaves at least two open."""
+    """Over many clips every direction is equally common, and the first frame alone leaves at least two
+    open."""
     ways = [item.answer for item in make_items("video_qa", 600, 3) if item.category == "direction"]
     counts = [ways.count(way) for way in ("left", "right", "up", "down")]
     assert sum(counts) == 120 and max(counts) < 50  # 30 each expected, sd 4.7
@@ -48,12 +52,20 @@ def test_answers_within_their_tolerance():
     assert judge_clip(distance, "far")[0] is None
     time = by_category("time")[0]
     seconds = float(time.answer.split()[0])
-    for said, right in ((f"{seconds} s", 1), (f"at {seconds:.2f} seconds", 1), (f"{seconds + 0.2:.1f}", 0), ("", 0)):
+    for said, right in (
+        (f"{seconds} s", 1),
+        (f"at {seconds:.2f} seconds", 1),
+        (f"{seconds + 0.2:.1f}", 0),
+        ("", 0),
+    ):
         assert judge_clip(time, said)[1] == right, said
     objects = by_category("objects")[0]
     assert judge_clip(objects, {"1": "one", "2": "two"}[objects.answer])[1] == 1
     direction = by_category("direction")[0]
-    assert judge_clip(direction, f" {direction.answer}.\nQ: what")[1] == 1 and judge_clip(direction, "sideways")[1] == 0
+    assert (
+        judge_clip(direction, f" {direction.answer}.\nQ: what")[1] == 1
+        and judge_clip(direction, "sideways")[1] == 0
+    )
 
 
 def test_clips_reach_the_model_as_frames_with_their_times():
@@ -64,6 +76,8 @@ def test_clips_reach_the_model_as_frames_with_their_times():
     for question in task.questions(4, None, 0):
         seen, blind, _ = (request.prompt for request in task.requests(question, 0))
         assert isinstance(seen[0], Video) and len(seen[0].frames) == len(seen[0].timestamps) >= 5
-        one, other = (encode(Sample(prompt, "eval", "0"), tokenizer, vision, eos=False) for prompt in (seen, blind))
+        one, other = (
+            encode(Sample(prompt, "eval", "0"), tokenizer, vision, eos=False) for prompt in (seen, blind)
+        )
         assert sum(grid[0] for grid in one.grids) == len(seen[0].frames) and one.grids == other.grids
         assert one.ids.tolist() == other.ids.tolist() and not (one.patches == other.patches).all()

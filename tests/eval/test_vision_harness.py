@@ -5,11 +5,11 @@ import json
 import pytest
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.eval.compare_analysis import Options, compare_arms
-from earlyfusion.eval.compare_load import CompareError, load_arm
-from earlyfusion.eval.easy_vqa import evaluate_easy_vqa
+from earlyfusion.eval.benchmarks.easy_vqa_probe import evaluate_easy_vqa
+from earlyfusion.eval.compare.analysis import Options, compare_arms
+from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.harness import RunOptions, run_task
-from earlyfusion.eval.models_own import OwnModel
+from earlyfusion.eval.models.own import OwnModel
 from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
 
 TASKS = ("counting", "grounding", "video_qa", "twins")
@@ -31,16 +31,29 @@ def folders(tokenizer, tmp_path_factory):
     for seed in (0, 1):
         model = OwnModel(model_of(tokenizer, seed), tokenizer, name=f"tiny-{seed}")
         for name in TASKS:
-            run_task(model, build_task(name, TaskOptions(max_new_tokens=4)), RunOptions(limit=6), out=root / str(seed))
+            run_task(
+                model,
+                build_task(name, TaskOptions(max_new_tokens=4)),
+                RunOptions(limit=6),
+                out=root / str(seed),
+            )
     return root
 
 
 def test_records_hold_every_view_and_the_summary_its_baselines(folders):
     for name in TASKS:
-        rows = [json.loads(line) for line in (folders / "0" / name / "records.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (folders / "0" / name / "records.jsonl").read_text().splitlines()
+        ]
         summary = json.loads((folders / "0" / name / "summary.json").read_text())
-        assert len(rows) == 6 and all({"id", "prompt_hash", "score", "metrics", "target"} <= set(row) for row in rows)
-        assert summary["metrics"]["n"] == 6 and summary["metrics"]["majority"] is not None and summary["data_hash"]
+        assert len(rows) == 6 and all(
+            {"id", "prompt_hash", "score", "metrics", "target"} <= set(row) for row in rows
+        )
+        assert (
+            summary["metrics"]["n"] == 6
+            and summary["metrics"]["majority"] is not None
+            and summary["data_hash"]
+        )
         if name != "twins":
             assert all({"blind_score", "words_score"} <= set(row) and len(row["output"]) == 3 for row in rows)
 
@@ -50,14 +63,26 @@ def test_what_the_harness_leaves_can_be_compared(folders):
     result = compare_arms(*arms, options=Options(draws=100, flips=100))
     lines = [entry["task"] for entry in result["tasks"]]
     assert any(entry["delta"]["discordance"] > 0 or entry["base"]["tokens"] for entry in result["tasks"])
-    assert {"counting", "counting (blind)", "counting (words)", "counting (seeing)", "twins", "video_qa"} <= set(lines)
+    assert {
+        "counting",
+        "counting (blind)",
+        "counting (words)",
+        "counting (seeing)",
+        "twins",
+        "video_qa",
+    } <= set(lines)
     assert all(entry["n"] == 6 and entry["verdict"] for entry in result["tasks"])
 
 
 def test_other_generated_questions_are_refused_by_compare(folders, tokenizer, tmp_path):
     """Another seed makes other pictures: the data hash says so."""
     model = OwnModel(model_of(tokenizer, 0), tokenizer)
-    run_task(model, build_task("counting", TaskOptions(max_new_tokens=4, seed=5)), RunOptions(limit=6), out=tmp_path)
+    run_task(
+        model,
+        build_task("counting", TaskOptions(max_new_tokens=4, seed=5)),
+        RunOptions(limit=6),
+        out=tmp_path,
+    )
     with pytest.raises(CompareError, match="different data"):
         compare_arms(load_arm("base", str(folders / "0")), load_arm("treated", str(tmp_path)))
 
@@ -67,12 +92,18 @@ def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words(to
     model.capabilities = frozenset({"text", "generate", "score"})
     with pytest.raises(EvalError, match="needs a model with image"):
         run_task(model, build_task("counting"), RunOptions(limit=1))
-    assert run_task(model, build_task("twins", TaskOptions(max_new_tokens=2)), RunOptions(limit=3))["metrics"]["n"] == 3
+    assert (
+        run_task(model, build_task("twins", TaskOptions(max_new_tokens=2)), RunOptions(limit=3))["metrics"][
+            "n"
+        ]
+        == 3
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_easy_vqa_by_choice_equals_the_measurement_of_the_training_loop(tokenizer, seed):
-    """Two ways to the likeliest of 13 answers: requests through the harness, teacher forcing with shared features."""
+    """Two ways to the likeliest of 13 answers: requests through the harness, teacher forcing with shared
+    features."""
     fusion = model_of(tokenizer, seed)
     task = build_task("easy_vqa", TaskOptions(form="choice", extra={"views": ""}))
     summary = run_task(OwnModel(fusion, tokenizer), task, RunOptions(limit=30))

@@ -1,4 +1,5 @@
-"""Visual tasks: answers hold in the graph, the controls are blind, an all-knowing model scores 1 and a constant one little."""
+"""Visual tasks: answers hold in the graph, the controls are blind, an all-knowing model scores 1 and a
+constant one little."""
 
 import json
 import re
@@ -10,8 +11,10 @@ from eval_cases import own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text, Video
-from earlyfusion.data.source_easy_vqa import load_split, question_text
+from earlyfusion.data.sources.easy_vqa import load_split, question_text
 from earlyfusion.data.synth.palette import pairs
+from earlyfusion.eval.benchmarks.mmmu import parse_choice
+from earlyfusion.eval.benchmarks.questions import KINDS, make_items
 from earlyfusion.eval.metrics_boxes import parse_boxes
 from earlyfusion.eval.protocol import (
     EvalError,
@@ -23,8 +26,6 @@ from earlyfusion.eval.protocol import (
     prompt_hash,
     prompt_text,
 )
-from earlyfusion.eval.vision_mmmu import parse_choice
-from earlyfusion.eval.vision_questions import KINDS, make_items
 
 GENERATED = ("counting", "scene", "ocr", "grounding", "chart", "board", "video_qa")
 
@@ -59,7 +60,9 @@ def test_an_answer_that_the_limit_cut_off_is_no_answer(name):
         assert record["score"] == record["blind_score"] == 0.0 and record["extracted"] is None
         assert name == "easy_vqa" or record["metrics"]["cut"] == 1.0
     if name == "easy_vqa":
-        assert task.score(question, 0, [Generation(f" {question.target} wss\n", 8, "stop")] * 2)["score"] == 0.0
+        assert (
+            task.score(question, 0, [Generation(f" {question.target} wss\n", 8, "stop")] * 2)["score"] == 0.0
+        )
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -95,8 +98,14 @@ def test_views_are_told_apart_and_blind_pictures_tell_only_their_size(name):
         seen, blind, words = task.requests(question, 0)
         assert [p.shape for p in pixels(seen.prompt)] == [p.shape for p in pixels(blind.prompt)]
         assert all((p == 128).all() for p in pixels(blind.prompt))
-        assert prompt_text(seen.prompt) == prompt_text(blind.prompt) == question_text(question.meta["item"].question)
-        assert words.prompt.endswith(prompt_text(seen.prompt)) and len(words.prompt) > len(prompt_text(seen.prompt))
+        assert (
+            prompt_text(seen.prompt)
+            == prompt_text(blind.prompt)
+            == question_text(question.meta["item"].question)
+        )
+        assert words.prompt.endswith(prompt_text(seen.prompt)) and len(words.prompt) > len(
+            prompt_text(seen.prompt)
+        )
 
 
 def test_tasks_repeat_exactly_and_depend_on_the_seed():
@@ -136,7 +145,8 @@ def test_counting_is_balanced_and_counts_the_graph():
 
 
 def test_questions_of_sight_hold_in_the_pixels():
-    """Grounding boxes hold all pixels of the object's colour; sorting, comparison and relations hold in the boxes."""
+    """Grounding boxes hold all pixels of the object's colour; sorting, comparison and relations hold in the
+    boxes."""
     from earlyfusion.data.synth.palette import COLOURS
 
     for item in make_items("grounding", 40, 1):
@@ -155,7 +165,9 @@ def test_questions_of_sight_hold_in_the_pixels():
             assert centres == sorted(centres) and len(centres) == len(item.graph.objects)
         elif item.category == "comparison":
             both = re.match(r"which is larger, the (.*) or the (.*)\?", item.question).groups()
-            sizes = {name: (boxes[name][2] - boxes[name][0]) * (boxes[name][3] - boxes[name][1]) for name in both}
+            sizes = {
+                name: (boxes[name][2] - boxes[name][0]) * (boxes[name][3] - boxes[name][1]) for name in both
+            }
             assert sizes[item.answer] == max(sizes.values()) >= 1.3 * min(sizes.values())
 
 
@@ -173,11 +185,15 @@ def test_every_scene_holds_a_combination_training_never_draws():
 def test_side_metrics():
     _, sums = run(build_task("counting"), lambda q, r: str(int(q.target) + 1), 30)
     assert (sums["score"], sums["mae"], sums["within_one"]) == (0.0, 1.0, 1.0)
-    records, sums = run(build_task("counting"), lambda q, r: "", 30)  # silence costs as much as saying 0, at least 1
+    records, sums = run(
+        build_task("counting"), lambda q, r: "", 30
+    )  # silence costs as much as saying 0, at least 1
     assert sums["mae"] == pytest.approx(np.mean([max(int(record["target"]), 1) for record in records]))
     _, sums = run(build_task("ocr"), lambda q, r: f"it says {q.target}", 12)
     assert sums["score"] == 1.0 and sums["exact"] == 0.0 and sums["cer"] > 0 and sums["anls"] < 1
-    _, sums = run(build_task("chart"), lambda q, r: f"{1.04 * float(q.target)}" if q.target.isdigit() else q.target, 40)
+    _, sums = run(
+        build_task("chart"), lambda q, r: f"{1.04 * float(q.target)}" if q.target.isdigit() else q.target, 40
+    )
     assert 0.9 < sums["score"] <= 1.0 and sums["exact"] < 0.7  # a gold 0 is compared as text
     _, sums = run(build_task("grounding"), lambda q, r: "[0, 0, 9999, 9999]", 20)
     assert sums["score"] == 0.0 and 0 <= sums["majority"] < 0.6 and sums["unextracted"] == 0
@@ -227,7 +243,9 @@ def test_easy_vqa_by_choice():
         requests = task.requests(question, 0)
         assert len(requests) == 26 and all(r.continuation.startswith(" ") for r in requests)
         gold = question.choices.index(question.target)
-        outputs = [LogProb(-1.0 if i in (gold, 13 + (gold + 1) % 13) else -5.0, 1, 1, False) for i in range(26)]
+        outputs = [
+            LogProb(-1.0 if i in (gold, 13 + (gold + 1) % 13) else -5.0, 1, 1, False) for i in range(26)
+        ]
         record = task.score(question, 0, outputs)
         assert (record["score"], record["blind_score"]) == (1.0, 0.0)
     with pytest.raises(EvalError, match="known: generate, choice"):
@@ -245,15 +263,40 @@ def exam(tmp_path):
     PilImage.new("RGB", (20, 10), "red").save(tmp_path / "red.png")
     data = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
     rows = [
-        {"id": "validation_Accounting_1", "question": "<image 1> Which colour, as in <image 1>?", "options": "['red', 'blue']",
-         "answer": "A", "question_type": "multiple-choice", "image_1": "red.png"},
-        {"id": "validation_Art_Theory_2", "question": "Compare <image 1> and <image 2>.", "options": "['<image 2>', 'left', 'x']",
-         "answer": "C", "question_type": "multiple-choice", "image_1": {"bytes": data, "path": None}, "image_2": "red.png"},
-        {"id": "validation_Math_3", "question": "How wide is <image 1>?", "options": "[]", "answer": "20", "question_type": "open",
-         "image_1": f"data:image/png;base64,{data}"},
-        {"id": "validation_Math_4", "question": "Name it. <image 1>", "options": "[]", "answer": "['square', 'box']",
-         "question_type": "open", "image_1": "red.png"},
-    ]  # fmt: skip
+        {
+            "id": "validation_Accounting_1",
+            "question": "<image 1> Which colour, as in <image 1>?",
+            "options": "['red', 'blue']",
+            "answer": "A",
+            "question_type": "multiple-choice",
+            "image_1": "red.png",
+        },
+        {
+            "id": "validation_Art_Theory_2",
+            "question": "Compare <image 1> and <image 2>.",
+            "options": "['<image 2>', 'left', 'x']",
+            "answer": "C",
+            "question_type": "multiple-choice",
+            "image_1": {"bytes": data, "path": None},
+            "image_2": "red.png",
+        },
+        {
+            "id": "validation_Math_3",
+            "question": "How wide is <image 1>?",
+            "options": "[]",
+            "answer": "20",
+            "question_type": "open",
+            "image_1": f"data:image/png;base64,{data}",
+        },
+        {
+            "id": "validation_Math_4",
+            "question": "Name it. <image 1>",
+            "options": "[]",
+            "answer": "['square', 'box']",
+            "question_type": "open",
+            "image_1": "red.png",
+        },
+    ]
     path = tmp_path / "exam.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     return path, rows
@@ -274,7 +317,8 @@ def test_mmmu_rows_become_interleaved_prompts(exam):
 
 
 def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
-    """Pictures that begin a question stand before it, others where they are; a chat form takes the question alone."""
+    """Pictures that begin a question stand before it, others where they are; a chat form takes the question
+    alone."""
     path, rows = exam
     rows[3] |= {"explanation": "see <image 2>", "image_2": "red.png"}
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -290,18 +334,28 @@ def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
     assert [type(part) for part in asked[0][1].prompt] == [Image, Text], "the blind view has the same form"
     model.chat = True
     task.prepare(model)
-    assert task.requests(next(iter(task.questions(None, None, 0))), 0)[0].prompt[1].text.startswith(" Which colour")
+    assert (
+        task.requests(next(iter(task.questions(None, None, 0))), 0)[0]
+        .prompt[1]
+        .text.startswith(" Which colour")
+    )
 
 
 def test_mmmu_scores_letters_and_open_answers_and_never_guesses(exam):
     path, _ = exam
-    said = {"validation_Accounting_1": "(A)", "validation_Art_Theory_2": "I do not know", "validation_Math_3": "It is 20.0",
-            "validation_Math_4": "a box"}  # fmt: skip
+    said = {
+        "validation_Accounting_1": "(A)",
+        "validation_Art_Theory_2": "I do not know",
+        "validation_Math_3": "It is 20.0",
+        "validation_Math_4": "a box",
+    }
     for _ in range(3):  # the published parser would guess differently each time
         records, sums = run(build_task("mmmu", TaskOptions(data=path)), lambda q, r: said[q.id], None)
         assert [r["score"] for r in records] == [1.0, 0.0, 1.0, 1.0] and records[1]["extracted"] is None
     assert (
-        sums["score"] == 0.75 and sums["unextracted"] == 0.25 and sums["chance"] == pytest.approx((1 / 2 + 1 / 3) / 4)
+        sums["score"] == 0.75
+        and sums["unextracted"] == 0.25
+        and sums["chance"] == pytest.approx((1 / 2 + 1 / 3) / 4)
     )
     assert sums["by_category"]["Math"]["score"] == 1.0 and sums["by_domain"]["Science"]["n"] == 2
 
@@ -313,7 +367,9 @@ def test_mmmu_reads_parquet_as_jsonl(exam, tmp_path):
     path, rows = exam
     full = (tmp_path / "red.png").read_bytes()
     for row in rows:
-        row |= {key: {"bytes": full, "path": "red.png"} if key in row else None for key in ("image_1", "image_2")}
+        row |= {
+            key: {"bytes": full, "path": "red.png"} if key in row else None for key in ("image_1", "image_2")
+        }
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "exam.parquet")
     one, other = (
         list(build_task("mmmu", TaskOptions(data=p)).questions(None, None, 0))
@@ -327,10 +383,19 @@ def test_mmmu_reads_parquet_as_jsonl(exam, tmp_path):
 def test_letters_are_parsed_as_published():
     options = ["red square", "blue", "green", "grey"]
     for text, letter in {
-        "(B)": "B", "B": "B", "B.": "B", " b ": None, "The answer is B": "B", "A or rather C": "C", "(A) no, (D)": "D",
-        "I think that it is the red square here": "A", "red square": None, "": None, "E": None,
+        "(B)": "B",
+        "B": "B",
+        "B.": "B",
+        " b ": None,
+        "The answer is B": "B",
+        "A or rather C": "C",
+        "(A) no, (D)": "D",
+        "I think that it is the red square here": "A",
+        "red square": None,
+        "": None,
+        "E": None,
         "Answer: D.": "D",
-    }.items():  # fmt: skip
+    }.items():
         assert parse_choice(text, options) == letter, text
 
 

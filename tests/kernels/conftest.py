@@ -1,4 +1,5 @@
-"""Lets the kernel tests share case builders such as kda_cases.py (pytest's importlib mode adds no directory itself)."""
+"""Lets the kernel tests share case builders such as kda_cases.py (pytest's importlib mode adds no directory
+itself)."""
 
 import sys
 from pathlib import Path

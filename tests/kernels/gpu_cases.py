@@ -13,7 +13,9 @@ def device():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; none is visible")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        pytest.fail("TRITON_INTERPRET is set: kernels would be interpreted, and bfloat16 would be wrong; unset it")
+        pytest.fail(
+            "TRITON_INTERPRET is set: kernels would be interpreted, and bfloat16 would be wrong; unset it"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -23,7 +25,8 @@ def randn(*shape, seed=0, dtype=torch.bfloat16):
 
 
 def compare(function, law, leaves, cotangents, tolerance=BF16):
-    """Outputs and gradients of ``function`` on the leaves against ``law`` on their float64 copies; runs twice."""
+    """Outputs and gradients of ``function`` on the leaves against ``law`` on their float64 copies; runs
+    twice."""
     runs = []
     for _ in range(2):
         fresh = [x.detach().clone().requires_grad_() for x in leaves]

@@ -26,7 +26,12 @@ def gate_inputs(regime, tokens, heads, key_dim, generator):
         "bounded": (normal(*full), uniform(heads), uniform(heads, key_dim), -5.0),
         "saturated": (30 + normal(*full), torch.zeros(heads), zero, -5.0),  # every token at the bound
         "strong": (3 * normal(*full), torch.full((heads,), math.log(16.0)), zero, None),
-        "brutal": (3 * normal(*full), torch.full((heads,), math.log(200.0)), zero, None),  # up to 2000 nats a token
+        "brutal": (
+            3 * normal(*full),
+            torch.full((heads,), math.log(200.0)),
+            zero,
+            None,
+        ),  # up to 2000 nats a token
     }[regime]
 
 
@@ -37,7 +42,11 @@ def inputs(lengths, *, seed=0, heads=2, group=1, key_dim=8, value_dim=6, states=
     tokens, values = segments.total, heads * group
     normal = lambda *shape: torch.randn(*shape, generator=generator)
     f, A_log, dt_bias, lower_bound = gate_inputs(regime, tokens, values, key_dim, generator)
-    tensors = [normal(tokens, heads, key_dim), normal(tokens, heads, key_dim), normal(tokens, values, value_dim)]
+    tensors = [
+        normal(tokens, heads, key_dim),
+        normal(tokens, heads, key_dim),
+        normal(tokens, values, value_dim),
+    ]
     tensors += [f, normal(tokens, values), A_log, dt_bias]
     if states:
         tensors.append(normal(segments.num, values, key_dim, value_dim))

@@ -1,4 +1,5 @@
-"""Every Triton kernel of KDA compiles for sm_90 and sm_80 without a device, without spills, within a block's memory."""
+"""Every Triton kernel of KDA compiles for sm_90 and sm_80 without a device, without spills, within a block's
+memory."""
 
 import json
 import os
@@ -9,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-MODULE = "earlyfusion.kernels.kda.triton_aot"
+MODULE = "earlyfusion.kernels.kda.triton.aot"
 # Compiled in every run; the slow test compiles all.
 QUICK = "K64 V64 C64 softplus"
 SHAPES = ((32, 32), (64, 64), (128, 128), (256, 256), (128, 256), (64, 128))
@@ -21,8 +22,10 @@ def compile_table(tmp_path, *options):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "earlyfusion.kernels.aot", MODULE, "--json", str(out), *options],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     print(done.stdout, done.stderr)
     assert out.exists(), done.stderr
     rows = json.loads(out.read_text())
@@ -50,28 +53,33 @@ def test_no_kernel_spills(tmp_path, arch):
     names = [row["name"] for row in rows]
     for key_dim, value_dim in SHAPES:
         for kernel in ("prep", "grad", "scan", "dual", "move", "join"):
-            assert any(name.startswith(kernel) and f"bf16 K{key_dim} V{value_dim}" in name for name in names), kernel
+            assert any(
+                name.startswith(kernel) and f"bf16 K{key_dim} V{value_dim}" in name for name in names
+            ), kernel
     assert any(name.startswith("conv") for name in names) and any(name.startswith("decode") for name in names)
-    products = [row for row in rows if row["name"].split()[0] in ("prep", "grad", "scan", "dual", "move", "join")]
+    products = [
+        row for row in rows if row["name"].split()[0] in ("prep", "grad", "scan", "dual", "move", "join")
+    ]
     assert all(row["uses_mma"] for row in products)
     if arch == 90:
         # all but the join, whose products have K rows (32 at least, a warp group wants 64)
         large = [
-            row for row in products if " bf16 " in row["name"] and "C64" in row["name"] and row["name"][:4] != "join"
+            row
+            for row in products
+            if " bf16 " in row["name"] and "C64" in row["name"] and row["name"][:4] != "join"
         ]
         assert large and all(row["uses_wgmma"] for row in large)
 
 
 def test_the_clamp_of_the_gate_lets_nan_through():
-    """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read. A dropped NaN
-    would become a full decay, and the run would go on with finite numbers."""
+    """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read.
+    A dropped NaN would become a full decay, and the run would go on with finite numbers."""
     code = (
-        "import re\n"
-        "from earlyfusion.kernels.aot import compile_variants\n"
-        "from earlyfusion.kernels.kda.triton_aot import decode_variants, kda_variants\n"
-        "made = [v for bounded in (0, 1) for v in kda_variants('bf16', 64, 64, bool(bounded)) if v.name[:4] in 'prep grad']\n"
-        "for row in compile_variants(made + decode_variants('bf16', 64, 64)[:2], [90]):\n"
-        "    print(len(re.findall(r'max\\.NaN\\.f32.*0fC2200000', row.ptx)),"
+        "import re\nfrom earlyfusion.kernels.aot import compile_variants\nfrom"
+        " earlyfusion.kernels.kda.triton.aot import decode_variants, kda_variants\nmade = [v for bounded in"
+        " (0, 1) for v in kda_variants('bf16', 64, 64, bool(bounded)) if v.name[:4] in 'prep grad']\nfor row"
+        " in compile_variants(made + decode_variants('bf16', 64, 64)[:2], [90]):\n   "
+        " print(len(re.findall(r'max\\.NaN\\.f32.*0fC2200000', row.ptx)),"
         " len(re.findall(r'max\\.f32.*0fC2200000', row.ptx)), row.name)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -85,12 +93,14 @@ def test_a_kernel_that_spills_is_caught(tmp_path):
     """The same kernel under a cap of 64 registers has to spill, and the table has to say so."""
     code = (
         "from earlyfusion.kernels.aot import compile_for\n"
-        "from earlyfusion.kernels.kda.triton_aot import kda_variants\n"
+        "from earlyfusion.kernels.kda.triton.aot import kda_variants\n"
         "v = kda_variants('bf16', 64, 64, True)[0]\n"
         "row = compile_for(v.fn, v.signature, v.constexprs, num_warps=4, num_stages=1, max_registers=64)\n"
         "print(row.spills, row.fits)\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     spills, fits = out.stdout.split()
     assert int(spills) > 0 and fits == "False"

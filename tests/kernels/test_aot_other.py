@@ -1,4 +1,5 @@
-"""Every Triton kernel outside KDA compiles for sm_90 and sm_80 without a device, without spills, and prints its table."""
+"""Every Triton kernel outside KDA compiles for sm_90 and sm_80 without a device, without spills, and prints
+its table."""
 
 import json
 import os
@@ -10,9 +11,16 @@ import pytest
 pytest.importorskip("triton")
 
 MODULES = [
-    "attnres.triton_phase1", "attnres.triton_merge", "attention.triton_flash", "attention.triton_max_logit",
-    "attention.triton_rope", "attention.triton_decode", "moe.triton_experts", "muon.triton_symmetric", "loss.triton_rows",
-]  # fmt: skip
+    "attnres.triton_phase1",
+    "attnres.triton_merge",
+    "attention.triton_flash",
+    "attention.triton_max_logit",
+    "attention.triton_rope",
+    "attention.triton_decode",
+    "moe.triton_experts",
+    "muon.triton_symmetric",
+    "loss.triton_rows",
+]
 
 
 def compiled(module, tmp_path, *options):
@@ -20,9 +28,20 @@ def compiled(module, tmp_path, *options):
     out = tmp_path / "rows.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "earlyfusion.kernels.aot", f"earlyfusion.kernels.{module}", "--json", str(out), *options],
-        capture_output=True, text=True, env=environment, timeout=600,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "earlyfusion.kernels.aot",
+            f"earlyfusion.kernels.{module}",
+            "--json",
+            str(out),
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+    )
     print(done.stdout)
     assert out.exists(), done.stderr[-2000:]
     return json.loads(out.read_text()), done
@@ -60,10 +79,14 @@ for module in sys.argv[1:]:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_integer_arguments_equal_to_one_compile_as_the_constants_the_launcher_makes_of_them(module):
-    """Triton turns an integer argument of 1 into a compile-time constant, on which tensor methods do not exist."""
+    """Triton turns an integer argument of 1 into a compile-time constant, on which tensor methods do not
+    exist."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", ONES, module], capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", ONES, module],
+        capture_output=True,
+        text=True,
+        timeout=600,
         env=environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and done.stdout.count("ok") >= 1, done.stdout + done.stderr[-2000:]

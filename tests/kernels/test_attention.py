@@ -32,7 +32,8 @@ def inputs(segments, heads, dtype=torch.float64, seed=0, size=1.0):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((H, D), (G, D), (G, V), (H, V))
     return [
-        (torch.randn(segments.total, *s, generator=generator, dtype=torch.float64) * size).to(dtype) for s in shapes
+        (torch.randn(segments.total, *s, generator=generator, dtype=torch.float64) * size).to(dtype)
+        for s in shapes
     ]
 
 
@@ -221,7 +222,8 @@ def test_max_logit_is_a_bound_below_tau_and_recomputes_nothing_when_no_head_exce
 
 
 def test_max_logit_ignores_larger_logits_behind_the_mask():
-    """The largest entry of the unmasked product is in the future or in another document; S_h must not see it."""
+    """The largest entry of the unmasked product is in the future or in another document; S_h must not see
+    it."""
     segments = Segments.from_lengths((4, 4))
     q = torch.zeros(8, 1, 2)
     k = torch.zeros(8, 1, 2)
@@ -231,7 +233,10 @@ def test_max_logit_ignores_larger_logits_behind_the_mask():
     got = gate.max_logit(q, k, lse, segments, causal=True, scale=1.0, tau=10.0)
     unmasked = (q[:, 0] @ k[:, 0].T).max().item()
     assert unmasked == 720.0 and got.tolist() == [8 * 90.0]  # row 7 sees key 6
-    k[7, 0, 0], k[6, 0, 0] = 90.0, 1.0  # now only row 7 itself sees it; move it out of sight of the large rows
+    k[7, 0, 0], k[6, 0, 0] = (
+        90.0,
+        1.0,
+    )  # now only row 7 itself sees it; move it out of sight of the large rows
     q[7, 0, 0] = 0.5
     _, lse = varlen.attention(q, k, k, segments, causal=True, scale=1.0, return_lse=True)
     got = gate.max_logit(q, k, lse, segments, causal=True, scale=1.0, tau=10.0)

@@ -1,4 +1,5 @@
-"""Attention residuals: the two-phase schedule and its closed-form backward against the one-phase definition."""
+"""Attention residuals: the two-phase schedule and its closed-form backward against the one-phase
+definition."""
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def test_phase1_equals_the_definition_in_fp64(shape, seed):
 def test_merge_equals_the_definition_in_fp64(shape, seed):
     sources, qw, do, lse = tensors(*shape, seed=seed)
     leaves = [do[0].roll(1), lse[0], sources[-1], qw[0]]
-    got, want = (values_and_gradients(lambda *a, m=m: m.merge(*a, EPS), leaves, [do[0]]) for m in (two_phase, naive))
+    got, want = (
+        values_and_gradients(lambda *a, m=m: m.merge(*a, EPS), leaves, [do[0]]) for m in (two_phase, naive)
+    )
     for g, w in zip(got, want):
         assert (g - w).abs().max() < FP64 * 10 * shape[0]
 
@@ -69,7 +72,9 @@ def test_low_precision_stays_near_fp64(dtype, tolerance):
         assert relative_error(g, w) < tolerance
     leaves = [do[1], dlse[0].float(), sources[0], qw[0].float()]
     got = values_and_gradients(lambda *a: two_phase.merge(*a, EPS), leaves, [do[0]])
-    want = values_and_gradients(lambda *a: naive.merge(*a, EPS), [x.double() for x in leaves], [do[0].double()])
+    want = values_and_gradients(
+        lambda *a: naive.merge(*a, EPS), [x.double() for x in leaves], [do[0].double()]
+    )
     assert got[0].dtype == dtype
     for g, w in zip(got, want):
         assert relative_error(g, w) < tolerance
@@ -101,7 +106,9 @@ def test_closed_forms_match_finite_differences():
         return ((o * do).sum() + (lse * dlse).sum()).item()
 
     stack = torch.stack(sources)
-    _, _, dqw, *dv = values_and_gradients(lambda q, *v: two_phase.phase1(v, q, EPS), [qw, *sources], [do, dlse])
+    _, _, dqw, *dv = values_and_gradients(
+        lambda q, *v: two_phase.phase1(v, q, EPS), [qw, *sources], [do, dlse]
+    )
     step = 1e-6
     for leaf, gradient, at in ((stack, torch.stack(dv), 0), (qw, dqw, 1)):
         numeric = torch.zeros_like(leaf)
@@ -121,7 +128,9 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda q, *v: two_phase.phase1(v, q, EPS), leaves)
     leaves = [x.detach().requires_grad_() for x in (sources[0], lse[0], sources[1], qw[0])]
     assert torch.autograd.gradcheck(lambda *a: two_phase.merge(*a, EPS), leaves)
-    assert torch.autograd.gradcheck(lambda q, *v: two_phase.mix(v, q, EPS), [qw[0].detach().requires_grad_(), *sources])
+    assert torch.autograd.gradcheck(
+        lambda q, *v: two_phase.mix(v, q, EPS), [qw[0].detach().requires_grad_(), *sources]
+    )
 
 
 @pytest.mark.parametrize("implementation", [naive, two_phase])
@@ -142,7 +151,8 @@ def test_a_single_source_is_passed_through_whatever_the_query():
 
 
 def test_one_block_is_a_residual_sum_with_the_embedding_apart():
-    """N = 1: the only finished source is the embedding, so a sub-layer mixes it with the running residual sum."""
+    """N = 1: the only finished source is the embedding, so a sub-layer mixes it with the running residual
+    sum."""
     (embedding,), qw, partials, _ = tensors(1, 3, 5, 8)
     o, lse = two_phase.phase1([embedding], qw, EPS)
     for s in range(3):
@@ -168,7 +178,9 @@ def test_tiles_do_not_change_the_result(monkeypatch):
 
 def test_autocast_does_not_lower_the_precision():
     sources, qw, do, dlse = tensors(4, 2, 9, 16, torch.float32)
-    run = lambda: values_and_gradients(lambda q, *v: two_phase.phase1(v, q, EPS), [qw.float(), *sources], [do, dlse])
+    run = lambda: values_and_gradients(
+        lambda q, *v: two_phase.phase1(v, q, EPS), [qw.float(), *sources], [do, dlse]
+    )
     plain = run()
     with torch.autocast("cpu", torch.bfloat16):
         under = run()
@@ -178,7 +190,9 @@ def test_autocast_does_not_lower_the_precision():
 
 def test_large_scores_stay_finite():
     sources, qw, do, dlse = tensors(4, 2, 9, 16, torch.float32)
-    got = values_and_gradients(lambda q, *v: two_phase.phase1(v, q, EPS), [1e3 * qw.float(), *sources], [do, dlse])
+    got = values_and_gradients(
+        lambda q, *v: two_phase.phase1(v, q, EPS), [1e3 * qw.float(), *sources], [do, dlse]
+    )
     assert all(torch.isfinite(x).all() for x in got)
     h = two_phase.merge(sources[0], torch.full((9,), 1e4), sources[1], 1e3 * qw[0].float(), EPS)
     assert torch.isfinite(h).all()

@@ -57,7 +57,9 @@ def test_packed_documents_do_not_leak_even_when_a_neighbour_is_nan():
     y, _ = conv.short_conv(x, weight, segments)
     keep = torch.cat([torch.arange(9), torch.arange(11, 41)])
     (dx,) = torch.autograd.grad(y[keep].sum(), x)
-    clean = torch.cat([naive.short_conv(x[a:b].detach(), weight, Segments((b - a,)))[0] for a, b in ((0, 9), (11, 41))])
+    clean = torch.cat(
+        [naive.short_conv(x[a:b].detach(), weight, Segments((b - a,)))[0] for a, b in ((0, 9), (11, 41))]
+    )
     torch.testing.assert_close(y[keep], clean, rtol=0, atol=EXACT)
     assert dx[keep].isfinite().all()
 
@@ -65,7 +67,9 @@ def test_packed_documents_do_not_leak_even_when_a_neighbour_is_nan():
 def test_decoding_token_by_token_continues_the_row():
     segments = Segments((11, 2, 1))
     x, weight = (t.detach() for t in inputs(segments, 3, 4, 1, taps=False))
-    more = torch.randn(5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))  # [step, document, C]
+    more = torch.randn(
+        5, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )  # [step, document, C]
     _, taps = conv.short_conv(x, weight, segments, output_taps=True)
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
         whole = torch.cat([x[start : start + length], more[:, n]])
@@ -87,7 +91,9 @@ def test_gradcheck():
 
 
 def test_an_empty_row_gives_an_empty_result():
-    y, taps = conv.short_conv(torch.zeros(0, 3, requires_grad=True), torch.zeros(3, 4), Segments(()), output_taps=True)
+    y, taps = conv.short_conv(
+        torch.zeros(0, 3, requires_grad=True), torch.zeros(3, 4), Segments(()), output_taps=True
+    )
     assert y.shape == (0, 3) and taps.shape == (0, 3, 3)
     y.sum().backward()
 

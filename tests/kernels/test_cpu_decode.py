@@ -18,7 +18,8 @@ from earlyfusion.kernels.cpu.sampling import Sampling
 
 @pytest.fixture
 def anew():
-    """For tests that set the environment of the compiler: nothing is known from before, and nothing afterwards."""
+    """For tests that set the environment of the compiler: nothing is known from before, and nothing
+    afterwards."""
     build._library.cache_clear()
     yield
     build._library.cache_clear()
@@ -124,7 +125,10 @@ def test_the_library_is_built_once(anew, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.library() is not None
     made = sorted((tmp_path / "earlyfusion").iterdir())
-    assert [path.suffix for path in made] == [".sha256", ".so"] or [path.suffix for path in made] == [".so", ".sha256"]
+    assert [path.suffix for path in made] == [".sha256", ".so"] or [path.suffix for path in made] == [
+        ".so",
+        ".sha256",
+    ]
     assert stat.S_IMODE((tmp_path / "earlyfusion").stat().st_mode) == 0o700
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
     build._library.cache_clear()
@@ -168,7 +172,9 @@ def test_a_damaged_library_is_built_again(damage, kept):
     [made] = folder.glob("*.so")
     whole = made.read_bytes()
     made.unlink()  # the one that is loaded stays as it is
-    made.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "garbage": b"\0" * len(whole)}.get(damage, whole))
+    made.write_bytes(
+        {"half": whole[: len(whole) // 2], "empty": b"", "garbage": b"\0" * len(whole)}.get(damage, whole)
+    )
     if damage == "no seal":
         made.with_suffix(".sha256").unlink()
     library, compiled_times = load()
@@ -251,7 +257,9 @@ def test_a_compiler_that_fails_is_told_and_leaves_nothing(anew, monkeypatch, tmp
 @pytest.mark.parametrize("options", [("-march=x86-64-v3",), ("-Wall", "-Wextra", "-Werror")])
 def test_narrower_vectors(options, anew, monkeypatch, tmp_path):
     """As on a processor with AVX2, and on one without."""
-    if platform.machine() != "x86_64" or (options[0].startswith("-march") and not torch.cpu._is_avx2_supported()):
+    if platform.machine() != "x86_64" or (
+        options[0].startswith("-march") and not torch.cpu._is_avx2_supported()
+    ):
         pytest.skip("needs an x86-64 processor with AVX2")
     monkeypatch.setattr(build, "NATIVE", (options,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

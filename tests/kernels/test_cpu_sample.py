@@ -69,7 +69,9 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"expected a mask \(4, 9\), got \(3, 9\)"):
         sample(logits, *controls, torch.zeros(3, 9, dtype=torch.bool), drawn=True, logprobs=True)
     for stray in (9, 10**9, -1, -(10**6)):  # would be written outside the row
-        with pytest.raises(ValueError, match=rf"banned: expected ids \[N\] in 0\.\.8, got \(2,\) from .*{stray}"):
+        with pytest.raises(
+            ValueError, match=rf"banned: expected ids \[N\] in 0\.\.8, got \(2,\) from .*{stray}"
+        ):
             sample(logits, *controls, torch.tensor([3, stray]), drawn=True, logprobs=True)
     for index, name in enumerate(("keys", "positions", "temperature", "top_p", "min_p")):
         short = [tensor[:3] if i == index else tensor for i, tensor in enumerate(controls)]

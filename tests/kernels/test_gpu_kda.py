@@ -11,7 +11,11 @@ from earlyfusion.kernels.segments import Segments
 
 pytestmark = pytest.mark.gpu
 KDA = 3e-2  # 2-norm, relative: bfloat16 inputs, products and results along a recurrence
-SHAPES = [dict(key_dim=128, value_dim=128), dict(key_dim=64, value_dim=128, group=2), dict(key_dim=32, value_dim=32)]
+SHAPES = [
+    dict(key_dim=128, value_dim=128),
+    dict(key_dim=64, value_dim=128, group=2),
+    dict(key_dim=32, value_dim=32),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -28,14 +32,19 @@ def test_kda_in_four_gate_regimes(regime, shape):
         randn(segments.num, heads, leaves[0].shape[2], values, seed=6, dtype=torch.float32),
     ]
     compare(
-        lambda *x: call(op, list(x), segments, bound), lambda *x: call(naive.kda, list(x), segments, bound), leaves,
-        cotangents, tolerance=KDA,
-    )  # fmt: skip
+        lambda *x: call(op, list(x), segments, bound),
+        lambda *x: call(naive.kda, list(x), segments, bound),
+        leaves,
+        cotangents,
+        tolerance=KDA,
+    )
 
 
 def test_changing_the_future_leaves_the_past_bit_identical():
     segments, tensors, bound = inputs((300,), heads=2, key_dim=128, value_dim=128, regime="brutal")
-    leaves = [x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)]
+    leaves = [
+        x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)
+    ]
     op = resolve("kda", device())
     before, _ = call(op, leaves, segments, bound)
     for x in leaves[:5]:
@@ -46,7 +55,9 @@ def test_changing_the_future_leaves_the_past_bit_identical():
 
 def test_prefill_then_steps_equal_one_pass():
     segments, tensors, bound = inputs((70,), heads=2, key_dim=128, value_dim=128, regime="bounded")
-    leaves = [x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)]
+    leaves = [
+        x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)
+    ]
     full, _ = call(resolve("kda", device()), leaves, segments, bound)
     head = [x[:60] for x in leaves[:5]] + leaves[5:]
     _, state = resolve("kda", device())(*head, Segments((60,)), lower_bound=bound, output_final_state=True)
@@ -61,15 +72,19 @@ def test_short_convolution():
     segments = Segments((300, 1, 2, 65))
     x, weight = randn(segments.total, 256), randn(256, 4, seed=1, dtype=torch.float32)
     compare(
-        lambda a, b: resolve("short_conv", device())(a, b, segments)[0], lambda a, b: naive.short_conv(a, b, segments)[0],
-        [x, weight], [randn(segments.total, 256, seed=2)],
-    )  # fmt: skip
+        lambda a, b: resolve("short_conv", device())(a, b, segments)[0],
+        lambda a, b: naive.short_conv(a, b, segments)[0],
+        [x, weight],
+        [randn(segments.total, 256, seed=2)],
+    )
 
 
 @pytest.mark.parametrize("regime", ["bounded", "init"])
 def test_a_nan_in_the_gate_reaches_the_output(regime):
     segments, tensors, bound = inputs((100,), heads=2, key_dim=64, value_dim=64, regime=regime)
-    leaves = [x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)]
+    leaves = [
+        x.detach().to(device(), torch.bfloat16 if i < 5 else torch.float32) for i, x in enumerate(tensors)
+    ]
     leaves[3][70, 1, 5] = torch.nan
     o, _ = call(resolve("kda", device()), leaves, segments, bound)
     assert o[70:, 1].isnan().any() and o[:64].isfinite().all() and o[:, 0].isfinite().all()

@@ -1,4 +1,5 @@
-"""On a GPU: attention, RoPE, decode, experts and Muon in bfloat16 against float64, bit-exact from run to run."""
+"""On a GPU: attention, RoPE, decode, experts and Muon in bfloat16 against float64, bit-exact from run to
+run."""
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ LENGTHS = (300, 1, 65, 1024, 2)
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "H,G,D,V,causal", [(4, 4, 192, 128, True), (4, 2, 128, 128, True), (4, 4, 72, 72, False), (2, 1, 40, 24, False)]
+    "H,G,D,V,causal",
+    [(4, 4, 192, 128, True), (4, 2, 128, 128, True), (4, 4, 72, 72, False), (2, 1, 40, 24, False)],
 )
 def test_attention_ours(H, G, D, V, causal, seed):
     """Our own kernels, whatever the dispatch would prefer for the shape."""
-    from earlyfusion.kernels.attention import triton_flash
+    from earlyfusion.kernels.attention.triton import flash as triton_flash
 
     segments, T = Segments.from_lengths(LENGTHS), sum(LENGTHS)
     leaves = [randn(T, H, D, seed=seed), randn(T, G, D, seed=1), randn(T, G, V, seed=2)]
@@ -30,8 +32,9 @@ def test_attention_ours(H, G, D, V, causal, seed):
     compare(
         lambda *a: triton_flash._Flash.apply(*a, segments, causal, scale)[0],
         lambda *a: attention_naive.attention(*a, segments, causal=causal, scale=scale)[0],
-        leaves, [randn(T, H, V, seed=3)],
-    )  # fmt: skip
+        leaves,
+        [randn(T, H, V, seed=3)],
+    )
 
 
 @pytest.mark.parametrize("D,V", [(192, 128), (72, 72), (128, 128)])
@@ -51,14 +54,17 @@ def test_a_tower_trains_bit_for_bit_alike_twice():
     compare(
         lambda *a: op(*a, segments, causal=False, scale=72**-0.5)[0],
         lambda *a: attention_naive.attention(*a, segments, causal=False, scale=72**-0.5)[0],
-        [randn(T, 4, 72, seed=i) for i in range(3)], [randn(T, 4, 72, seed=3)],
-    )  # fmt: skip
+        [randn(T, 4, 72, seed=i) for i in range(3)],
+        [randn(T, 4, 72, seed=3)],
+    )
 
 
 def test_new_tokens_after_earlier_keys_with_logits_of_twenty():
     keys, new = Segments((700, 33, 5000)), Segments((512, 1, 90))
     q, k, v = (randn(keys.total, 8, width, seed=i) for i, width in enumerate((192, 192, 128)))
-    ends = torch.cat([torch.arange(end - n, end) for end, n in zip(keys.offsets[1:], new.lengths)]).to(device())
+    ends = torch.cat([torch.arange(end - n, end) for end, n in zip(keys.offsets[1:], new.lengths)]).to(
+        device()
+    )
     scale = 20 / (192**0.5 * 5)  # five standard deviations
     got = resolve("attention_append", device())(q[ends], k, v, new, keys, scale=scale)
     want, _ = attention_naive.attention(q.double(), k.double(), v.double(), keys, causal=True, scale=scale)
@@ -71,9 +77,11 @@ def test_rope(H, D):
     turns = torch.polar(torch.ones(T, D // 2, device=device()), torch.rand(T, D // 2, device=device()) * 6)
     op = resolve("qkv_rope", device())
     compare(
-        lambda x: op(x, turns), lambda x: rope.qkv_rope_naive(x, turns), [randn(T, 3, H, D)],
+        lambda x: op(x, turns),
+        lambda x: rope.qkv_rope_naive(x, turns),
+        [randn(T, 3, H, D)],
         [randn(T, H, D, seed=i) for i in range(3)],
-    )  # fmt: skip
+    )
 
 
 def test_decode_inside_a_cuda_graph():
@@ -97,13 +105,18 @@ def test_decode_inside_a_cuda_graph():
 def test_experts_without_a_host_sync(T, J, E, D, F, seed):
     ids = torch.rand(T, E, device=device()).topk(J, dim=1).indices
     leaves = [
-        randn(T, D, seed=seed), torch.rand(T, J, device=device()), randn(E, 2 * F, D, seed=1) / D**0.5,
+        randn(T, D, seed=seed),
+        torch.rand(T, J, device=device()),
+        randn(E, 2 * F, D, seed=1) / D**0.5,
         randn(E, D, F, seed=2) / F**0.5,
-    ]  # fmt: skip
+    ]
     op = resolve("moe_experts", device())
     dy = [randn(T, D, seed=3)]
     compare(
-        lambda x, w, g, d: op(x, ids, w, g, d), lambda x, w, g, d: moe_naive.moe_experts(x, ids, w, g, d), leaves, dy
+        lambda x, w, g, d: op(x, ids, w, g, d),
+        lambda x, w, g, d: moe_naive.moe_experts(x, ids, w, g, d),
+        leaves,
+        dy,
     )
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,5 @@
-"""On a GPU: Attention Residuals, loss and log-probabilities in bfloat16 against float64, bit-exact from run to run."""
+"""On a GPU: Attention Residuals, loss and log-probabilities in bfloat16 against float64, bit-exact from run
+to run."""
 
 import pytest
 import torch
@@ -27,9 +28,13 @@ def test_phase1(n, S, T, D, seed):
 @pytest.mark.parametrize("T,D", [(1, 2304), (1000, 2304), (77, 2560), (33, 7168)])
 def test_step(T, D, seed):
     leaves = [
-        randn(T, D, seed=seed), randn(T, seed=1, dtype=torch.float32), randn(T, D, seed=2), randn(T, D, seed=3),
-        randn(D, seed=4, dtype=torch.float32) / D**0.5, 1 + 0.1 * randn(D, seed=5, dtype=torch.float32),
-    ]  # fmt: skip
+        randn(T, D, seed=seed),
+        randn(T, seed=1, dtype=torch.float32),
+        randn(T, D, seed=2),
+        randn(T, D, seed=3),
+        randn(D, seed=4, dtype=torch.float32) / D**0.5,
+        1 + 0.1 * randn(D, seed=5, dtype=torch.float32),
+    ]
     op = resolve("attnres_step", device())
     cotangents = [randn(T, D, seed=6), randn(T, D, seed=7)]
     compare(lambda *a: op(*a, 1e-5, 1e-5), lambda *a: fused.step_naive(*a, 1e-5, 1e-5), leaves, cotangents)
@@ -45,9 +50,11 @@ def test_the_loss_and_its_memory():
     law = loss_naive.linear_cross_entropy
     one = [torch.ones((), device=device())]
     compare(
-        lambda a, b: op(a, b, labels, weights, z_loss=1e-3)[0], lambda a, b: law(a, b, labels, weights, z_loss=1e-3)[0],
-        [h, weight], one,
-    )  # fmt: skip
+        lambda a, b: op(a, b, labels, weights, z_loss=1e-3)[0],
+        lambda a, b: law(a, b, labels, weights, z_loss=1e-3)[0],
+        [h, weight],
+        one,
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     op(h.requires_grad_(), weight.requires_grad_(), labels, weights, chunk=256)[0].backward()
@@ -63,8 +70,9 @@ def test_log_probabilities():
     compare(
         lambda a, b: op(a, b, labels, temperature=0.7)[0],
         lambda a, b: loss_naive.token_log_probs(a, b, labels, temperature=0.7)[0],
-        [h, weight], upstream,
-    )  # fmt: skip
+        [h, weight],
+        upstream,
+    )
 
 
 def test_a_label_outside_the_vocabulary_gives_nan_not_a_fault():

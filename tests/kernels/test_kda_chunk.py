@@ -9,7 +9,19 @@ from earlyfusion.kernels.segments import Segments
 
 EXACT = 1e-10  # float64 on both sides, values of order 1 to 100
 BLOCKS = (16, 32)  # chunk lengths under test: every length below is odd to one of them
-PACKED = [(1,), (15,), (16,), (17,), (63,), (64,), (65,), (130,), (3, 1, 1, 40, 16, 7), (1, 1, 1, 1), (16, 16, 32, 1)]
+PACKED = [
+    (1,),
+    (15,),
+    (16,),
+    (17,),
+    (63,),
+    (64,),
+    (65,),
+    (130,),
+    (3, 1, 1, 40, 16, 7),
+    (1, 1, 1, 1),
+    (16, 16, 32, 1),
+]
 
 
 def assert_match(found, expected, atol):
@@ -150,7 +162,8 @@ def test_autocast_and_bfloat16_inputs_keep_the_inside_in_float32():
     assert found["o"].dtype == torch.bfloat16 and found["dA_log"].dtype == torch.float32
     for name, value in expected.items():
         error = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
-        # Only the result is rounded, by at most 2**-9 of each element; parameter gradients are not rounded at all.
+        # Only the result is rounded, by at most 2**-9 of each element; parameter gradients are not rounded at
+        # all.
         assert error < (1e-4 if name in ("dA_log", "ddt_bias") else 2**-9), f"{name}: {error:.1e}"
 
 
@@ -188,6 +201,8 @@ def test_it_saves_less_than_a_tenth_of_what_the_transformers_form_saves():
     q, k, v, f, b, *_ = tensors
     ours = saved_bytes(lambda: call(chunk.kda, tensors, segments, bound))
     theirs = saved_bytes(
-        lambda: reference(q[None], k[None], v[None], -f[None].exp(), b[None].sigmoid(), use_qk_l2norm_in_kernel=True)
+        lambda: reference(
+            q[None], k[None], v[None], -f[None].exp(), b[None].sigmoid(), use_qk_l2norm_in_kernel=True
+        )
     )
     assert ours < theirs / 10, (ours, theirs)

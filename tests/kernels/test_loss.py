@@ -105,7 +105,9 @@ def test_extreme_logits_give_finite_losses_and_gradients():
     got = run(chunked_ce, 200 * h, weight, labels, loss_weights)
     want = run(naive, 200 * h.double(), weight.double(), labels, loss_weights)
     for g, w in zip(got, want):
-        assert torch.isfinite(g).all() and relative_error(g, w) < 1e-4  # logits near 2000 carry 1e-4 in float32
+        assert (
+            torch.isfinite(g).all() and relative_error(g, w) < 1e-4
+        )  # logits near 2000 carry 1e-4 in float32
 
 
 def test_only_the_wanted_gradients_are_computed():

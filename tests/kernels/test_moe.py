@@ -21,7 +21,9 @@ def tensors(T, J, D, E, F, dtype=torch.float64, seed=0, busy=None):
 
     ids = draw(T, busy or E).topk(J, dim=1).indices
     weights = draw(T, J).softmax(-1)
-    return ids, [x.to(dtype) for x in (draw(T, D), weights, draw(E, 2 * F, D) * D**-0.5, draw(E, D, F) * F**-0.5)]
+    return ids, [
+        x.to(dtype) for x in (draw(T, D), weights, draw(E, 2 * F, D) * D**-0.5, draw(E, D, F) * F**-0.5)
+    ]
 
 
 def run(implementation, ids, leaves, dy):
@@ -96,7 +98,8 @@ def test_no_token_is_dropped_when_all_choose_one_expert():
 
 
 def test_every_choice_is_counted_once():
-    """With experts that return a constant per expert, the output is the sum of chosen weights: a dropless count."""
+    """With experts that return a constant per expert, the output is the sum of chosen weights: a dropless
+    count."""
     T, J, E = 64, 2, 6
     ids, (_, weights, *_) = tensors(T, J, 4, E, 1)
     x = torch.ones(T, 4, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""Newton-Schulz: the batched iteration equals its definition, and presets come as near to U V^T as they promise."""
+"""Newton-Schulz: the batched iteration equals its definition, and presets come as near to U V^T as they
+promise."""
 
 import pytest
 import torch
@@ -8,9 +9,8 @@ from earlyfusion.kernels.muon import naive
 from earlyfusion.kernels.muon.newton_schulz import default_dtype, newton_schulz
 
 FP64_TOL = 1e-10  # same polynomial, other order of additions, ten steps at most
-FP32_TOL = (
-    2e-4  # Frobenius error relative to the naive fp32 iteration; slopes of 8 a step amplify rounding at small values
-)
+# Frobenius error relative to the naive fp32 iteration; slopes of 8 a step amplify rounding at small values
+FP32_TOL = 2e-4
 BF16_TOL = 0.06  # relative Frobenius error to fp64: 8 bits of mantissa through five steps with slopes up to 8
 
 SHAPES = [(1, 1, 1), (3, 5, 5), (4, 7, 33), (2, 33, 7), (5, 1, 9), (2, 64, 48)]
@@ -23,7 +23,9 @@ BANDS = {
 }
 
 
-def matrix_with_spectrum(values: torch.Tensor, m: int, n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def matrix_with_spectrum(
+    values: torch.Tensor, m: int, n: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(G, U V^T) with the given singular values, fp64."""
     generator = torch.Generator().manual_seed(seed)
     u = torch.linalg.qr(torch.randn(m, len(values), generator=generator, dtype=torch.float64))[0]
@@ -36,7 +38,9 @@ def matrix_with_spectrum(values: torch.Tensor, m: int, n: int, seed: int) -> tup
 @pytest.mark.parametrize("seed", [0, 1])
 def test_batched_iteration_equals_the_definition(preset, shape, seed):
     G = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    torch.testing.assert_close(newton_schulz(G, preset), naive.newton_schulz(G, preset), rtol=FP64_TOL, atol=FP64_TOL)
+    torch.testing.assert_close(
+        newton_schulz(G, preset), naive.newton_schulz(G, preset), rtol=FP64_TOL, atol=FP64_TOL
+    )
     want = naive.newton_schulz(G.float(), preset, torch.float32)
     got = newton_schulz(G.float(), preset, torch.float32)
     assert (got - want).norm() <= FP32_TOL * want.norm()
@@ -55,7 +59,9 @@ def test_bf16_iteration_stays_near_fp64(seed):
 @pytest.mark.parametrize("preset", naive.PRESETS)
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
 def test_presets_approach_the_polar_factor(preset, shape):
-    values = torch.logspace(0, -0.6, min(shape), dtype=torch.float64)  # smallest is over 0.05 of the Frobenius norm
+    values = torch.logspace(
+        0, -0.6, min(shape), dtype=torch.float64
+    )  # smallest is over 0.05 of the Frobenius norm
     assert (values / values.norm()).min() > 0.05
     G, polar = matrix_with_spectrum(values, *shape, seed=2)
     O = newton_schulz(G[None], preset)[0]
@@ -92,7 +98,9 @@ def test_matrices_of_a_batch_do_not_mix():
     G = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(5))
     alone = torch.cat([newton_schulz(g[None], dtype=torch.float32) for g in G])
     G_poisoned = torch.cat([G, torch.full((1, 6, 10), float("nan"))])
-    torch.testing.assert_close(newton_schulz(G_poisoned, dtype=torch.float32)[:4], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        newton_schulz(G_poisoned, dtype=torch.float32)[:4], alone, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("factor", [1e-6, 1e12])

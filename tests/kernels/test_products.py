@@ -1,4 +1,5 @@
-"""Float32 products by oneDNN: values against float64, bits against MKL and against themselves, the setting put back."""
+"""Float32 products by oneDNN: values against float64, bits against MKL and against themselves, the setting
+put back."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ from earlyfusion.kernels.products import (
 )
 
 ROUNDING = 2e-6
-"""Of a float32 sum of up to 4,096 products in the order of its terms, against the sum of their sizes: 2^-24 times a few."""
+"""Of a float32 sum of up to 4,096 products in the order of its terms, against the sum of their sizes: 2^-24
+times a few."""
 
-needs_onednn = pytest.mark.skipif(not products.quick(), reason="torch's own choice is the quick one on this processor")
+needs_onednn = pytest.mark.skipif(
+    not products.quick(), reason="torch's own choice is the quick one on this processor"
+)
 
 
 @pytest.fixture(params=["onednn", "torch"])
@@ -87,7 +91,12 @@ def test_strided_operands(either: str) -> None:
     x, w, place = wide[:, 40:160], weight[:, 40:160].T, out[5:305, 7:71]
     product(x, w, out=place)
     assert off(place, x, w) < ROUNDING
-    assert out[:5].isnan().all() and out[305:].isnan().all() and out[:, :7].isnan().all() and out[:, 71:].isnan().all()
+    assert (
+        out[:5].isnan().all()
+        and out[305:].isnan().all()
+        and out[:, :7].isnan().all()
+        and out[:, 71:].isnan().all()
+    )
 
 
 @needs_onednn

@@ -52,7 +52,9 @@ def test_a_plan_built_during_inference_can_be_used_in_training():
     assert weight.grad.tolist() == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(("lengths", "error"), [((3, 0), ValueError), ((-1,), ValueError), ((2.0,), TypeError)])
+@pytest.mark.parametrize(
+    ("lengths", "error"), [((3, 0), ValueError), ((-1,), ValueError), ((2.0,), TypeError)]
+)
 def test_bad_lengths_are_refused_with_the_document_named(lengths, error):
     with pytest.raises(error, match=f"document {len(lengths) - 1}"):
         Segments(lengths)

@@ -1,11 +1,13 @@
-"""Triton flash attention through the interpreter against the definition in float64: outputs, lse and all gradients."""
+"""Triton flash attention through the interpreter against the definition in float64: outputs, lse and all
+gradients."""
 
 import pytest
 import torch
 from triton_cases import needs_interpreter, poisoned_empties, relative_error, values_and_gradients
 
-from earlyfusion.kernels.attention import naive, triton_flash
+from earlyfusion.kernels.attention import naive
 from earlyfusion.kernels.attention.max_logit import max_logit
+from earlyfusion.kernels.attention.triton import flash as triton_flash
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = needs_interpreter
@@ -27,7 +29,9 @@ def run(implementation, leaves, do, causal, lengths=LENGTHS, scale=0.3):
     found = {}
 
     def function(q, k, v):
-        o, found["lse"] = implementation.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=True)
+        o, found["lse"] = implementation.attention(
+            q, k, v, segments, causal=causal, scale=scale, return_lse=True
+        )
         return o
 
     values = values_and_gradients(function, leaves, [do])
@@ -51,7 +55,9 @@ def test_mla_shape_with_grouped_heads_and_views():
     wide = torch.cat([q, torch.full_like(q, torch.nan)], dim=-1)
     segments = Segments.from_lengths(lengths)
     o, lse = triton_flash.attention(wide[..., :192], k, v, segments, causal=True, scale=0.07, return_lse=True)
-    want = naive.attention(q.double(), k.double(), v.double(), segments, causal=True, scale=0.07, return_lse=True)
+    want = naive.attention(
+        q.double(), k.double(), v.double(), segments, causal=True, scale=0.07, return_lse=True
+    )
     assert relative_error(o, want[0]) < FP32 and relative_error(lse, want[1]) < FP32
 
 
@@ -137,7 +143,9 @@ def test_extreme_logits_stay_finite():
     got = run(triton_flash, [q, k, v], do, True, scale=300.0)
     o, lse, *_ = run(naive, [x.double() for x in (q, k, v)], do.double(), True, scale=300.0)
     assert all(torch.isfinite(g).all() for g in got)
-    assert relative_error(got[1], lse) < FP32 and relative_error(got[0], o) < 5e-3  # logits of 5000 carry 5e-4
+    assert (
+        relative_error(got[1], lse) < FP32 and relative_error(got[0], o) < 5e-3
+    )  # logits of 5000 carry 5e-4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Triton Attention Residuals through the interpreter against the definition in float64: outputs and all gradients."""
+"""Triton Attention Residuals through the interpreter against the definition in float64: outputs and all
+gradients."""
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ pytestmark = needs_interpreter
 EPS, NORM_EPS = 1e-5, 1e-6
 FP32 = 5e-5  # relative to the largest entry; logits reach 30 here, and a softmax amplifies their last bits
 FP16 = 4e-3  # one rounding of outputs and gradients to 11 bits, with cancelling terms in dv
-SHAPES = [(1, 1, 1, 16), (1, 4, 7, 24), (3, 2, 5, 40), (5, 6, 9, 144), (9, 3, 4, 96), (17, 1, 3, 32)]  # n, S, T, D
+SHAPES = [
+    (1, 1, 1, 16),
+    (1, 4, 7, 24),
+    (3, 2, 5, 40),
+    (5, 6, 9, 144),
+    (9, 3, 4, 96),
+    (17, 1, 3, 32),
+]  # n, S, T, D
 
 
 def tensors(n, S, T, D, dtype=torch.float32, seed=0):
@@ -56,7 +64,9 @@ def test_merge_equals_the_definition(shape):
     sources, qw, do, lse = tensors(n, 2, T, D)
     leaves = [do[0].flip(0), lse[0], sources[0], qw[0]]
     got = values_and_gradients(lambda *a: triton_merge.merge(*a, EPS), leaves, [do[1]])
-    want = values_and_gradients(lambda *a: naive.merge(*a, EPS), [x.double() for x in leaves], [do[1].double()])
+    want = values_and_gradients(
+        lambda *a: naive.merge(*a, EPS), [x.double() for x in leaves], [do[1].double()]
+    )
     for g, w in zip(got, want):
         assert relative_error(g, w) < FP32
 
@@ -74,7 +84,8 @@ def test_sum_merge_and_norm_in_one_pass_equal_the_three_operations(T, D, dtype, 
 
 
 def schedule(open_block, step, sources, outs, qw, norms):
-    """Two blocks of two sub-layers whose outputs are given: all inputs the sub-layers see, and the last block sum."""
+    """Two blocks of two sub-layers whose outputs are given: all inputs the sub-layers see, and the last block
+    sum."""
     seen = []
     for block in range(2):
         o, lse, sources = open_block(sources, qw[2 * block : 2 * block + 2], EPS)
@@ -124,7 +135,8 @@ def test_a_second_run_is_bit_identical():
     ]
     leaves = [sources[0], dlse[0], sources[1], sources[2], qw[0], qw[1]]
     steps = [
-        values_and_gradients(lambda *a: triton_merge.step(*a, EPS, NORM_EPS), leaves, list(do[:2])) for _ in range(2)
+        values_and_gradients(lambda *a: triton_merge.step(*a, EPS, NORM_EPS), leaves, list(do[:2]))
+        for _ in range(2)
     ]
     for a, b in zip(runs[0] + steps[0], runs[1] + steps[1]):
         assert torch.equal(a, b)
@@ -142,11 +154,15 @@ def test_tokens_do_not_influence_each_other():
 
 def test_an_empty_row_is_fine():
     sources, qw, do, dlse = tensors(2, 2, 0, 32)
-    o, lse, dqw, *_ = values_and_gradients(lambda q, *v: triton_phase1.phase1(v, q, EPS), [qw, *sources], [do, dlse])
+    o, lse, dqw, *_ = values_and_gradients(
+        lambda q, *v: triton_phase1.phase1(v, q, EPS), [qw, *sources], [do, dlse]
+    )
     assert o.shape == (2, 0, 32) and lse.shape == (2, 0) and (dqw == 0).all()
 
 
-@pytest.mark.parametrize("width,tile", [(2304, 256), (2560, 256), (7168, 256), (4096, 256), (1168, 32), (48, 16)])
+@pytest.mark.parametrize(
+    "width,tile", [(2304, 256), (2560, 256), (7168, 256), (4096, 256), (1168, 32), (48, 16)]
+)
 def test_column_tiles_waste_few_lanes_on_the_hidden_sizes_in_use(width, tile):
     assert column_tile(width, 256) == tile and -(-width // tile) * tile <= 1.04 * width
 
@@ -161,8 +177,14 @@ def test_bad_input_names_the_argument():
         ("o1_TD", lambda: triton_merge.merge(sources[0][:3], lse[0], sources[1], qw[0], EPS)),
         ("lse1_T", lambda: triton_merge.merge(sources[0], lse[0].half(), sources[1], qw[0], EPS)),
         ("partial_TD", lambda: triton_merge.merge(sources[0], lse[0], sources[1].long(), qw[0], EPS)),
-        ("out_TD", lambda: triton_merge.step(sources[0], lse[0], sources[1], qw, qw[0], qw[1], EPS, NORM_EPS)),
-        ("norm_D", lambda: triton_merge.step(sources[0], lse[0], sources[1], sources[0], qw[0], qw, EPS, NORM_EPS)),
+        (
+            "out_TD",
+            lambda: triton_merge.step(sources[0], lse[0], sources[1], qw, qw[0], qw[1], EPS, NORM_EPS),
+        ),
+        (
+            "norm_D",
+            lambda: triton_merge.step(sources[0], lse[0], sources[1], sources[0], qw[0], qw, EPS, NORM_EPS),
+        ),
     ]
     for match, call in cases:
         with pytest.raises(ValueError, match=match), poisoned_empties():

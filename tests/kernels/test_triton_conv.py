@@ -4,7 +4,8 @@ import pytest
 import torch
 from triton_cases import needs_interpreter, poisoned_empties, relative_error
 
-from earlyfusion.kernels.kda import naive, triton_conv
+from earlyfusion.kernels.kda import naive
+from earlyfusion.kernels.kda.triton import conv as triton_conv
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = needs_interpreter
@@ -69,7 +70,10 @@ def test_a_slice_of_a_wider_projection_is_read_in_place():
 def test_packed_documents_equal_separate_ones_and_the_future_is_not_seen():
     segments, (x, weight), _ = draw((1, 19, 1, 12), channels=20, width=4, taps=False, seed=6)
     y, _ = triton_conv.short_conv(x, weight, segments)
-    parts = [triton_conv.short_conv(part, weight, Segments((part.shape[0],)))[0] for part in x.split(segments.lengths)]
+    parts = [
+        triton_conv.short_conv(part, weight, Segments((part.shape[0],)))[0]
+        for part in x.split(segments.lengths)
+    ]
     assert torch.equal(y, torch.cat(parts))
     changed = x.clone()
     changed[10:] += 1.0

@@ -1,4 +1,5 @@
-"""KDA decoding in Triton through the interpreter: single steps, the fused step on slots, speculative verification."""
+"""KDA decoding in Triton through the interpreter: single steps, the fused step on slots, speculative
+verification."""
 
 import pytest
 import torch
@@ -16,10 +17,15 @@ def step_inputs(batch, heads, groups, key_dim, value_dim, seed):
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator)
     return [
-        normal(batch, heads, key_dim), normal(batch, heads, key_dim), normal(batch, groups, value_dim),
-        normal(batch, groups, key_dim), normal(batch, groups), normal(groups), normal(groups, key_dim),
+        normal(batch, heads, key_dim),
+        normal(batch, heads, key_dim),
+        normal(batch, groups, value_dim),
+        normal(batch, groups, key_dim),
+        normal(batch, groups),
+        normal(groups),
+        normal(groups, key_dim),
         normal(batch, groups, key_dim, value_dim),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -50,34 +56,59 @@ class Layer:
         self.x = [normal(n, self.channels) for n in lengths]
         self.f = [normal(n, groups, key_dim) for n in lengths]
         self.b = [normal(n, groups) for n in lengths]
-        self.weight, self.A_log, self.dt_bias = normal(self.channels, 4), normal(groups), normal(groups, key_dim)
+        self.weight, self.A_log, self.dt_bias = (
+            normal(self.channels, 4),
+            normal(groups),
+            normal(groups, key_dim),
+        )
 
     def run(self, rows, dtype=torch.float64):
         """(o per sequence, final states, taps) of the first rows[n] tokens of each sequence."""
         segments = Segments(tuple(rows))
-        x, f, b = (torch.cat([a[:n] for a, n in zip(parts, rows)]).to(dtype) for parts in (self.x, self.f, self.b))
+        x, f, b = (
+            torch.cat([a[:n] for a, n in zip(parts, rows)]).to(dtype) for parts in (self.x, self.f, self.b)
+        )
         y, taps = naive.short_conv(x, self.weight.to(dtype), segments, output_taps=True)
         key_dim, value_dim = self.dims
         q, k, v = y.split([self.heads * key_dim, self.heads * key_dim, self.groups * value_dim], dim=1)
         o, final = naive.kda(
-            q.unflatten(1, (self.heads, key_dim)), k.unflatten(1, (self.heads, key_dim)),
-            v.unflatten(1, (self.groups, value_dim)), f, b, self.A_log.to(dtype), self.dt_bias.to(dtype), segments,
-            lower_bound=self.lower_bound, output_final_state=True,
-        )  # fmt: skip
+            q.unflatten(1, (self.heads, key_dim)),
+            k.unflatten(1, (self.heads, key_dim)),
+            v.unflatten(1, (self.groups, value_dim)),
+            f,
+            b,
+            self.A_log.to(dtype),
+            self.dt_bias.to(dtype),
+            segments,
+            lower_bound=self.lower_bound,
+            output_final_state=True,
+        )
         return o.split(segments.lengths), final, taps
 
     def cache(self, slots, new_tokens=1):
-        return DecodeCache.new(slots, self.heads, self.groups, *self.dims, new_tokens=new_tokens, dtype=torch.float32)
+        return DecodeCache.new(
+            slots, self.heads, self.groups, *self.dims, new_tokens=new_tokens, dtype=torch.float32
+        )
 
     def new(self, cache, slots, committed, position, tokens, commit):
-        """decode() of the next `tokens` tokens of every sequence, -1 slots getting the first sequence's inputs."""
+        """decode() of the next `tokens` tokens of every sequence, -1 slots getting the first sequence's
+        inputs."""
         take = lambda parts: torch.stack([parts[max(i, 0)][p : p + tokens] for i, p in enumerate(position)])
         with poisoned_empties():
             return decode(
-                take(self.x), take(self.f), take(self.b), self.weight, self.A_log, self.dt_bias, cache,
-                torch.tensor(slots), torch.tensor(committed), torch.tensor(position),
-                lower_bound=self.lower_bound, commit=commit,
-            )  # fmt: skip
+                take(self.x),
+                take(self.f),
+                take(self.b),
+                self.weight,
+                self.A_log,
+                self.dt_bias,
+                cache,
+                torch.tensor(slots),
+                torch.tensor(committed),
+                torch.tensor(position),
+                lower_bound=self.lower_bound,
+                commit=commit,
+            )
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
@@ -111,7 +142,8 @@ def test_decoding_from_nothing_equals_the_whole():
 
 
 def test_verification_replays_what_was_accepted():
-    """Drafts of 3 tokens; 0, 1, 2 or 3 of them accepted each time, differently per sequence; state always exact."""
+    """Drafts of 3 tokens; 0, 1, 2 or 3 of them accepted each time, differently per sequence; state always
+    exact."""
     layer = Layer((40, 40), heads=2, groups=2, seed=3)
     whole, _, _ = layer.run((40, 40))
     prefilled = (5, 4)
@@ -168,20 +200,31 @@ def test_bad_input_names_the_argument():
     layer = Layer((8,), seed=6)
     cache = layer.cache(slots=1)
     good = dict(
-        x_BDC=layer.x[0][None, :1], f_BDGK=layer.f[0][None, :1], b_BDG=layer.b[0][None, :1], weight_CW=layer.weight,
-        A_log_G=layer.A_log, dt_bias_GK=layer.dt_bias, cache=cache, slots_B=torch.tensor([0]),
-        committed_B=torch.tensor([0]), position_B=torch.tensor([0]),
-    )  # fmt: skip
+        x_BDC=layer.x[0][None, :1],
+        f_BDGK=layer.f[0][None, :1],
+        b_BDG=layer.b[0][None, :1],
+        weight_CW=layer.weight,
+        A_log_G=layer.A_log,
+        dt_bias_GK=layer.dt_bias,
+        cache=cache,
+        slots_B=torch.tensor([0]),
+        committed_B=torch.tensor([0]),
+        position_B=torch.tensor([0]),
+    )
     bad = {
-        "x_BDC": [(layer.x[0][None], "x brings D = 8"), (layer.x[0][None, :1, :-1], "x has"), (layer.x[0][:1], "x is"),
-                  (layer.x[0][None, :1].double(), "x is torch.float64")],
+        "x_BDC": [
+            (layer.x[0][None], "x brings D = 8"),
+            (layer.x[0][None, :1, :-1], "x has"),
+            (layer.x[0][:1], "x is"),
+            (layer.x[0][None, :1].double(), "x is torch.float64"),
+        ],
         "f_BDGK": [(layer.f[0][:1], "f is"), (layer.f[0][None, :1] * torch.nan, "f holds NaN")],
         "b_BDG": [(layer.b[0][:1], "b is")],
         "weight_CW": [(layer.weight.T.contiguous().T, "weight has strides"), (layer.weight[1:], "weight is")],
         "slots_B": [(torch.tensor([0.0]), "slots is torch.float32"), (torch.tensor([0, 0]), "slots is")],
         "position_B": [(torch.tensor([0, 1]), "position is")],
         "A_log_G": [(layer.A_log[:1], "A_log is")],
-    }  # fmt: skip
+    }
     for name, changes in bad.items():
         for value, named in changes:
             with pytest.raises(ValueError, match=named):

@@ -1,4 +1,5 @@
-"""The Triton KDA kernels through the interpreter against the token recurrence in float64: outputs and all gradients."""
+"""The Triton KDA kernels through the interpreter against the token recurrence in float64: outputs and all
+gradients."""
 
 import math
 
@@ -9,11 +10,13 @@ from kda_cases import NAMES, REGIMES, cast, inputs, results
 from triton_cases import needs_interpreter, poisoned_empties, relative_error, round_as_on_a_gpu
 
 from earlyfusion.kernels import triton_support
-from earlyfusion.kernels.kda import naive, triton_kda
+from earlyfusion.kernels.kda import naive
+from earlyfusion.kernels.kda.triton import kda as triton_kda
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = needs_interpreter
-# Relative to the largest entry. float32 sums over a chunk; gradients of the gate are running sums of differences.
+# Relative to the largest entry. float32 sums over a chunk; gradients of the gate are running sums of
+# differences.
 OUTPUT, GRADIENT = 1e-5, 5e-5
 GATE_SUM = 5e-4  # dA_log, ddt_bias: sums over all tokens of numbers that cancel, times exp(A_log) up to 200
 BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
@@ -23,7 +26,8 @@ GATES = ("init", "bounded", "checkpoint", "slow")
 
 
 def gates(name, tokens, heads, key_dim, seed):
-    """(f, A_log, dt_bias, lower_bound): fla's initial softplus, -5 sigmoid, checkpoint-like, |g| about 1e-3."""
+    """(f, A_log, dt_bias, lower_bound): fla's initial softplus, -5 sigmoid, checkpoint-like, |g| about
+    1e-3."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)
@@ -34,10 +38,17 @@ def gates(name, tokens, heads, key_dim, seed):
         return f * 0.1, (1 + 15 * uniform(heads)).log(), bias, None
     if name == "bounded":
         return f, uniform(heads), uniform(heads, key_dim), -5.0
-    if name == "checkpoint":  # exp(A_log) log-uniform up to 200, Student t inputs: single tokens of -1000 nats
+    if (
+        name == "checkpoint"
+    ):  # exp(A_log) log-uniform up to 200, Student t inputs: single tokens of -1000 nats
         tails = f / uniform(tokens, heads, key_dim).clamp_min(0.05).sqrt()
         return 3 * tails - 2, uniform(heads) * math.log(200.0), bias, None
-    return torch.full_like(f, math.log(math.expm1(1e-3))) + 0.1 * f, torch.zeros(heads).double(), bias * 0, None
+    return (
+        torch.full_like(f, math.log(math.expm1(1e-3))) + 0.1 * f,
+        torch.zeros(heads).double(),
+        bias * 0,
+        None,
+    )
 
 
 def case(name, lengths, seed=0, **shape):
@@ -80,13 +91,17 @@ def test_packed_documents_with_states_grouped_heads_and_unequal_dims(gate):
 
 @pytest.mark.parametrize("dims", [(32, 64), (24, 40), (6, 100)])
 def test_other_dims_are_padded(dims):
-    compare(*case("init", (20, 3), seed=4, heads=2, key_dim=dims[0], value_dim=dims[1], states=True), chunk=16)
+    compare(
+        *case("init", (20, 3), seed=4, heads=2, key_dim=dims[0], value_dim=dims[1], states=True), chunk=16
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [(128, 128), (256, 64), (64, 256)])
 def test_the_large_head_dims(dims):
-    compare(*case("checkpoint", (40,), seed=5, heads=1, key_dim=dims[0], value_dim=dims[1], states=True), chunk=32)
+    compare(
+        *case("checkpoint", (40,), seed=5, heads=1, key_dim=dims[0], value_dim=dims[1], states=True), chunk=32
+    )
 
 
 @pytest.mark.parametrize("gate", ["checkpoint", "slow"])
@@ -120,9 +135,15 @@ def test_bfloat16_inputs(gate):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypatch):
-    """bfloat16 tensors between the launches and operands of every product, float16 inside the inverse: against float64."""
-    segments, tensors, lower_bound = inputs((100, 1, 20), heads=1, key_dim=32, value_dim=32, states=True, regime=regime)
-    leaves = [x.detach().to(torch.bfloat16 if i < 5 else torch.float32).requires_grad_() for i, x in enumerate(tensors)]
+    """bfloat16 tensors between the launches and operands of every product, float16 inside the inverse:
+    against float64."""
+    segments, tensors, lower_bound = inputs(
+        (100, 1, 20), heads=1, key_dim=32, value_dim=32, states=True, regime=regime
+    )
+    leaves = [
+        x.detach().to(torch.bfloat16 if i < 5 else torch.float32).requires_grad_()
+        for i, x in enumerate(tensors)
+    ]
     want = results(naive.kda, [x.detach().double().requires_grad_() for x in leaves], segments, lower_bound)
     round_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(triton_kda, "dot_dtype", lambda dtype, kernel: dtype)
@@ -140,8 +161,8 @@ def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypa
 
 @pytest.mark.parametrize("gate", ["init", "bounded"])
 def test_a_nan_in_the_gate_reaches_the_output_and_its_gradient(gate, monkeypatch):
-    """As on a GPU, where arguments are not looked at. What the compiler makes of the clamp: test_aot_kda. It fills its chunk
-    (0 times NaN), and neither an earlier chunk nor another document."""
+    """As on a GPU, where arguments are not looked at. What the compiler makes of the clamp: test_aot_kda. It
+    fills its chunk (0 times NaN), and neither an earlier chunk nor another document."""
     monkeypatch.setattr(triton_support, "checks_wanted", lambda tensor: False)
     segments, tensors, lower_bound = case(gate, (40, 9), seed=12, heads=1, key_dim=32, value_dim=32)
     with torch.no_grad():
@@ -204,14 +225,20 @@ def test_packed_equals_separate_bit_for_bit():
 def test_a_document_in_two_calls_equals_one_call():
     segments, tensors, lower_bound = case("slow", (60,), seed=12, heads=1, key_dim=32, value_dim=32)
     tensors = [x.detach().float() for x in tensors]
-    whole, final = triton_kda.kda(*tensors, segments, lower_bound=lower_bound, output_final_state=True, chunk=16)
+    whole, final = triton_kda.kda(
+        *tensors, segments, lower_bound=lower_bound, output_final_state=True, chunk=16
+    )
     state, parts = None, []
     for rows in (slice(0, 23), slice(23, 60)):
         mine = [*(x[rows] for x in tensors[:5]), *tensors[5:]]
         o, state = triton_kda.kda(
-            *mine, Segments((rows.stop - rows.start,)),
-            lower_bound=lower_bound, initial_state_NGKV=state, output_final_state=True, chunk=16,
-        )  # fmt: skip
+            *mine,
+            Segments((rows.stop - rows.start,)),
+            lower_bound=lower_bound,
+            initial_state_NGKV=state,
+            output_final_state=True,
+            chunk=16,
+        )
         parts.append(o)
     assert relative_error(torch.cat(parts), whole) < OUTPUT and relative_error(state, final) < OUTPUT
 
@@ -222,7 +249,9 @@ def test_slices_of_a_joint_projection_are_read_in_place():
     joint = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1), b], dim=1)
     parts = [joint[:, 64 * i : 64 * i + 64].unflatten(1, (2, 32)) for i in range(3)]
     want, _ = triton_kda.kda(q, k, v, f, b, A_log, dt_bias, segments, lower_bound=lower_bound, chunk=16)
-    got, _ = triton_kda.kda(*parts, f, joint[:, 192:], A_log, dt_bias, segments, lower_bound=lower_bound, chunk=16)
+    got, _ = triton_kda.kda(
+        *parts, f, joint[:, 192:], A_log, dt_bias, segments, lower_bound=lower_bound, chunk=16
+    )
     assert torch.equal(got, want)
 
 
@@ -236,7 +265,9 @@ def test_two_runs_give_the_same_bits():
 def test_an_empty_row_gives_an_empty_row():
     _, tensors, _ = case("init", (3,), seed=15, heads=1, key_dim=32, value_dim=32)
     tensors = [x.detach().float() for x in tensors]
-    o, final = triton_kda.kda(*(x[:0] for x in tensors[:5]), *tensors[5:], Segments(()), output_final_state=True)
+    o, final = triton_kda.kda(
+        *(x[:0] for x in tensors[:5]), *tensors[5:], Segments(()), output_final_state=True
+    )
     assert o.shape == (0, 1, 32) and final.shape == (0, 1, 32, 32)
 
 
@@ -259,10 +290,18 @@ BAD = {
     "A_log NaN": (_bad(5, lambda x: x * torch.nan), "A_log holds NaN"),
     "tokens": (lambda tensors: [x[:6] for x in tensors[:5]] + tensors[5:], "q"),
     "K over 256": (
-        lambda tensors: [torch.zeros(7, 2, 300), torch.zeros(7, 2, 300), tensors[2], torch.zeros(7, 2, 300), tensors[4], tensors[5], torch.zeros(2, 300)],
+        lambda tensors: [
+            torch.zeros(7, 2, 300),
+            torch.zeros(7, 2, 300),
+            tensors[2],
+            torch.zeros(7, 2, 300),
+            tensors[4],
+            tensors[5],
+            torch.zeros(2, 300),
+        ],
         "q is 300",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -293,4 +332,6 @@ def test_more_documents_than_a_grid_has_blocks():
     tokens = 65_536
     q, f, b = torch.zeros(tokens, 1, 32), torch.zeros(tokens, 1, 32), torch.zeros(tokens, 1)
     with pytest.raises(ValueError, match=r"65,536 documents .* at most 65,535: split the batch"):
-        triton_kda.kda(q, q, q, f, b, torch.zeros(1), torch.zeros(1, 32), Segments((1,) * tokens), segment_chunks=0)
+        triton_kda.kda(
+            q, q, q, f, b, torch.zeros(1), torch.zeros(1, 32), Segments((1,) * tokens), segment_chunks=0
+        )

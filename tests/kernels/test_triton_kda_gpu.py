@@ -1,12 +1,15 @@
-"""The Triton KDA kernels on a CUDA device, in bfloat16 and float32, against the torch chunk form in float64."""
+"""The Triton KDA kernels on a CUDA device, in bfloat16 and float32, against the torch chunk form in
+float64."""
 
 import pytest
 import torch
 from kda_cases import NAMES
 from triton_cases import interpreted, poisoned_empties
 
-from earlyfusion.kernels.kda import chunk, naive, triton_conv, triton_kda
+from earlyfusion.kernels.kda import chunk, naive
 from earlyfusion.kernels.kda.decode import kda_step
+from earlyfusion.kernels.kda.triton import conv as triton_conv
+from earlyfusion.kernels.kda.triton import kda as triton_kda
 from earlyfusion.kernels.segments import Segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(interpreted, reason="run with TRITON_INTERPRET=0")]
@@ -17,7 +20,9 @@ LIMITS = {"o": 5e-3, "final_state": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3} | 
 
 
 def rms_error(got, want):
-    return ((got.double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt()).item()
+    return (
+        (got.double() - want.double()).square().mean().sqrt() / want.double().square().mean().sqrt()
+    ).item()
 
 
 def problem(lengths, key_dim, value_dim, dtype, lower_bound, seed=0):
@@ -39,13 +44,19 @@ def problem(lengths, key_dim, value_dim, dtype, lower_bound, seed=0):
 def results(op, segments, tensors, lower_bound, **options):
     leaves = [x.detach().requires_grad_() for x in tensors]
     o, final = op(
-        *leaves[:7], segments,
-        lower_bound=lower_bound, initial_state_NGKV=leaves[7], output_final_state=True, **options,
-    )  # fmt: skip
+        *leaves[:7],
+        segments,
+        lower_bound=lower_bound,
+        initial_state_NGKV=leaves[7],
+        output_final_state=True,
+        **options,
+    )
     generator = torch.Generator(device="cuda").manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16() for x in (o, final)]
     loss = sum((x * w.to(x.dtype)).sum() for x, w in zip((o, final), weights))
-    return {"o": o, "final_state": final} | dict(zip([f"d{n}" for n in NAMES], torch.autograd.grad(loss, leaves)))
+    return {"o": o, "final_state": final} | dict(
+        zip([f"d{n}" for n in NAMES], torch.autograd.grad(loss, leaves))
+    )
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])

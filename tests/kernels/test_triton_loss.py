@@ -1,4 +1,5 @@
-"""The chunked loss and log-probabilities with Triton row kernels, through the interpreter, against the definition."""
+"""The chunked loss and log-probabilities with Triton row kernels, through the interpreter, against the
+definition."""
 
 import pytest
 import torch
@@ -87,13 +88,17 @@ def test_half_precision_gradients_take_half_of_the_logits_bytes():
     kept = torch.randn(3, 67)
     lse = kept.logsumexp(-1)
     before = kept.clone()
-    out = triton_rows.TRITON_ROWS.gradient(kept, lse, labels[:3].clamp_min(0), torch.ones(3), w[:3], torch.float16)
+    out = triton_rows.TRITON_ROWS.gradient(
+        kept, lse, labels[:3].clamp_min(0), torch.ones(3), w[:3], torch.float16
+    )
     assert out.data_ptr() == kept.data_ptr() and out.dtype == torch.float16
     expected = (before - lse[:, None]).exp()
     expected[torch.arange(3), labels[:3].clamp_min(0)] -= w[:3]
     assert relative_error(out, expected) < 1e-3
     got = values_and_gradients(
-        lambda a, b: triton_rows.linear_cross_entropy(a, b, labels, w, chunk=8)[0], [h, weight], [torch.tensor(1.0)]
+        lambda a, b: triton_rows.linear_cross_entropy(a, b, labels, w, chunk=8)[0],
+        [h, weight],
+        [torch.tensor(1.0)],
     )
     want = values_and_gradients(
         lambda a, b: naive.linear_cross_entropy(a, b, labels, w)[0],

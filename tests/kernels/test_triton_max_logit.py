@@ -1,4 +1,5 @@
-"""The largest logit per head by the gate on the device, through the interpreter, against materialised logits."""
+"""The largest logit per head by the gate on the device, through the interpreter, against materialised
+logits."""
 
 import math
 
@@ -7,7 +8,8 @@ import torch
 from triton_cases import needs_interpreter, poisoned_empties
 
 from earlyfusion.kernels.attention import max_logit as gate
-from earlyfusion.kernels.attention import naive, triton_max_logit
+from earlyfusion.kernels.attention import naive
+from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 
@@ -40,7 +42,9 @@ def test_it_is_exact_once_a_head_may_exceed_tau(heads, groups, dim, causal, seed
         got = ask(triton_max_logit.max_logit, q, k, lse, segments, causal, lse.max().item() - 1e-3)
     want = ask(naive.max_logit, q, k, lse, segments, causal, 0.0)
     torch.testing.assert_close(got, want, **CLOSE)
-    torch.testing.assert_close(got, ask(gate.max_logit, q, k, lse, segments, causal, lse.max().item() - 1e-3), **CLOSE)
+    torch.testing.assert_close(
+        got, ask(gate.max_logit, q, k, lse, segments, causal, lse.max().item() - 1e-3), **CLOSE
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -48,7 +52,9 @@ def test_below_tau_it_is_the_bound_and_loads_no_key(causal):
     q, k, lse, segments = inputs(2, 1, 24, causal)
     poisoned = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
     got = ask(triton_max_logit.max_logit, *poisoned, lse, segments, causal, 100.0)
-    assert torch.equal(got, lse.amax(0)) and torch.equal(got, ask(gate.max_logit, q, k, lse, segments, causal, 100.0))
+    assert torch.equal(got, lse.amax(0)) and torch.equal(
+        got, ask(gate.max_logit, q, k, lse, segments, causal, 100.0)
+    )
     assert (got >= ask(naive.max_logit, q, k, lse, segments, causal, 0.0)).all()
 
 
@@ -75,7 +81,9 @@ def test_what_the_kernel_does_not_take_goes_to_the_other_form():
     wide = ask(triton_max_logit.max_logit, q.double(), k.double(), lse.double(), segments, True, 0.1)
     torch.testing.assert_close(wide, ask(naive.max_logit, q, k, lse, segments, True, 0.1), **CLOSE)
     empty = torch.zeros(0, 3, 8)
-    got = ask(triton_max_logit.max_logit, empty, empty, torch.zeros(0, 3), Segments.from_lengths(()), True, 1.0)
+    got = ask(
+        triton_max_logit.max_logit, empty, empty, torch.zeros(0, 3), Segments.from_lengths(()), True, 1.0
+    )
     assert got.tolist() == [-math.inf] * 3
 
 

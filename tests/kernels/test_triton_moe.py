@@ -21,7 +21,8 @@ def tensors(T, J, D, E, F, dtype=torch.float32, seed=0, busy=None):
 
     ids = draw(T, busy or E).topk(J, dim=1).indices
     leaves = [
-        x.to(dtype) for x in (draw(T, D), draw(T, J).softmax(-1), draw(E, 2 * F, D) * D**-0.5, draw(E, D, F) * F**-0.5)
+        x.to(dtype)
+        for x in (draw(T, D), draw(T, J).softmax(-1), draw(E, 2 * F, D) * D**-0.5, draw(E, D, F) * F**-0.5)
     ]
     return ids, leaves, draw(T, D)
 
@@ -78,7 +79,9 @@ def test_the_tile_table_covers_every_row_once():
         ids = torch.randint(0, experts, (rows, 1), generator=torch.Generator().manual_seed(seed))
         plan = triton_experts.make_plan(ids, torch.ones(rows, 1), experts)
         covered = []
-        for expert, start, stop in zip(plan.tile_expert.tolist(), plan.tile_start.tolist(), plan.tile_stop.tolist()):
+        for expert, start, stop in zip(
+            plan.tile_expert.tolist(), plan.tile_start.tolist(), plan.tile_stop.tolist()
+        ):
             assert stop - start <= plan.rows_tile
             assert all(ids[plan.pair_R[row], 0] == expert for row in range(start, stop))
             covered += range(start, stop)

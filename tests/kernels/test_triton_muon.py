@@ -26,7 +26,9 @@ def test_half_of_the_tiles_give_the_whole_product(shape, dtype, tolerance):
             summed = triton_symmetric.symmetric_product(X, added, -1.5, 0.5)
         want = 0.5 * X.double() @ X.double().mT
         assert relative_error(plain, want) < tolerance and torch.equal(plain, plain.mT)
-        assert relative_error(summed, want - 1.5 * added.double()) < tolerance and torch.equal(summed, summed.mT)
+        assert relative_error(summed, want - 1.5 * added.double()) < tolerance and torch.equal(
+            summed, summed.mT
+        )
 
 
 @pytest.mark.parametrize("preset", PRESETS)

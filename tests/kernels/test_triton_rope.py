@@ -1,10 +1,13 @@
-"""Fused qkv split with 2-D RoPE, and the absorbed decode step, through the interpreter against their definitions."""
+"""Fused qkv split with 2-D RoPE, and the absorbed decode step, through the interpreter against their
+definitions."""
 
 import pytest
 import torch
 from triton_cases import needs_interpreter, poisoned_empties, relative_error, values_and_gradients
 
-from earlyfusion.kernels.attention import decode, rope, triton_decode, triton_rope
+from earlyfusion.kernels.attention import decode, rope
+from earlyfusion.kernels.attention.triton import decode as triton_decode
+from earlyfusion.kernels.attention.triton import rope as triton_rope
 
 pytestmark = needs_interpreter
 FP32 = 2e-6  # one product per entry, or short float32 sums
@@ -104,7 +107,10 @@ def test_decode_bad_input_names_the_argument():
         ("rank is 30", (query, pages, table, lengths, 30, 1.0)),
         ("lengths_B", (query, pages, table, lengths.float(), 16, 1.0)),
         ("pages_PSR", (query, pages.long(), table, lengths, 16, 1.0)),
-        ("query_BHR.*contiguous", (query.transpose(0, 1).contiguous().transpose(0, 1), pages, table, lengths, 16, 1.0)),
+        (
+            "query_BHR.*contiguous",
+            (query.transpose(0, 1).contiguous().transpose(0, 1), pages, table, lengths, 16, 1.0),
+        ),
     ):
         with pytest.raises(ValueError, match=match):
             triton_decode.mla_decode(*args)

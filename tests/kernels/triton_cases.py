@@ -19,7 +19,8 @@ needs_interpreter = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def poisoned_empties():
-    """Inside, torch.empty and its relatives are filled with NaN: whatever a kernel forgets to write shows up."""
+    """Inside, torch.empty and its relatives are filled with NaN: whatever a kernel forgets to write shows
+    up."""
     names = ["empty", "empty_like"]
     saved = {name: getattr(torch, name) for name in names}
     saved_method = torch.Tensor.new_empty
@@ -39,9 +40,9 @@ def poisoned_empties():
 
 
 def round_as_on_a_gpu(monkeypatch):
-    """Give interpreted kernels the roundings of bfloat16, which the interpreter itself gets wrong: what they load and store
-    in 16 bits is widened before a launch and rounded after it, and float32 operands of products are rounded. Left out is
-    the rounding of what a launch stores and reads again itself."""
+    """Give interpreted kernels the roundings of bfloat16, which the interpreter itself gets wrong: what they
+    load and store in 16 bits is widened before a launch and rounded after it, and float32 operands of
+    products are rounded. Left out is the rounding of what a launch stores and reads again itself."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     launch, product = GridExecutor.__call__, InterpreterBuilder.create_dot
@@ -69,12 +70,15 @@ def round_as_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(GridExecutor, "__call__", launch_widened)
     monkeypatch.setattr(
-        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: product(self, rounded(a), rounded(b), *rest)
+        InterpreterBuilder,
+        "create_dot",
+        lambda self, a, b, *rest: product(self, rounded(a), rounded(b), *rest),
     )
 
 
 def values_and_gradients(function, leaves, cotangents):
-    """Outputs (detached) and gradients of every leaf for fixed cotangents; fresh memory is poisoned throughout."""
+    """Outputs (detached) and gradients of every leaf for fixed cotangents; fresh memory is poisoned
+    throughout."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     with poisoned_empties():
         out = function(*leaves)

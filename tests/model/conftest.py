@@ -1,4 +1,5 @@
-"""Lets the model tests share builders such as fusion_cases.py (pytest's importlib mode adds no directory itself)."""
+"""Lets the model tests share builders such as fusion_cases.py (pytest's importlib mode adds no directory
+itself)."""
 
 import sys
 from pathlib import Path

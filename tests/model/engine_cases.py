@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.data.encode import encode
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
@@ -13,9 +13,16 @@ from earlyfusion.model.engine.request import Completion, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 
 # widths are multiples of 4: what the engine's bit-exactness on a CPU asks of a model
-SHAPE = dict(num_attention_heads=4, linear_attn_config=dict(num_heads=4, head_dim=16, short_conv_kernel_size=4))
+SHAPE = dict(
+    num_attention_heads=4, linear_attn_config=dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)
+)
 K3 = dict(
-    SHAPE, linear_attn_config={**SHAPE["linear_attn_config"], "gate_lower_bound": -5.0, "full_rank_output_gate": True}
+    SHAPE,
+    linear_attn_config={
+        **SHAPE["linear_attn_config"],
+        "gate_lower_bound": -5.0,
+        "full_rank_output_gate": True,
+    },
 )
 PLAIN = dict(SHAPE, attn_res="none", mla_output_gate=False, q_lora_rank=12)
 
@@ -33,7 +40,10 @@ def tokens(length: int, seed: int = 0) -> TokenPrompt:
 
 
 def pictured(
-    seed: int, text: str = "\nQ: what color is the shape?\nA:", size: tuple[int, int] = (40, 24), images: int = 1
+    seed: int,
+    text: str = "\nQ: what color is the shape?\nA:",
+    size: tuple[int, int] = (40, 24),
+    images: int = 1,
 ):
     from PIL import Image as PilImage
 
@@ -47,7 +57,9 @@ def pictured(
 
 def drawn(max_new_tokens: int = 12, **options) -> SamplingParams:
     """Sampling at temperature 1 with log-probabilities, ended by length only."""
-    return SamplingParams(max_new_tokens, **{"temperature": 1.0, "logprobs": True, "ignore_eos": True, **options})
+    return SamplingParams(
+        max_new_tokens, **{"temperature": 1.0, "logprobs": True, "ignore_eos": True, **options}
+    )
 
 
 def requests(lengths, params: SamplingParams | None = None, seed: int = 0, **options) -> list[Request]:
@@ -93,8 +105,8 @@ def trained_logprobs(model: NativeFusion, prompt, ids: list[int]) -> torch.Tenso
 
 
 def trained_logits(model: NativeFusion, prompt, ids: list[int]) -> torch.Tensor:
-    """Logits [len(ids), V] that choose `ids`, from one uncached forward over the whole text with gradients on (the
-    kernels of training)."""
+    """Logits [len(ids), V] that choose `ids`, from one uncached forward over the whole text with gradients on
+    (the kernels of training)."""
     from earlyfusion.model.generate import Row
 
     whole = torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(ids, dtype=torch.long)])

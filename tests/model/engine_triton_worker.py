@@ -1,8 +1,9 @@
-"""Run as a process of its own with TRITON_INTERPRET=1: the engine on the Triton decode kernels and on plain torch.
+"""Run as a process of its own with TRITON_INTERPRET=1: the engine on the Triton decode kernels and on plain
+torch.
 
-Writes {case: {"torch": completions, "triton": completions, "moved": completions, "called": names}} to the given path, where
-completions are {(request, sample): (ids, log-probabilities at temperature 1)} and "moved" ones were begun on one backend
-and finished on the other.
+Writes {case: {"torch": completions, "triton": completions, "moved": completions, "called": names}} to the
+given path, where completions are {(request, sample): (ids, log-probabilities at temperature 1)} and "moved"
+ones were begun on one backend and finished on the other.
 """
 
 from __future__ import annotations

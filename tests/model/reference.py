@@ -1,6 +1,7 @@
 """transformers' KimiLinear as an independent oracle: build it on a CPU, and copy our weights into it.
 
-With fla importable it dispatches to GPU kernels even on a CPU; the pure torch forms it wraps are put back here.
+With fla importable it dispatches to GPU kernels even on a CPU; the pure torch forms it wraps are put back
+here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -21,15 +23,22 @@ def mix(sources, query, norm):
 
 
 def paper_forward(decoder, x, segments, layers_per_block):
-    """Figure 2 of the paper for blocks of transformer layers; layers_per_block 0 = full, every sub-layer a source."""
+    """Figure 2 of the paper for blocks of transformer layers; layers_per_block 0 = full, every sub-layer a
+    source."""
     blocks, partial = [x], None
     weights = []
     for index, layer in enumerate(decoder.layers):
         for query, norm, sublayer in (
-            (layer.self_attention_res_query, layer.self_attention_res_norm, lambda h: layer.attend(h, segments)),  # noqa: B023
+            (
+                layer.self_attention_res_query,
+                layer.self_attention_res_norm,
+                functools.partial(layer.attend, segments=segments),
+            ),
             (layer.mlp_res_query, layer.mlp_res_norm, layer.feed_forward),
         ):
-            boundary = layers_per_block == 0 or (index % layers_per_block == 0 and sublayer != layer.feed_forward)
+            boundary = layers_per_block == 0 or (
+                index % layers_per_block == 0 and sublayer != layer.feed_forward
+            )
             if boundary and partial is not None:
                 blocks, partial = [*blocks, partial], None
             h, p = mix(blocks if partial is None else [*blocks, partial], query, norm)
@@ -46,7 +55,8 @@ MODES = [("full", 1, 0, 4), ("block", 1, 1, 4), ("block", 2, 2, 5), ("block", 3,
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("mode", "size", "paper", "layers"), MODES)
 def test_decoder_equals_the_papers_loop(mode, size, paper, layers, seed):
-    """Odd last blocks (5 layers in blocks of 2, 4 in blocks of 3) and one block for all are among the modes."""
+    """Odd last blocks (5 layers in blocks of 2, 4 in blocks of 3) and one block for all are among the
+    modes."""
     config = tiny_fusion(attn_res=mode, attn_res_block_size=size, num_hidden_layers=layers)
     model = build(config, seed, torch.float64)
     decoder, segments = model.decoder, Segments((7, 30))
@@ -63,7 +73,9 @@ def test_decoder_equals_the_papers_loop(mode, size, paper, layers, seed):
     grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
     grads["x"] = x.grad
     for name, gradient in grads.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-8, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], gradient, atol=1e-8, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
     masks = {"first": segments.ids() == 0, "all": torch.ones(37, dtype=torch.bool)}
     recorder = decoder.attnres_weights(x.detach(), segments, masks)
     assert len(recorder.rows) == len(weights) == 2 * layers + 1
@@ -143,9 +155,16 @@ def test_recorder_names_and_splits_image_from_text():
     x = model.embed(batch).detach()
     recorder = model.decoder.attnres_weights(x, batch.segments, {"image": image, "text": ~image})
     assert [name for name, _ in recorder.rows] == [
-        "layers.0.kda", "layers.0.mlp", "layers.1.kda", "layers.1.moe",
-        "layers.2.kda", "layers.2.moe", "layers.3.mla", "layers.3.moe", "output",
-    ]  # fmt: skip
+        "layers.0.kda",
+        "layers.0.mlp",
+        "layers.1.kda",
+        "layers.1.moe",
+        "layers.2.kda",
+        "layers.2.moe",
+        "layers.3.mla",
+        "layers.3.moe",
+        "output",
+    ]
     assert recorder.has_partial == [False, True, True, True, False, True, True, True, False]
     assert [len(means["image"]) for _, means in recorder.rows] == [1, 2, 2, 2, 2, 3, 3, 3, 3]
     for _, means in recorder.rows[1:]:

@@ -26,7 +26,8 @@ LENGTHS = (21, 3, 80)
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
 def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rounding):
-    """Absorbed attention against its law in fp64, |logit| about 20. Rounded logits would be off by 20 roundings."""
+    """Absorbed attention against its law in fp64, |logit| about 20. Rounded logits would be off by 20
+    roundings."""
     generator = torch.Generator().manual_seed(0)
     query_NXR, keys_NLR = (torch.randn(2, n, 20, generator=generator).to(dtype) for n in (6, 300))
     logits = query_NXR.double() @ keys_NLR.double().transpose(1, 2)

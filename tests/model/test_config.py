@@ -19,7 +19,9 @@ def test_default_plan_is_the_published_one():
     assert mla == [4, 8, 12, 16, 20, 24, 27]
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(1, "m"), (2, "km"), (4, "kkkm"), (6, "kkkmkm"), (8, "kkkmkkkm")])
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(1, "m"), (2, "km"), (4, "kkkm"), (6, "kkkmkm"), (8, "kkkmkkkm")]
+)
 def test_plan_ends_with_mla(layers, expected):
     plan = tiny_text(num_hidden_layers=layers).plan()
     assert "".join(kind[0] for kind in plan) == expected
@@ -89,7 +91,12 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
             assert step.min() >= 0.99e-3 and step.max() <= 0.101
         else:
             assert torch.isfinite(tensor).all(), name
-        if name.startswith("decoder") and tensor.ndim >= 2 and tensor.numel() > 2000 and "histogram" not in name:
+        if (
+            name.startswith("decoder")
+            and tensor.ndim >= 2
+            and tensor.numel() > 2000
+            and "histogram" not in name
+        ):
             assert tensor.std().item() == pytest.approx(0.03, rel=0.1), name
 
 

@@ -1,4 +1,5 @@
-"""The engine as a service: what it refuses, what it bans, how it streams, and that it gives everything back."""
+"""The engine as a service: what it refuses, what it bans, how it streams, and that it gives everything
+back."""
 
 import random
 import re
@@ -21,7 +22,8 @@ def engine_of(net, **options) -> Engine:
     return Engine(net, TOKENIZER, **{"max_slots": 4, "page_size": 8, "prefill_chunk": 32, **options})
 
 
-# ---- what may be said -----------------------------------------------------------------------------------------------
+# ---- what may be said
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -41,18 +43,25 @@ def test_image_placeholders_and_other_input_tokens_are_never_sampled(temperature
         net.decoder.lm_head.weight[silent] *= 40
     given = requests([4, 9], SamplingParams(30, temperature, ignore_eos=True))
     given.append(
-        Request("image", pictured(0), SamplingParams(30, temperature, stop_ids=(media,), n=2, ignore_eos=True))
+        Request(
+            "image", pictured(0), SamplingParams(30, temperature, stop_ids=(media,), n=2, ignore_eos=True)
+        )
     )
     for completion in serve(net, given).values():
         assert len(completion.ids) == 30 and not set(completion.ids) & set(silent)
     without = Engine(net, None, max_slots=4)  # no tokenizer: the placeholder is banned all the same
-    assert media not in without.generate(requests([4], SamplingParams(30, temperature, ignore_eos=True)))[0].ids
+    assert (
+        media not in without.generate(requests([4], SamplingParams(30, temperature, ignore_eos=True)))[0].ids
+    )
 
 
 def test_a_request_bans_its_own_tokens_only(net):
     free = serve(net, requests([6, 6], drawn(30)))
     common = max(set(free["r0", 0].ids), key=free["r0", 0].ids.count)
-    given = [Request("r0", tokens(6), drawn(30, banned_ids=(common, 10**9))), *requests([6, 6], drawn(30))[1:]]
+    given = [
+        Request("r0", tokens(6), drawn(30, banned_ids=(common, 10**9))),
+        *requests([6, 6], drawn(30))[1:],
+    ]
     done = serve(net, given)
     assert common in free["r0", 0].ids and common not in done["r0", 0].ids
     assert done["r1", 0].ids == free["r1", 0].ids
@@ -68,7 +77,8 @@ class Alternating:
 
 
 class Until:
-    """Everything, until `count` tokens are there; then nothing, or an exception, or a mask of a wrong size."""
+    """Everything, until `count` tokens are there; then nothing, or an exception, or a mask of a wrong
+    size."""
 
     def __init__(self, count, then):
         self.count, self.then = count, then
@@ -99,7 +109,8 @@ def test_a_grammar_is_kept_and_does_not_touch_its_neighbours(net):
 )
 @pytest.mark.parametrize("count", [0, 4])
 def test_a_grammar_that_fails_ends_its_own_request_alone(net, then, message, count):
-    """At the first token and later; its neighbours get what they get without it, and everything is given back."""
+    """At the first token and later; its neighbours get what they get without it, and everything is given
+    back."""
     free = serve(net, requests([5, 7, 9], drawn(12)))
     broken = Request("r1", tokens(7), drawn(12, grammar=Until(count, then), n=2))
     given = requests([5, 7, 9], drawn(12))
@@ -124,10 +135,14 @@ def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
         net_eos.decoder.lm_head.weight.zero_()
     greedy = lambda **o: serve(net_eos, requests([6], SamplingParams(5, 0.0, **o)))["r0", 0]
     assert greedy(banned_ids=(0,)).ids == [TOKENIZER.eos_id] and greedy().finish_reason == "stop"
-    assert greedy(ignore_eos=True).ids == [TOKENIZER.eos_id] * 5 and greedy(ignore_eos=True).finish_reason == "length"
+    assert (
+        greedy(ignore_eos=True).ids == [TOKENIZER.eos_id] * 5
+        and greedy(ignore_eos=True).finish_reason == "length"
+    )
 
 
-# ---- streaming ------------------------------------------------------------------------------------------------------
+# ---- streaming
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_streamed_pieces_add_up_to_the_text(net):
@@ -172,7 +187,8 @@ def test_a_stop_string_is_never_streamed_in_part(stop):
     assert given == (text[: text.find(stop)] if stop in text else text)
 
 
-# ---- what it refuses ------------------------------------------------------------------------------------------------
+# ---- what it refuses
+# ------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_named(net):
@@ -184,7 +200,10 @@ def test_mistakes_are_named(net):
         (Request("b", TokenPrompt(torch.tensor([5, 10**6]))), "token ids must lie in"),
         (Request("b", tokens(50), SamplingParams(100)), "need 19 pages of 8 tokens, the engine has 10"),
         (Request("b", tokens(5), SamplingParams(2, n=5)), "5 samples, but the engine has 4 slots"),
-        (Request("b", TokenPrompt(torch.tensor([3, net.config.media_token_id]))), "give 0 features, the text holds 1"),
+        (
+            Request("b", TokenPrompt(torch.tensor([3, net.config.media_token_id]))),
+            "give 0 features, the text holds 1",
+        ),
         (
             Request("b", tokens(5), SamplingParams(banned_ids=tuple(range(400)), ignore_eos=True)),
             "every token is banned",
@@ -204,7 +223,13 @@ def test_mistakes_are_named(net):
     ):
         with pytest.raises(RequestError, match=next(iter(options))):
             SamplingParams(**options)
-    for options in ({"max_slots": 0}, {"page_size": 3}, {"page_size": 24}, {"page_size": 256}, {"prefill_chunk": 1}):
+    for options in (
+        {"max_slots": 0},
+        {"page_size": 3},
+        {"page_size": 24},
+        {"page_size": 256},
+        {"prefill_chunk": 1},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             engine_of(net, **options)
     with pytest.raises(ValueError, match="checkpoint_every"):
@@ -215,7 +240,10 @@ def test_mistakes_are_named(net):
 
 def test_a_full_line_refuses_and_serves_again_later(net):
     engine = engine_of(net, max_slots=1, max_waiting=2)
-    handles = [engine.submit(Request("0", tokens(4), drawn(3))), engine.submit(Request("1", tokens(4), drawn(3)))]
+    handles = [
+        engine.submit(Request("0", tokens(4), drawn(3))),
+        engine.submit(Request("1", tokens(4), drawn(3))),
+    ]
     with pytest.raises(EngineFull, match="2 requests waiting"):
         engine.submit(Request("2", tokens(4), drawn(3)))
     engine.step()
@@ -241,7 +269,8 @@ def test_mode_and_gradients_are_left_as_they_were():
     assert all(layer.load.sum() == 0 for layer in (m for m in net.modules() if hasattr(m, "load")))
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_look_at_the_host_per_step(net):
@@ -284,7 +313,8 @@ def test_cancelling_at_any_time_returns_what_was_made(net):
 
 
 def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
-    """Mixed requests (groups, pictures, shared beginnings, stops), cancelled, paused and resumed at random."""
+    """Mixed requests (groups, pictures, shared beginnings, stops), cancelled, paused and resumed at
+    random."""
     rng = random.Random(seed)
     shared = tokens(24).ids
     images = [pictured(i, " x", (16, 16)) for i in range(3)]
@@ -299,9 +329,13 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
             elif kind < 0.3:
                 prompt = rng.choice(images)
             params = SamplingParams(
-                rng.choice([0, 1, 2, 3, 6]), rng.choice([0.0, 1.0]), rng.choice([1.0, 0.9]), n=rng.choice([1, 1, 1, 2, 3]),
-                stop_ids=tuple(rng.sample(range(12, 250), 20)), seed=rng.randrange(100),
-            )  # fmt: skip
+                rng.choice([0, 1, 2, 3, 6]),
+                rng.choice([0.0, 1.0]),
+                rng.choice([1.0, 0.9]),
+                n=rng.choice([1, 1, 1, 2, 3]),
+                stop_ids=tuple(rng.sample(range(12, 250), 20)),
+                seed=rng.randrange(100),
+            )
             engine.submit(Request(str(submitted), prompt, params))
             alive.add(str(submitted))
             submitted += 1
@@ -330,8 +364,17 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
 )
 def test_every_slot_and_page_comes_back(count, seed):
     """Mixed requests with cancellations, pauses and a prefix cache that must be evicted to make room."""
-    thin = dict(SHAPE, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, kv_lora_rank=8, intermediate_size=16)
-    thin |= dict(linear_attn_config=dict(num_heads=4, head_dim=4, kda_layers=[1]), num_experts=0, attn_res="none")
+    thin = dict(
+        SHAPE,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        kv_lora_rank=8,
+        intermediate_size=16,
+    )
+    thin |= dict(
+        linear_attn_config=dict(num_heads=4, head_dim=4, kda_layers=[1]), num_experts=0, attn_res="none"
+    )
     net = model(0, **thin)
     engine = engine_of(net, max_slots=6, max_pages=24, prefix_cache=3, checkpoint_every=8, prefill_chunk=64)
     ends = churn(engine, count, seed)

@@ -1,11 +1,24 @@
-"""The compiled decode step computes what the modules compute, and where there is no compiler nothing else changes."""
+"""The compiled decode step computes what the modules compute, and where there is no compiler nothing else
+changes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, all_returned, drawn, equal_bits, model, requests, serve, tokens
+from engine_cases import (
+    K3,
+    PLAIN,
+    SHAPE,
+    TOKENIZER,
+    all_returned,
+    drawn,
+    equal_bits,
+    model,
+    requests,
+    serve,
+    tokens,
+)
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.segments import Segments
@@ -23,13 +36,25 @@ SHAPES = {
     "no_attnres_low_rank_query": PLAIN,
     "kda_last": dict(PLAIN, num_hidden_layers=2, linear_attn_config={**LINEAR, "kda_layers": [1, 2]}),
     "wide_latents": dict(SHAPE, kv_lora_rank=64, num_shared_experts=0),
-    "odd_widths": dict(PLAIN, hidden_size=44, num_attention_heads=5, kv_lora_rank=21, qk_rope_head_dim=0, v_head_dim=7, linear_attn_config=ODD),
-    "odd_widths_gated": dict(SHAPE, hidden_size=52, kv_lora_rank=9, v_head_dim=7, qk_nope_head_dim=33, moe_intermediate_size=11),
-    "many_experts": dict(SHAPE, num_experts=33, num_experts_per_token=7, num_shared_experts=2, moe_renormalize=False),
+    "odd_widths": dict(
+        PLAIN,
+        hidden_size=44,
+        num_attention_heads=5,
+        kv_lora_rank=21,
+        qk_rope_head_dim=0,
+        v_head_dim=7,
+        linear_attn_config=ODD,
+    ),
+    "odd_widths_gated": dict(
+        SHAPE, hidden_size=52, kv_lora_rank=9, v_head_dim=7, qk_nope_head_dim=33, moe_intermediate_size=11
+    ),
+    "many_experts": dict(
+        SHAPE, num_experts=33, num_experts_per_token=7, num_shared_experts=2, moe_renormalize=False
+    ),
     "one_expert_a_token": dict(SHAPE, num_experts=5, num_experts_per_token=1),
     "dense": dict(SHAPE, num_experts=0),
     "wide_heads": dict(SHAPE, linear_attn_config=dict(num_heads=2, head_dim=80, short_conv_kernel_size=2)),
-}  # fmt: skip
+}
 ROUNDING = 2e-5  # fp32, other sums of the same numbers
 EXACT = 6e-5  # fp32 against fp64: 150 positions through a few layers
 PAGE = 8
@@ -157,13 +182,16 @@ def test_without_a_compiler_the_engine_answers_the_same(monkeypatch, request):
     for name, one in found[0].items():
         other = found[1][name]
         assert one.ids == other.ids
-        torch.testing.assert_close(torch.tensor(one.logprobs1), torch.tensor(other.logprobs1), atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs1), torch.tensor(other.logprobs1), atol=ROUNDING, rtol=0
+        )
 
 
 @needs_compiler
 @pytest.mark.parametrize("shape", ["block_attnres", "k3_options", "kda_last", "many_experts"])
 def test_no_cut_of_a_sequence_changes_a_bit(shape):
-    """Chunks of a prompt, more rows than go through together, one row or many, reading again after a pause."""
+    """Chunks of a prompt, more rows than go through together, one row or many, reading again after a
+    pause."""
     net = model(0, **SHAPES[shape])
     given = requests([5, 40, 90, 33, 150, 300], drawn(16))
     base = serve(net, given, prefill_chunk=512, max_slots=6)

@@ -1,8 +1,8 @@
 """What a request gets does not depend on when, with whom, in which pieces and where it is served.
 
-Batch size, order, page size, slots, fork, pause and migration change no bit of a log-probability on a CPU in fp32 (the
-model's widths are multiples of 4). Other chunks of the prompt and re-reading after a pause change the order of sums:
-there the tokens must be equal and log-probabilities equal to 2e-5.
+Batch size, order, page size, slots, fork, pause and migration change no bit of a log-probability on a CPU in
+fp32 (the model's widths are multiples of 4). Other chunks of the prompt and re-reading after a pause change
+the order of sums: there the tokens must be equal and log-probabilities equal to 2e-5.
 """
 
 from dataclasses import replace
@@ -38,7 +38,10 @@ def equal_tokens(one, other) -> None:
     assert one.keys() == other.keys()
     for key, completion in one.items():
         assert completion.ids == other[key].ids, key
-        for a, b in ((completion.logprobs, other[key].logprobs), (completion.logprobs1, other[key].logprobs1)):
+        for a, b in (
+            (completion.logprobs, other[key].logprobs),
+            (completion.logprobs1, other[key].logprobs1),
+        ):
             torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=ROUNDING, rtol=0)
 
 
@@ -46,7 +49,9 @@ def equal_tokens(one, other) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_size_order_and_page_size_change_no_bit(shape, seed):
     net = model(seed, **SHAPES[shape])
-    given = requests(LENGTHS, drawn(16, top_p=0.95, seed=seed), seed) + [Request("image", pictured(seed), drawn(16))]
+    given = requests(LENGTHS, drawn(16, top_p=0.95, seed=seed), seed) + [
+        Request("image", pictured(seed), drawn(16))
+    ]
     base = serve(net, given, max_slots=9)
     for slots, page in ((1, 8), (3, 4), (9, 32)):
         equal_bits(base, serve(net, given, max_slots=slots, page_size=page))
@@ -69,7 +74,9 @@ def test_large_batches_change_no_bit():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_other_chunks_change_no_token(seed):
     net = model(seed)
-    given = requests([5, 40, 90, 33, 150], drawn(20, seed=seed), seed) + [Request("image", pictured(seed), drawn(20))]
+    given = requests([5, 40, 90, 33, 150], drawn(20, seed=seed), seed) + [
+        Request("image", pictured(seed), drawn(20))
+    ]
     base = serve(net, given, prefill_chunk=512, max_slots=6)
     for chunk in (7, 32, 50):
         equal_tokens(base, serve(net, given, prefill_chunk=chunk, max_slots=4))
@@ -157,7 +164,9 @@ def test_a_stop_string_cuts_a_drawn_text_exactly():
         stop = free.text[start:end]
         if not stop.strip() or "\ufffd" in stop:
             continue
-        cut = serve(net, requests([9], SamplingParams(40, 1.0, ignore_eos=True, stop=(stop, "never"))))["r0", 0]
+        cut = serve(net, requests([9], SamplingParams(40, 1.0, ignore_eos=True, stop=(stop, "never"))))[
+            "r0", 0
+        ]
         assert cut.text == free.text[: free.text.find(stop)]
         assert cut.finish_reason == "stop" and free.ids[: len(cut.ids)] == cut.ids
 
@@ -185,8 +194,8 @@ def test_a_state_of_another_model_is_refused_and_can_be_read_again():
 
 
 def test_a_prompt_that_goes_on_from_what_another_left_is_read_from_there_alone():
-    """A picture, an answer that stops, then words of somebody else. Oracles: the whole prompt read anew, and the same with
-    other requests beside it."""
+    """A picture, an answer that stops, then words of somebody else. Oracles: the whole prompt read anew, and
+    the same with other requests beside it."""
     net = model(1)
     first = Request("a", pictured(1), drawn(150, stop_ids=tuple(range(20, 300, 12))), keep_state=True)
 

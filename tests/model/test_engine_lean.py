@@ -44,9 +44,12 @@ def engine_of(net, lean: bool, **options) -> Engine:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_gives_the_tokens_and_log_probabilities_of_the_modules(shape, seed):
-    """fp64, prompts in chunks, groups, more requests than slots: absorbed and joined weights, windows, pruned last layer."""
+    """fp64, prompts in chunks, groups, more requests than slots: absorbed and joined weights, windows, pruned
+    last layer."""
     net = model(seed, **SHAPES[shape]).double()
-    given = requests([1, 8, 31, 40, 100], drawn(12, seed=seed), seed) + [Request("g", tokens(9), drawn(12, n=3))]
+    given = requests([1, 8, 31, 40, 100], drawn(12, seed=seed), seed) + [
+        Request("g", tokens(9), drawn(12, n=3))
+    ]
     found = []
     for lean in (True, False):
         engine = engine_of(net, lean)
@@ -55,7 +58,9 @@ def test_it_gives_the_tokens_and_log_probabilities_of_the_modules(shape, seed):
     for key, one in found[0].items():
         other = found[1][key]
         assert one.ids == other.ids
-        torch.testing.assert_close(torch.tensor(one.logprobs1), torch.tensor(other.logprobs1), atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs1), torch.tensor(other.logprobs1), atol=ROUNDING, rtol=0
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,7 +105,11 @@ def test_the_step_in_place_equals_the_definition(rows, live, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     heads, dim, width = 3, 12, 4
-    x, weight, taps = draw(rows, 3 * heads * dim), draw(3 * heads * dim, width), draw(live, width - 1, 3 * heads * dim)
+    x, weight, taps = (
+        draw(rows, 3 * heads * dim),
+        draw(3 * heads * dim, width),
+        draw(live, width - 1, 3 * heads * dim),
+    )
     f, b, state = draw(rows, heads, dim), draw(rows, heads), draw(live, heads, dim, dim)
     A_log, dt_bias = draw(heads), draw(heads, dim)
     # the definition: a document of one token each, with the taps before it

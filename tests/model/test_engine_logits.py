@@ -1,4 +1,5 @@
-"""The engine computes what training computes: logits at every position, log-probabilities, states of long prompts."""
+"""The engine computes what training computes: logits at every position, log-probabilities, states of long
+prompts."""
 
 from itertools import pairwise
 
@@ -62,10 +63,14 @@ class Watched(Engine):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_the_training_forward_at_every_position(shape, seed):
-    """Teacher-forced by what was drawn; prompts shorter, equal to and longer than chunks and pages, with pictures."""
+    """Teacher-forced by what was drawn; prompts shorter, equal to and longer than chunks and pages, with
+    pictures."""
     net = model(seed, **SHAPES[shape])
     given = requests([1, 8, 31, 32, 33, 100], drawn(20, seed=seed), seed)
-    given += [Request("picture", pictured(seed), drawn(20, n=3)), Request("two", pictured(seed, images=2), drawn(9))]
+    given += [
+        Request("picture", pictured(seed), drawn(20, n=3)),
+        Request("two", pictured(seed, images=2), drawn(9)),
+    ]
     engine = Watched(net, TOKENIZER, max_slots=9, page_size=8, prefill_chunk=32)
     done = engine.generate(given)
     engine.look_away()
@@ -143,8 +148,9 @@ def test_a_long_prompt_read_in_chunks_leaves_the_state_of_one_reading(chunk):
 
 
 def test_a_needle_at_the_beginning_of_a_long_prompt_is_found_after_chunked_reading():
-    """One token near the start of 2,000 is changed. The change must reach the answer through 20 chunk borders with the
-    size and direction it has in one uninterrupted forward; a state lost or transposed at a border would lose it."""
+    """One token near the start of 2,000 is changed. The change must reach the answer through 20 chunk borders
+    with the size and direction it has in one uninterrupted forward; a state lost or transposed at a border
+    would lose it."""
     net = needle_model(1)
     plain = tokens(2000)
     found, expected = [], []

@@ -1,4 +1,5 @@
-"""Slots and pages by themselves: references, copies on write, promises; and latent attention against the dense cache."""
+"""Slots and pages by themselves: references, copies on write, promises; and latent attention against the
+dense cache."""
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_pages_are_shared_copied_on_write_and_counted():
 
 
 def test_taken_pages_and_slots_are_empty_whatever_stood_there():
-    """A masked key must be finite and a new sequence starts from nothing, even after a model that produced NaN."""
+    """A masked key must be finite and a new sequence starts from nothing, even after a model that produced
+    NaN."""
     some = pools()
     for layer in some.layers:
         for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
@@ -67,7 +69,9 @@ def test_states_survive_export_and_restore_at_another_place():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     slot, pages = some.take_slot(), [some.take_page() for _ in range(3)]
     some.settle()
-    latents(some)[pages[1] * 4 : pages[1] * 4 + 4] = torch.randn(4, latents(some).shape[1], generator=generator)
+    latents(some)[pages[1] * 4 : pages[1] * 4 + 4] = torch.randn(
+        4, latents(some).shape[1], generator=generator
+    )
     saved = some.export(slot, pages, 10)
     other = pools(page_size=8)
     other.reserved = 2
@@ -93,7 +97,9 @@ def test_paged_attention_equals_attention_over_gathered_keys(lengths):
     tables = order.view(len(lengths), -1)
     queries = draw(len(lengths) * width, heads, size)
     last = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths])
-    plan = PooledPlan(False, False, torch.zeros(0), torch.zeros(0), tables, last, torch.arange(len(lengths) * width))
+    plan = PooledPlan(
+        False, False, torch.zeros(0), torch.zeros(0), tables, last, torch.arange(len(lengths) * width)
+    )
     got = memory.attend(queries, plan, rank, 0.3).view(len(lengths), width, heads, rank)
     for n in range(len(lengths)):
         keys = memory.latents_XR.view(-1, page, size)[tables[n]].flatten(0, 1)
@@ -104,7 +110,8 @@ def test_paged_attention_equals_attention_over_gathered_keys(lengths):
 
 
 def test_the_padding_rows_of_a_step_leave_no_trace():
-    """Slot 0 is fed again and again by steps of one sequence; nothing of it may grow or become a number that is none."""
+    """Slot 0 is fed again and again by steps of one sequence; nothing of it may grow or become a number that
+    is none."""
     from earlyfusion.model.engine.engine import Engine
     from earlyfusion.model.engine.request import Request, SamplingParams
 

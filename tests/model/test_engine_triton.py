@@ -1,4 +1,5 @@
-"""With the Triton backend the engine decodes by the kernels that work on its slots and pages in place (interpreted here)."""
+"""With the Triton backend the engine decodes by the kernels that work on its slots and pages in place
+(interpreted here)."""
 
 import os
 import subprocess
@@ -29,7 +30,9 @@ def results(tmp_path_factory):
 def equal(got, expected) -> None:
     for key, (ids, logprobs) in got.items():
         assert ids == expected[key][0], key
-        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected[key][1]), atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), torch.tensor(expected[key][1]), atol=ROUNDING, rtol=0
+        )
 
 
 @pytest.mark.slow
@@ -37,7 +40,11 @@ def equal(got, expected) -> None:
 def test_the_decode_kernels_give_the_tokens_of_the_torch_form(results, case):
     """Groups, chunked prompts, fewer slots than samples."""
     found = results[case]
-    kernels = {"kda.decode:decode", "attention.triton_decode:mla_decode", "attention.triton_flash:attention_append"}
+    kernels = {
+        "kda.decode:decode",
+        "attention.triton_decode:mla_decode",
+        "attention.triton_flash:attention_append",
+    }
     assert kernels <= found["called"]
     assert found["triton"].keys() == found["torch"].keys() and len(found["torch"]) == 4
     equal(found["triton"], found["torch"])

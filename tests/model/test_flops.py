@@ -52,7 +52,8 @@ def test_rooms_add_up_to_the_whole_model(preset, tower):
 
 
 def test_matmul_flops_equal_torchs_counter():
-    """Projections, experts and head of a real forward; attention and recurrence are excluded on both sides."""
+    """Projections, experts and head of a real forward; attention and recurrence are excluded on both
+    sides."""
     config = tiny_fusion(num_shared_experts=1, num_experts=6, num_experts_per_token=6, q_lora_rank=8)
     model = build(config).eval()
     tokens = 33
@@ -62,7 +63,9 @@ def test_matmul_flops_equal_torchs_counter():
     recurrence = 7 * linear.num_heads * linear.head_dim**2 + 6 * linear.num_heads * linear.head_dim * 4
     counted["kda"] -= tokens * recurrence * kinds.count("kda")
     pairs = tokens * (tokens + 1) // 2
-    counted["mla"] -= 2 * pairs * config.text.num_attention_heads * (config.text.qk_head_dim + config.text.v_head_dim)
+    counted["mla"] -= (
+        2 * pairs * config.text.num_attention_heads * (config.text.qk_head_dim + config.text.v_head_dim)
+    )
     totals = dict.fromkeys(("kda", "mla", "moe", "dense"), 0)
     x = torch.randn(tokens, config.text.hidden_size)
     for layer in model.decoder.layers:
@@ -85,7 +88,9 @@ def test_vision_flops_equal_torchs_counter_without_attention():
     qkv, layers = config.vision.qkv_width, config.vision.num_hidden_layers
     attention = 4 * (16**2 + 24**2) * qkv * layers
     linears = [m for m in model.vision_tower.modules() if isinstance(m, torch.nn.Linear)]
-    expected = 2 * 40 * (sum(m.weight.numel() for m in linears) + model.vision_tower.patch_embed.proj.weight.numel())
+    expected = (
+        2 * 40 * (sum(m.weight.numel() for m in linears) + model.vision_tower.patch_embed.proj.weight.numel())
+    )
     assert counted["vision"] - attention == expected
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.mm_projector(torch.randn(4 + 3, 4, config.vision.hidden_size))

@@ -5,7 +5,7 @@ import torch
 from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 from PIL import Image as PilImage
 
-from earlyfusion.data.encode import encode
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.generate import generate, pack_prompts
@@ -27,7 +27,9 @@ def prompts(tokenizer, config, seed=0):
         [Video([picture(seed + i, (32, 16)) for i in range(5)], [0.0, 0.5, 1.0, 1.5, 2.0]), Text("over")],
         [],
     ]
-    return [encode(Sample(segments, "test", "0"), tokenizer, config.vision, eos=False) for segments in samples]
+    return [
+        encode(Sample(segments, "test", "0"), tokenizer, config.vision, eos=False) for segments in samples
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,9 @@ def test_cached_greedy_equals_full_recomputation_token_for_token(setup, seed, te
     given = prompts(tokenizer, config, seed)
     cached = generate_ids(model, given, max_new_tokens=TOKENS)
     assert cached == [slow_greedy(model, p, TOKENS, [config.media_token_id]) for p in given]
-    assert len({tuple(answer) for answer in cached}) > 1  # the prompts matter, so the equality above says something
+    assert (
+        len({tuple(answer) for answer in cached}) > 1
+    )  # the prompts matter, so the equality above says something
 
 
 def test_bounded_gate_and_full_rank_output_gate_decode_alike(setup):
@@ -94,16 +98,24 @@ def test_a_batch_gives_what_each_prompt_gives_alone(setup, temperature):
 def test_the_picture_changes_the_answer(setup):
     tokenizer, config = setup
     model = tiny_model(config)
-    answers = {tuple(generate_ids(model, [prompts(tokenizer, config, s)[1]], max_new_tokens=8)[0]) for s in range(6)}
+    answers = {
+        tuple(generate_ids(model, [prompts(tokenizer, config, s)[1]], max_new_tokens=8)[0]) for s in range(6)
+    }
     assert len(answers) > 1
 
 
 def test_input_only_tokens_are_never_produced_and_stop_tokens_end(setup):
     tokenizer, _ = setup
-    config = tiny_config(tokenizer, vocab_size=tokenizer.vocab_size + 7)  # seven rows the tokenizer does not know
+    config = tiny_config(
+        tokenizer, vocab_size=tokenizer.vocab_size + 7
+    )  # seven rows the tokenizer does not know
     model = tiny_model(config)
     silent = [tokenizer.bos_id, tokenizer.pad_id, tokenizer.media_begin_id, tokenizer.media_pad_id]
-    silent += [tokenizer.media_content_id, tokenizer.media_end_id, *range(tokenizer.vocab_size, config.text.vocab_size)]
+    silent += [
+        tokenizer.media_content_id,
+        tokenizer.media_end_id,
+        *range(tokenizer.vocab_size, config.text.vocab_size),
+    ]
     seen: list[int] = []
     tokenizer_decode = tokenizer.decode
     with torch.no_grad():  # make them the likeliest by far
@@ -124,7 +136,10 @@ def test_input_only_tokens_are_never_produced_and_stop_tokens_end(setup):
         generate(model, Recording(), given, max_new_tokens=24, temperature=temperature)
     assert seen and not set(seen) & set(silent)
     first = generate_ids(model, given[:1], max_new_tokens=8)[0]
-    assert generate_ids(model, given[:1], max_new_tokens=8, stop_ids={first[3]})[0] == first[: first.index(first[3])]
+    assert (
+        generate_ids(model, given[:1], max_new_tokens=8, stop_ids={first[3]})[0]
+        == first[: first.index(first[3])]
+    )
 
 
 def test_generate_ends_at_eos(setup):

@@ -51,7 +51,9 @@ def test_logits_and_gradients_equal_transformers(shape, seed):
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
         bound = TOLERANCE * gradient.abs().max().item()
-        torch.testing.assert_close(gradients[name], gradient, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradients[name], gradient, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("shape", ["plain", "query_lora"])

@@ -1,4 +1,5 @@
-"""Model directories: bit-exact round trips under public names, nothing half-written, one clear line for each mistake."""
+"""Model directories: bit-exact round trips under public names, nothing half-written, one clear line for each
+mistake."""
 
 import json
 import os
@@ -12,19 +13,25 @@ from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model import hub
-from earlyfusion.model.card import model_card
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import load_model, save_model
-from earlyfusion.model.hub_config import ModelDirectoryError, load_config, model_folder, model_name
-from earlyfusion.model.public_names import public_tensors
+from earlyfusion.model.hub import folder as hub
+from earlyfusion.model.hub.card import model_card
+from earlyfusion.model.hub.config import ModelDirectoryError, load_config, model_folder, model_name
+from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.model.hub.names import public_tensors
 
 FACTS = {
-    "name": "nano", "recipe": "nano", "steps": 700, "tokens": 2_867_200, "seconds": 240.0, "seed": 0,
+    "name": "nano",
+    "recipe": "nano",
+    "steps": 700,
+    "tokens": 2_867_200,
+    "seconds": 240.0,
+    "seed": 0,
     "evals": {"easy-VQA test accuracy": 0.8312, "the same, blind": 0.64},
     "sources": {"easy_vqa": {"share": 0.5, "licence": "MIT"}, "pydoc": {"share": 0.5, "licence": "PSF-2.0"}},
-    "licence": "Apache-2.0", "licence_note": "Made from the sources above.",
-}  # fmt: skip
+    "licence": "Apache-2.0",
+    "licence_note": "Made from the sources above.",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +61,11 @@ def assert_same(one: torch.nn.Module, two: torch.nn.Module) -> None:
             {"projector": "v1", "bias": True, "norm": "layer"},
         ),
         (
-            {"linear_attn_config": dict(num_heads=2, head_dim=16, gate_lower_bound=-5.0, full_rank_output_gate=True)},
+            {
+                "linear_attn_config": dict(
+                    num_heads=2, head_dim=16, gate_lower_bound=-5.0, full_rank_output_gate=True
+                )
+            },
             {"pos_emb_interpolation": "bicubic", "pos_emb_time": 1},
         ),
     ],
@@ -121,8 +132,12 @@ def test_names_and_shapes_are_those_of_public_checkpoints(tmp_path, tokenizer, m
     }
     assert {name: list(found[name].shape) for name in expected} == expected
     layer = model.decoder.layers[1].block_sparse_moe
-    assert torch.equal(found[f"{text}.1.block_sparse_moe.experts.2.w1.weight"], layer.experts.gate_up_proj[2, :24])
-    assert torch.equal(found[f"{text}.1.block_sparse_moe.experts.2.w3.weight"], layer.experts.gate_up_proj[2, 24:])
+    assert torch.equal(
+        found[f"{text}.1.block_sparse_moe.experts.2.w1.weight"], layer.experts.gate_up_proj[2, :24]
+    )
+    assert torch.equal(
+        found[f"{text}.1.block_sparse_moe.experts.2.w3.weight"], layer.experts.gate_up_proj[2, 24:]
+    )
     assert not [name for name in found if "query" in name or "gate_up_proj" in name]
 
 
@@ -131,13 +146,30 @@ def test_text_names_are_transformers_kimi_linear_names(tmp_path, tokenizer):
     transformers = pytest.importorskip("transformers", minversion="5.17")
     config = tiny_config(tokenizer, attn_res="none", mla_output_gate=False).text
     oracle = transformers.KimiLinearConfig(
-        vocab_size=config.vocab_size, hidden_size=48, num_hidden_layers=4, intermediate_size=64, moe_intermediate_size=24,
-        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
-        v_head_dim=16, num_local_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
-        linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=config.vocab_size,
+        hidden_size=48,
+        num_hidden_layers=4,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        linear_num_heads=2,
+        linear_head_dim=16,
+        linear_conv_kernel_dim=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         mlp_layer_types=["dense"] + ["sparse"] * 3,
-    )  # fmt: skip
+    )
     theirs = transformers.KimiLinearForCausalLM(oracle)
     theirs.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -155,13 +187,19 @@ def test_tokenizer_and_config_files_say_what_the_model_is(tmp_path, tokenizer, m
     save_model(model, tokenizer, tmp_path / "m", FACTS)
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["model_type"] == "earlyfusion" and config["architectures"] == ["NativeFusion"]
-    assert config["text_config"]["model_type"] == "kimi_linear" and config["vision_config"]["model_type"] == "moonvit"
+    assert (
+        config["text_config"]["model_type"] == "kimi_linear"
+        and config["vision_config"]["model_type"] == "moonvit"
+    )
     assert config["media_placeholder_token_id"] == tokenizer.media_pad_id and config["dtype"] == "float32"
     media = json.loads((tmp_path / "m" / "preprocessor_config.json").read_text())["media_proc_cfg"]
     assert media["patch_size"] == 8 and media["in_patch_limit"] == 1024 and media["merge_kernel_size"] == 2
     assert media["temporal_merge_kernel_size"] == 4 and media["patch_limit_on_one_side"] == 512
     generation = json.loads((tmp_path / "m" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == tokenizer.eos_id and tokenizer.media_pad_id in generation["suppress_tokens"]
+    assert (
+        generation["eos_token_id"] == tokenizer.eos_id
+        and tokenizer.media_pad_id in generation["suppress_tokens"]
+    )
 
 
 def test_model_card_states_the_facts_and_only_those(tmp_path, tokenizer, model):
@@ -239,7 +277,8 @@ def test_other_peoples_files_are_never_replaced(tmp_path, tokenizer, model):
         save_model(model, tokenizer, tmp_path / "mine" / "thesis.txt")
 
 
-# --------------------------------------------------------------------------------------------------- wrong directories
+# --------------------------------------------------------------------------------------------------- wrong
+# directories
 
 
 @pytest.fixture
@@ -284,13 +323,17 @@ def test_tensors_without_a_place_are_listed(saved):
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(saved):
-    change_weights(saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(49)}))
+    change_weights(
+        saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(49)})
+    )
     said = complaint(saved)
     assert "language_model.model.norm.weight" in said and "[49]" in said and "[48]" in said
 
 
 def test_a_tensor_that_would_broadcast_is_still_a_wrong_shape(saved):
-    change_weights(saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(1)}))
+    change_weights(
+        saved, lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(1)})
+    )
     assert "has shape [1]" in complaint(saved)
 
 
@@ -345,15 +388,23 @@ def test_an_index_cannot_point_outside_its_directory(saved):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('{"text_config": {"num_hidden_layers": 1000000}}', "text.num_hidden_layers: Input should be less than or equal to 256"),
-        ('{"text_config": {"num_experts": 1000000000}}', "text.num_experts: Input should be less than or equal to 16384"),
+        (
+            '{"text_config": {"num_hidden_layers": 1000000}}',
+            "text.num_hidden_layers: Input should be less than or equal to 256",
+        ),
+        (
+            '{"text_config": {"num_experts": 1000000000}}',
+            "text.num_experts: Input should be less than or equal to 16384",
+        ),
         ('{"text_config": {"num_hidden_layers": 200, "num_experts": 16000}}', "more than 262,144 experts"),
         ("[" * 100_000, "damaged (maximum recursion"),
         ("5", "damaged (int, expected an object"),
         (b"\xff\xfe{}", "damaged ('utf-8' codec"),
     ],
-)  # fmt: skip
-def test_a_configuration_made_to_do_harm_is_one_line_before_anything_is_built(saved, monkeypatch, content, told):
+)
+def test_a_configuration_made_to_do_harm_is_one_line_before_anything_is_built(
+    saved, monkeypatch, content, told
+):
     monkeypatch.setattr(hub, "NativeFusion", None)
     path = saved / "config.json"
     if isinstance(content, str) and content.startswith("{"):

@@ -1,4 +1,5 @@
-"""What the model reports of its labels (loss, z-loss, log-probabilities, entropy) against full logits in float64."""
+"""What the model reports of its labels (loss, z-loss, log-probabilities, entropy) against full logits in
+float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ EXACT = dict(atol=1e-10, rtol=1e-10)  # float64; sums in another order
 def case(seed):
     config = tiny_fusion(attn_res="block", attn_res_block_size=2)
     batch = pack(
-        [document(12, [(1, 4, 4)], config, seed), document(1, [], config, 8), document(9, [], config, seed + 1)]
+        [
+            document(12, [(1, 4, 4)], config, seed),
+            document(1, [], config, 8),
+            document(9, [], config, seed + 1),
+        ]
     )
     batch.loss_weights[3] = 0.0
     model = build(config, seed, torch.float64).train()
@@ -40,7 +45,9 @@ def test_z_loss_is_added_to_the_sum_and_not_to_the_per_token_losses(seed):
     torch.testing.assert_close(out.nll_T[counted], nll, **EXACT)
     got = gradients(model, out.loss_sum)
     for name, gradient in want.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
     model.z_loss = 0.0
     torch.testing.assert_close(model(batch).loss_sum, (weights * nll).sum(), **EXACT)
 
@@ -61,7 +68,9 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperatur
     got = gradients(model, (upstream * got_T[labelled]).sum())
     assert got.keys() == want.keys()
     for name, gradient in want.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_a_temperature_of_zero_is_refused():

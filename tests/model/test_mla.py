@@ -17,7 +17,9 @@ def layer(seed: int = 0, **overrides) -> MultiHeadLatentAttention:
 
 def logits_by_hand(mla, x, segments):
     """Scaled, masked logits [H, T, T] with expanded keys."""
-    q = (mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))) if mla.low_rank_query else mla.q_proj(x)).view(-1, 3, 12)
+    q = (mla.q_b_proj(mla.q_a_layernorm(mla.q_a_proj(x))) if mla.low_rank_query else mla.q_proj(x)).view(
+        -1, 3, 12
+    )
     latent, shared = mla.kv_a_proj_with_mqa(x).split([12, 4], -1)
     up = mla.kv_b_proj(mla.kv_a_layernorm(latent)).view(-1, 3, 18)
     k = torch.cat([up[..., :8], shared[:, None].expand(-1, 3, -1)], -1)
@@ -58,8 +60,9 @@ def test_max_logit_is_exact_above_tau_and_a_harmless_bound_below(seed):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_filler_does_not_enter_the_maximum(seed):
-    """Filler far larger than the documents: with it every head would be clipped, without it the documents' own maximum
-    stands, exact or as a bound. (Sums of 26 rows may differ from those of 20 in the last bits.)"""
+    """Filler far larger than the documents: with it every head would be clipped, without it the documents'
+    own maximum stands, exact or as a bound. (Sums of 26 rows may differ from those of 20 in the last bits.)
+    """
     mla, documents = layer(seed), Segments((7, 13))
     x = torch.randn(26, 24)
     x[20:] *= 1e3

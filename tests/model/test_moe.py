@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from earlyfusion.model.moe import BINS, MixtureOfExperts, _histogram_quantile, moe_layers, update_router_biases
+from earlyfusion.model.moe import (
+    BINS,
+    MixtureOfExperts,
+    _histogram_quantile,
+    moe_layers,
+    update_router_biases,
+)
 from tests.model.tiny import build, text_documents, tiny_fusion, tiny_text
 
 
@@ -81,7 +87,9 @@ def test_router_is_fp32_under_autocast_and_its_bias_survives_a_cast():
 def test_a_token_does_not_depend_on_its_batch_and_none_is_dropped():
     moe = layer().eval()
     with torch.no_grad():
-        moe.gate.e_score_correction_bias[:2] = 10.0  # every token on the same two experts: any capacity would overflow
+        moe.gate.e_score_correction_bias[:2] = (
+            10.0  # every token on the same two experts: any capacity would overflow
+        )
         x = torch.randn(257, 24)
         together = moe(x)
         for rows in (slice(0, 1), slice(100, 103), slice(3, 257)):
@@ -112,7 +120,9 @@ def test_sign_rule_moves_by_gamma_towards_the_mean():
     moe = layer(router_bias_update_rate=0.01)
     moe.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0, 8.0, 2.0]))
     update_router_biases(moe)
-    torch.testing.assert_close(moe.gate.e_score_correction_bias, torch.tensor([-0.01, 0.01, 0.0, 0.0, -0.01, 0.01]))
+    torch.testing.assert_close(
+        moe.gate.e_score_correction_bias, torch.tensor([-0.01, 0.01, 0.0, 0.0, -0.01, 0.01])
+    )
     assert not moe.load.any()
 
 
@@ -125,7 +135,9 @@ def test_histogram_quantile_equals_the_sorted_one():
     for share in (0.01, 0.125, 0.5, 0.99):
         expected = torch.quantile(values, share, dim=1)
         # one bin is 0.002 wide and the counts inside it are taken as evenly spread
-        torch.testing.assert_close(_histogram_quantile(histogram, share, low, step), expected, atol=0.002, rtol=0)
+        torch.testing.assert_close(
+            _histogram_quantile(histogram, share, low, step), expected, atol=0.002, rtol=0
+        )
 
 
 def test_quantile_rule_equals_its_definition():
@@ -139,7 +151,9 @@ def test_quantile_rule_equals_its_definition():
     alpha = torch.sort(scores + bias, descending=True)[0][:, moe.gate.top_k]
     expected = torch.quantile(alpha[:, None] - scores, moe.gate.top_k / 6, dim=0)
     update_router_biases(moe)
-    torch.testing.assert_close(moe.gate.e_score_correction_bias, expected - expected.mean(), atol=0.003, rtol=0)
+    torch.testing.assert_close(
+        moe.gate.e_score_correction_bias, expected - expected.mean(), atol=0.003, rtol=0
+    )
     assert not moe.histogram.any() and not moe.load.any()
 
 
@@ -147,14 +161,18 @@ def test_quantile_rule_equals_its_definition():
 def test_balancing_levels_a_lopsided_router(rule, steps, bound):
     torch.manual_seed(0)
     # 800 tokens leave about 0.1 of sampling noise in the maximum; the sign rule also keeps stepping by gamma
-    config = tiny_text(router_balance=rule, router_bias_update_rate=0.003, num_experts=12, num_experts_per_token=3)
+    config = tiny_text(
+        router_balance=rule, router_bias_update_rate=0.003, num_experts=12, num_experts_per_token=3
+    )
     moe = MixtureOfExperts(config)
     offset = torch.randn(24)
     with torch.no_grad():
         moe.gate.weight.normal_(0, 0.3)
     history = []
     for _ in range(steps):
-        moe(torch.randn(800, 24) * 0.5 + offset)  # a common direction makes some experts everybody's first choice
+        moe(
+            torch.randn(800, 24) * 0.5 + offset
+        )  # a common direction makes some experts everybody's first choice
         history.append(update_router_biases(moe)["max_violation"].item())
     assert history[0] > 1.5
     assert sum(history[-4:]) / 4 < bound

@@ -1,4 +1,5 @@
-"""A packed row is its documents: loss and every gradient; text-only and image-only batches; mismatches refused."""
+"""A packed row is its documents: loss and every gradient; text-only and image-only batches; mismatches
+refused."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ MODELS = {
         "mla_output_gate": True,
         "q_lora_rank": 8,
     },
-    "full_attnres_tied_quantile": {"attn_res": "full", "tie_word_embeddings": True, "router_balance": "quantile"},
+    "full_attnres_tied_quantile": {
+        "attn_res": "full",
+        "tie_word_embeddings": True,
+        "router_balance": "quantile",
+    },
     "dense": {"num_experts": 0, "attn_res": "block", "attn_res_block_size": 2},
 }
 
@@ -56,7 +61,9 @@ def test_packed_row_equals_its_documents(shape, seed):
     for name, gradient in gradients(model).items():
         assert gradient is not None, name
         bound = TOLERANCE * max(1.0, expected[name].abs().max().item())
-        torch.testing.assert_close(gradient, expected[name], atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradient, expected[name], atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("shape", MODELS)
@@ -100,7 +107,8 @@ def test_text_only_batch_gives_vision_gradients_of_zero():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", ["kimi_linear", "bounded_gate_block_attnres"])
 def test_a_broken_token_stays_in_its_document(shape, value):
-    """Documents shorter than a chunk share one; what is broken in the middle one must reach neither neighbour."""
+    """Documents shorter than a chunk share one; what is broken in the middle one must reach neither
+    neighbour."""
     config = tiny_fusion(**MODELS[shape])
     model = build(config)
     segments = text_documents([9, 20, 7, 40], config).segments
@@ -165,7 +173,8 @@ def test_segments_of_another_row_are_refused():
 
 
 def test_bf16_autocast_stays_close_to_fp32():
-    # dense: with experts a rounded score may pick another expert, a jump that is no rounding error of the others
+    # dense: with experts a rounded score may pick another expert, a jump that is no rounding error of the
+    # others
     config = tiny_fusion(attn_res="block", num_experts=0)
     model = build(config)
     batch = text_documents([50, 30], config)

@@ -1,4 +1,5 @@
-"""The prefix cache: a hit gives what a reading from the start gives, only sooner, and never another text's state."""
+"""The prefix cache: a hit gives what a reading from the start gives, only sooner, and never another text's
+state."""
 
 import pytest
 import torch
@@ -20,10 +21,14 @@ def after(start: TokenPrompt, length: int, seed: int) -> TokenPrompt:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shared", [16, 37, 80])
 def test_a_hit_changes_no_token(shared, seed):
-    """Restored states of other cut points once made answers garbage elsewhere; here tokens must be those of no cache."""
+    """Restored states of other cut points once made answers garbage elsewhere; here tokens must be those of
+    no cache."""
     net = model(seed)
     few_shot = tokens(shared, seed)
-    given = [Request(f"q{i}", after(few_shot, n, i), drawn(12, n=1 + i % 2)) for i, n in enumerate([3, 9, 14, 1, 25])]
+    given = [
+        Request(f"q{i}", after(few_shot, n, i), drawn(12, n=1 + i % 2))
+        for i, n in enumerate([3, 9, 14, 1, 25])
+    ]
     plain = serve(net, given, prefill_chunk=64)
     engine = cached(net)
     done = {}
@@ -64,10 +69,14 @@ def test_other_pictures_are_another_beginning():
         request = Request(f"image {seed}", pictured(seed, text), drawn(6))
         (got,) = engine.generate([request])
         assert got.ids == serve(net, [request])[request.id, 0].ids
-    assert engine.stats()["prefix_hits"] == 1  # only the picture seen before; its placeholders have the same ids
+    assert (
+        engine.stats()["prefix_hits"] == 1
+    )  # only the picture seen before; its placeholders have the same ids
     both = Request("two", pictured(0, text, images=2), drawn(6))
     (got,) = engine.generate([both])
-    assert got.cached_tokens > 16 and got.ids == serve(net, [both])["two", 0].ids  # the first picture and its text
+    assert (
+        got.cached_tokens > 16 and got.ids == serve(net, [both])["two", 0].ids
+    )  # the first picture and its text
 
 
 def test_shared_pages_are_never_written_by_those_who_share_them():
@@ -102,7 +111,11 @@ def test_new_weights_forget_the_cache_and_pictures():
     engine.load_weights(model(1).state_dict(), version=1)
     assert engine.stats()["prefix_checkpoints"] == 0
     (got,) = engine.generate([request])
-    assert got.cached_tokens == 0 and got.ids == serve(model(1), [request])["r", 0].ids and got.versions == [1] * 5
+    assert (
+        got.cached_tokens == 0
+        and got.ids == serve(model(1), [request])["r", 0].ids
+        and got.versions == [1] * 5
+    )
 
 
 def test_captured_routing_does_without_hits():

@@ -1,4 +1,5 @@
-"""The sampler: noise that is a function of the request alone, and distributions that are what they claim to be."""
+"""The sampler: noise that is a function of the request alone, and distributions that are what they claim to
+be."""
 
 import math
 
@@ -30,7 +31,9 @@ def test_noise_is_gumbel():
     assert abs(noise.var().item() - math.pi**2 / 6) < 0.02
     cumulative = torch.exp(-torch.exp(-noise)).flatten().sort().values
     steps = (torch.arange(cumulative.numel()) + 0.5) / cumulative.numel()
-    assert (cumulative - steps).abs().max() < 2.2 / math.sqrt(cumulative.numel())  # Kolmogorov-Smirnov, p about 1e-4
+    assert (cumulative - steps).abs().max() < 2.2 / math.sqrt(
+        cumulative.numel()
+    )  # Kolmogorov-Smirnov, p about 1e-4
     assert noise.max() > 11 and torch.isfinite(noise).all()
 
 
@@ -71,7 +74,9 @@ def test_draws_follow_the_distribution_whose_logprobs_are_returned(temperature, 
     assert (shares[~kept] == 0).all()
     assert (shares - expected).abs().max() < 0.016  # 4.5 standard errors of a share of 20,000 draws
     torch.testing.assert_close(chosen[1], expected.log()[chosen[0].long()], atol=1e-6, rtol=0)
-    torch.testing.assert_close(chosen[2], logits.double().log_softmax(-1)[chosen[0].long()], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        chosen[2], logits.double().log_softmax(-1)[chosen[0].long()], atol=1e-6, rtol=0
+    )
 
 
 def test_top_p_keeps_the_smallest_sufficient_set():
@@ -87,7 +92,12 @@ def test_greedy_rows_and_drawn_rows_share_a_batch():
     logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     mixed = controls(keys(6), 0)
     mixed = Controls(
-        mixed.keys_B, mixed.positions_B, torch.tensor([0.0, 1, 0, 1, 0, 1]), mixed.top_p_B, mixed.min_p_B, mixed.needs
+        mixed.keys_B,
+        mixed.positions_B,
+        torch.tensor([0.0, 1, 0, 1, 0, 1]),
+        mixed.top_p_B,
+        mixed.min_p_B,
+        mixed.needs,
     )
     chosen = choose(logits, mixed, NOTHING)
     drawn = choose(logits, controls(keys(6)), NOTHING)
@@ -103,7 +113,9 @@ def test_banned_tokens_are_never_drawn_and_probabilities_are_renormalised():
     logits[:, 2] = 50.0
     chosen = choose(logits, controls(keys(3000)), torch.tensor([2]))
     assert set(chosen[0].long().tolist()) == {0, 1, 3}
-    torch.testing.assert_close(chosen[1], torch.full((3000,), math.log(1 / 3), dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        chosen[1], torch.full((3000,), math.log(1 / 3), dtype=torch.float64), atol=1e-6, rtol=0
+    )
     mask = torch.zeros(3000, 4, dtype=torch.bool)
     mask[::2, 2] = True
     chosen = choose(logits, controls(keys(3000)), mask)

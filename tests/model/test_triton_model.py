@@ -1,4 +1,5 @@
-"""The whole model through every Triton kernel (interpreted, on a CPU) against the same model on the definitions."""
+"""The whole model through every Triton kernel (interpreted, on a CPU) against the same model on the
+definitions."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ pytest.importorskip("triton")
 
 CASES = ("block", "one block, recomputed", "full, bounded gates", "plain stream, no image", "half precision")
 REPO = Path(__file__).resolve().parents[2]
-# Relative to the largest entry. Measured 2e-5 at worst over all gradients; sums in another order, through two layers.
+# Relative to the largest entry. Measured 2e-5 at worst over all gradients; sums in another order, through two
+# layers.
 FP32 = 5e-5
 FP32_VALUES = 2e-6  # losses and log-probabilities, measured 3e-7: no cancellation of gradients in them
-FP16 = 3e-2  # 11 bits, rounded at the borders of every operation and in other places by the two forms; measured 8e-3
+# 11 bits, rounded at the borders of every operation and in other places by the two forms; measured 8e-3
+FP16 = 3e-2
 STEP = {
-    "kda.triton_conv:short_conv", "kda.triton_kda:kda", "attention.triton_flash:attention",
+    "kda.triton_conv:short_conv",
+    "kda.triton_kda:kda",
+    "attention.triton_flash:attention",
     "attention.triton_max_logit:max_logit",
-    "moe.triton_experts:moe_experts", "loss.triton_rows:linear_cross_entropy", "loss.triton_rows:token_log_probs",
-}  # fmt: skip
+    "moe.triton_experts:moe_experts",
+    "loss.triton_rows:linear_cross_entropy",
+    "loss.triton_rows:token_log_probs",
+}
 IMAGES = {"attention.triton_rope:qkv_rope"}
 BLOCKS = {"attnres.triton_phase1:open_block", "attnres.triton_phase1:phase1"}
 MERGE = {"attnres.triton_merge:step"}

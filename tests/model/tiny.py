@@ -22,16 +22,32 @@ def tiny_text(**overrides: Any) -> ModelConfig:
     linear = dict(num_heads=3, head_dim=8, short_conv_kernel_size=4)
     linear.update(overrides.pop("linear_attn_config", {}))
     shape: dict[str, Any] = dict(
-        vocab_size=97, hidden_size=24, num_hidden_layers=4, intermediate_size=40, bos_token_id=0, eos_token_id=1,
-        pad_token_id=PAD_TOKEN, num_attention_heads=3, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
-        v_head_dim=10, num_experts=6, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=16,
-        linear_attn_config=LinearAttnConfig(**linear), initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=24,
+        num_hidden_layers=4,
+        intermediate_size=40,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=PAD_TOKEN,
+        num_attention_heads=3,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=10,
+        num_experts=6,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        moe_intermediate_size=16,
+        linear_attn_config=LinearAttnConfig(**linear),
+        initializer_range=0.1,
+    )
     return ModelConfig(**{**shape, **overrides})
 
 
 def tiny_vision(**overrides: Any) -> VisionConfig:
-    small = dict(patch_size=4, hidden_size=16, head_dim=8, intermediate_size=24, pos_emb_height=4, pos_emb_width=4)
+    small = dict(
+        patch_size=4, hidden_size=16, head_dim=8, intermediate_size=24, pos_emb_height=4, pos_emb_width=4
+    )
     return VisionConfig.preset("tiny", **{**small, **overrides})
 
 
@@ -67,7 +83,8 @@ class TinyBatch:
 
 
 def document(length: int, grids: list[tuple[int, int, int]], config: FusionConfig, seed: int) -> TinyBatch:
-    """One document of `length` text tokens with its images' pads in the middle; labels shifted, pads unlabelled."""
+    """One document of `length` text tokens with its images' pads in the middle; labels shifted, pads
+    unlabelled."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(6, config.text.vocab_size, (length,), generator=generator)
     merge = config.vision.merge_size

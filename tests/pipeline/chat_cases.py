@@ -1,4 +1,5 @@
-"""Short conversations as files, and a tiny model directory to fine-tune: what the tests of the chat stage share."""
+"""Short conversations as files, and a tiny model directory to fine-tune: what the tests of the chat stage
+share."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import tiny_run
 from PIL import Image
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import build, evaluate, sft
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import seed_everything
 
 MODULE = "earlyfusion.pipeline.sft"
@@ -21,7 +22,8 @@ COLOURS = ("red", "green", "blue")
 
 
 def write_chats(folder: Path, count: int = 48, seed: int = 0) -> Path:
-    """A .jsonl of `count` conversations in turn plain, with a picture, with thinking and a tool, and of two questions."""
+    """A .jsonl of `count` conversations in turn plain, with a picture, with thinking and a tool, and of two
+    questions."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -36,7 +38,9 @@ def write_chats(folder: Path, count: int = 48, seed: int = 0) -> Path:
             turns[0]["content"] = f"<image>which {colour}?"
             row["images"] = [f"{number}.png"]
         if number % 4 == 2:
-            turns.append({"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [call]})
+            turns.append(
+                {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [call]}
+            )
             turns.append({"role": "tool", "name": "python", "content": str(value + 1)})
         turns.append({"role": "assistant", "content": f"{colour} {value}"})
         if number % 4 == 3:

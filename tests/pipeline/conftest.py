@@ -1,4 +1,5 @@
-"""Lets the pipeline tests share modules such as tiny_mla.py (pytest's importlib mode adds no directory itself).
+"""Lets the pipeline tests share modules such as tiny_mla.py (pytest's importlib mode adds no directory
+itself).
 
 And runs of tiny_run.py: its tokenizer and recipe as files, made once.
 """
@@ -14,7 +15,7 @@ import tiny_run
 from tiny_run import forget_processes, run_here
 
 from earlyfusion.pipeline import pretrain
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,9 @@ def recipe(tokenizer) -> Path:
 @pytest.fixture
 def run(monkeypatch):
     """`earlyfusion pretrain` in this process: run(recipe, out, *words) -> exit code."""
-    return lambda recipe, out, *words, **options: run_here(recipe, out, *words, monkeypatch=monkeypatch, **options)
+    return lambda recipe, out, *words, **options: run_here(
+        recipe, out, *words, monkeypatch=monkeypatch, **options
+    )
 
 
 @pytest.fixture
@@ -45,7 +48,9 @@ def training(recipe, tmp_path):
     """Makes a Pretraining of the tiny recipe to look into; closed at the end."""
     made = []
 
-    def make(*words: tuple[str, object], resume: bool = False, out: Path | None = None) -> pretrain.Pretraining:
+    def make(
+        *words: tuple[str, object], resume: bool = False, out: Path | None = None
+    ) -> pretrain.Pretraining:
         forget_processes()
         config = load_config([str(recipe)], [("run.out", str(out or tmp_path / "run")), *words])
         made.append(pretrain.Pretraining(config, resume))

@@ -1,4 +1,5 @@
-"""Steps whose pictures lie unevenly on the ranks, and what a step's gradients are; for test_picture_exchange.py."""
+"""Steps whose pictures lie unevenly on the ranks, and what a step's gradients are; for
+test_picture_exchange.py."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 
 import torch
 
-from earlyfusion.data.encode import Encoded
-from earlyfusion.data.pack import PackedBatch, assemble
+from earlyfusion.data.loading.encode import Encoded
+from earlyfusion.data.loading.pack import PackedBatch, assemble
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.exchange import Route
 from earlyfusion.model.fusion import NativeFusion
@@ -27,7 +28,10 @@ CASES: dict[int, dict[str, Step]] = {
     2: {
         "a rank without pictures": [[[[(1, 4, 4), SMALL], []], [[(1, 2, 6)], [SMALL]]], [[[], []], [[]]]],
         "text only": [[[[], []], [[]]], [[[]], [[], []]]],
-        "one huge and many small": [[[[(1, 12, 14)], [SMALL] * 4, [SMALL] * 5]] * 2, [[[SMALL]], [[], [SMALL]]]],
+        "one huge and many small": [
+            [[[(1, 12, 14)], [SMALL] * 4, [SMALL] * 5]] * 2,
+            [[[SMALL]], [[], [SMALL]]],
+        ],
         "clips beside pictures": [
             [[[(4, 4, 4), (2, 6, 4)], [(1, 4, 2)]], [[(3, 2, 2), (4, 2, 4)]]],
             [[[]], [[(1, 2, 4)], []]],
@@ -54,7 +58,10 @@ def random_step(ranks: int, seed: int) -> Step:
         return rng.choice([1, 1, 2, 4]), 2 * rng.randint(1, 4), 2 * rng.randint(1, 4)
 
     return [
-        [[[picture() for _ in range(rng.choice([0, 0, 1, 3]))] for _ in range(rng.randint(1, 3))] for _ in range(2)]
+        [
+            [[picture() for _ in range(rng.choice([0, 0, 1, 3]))] for _ in range(rng.randint(1, 3))]
+            for _ in range(2)
+        ]
         for _ in range(ranks)
     ]
 
@@ -72,18 +79,40 @@ def config() -> FusionConfig:
     """KDA and MLA, MoE, AttnRes; odd widths; clips of four frames."""
     return FusionConfig(
         text=dict(
-            vocab_size=97, hidden_size=24, num_hidden_layers=4, intermediate_size=40, bos_token_id=0, eos_token_id=1,
-            pad_token_id=PAD, num_attention_heads=3, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
-            v_head_dim=10, num_experts=6, num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=16,
-            linear_attn_config=dict(num_heads=3, head_dim=8, short_conv_kernel_size=4), initializer_range=0.1,
-            attn_res="block", attn_res_block_size=2, tie_word_embeddings=True,
+            vocab_size=97,
+            hidden_size=24,
+            num_hidden_layers=4,
+            intermediate_size=40,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=PAD,
+            num_attention_heads=3,
+            kv_lora_rank=12,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=10,
+            num_experts=6,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            moe_intermediate_size=16,
+            linear_attn_config=dict(num_heads=3, head_dim=8, short_conv_kernel_size=4),
+            initializer_range=0.1,
+            attn_res="block",
+            attn_res_block_size=2,
+            tie_word_embeddings=True,
         ),
         vision=VisionConfig.preset(
-            "tiny", patch_size=4, hidden_size=16, head_dim=8, intermediate_size=24, pos_emb_height=4, pos_emb_width=4,
+            "tiny",
+            patch_size=4,
+            hidden_size=16,
+            head_dim=8,
+            intermediate_size=24,
+            pos_emb_height=4,
+            pos_emb_width=4,
             num_hidden_layers=2,
         ),
         media_token_id=MEDIA,
-    )  # fmt: skip
+    )
 
 
 def model(seed: int, dtype: torch.dtype) -> NativeFusion:
@@ -106,7 +135,9 @@ def batch(documents: list[list[Grid]], seed: int) -> PackedBatch:
         ids = torch.cat([text[:3], torch.full((pads,), MEDIA), text[3:]])
         weights = torch.where(ids == MEDIA, 0.0, torch.rand(len(ids), generator=generator) + 0.5)
         count = sum(num_patches(grid) for grid in grids)
-        patches = torch.randint(0, 256, (count, 3, 4, 4), generator=generator, dtype=torch.uint8) if grids else None
+        patches = (
+            torch.randint(0, 256, (count, 3, 4, 4), generator=generator, dtype=torch.uint8) if grids else None
+        )
         made.append(Encoded(ids, weights, patches, grids, [], torch.arange(3, 3 + pads), "s", str(number)))
     return assemble(made, tokens=TOKENS, pad_id=PAD, sources=["s"], patch_size=4)
 
@@ -132,7 +163,11 @@ def scattered(step: Step, seed: int) -> list[Exchange]:
 
 
 def gradients(
-    runtime: Runtime, prepared: Any, fusion: NativeFusion, parts: list[PackedBatch], routes: list[Route | None] | tuple
+    runtime: Runtime,
+    prepared: Any,
+    fusion: NativeFusion,
+    parts: list[PackedBatch],
+    routes: list[Route | None] | tuple,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, as the optimizer would see them."""
     fusion.zero_grad(set_to_none=False)

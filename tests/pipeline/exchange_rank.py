@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids, supports_all_to_all
-from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
 
 
-def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int, dtype: torch.dtype) -> dict:
-    """One step plain, planned, and with every picture sent anywhere (direct, and by pairs of sends and receives)."""
+def take(
+    runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int, dtype: torch.dtype
+) -> dict:
+    """One step plain, planned, and with every picture sent anywhere (direct, and by pairs of sends and
+    receives)."""
     fusion = cases.model(seed, dtype)
     prepared = runtime.prepare_model(fusion)
     parts = cases.batches(step, runtime.rank, seed)
@@ -48,7 +51,10 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
     note("micro-batches", lambda: gather_grids([[(1, 2, 2)]] * (1 + rank), group, cpu))
     note("digest", lambda: gather_grids([[]], group, cpu, digest=7 + rank))
     fusion = cases.config()
-    note("setting", lambda: PictureExchange(ParallelSection(exchange_pictures=("on", "off")[rank]), fusion, runtime))
+    note(
+        "setting",
+        lambda: PictureExchange(ParallelSection(exchange_pictures=("on", "off")[rank]), fusion, runtime),
+    )
     uneven = PictureExchange(ParallelSection(exchange_above=1.1 + rank), fusion, runtime)
     note("threshold", lambda: uneven.routes([cases.batch([[]], 0)], 4096))
     part = cases.batch([[(1, 4, 4)], [(1, 2, 2)]], 0)
@@ -60,7 +66,12 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
 
 
 def main(rank: int, world: int, port: str, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     runtime = Runtime(threads=1)
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), runtime)

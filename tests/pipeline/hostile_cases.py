@@ -1,11 +1,12 @@
 """Damaged inputs of every kind, made from seeds, and what a loader makes of each: one JSON line a case.
 
-`python hostile_cases.py FOLDER JOBS.json`, JOBS a list of [kind, seed]. A process of its own, so that test_hostile.py can
-limit its memory and end it. A case is
+`python hostile_cases.py FOLDER JOBS.json`, JOBS a list of [kind, seed]. A process of its own, so that
+test_hostile.py can limit its memory and end it. A case is
 
     loaded      the loader took it; for data, [items, used, skipped] as it counts them
     refused     one error of those that the command line shows as one line with exit code 2
-    traceback   any other exception          hang   more than SECONDS          wrong   it gave what was never written
+    traceback   any other exception          hang   more than SECONDS          wrong   it gave what was never
+                written
 """
 
 from __future__ import annotations
@@ -35,32 +36,56 @@ from shard_files import captions, picture, write_tar
 from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
 
-from earlyfusion.data import inspect_cmd, prepare
+from earlyfusion.data import inspect_cmd
 from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.ledger import append_skipped, read_skipped, skip_file
-from earlyfusion.data.sources import build_source
-from earlyfusion.data.stream import Geometry, Spec, Stream
+from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
+from earlyfusion.data.loading.stream import Geometry, Spec, Stream
+from earlyfusion.data.prepare import cmd as prepare
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval import compare
+from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import exit_code_of, one_line
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.plan import meta_model
-from earlyfusion.pipeline.report import write_report
+from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.pipeline.toml_text import to_toml
 
 SECONDS = 10
 MEMORY = 1 << 30
 """Bytes of address space that a case may add to those of an idle process."""
 DEEP = "@deep@"
 ODD: list[Any] = [
-    None, True, -1, 0, 10**12, 10**400, 1e308, float("inf"), float("nan"), "", "x" * 5000, "\ud83d", "\0", "\u2028\x85",
-    "²", "../../../../etc/passwd", "/etc/passwd", "$\\x$", "<script>alert(1)</script>", [], {}, [[]], [None], {"": None},
-    [1, "a"], DEEP,
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    10**12,
+    10**400,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x" * 5000,
+    "\ud83d",
+    "\0",
+    "\u2028\x85",
+    "²",
+    "../../../../etc/passwd",
+    "/etc/passwd",
+    "$\\x$",
+    "<script>alert(1)</script>",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [1, "a"],
+    DEEP,
+]
 """What no writer of a file meant to say."""
 
 
@@ -69,7 +94,8 @@ class Hang(BaseException):
 
 
 def damage(rng: random.Random, data: bytes) -> bytes:
-    """Bytes flipped, cut, taken out, put in, zeroed or doubled; numbers made huge. A third have one bit flipped."""
+    """Bytes flipped, cut, taken out, put in, zeroed or doubled; numbers made huge. A third have one bit
+    flipped."""
     made = bytearray(data)
     if made and rng.random() < 0.33:
         made[rng.randrange(len(made))] ^= 1 << rng.randrange(8)
@@ -105,7 +131,8 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def odd(rng: random.Random, tree: Any) -> bytes:
-    """The tree as JSON with one to three values replaced or taken out; now and then its bytes are damaged, too."""
+    """The tree as JSON with one to three values replaced or taken out; now and then its bytes are damaged,
+    too."""
     tree = copy.deepcopy(tree)
     if rng.random() < 0.1:
         tree = rng.choice(ODD)
@@ -149,18 +176,34 @@ class World:
     @staticmethod
     def state(step: int) -> dict[str, Any]:
         weights = {"w": torch.arange(64.0) * step}
-        return {"model": weights, "optimizer": {"m": weights["w"] / 2}, "trainer": {"n": step}, "lanes": {0: [step, 7]}}
+        return {
+            "model": weights,
+            "optimizer": {"m": weights["w"] / 2},
+            "trainer": {"n": step},
+            "lanes": {0: [step, 7]},
+        }
 
     def prepare(self, source: Path, out: Path) -> list[int] | None:
         """[items, stored, left out] by index.json."""
         prepare.main(
-            [str(source), "--out", str(out), "--workers", "1", "--tokenizer", str(self.words), "--vision", "tiny"]
+            [
+                str(source),
+                "--out",
+                str(out),
+                "--workers",
+                "1",
+                "--tokenizer",
+                str(self.words),
+                "--vision",
+                "tiny",
+            ]
         )
         made = json.loads((out / "index.json").read_text())
         return [made["items"], made["samples"], sum(made["skipped"].values())]
 
     def read(self, kind: str, path: Path, **options: Any) -> list[int]:
-        """[items, used, left out] of one epoch as training counts them; the log of those left out must agree."""
+        """[items, used, left out] of one epoch as training counts them; the log of those left out must
+        agree."""
         config = SourceConfig(name="mine", kind=kind, path=str(path), max_epochs=1, options=options)
         data = DataConfig(sources=[config], on_bad_sample="skip", val_fraction=0.0, prefetch="none")
         source = build_source(config, val_fraction=0.0)
@@ -172,7 +215,9 @@ class World:
         append_skipped(log, entries)
         assert len(read_skipped(path.parent)) == sum(stream.skipped.values()) == len(stream.noted)
         out = str(path.parent / "sheet.html")
-        inspect_cmd.main(["inspect", str(path), "--out", out, "--samples", "3", "--tokenizer", str(self.words)])
+        inspect_cmd.main(
+            ["inspect", str(path), "--out", out, "--samples", "3", "--tokenizer", str(self.words)]
+        )
         return [len(source), stream.given[0], sum(stream.skipped.values())]
 
 
@@ -197,9 +242,29 @@ def tar_bytes(world: World, rng: random.Random, folder: Path) -> Any:
 
 @kind(50)
 def tar_names(world: World, rng: random.Random, folder: Path) -> Any:
-    names = ["a.\udcff.txt", "\udcff\udcfe.txt", "..", "a", "a\u2028b.txt", "x" * 300 + ".jpg", "/etc/x.txt", "a.json", "\0.txt",
-             "c:\\x.txt", "a/./b.txt", ".txt", "a.", "é.txt", "$\\x$.txt", "<script>.txt", "a.txt.", "dir/"]  # fmt: skip
-    with tarfile.open(folder / "a.tar", "w", format=rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))) as tar:
+    names = [
+        "a.\udcff.txt",
+        "\udcff\udcfe.txt",
+        "..",
+        "a",
+        "a\u2028b.txt",
+        "x" * 300 + ".jpg",
+        "/etc/x.txt",
+        "a.json",
+        "\0.txt",
+        "c:\\x.txt",
+        "a/./b.txt",
+        ".txt",
+        "a.",
+        "é.txt",
+        "$\\x$.txt",
+        "<script>.txt",
+        "a.txt.",
+        "dir/",
+    ]
+    with tarfile.open(
+        folder / "a.tar", "w", format=rng.choice((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT))
+    ) as tar:
         for _ in range(rng.randint(1, 8)):
             info = tarfile.TarInfo(rng.choice(names))
             content = rng.choice((b"words", b"", b"caf\xe9", picture(1), b'{"caption": "\\ud83d"}'))
@@ -254,7 +319,9 @@ def index_json(world: World, rng: random.Random, folder: Path) -> Any:
     if rng.random() < 0.4:
         tree["shards"][0]["samples"] = rng.choice((0, 3, 5, 10**12, -1, 1.5, True, "4"))
     path.write_bytes(json.dumps(tree).encode() if rng.random() < 0.2 else odd(rng, tree))
-    with contextlib.suppress(ValueError):  # DataError: the folder may be refused, and then nothing was changed
+    with contextlib.suppress(
+        ValueError
+    ):  # DataError: the folder may be refused, and then nothing was changed
         prepare.main(["--out", str(folder / "p"), "--verify"])
     return world.read("webdataset", folder / "p")
 
@@ -269,21 +336,31 @@ def text_lines(world: World, rng: random.Random, folder: Path) -> Any:
 ROW = {
     "messages": [
         {"role": "user", "content": "<image>how many?"},
-        {"role": "assistant", "content": "3", "reasoning_content": "one two three", "weight": 1.0,
-         "tool_calls": [{"function": {"name": "python", "arguments": "{\"code\": \"1\"}"}}]},
+        {
+            "role": "assistant",
+            "content": "3",
+            "reasoning_content": "one two three",
+            "weight": 1.0,
+            "tool_calls": [{"function": {"name": "python", "arguments": '{"code": "1"}'}}],
+        },
         {"role": "tool", "name": "python", "index": 1, "content": "1"},
-        {"role": "assistant", "content": [{"type": "text", "text": "so"}, {"type": "image", "image": "a.png"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "so"}, {"type": "image", "image": "a.png"}],
+        },
     ],
     "images": ["a.png"],
     "tools": [{"name": "python"}],
-}  # fmt: skip
+}
 
 
 @kind(60)
 def chat_rows(world: World, rng: random.Random, folder: Path) -> Any:
     (folder / "a.png").write_bytes(picture(1, form="PNG"))
     (folder / "link.png").symlink_to("/etc/passwd")
-    rows = [odd(rng, ROW).replace(b"a.png", rng.choice((b"a.png", b"link.png", b"../a.png"))) for _ in range(5)]
+    rows = [
+        odd(rng, ROW).replace(b"a.png", rng.choice((b"a.png", b"link.png", b"../a.png"))) for _ in range(5)
+    ]
     (folder / "a.jsonl").write_bytes(
         b"\n".join([json.dumps(ROW).encode(), *(row.replace(b"\n", b" ") for row in rows)])
     )
@@ -309,10 +386,19 @@ def folder_files(world: World, rng: random.Random, folder: Path) -> Any:
 
 
 ENTRIES: list[dict[str, Any]] = [
-    {"caption": "a cup", "boxes": [[1, 2, 10, 12]], "labels": ["cup"], "coordinates": "absolute", "box_format": "xyxy"},
+    {
+        "caption": "a cup",
+        "boxes": [[1, 2, 10, 12]],
+        "labels": ["cup"],
+        "coordinates": "absolute",
+        "box_format": "xyxy",
+    },
     {"regions": [{"label": "cup", "box": [1, 2, 10, 12]}, {"label": "dot", "point": [3, 4]}]},
     {"ocr": [{"text": "words", "box": [1, 2, 10, 12]}]},
-    {"conversations": [{"from": "human", "value": "<image>how?"}, {"from": "gpt", "value": "so"}], "image": "a.png"},
+    {
+        "conversations": [{"from": "human", "value": "<image>how?"}, {"from": "gpt", "value": "so"}],
+        "image": "a.png",
+    },
     {"texts": ["a", None, "b"], "images": [None, "a.png", None]},
     {"text_list": ["a", "b"], "image_info": [{"matched_text_index": 0, "image_name": "a.png"}]},
     {"questions": [{"question": "how many?", "answer": ["3", "three"]}]},
@@ -377,7 +463,9 @@ def datasets_on_disk(world: World, rng: random.Random, folder: Path) -> Any:
     shutil.copytree(whole, folder / "d")
     path = rng.choice(sorted((folder / "d").iterdir()))
     data = path.read_bytes()
-    path.write_bytes(odd(rng, json.loads(data)) if path.suffix == ".json" and rng.random() < 0.8 else damage(rng, data))
+    path.write_bytes(
+        odd(rng, json.loads(data)) if path.suffix == ".json" and rng.random() < 0.8 else damage(rng, data)
+    )
     return world.prepare(folder / "d", folder / "out")
 
 
@@ -406,7 +494,9 @@ def model_config(world: World, rng: random.Random, folder: Path) -> Any:
     tree = json.loads(path.read_bytes())
     if rng.random() < 0.5:
         section = tree[rng.choice(("text_config", "vision_config"))]
-        section[rng.choice([key for key in section if key != "model_type"])] = 10 ** rng.choice((6, 9, 12, 18))
+        section[rng.choice([key for key in section if key != "model_type"])] = 10 ** rng.choice(
+            (6, 9, 12, 18)
+        )
         path.write_text(json.dumps(tree))
     else:
         path.write_bytes(odd(rng, tree))
@@ -440,7 +530,9 @@ def tokenizers(world: World, rng: random.Random, folder: Path) -> Any:
         path.write_text(json.dumps(tree))
     elif way < 0.5 and "model" in tree:
         tree["added_tokens"][0]["id"] = rng.choice((-1, 2**32 - 1, 2**40, 1.5, None))
-        tree["model"]["vocab"][rng.choice(list(tree["model"]["vocab"]))] = rng.choice((-1, 2**32 - 1, 2**31, 7))
+        tree["model"]["vocab"][rng.choice(list(tree["model"]["vocab"]))] = rng.choice(
+            (-1, 2**32 - 1, 2**31, 7)
+        )
         path.write_text(json.dumps(tree))
     else:
         path.write_bytes(odd(rng, tree) if way < 0.8 else damage(rng, path.read_bytes()))
@@ -457,8 +549,24 @@ def recipes(world: World, rng: random.Random, folder: Path) -> Any:
     if rng.random() < 0.4:
         text = damage(rng, text)
     else:
-        values = ("-1", "[]", "{}", '""', "true", "1e999", "nan", "9" * 400, "9" * 5000, "[" * 5000, '"/dev/zero"', '"\\uD800"',
-                  "1979-05-27", "1000000", "1000000000", '"pipe:touch x"')  # fmt: skip
+        values = (
+            "-1",
+            "[]",
+            "{}",
+            '""',
+            "true",
+            "1e999",
+            "nan",
+            "9" * 400,
+            "9" * 5000,
+            "[" * 5000,
+            '"/dev/zero"',
+            '"\\uD800"',
+            "1979-05-27",
+            "1000000",
+            "1000000000",
+            '"pipe:touch x"',
+        )
         lines = text.split(b"\n")
         for _ in range(rng.randint(1, 3)):
             at = rng.choice([i for i, line in enumerate(lines) if b" = " in line])
@@ -490,13 +598,29 @@ def checkpoints(world: World, rng: random.Random, folder: Path) -> Any:
 @kind(9)
 def run_folders(world: World, rng: random.Random, folder: Path) -> Any:
     name = rng.choice(("a", "$\\x$ b$", "<script>", "\ud83d", "\0"))
-    record = {"step": 1, "event": "train", "loss": 2.0, f"loss/source/{name}": 2.0, f"data/share/{name}": 0.5, "lr": 1e-3,
-              "expert_load": {"1": [0.5, 0.5]}, "max_logit": {"3": [5.0, 7.0]}, "message": name}  # fmt: skip
+    record = {
+        "step": 1,
+        "event": "train",
+        "loss": 2.0,
+        f"loss/source/{name}": 2.0,
+        f"data/share/{name}": 0.5,
+        "lr": 1e-3,
+        "expert_load": {"1": [0.5, 0.5]},
+        "max_logit": {"3": [5.0, 7.0]},
+        "message": name,
+    }
     lines = [json.dumps({**record, "step": i}).encode() for i in range(4)]
     lines += [odd(rng, record).replace(b"\n", b" ") for _ in range(4)]
     (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    vqa = {"name": "easy_vqa", "step": 1, "accuracy": 0.5, "blind_accuracy": 0.4, "majority_accuracy": 0.3, "questions": 4,
-           "by_kind": {name: {"questions": "<script>alert(1)</script>", "accuracy": 0.9}}}  # fmt: skip
+    vqa = {
+        "name": "easy_vqa",
+        "step": 1,
+        "accuracy": 0.5,
+        "blind_accuracy": 0.4,
+        "majority_accuracy": 0.3,
+        "questions": 4,
+        "by_kind": {name: {"questions": "<script>alert(1)</script>", "accuracy": 0.9}},
+    }
     samples = {
         "step": 1,
         "samples": [{"image": rng.choice(("a\0.png", "\ud83d", "x" * 5000)), "prompt": name, "answer": name}],
@@ -513,15 +637,35 @@ def comparisons(world: World, rng: random.Random, folder: Path) -> Any:
         place = folder / arm / "mmlu"
         place.mkdir(parents=True)
         names = ("math", "$\\x$ b$", "<script>alert(1)</script>", "[/bold]")
-        rows = [{"id": str(i), "repeat": 0, "prompt_hash": f"p{i}", "score": float(i % 2), "category": names[i % 4], "tokens": 7}
-                for i in range(12)]  # fmt: skip
+        rows = [
+            {
+                "id": str(i),
+                "repeat": 0,
+                "prompt_hash": f"p{i}",
+                "score": float(i % 2),
+                "category": names[i % 4],
+                "tokens": 7,
+            }
+            for i in range(12)
+        ]
         lines = [json.dumps(row).encode() for row in rows]
         if rng.random() < 0.25:
             lines[0] = odd(rng, rows[0]).replace(b"\n", b" ")
         (place / "records.jsonl").write_bytes(b"\n".join(lines))
         summary = {"task": "mmlu", "data_hash": "<script>/*", "metrics": {"chance": 0.1}}
-        (place / "summary.json").write_bytes(json.dumps(summary).encode() if rng.random() < 0.8 else odd(rng, summary))
-    words = [str(folder / "base"), str(folder / "treated"), "--out", str(folder), "--draws", "100", "--flips", "100"]
+        (place / "summary.json").write_bytes(
+            json.dumps(summary).encode() if rng.random() < 0.8 else odd(rng, summary)
+        )
+    words = [
+        str(folder / "base"),
+        str(folder / "treated"),
+        "--out",
+        str(folder),
+        "--draws",
+        "100",
+        "--flips",
+        "100",
+    ]
     compare.main(words)
     assert "<script" not in (folder / "compare.html").read_text(encoding="utf-8")
 

@@ -26,7 +26,8 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass
 class Attack:
-    """`run(port)` gives "refused" (an error in one line), "answered", or "closed" (the server hung up or was left)."""
+    """`run(port)` gives "refused" (an error in one line), "answered", or "closed" (the server hung up or was
+    left)."""
 
     name: str
     run: Callable[[int], str]
@@ -41,11 +42,15 @@ def outcome(status: int, body: bytes) -> str:
     message = error["message"]
     assert set(error) == {"message", "type", "param", "code"} and 400 <= status < 600 and status != 500, body
     assert message and "\n" not in message and len(message) < 600, message
-    assert not any(word in message for word in ("Traceback", "data.decode", "on_bad_sample", "earlyfusion")), message
+    assert not any(
+        word in message for word in ("Traceback", "data.decode", "on_bad_sample", "earlyfusion")
+    ), message
     return "refused"
 
 
-def post(path: str, body: bytes | Callable[[], bytes], headers: dict[str, str] = JSON) -> Callable[[int], str]:
+def post(
+    path: str, body: bytes | Callable[[], bytes], headers: dict[str, str] = JSON
+) -> Callable[[int], str]:
     def run(port: int) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         try:
@@ -82,7 +87,8 @@ def video(data: bytes) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url_of(data, "video/mp4")}}
 
 
-# ---- texts and counts -----------------------------------------------------------------------------------------------
+# ---- texts and counts
+# -----------------------------------------------------------------------------------------------
 
 
 def texts() -> Iterator[Attack]:
@@ -110,7 +116,9 @@ def texts() -> Iterator[Attack]:
             # up to LONGEST they are read, in a process: half a million spaces are few tokens
             yield ask(f"{size} characters of {name} {path}", path, body, "refused", "answered")
     yield ask("a message of 30 MB", CHAT, lambda: json.dumps(chat("a b, " * 6_000_000)).encode())
-    yield ask("a prompt of 30 MB of one letter", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * 30_000_000 + b'"}')
+    yield ask(
+        "a prompt of 30 MB of one letter", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * 30_000_000 + b'"}'
+    )
     yield ask("5 million escapes", COMPLETIONS, lambda: b'{"prompt": "' + b"\\u0041" * 5_000_000 + b'"}')
     yield ask("30 MB of spaces", COMPLETIONS, lambda: b" " * 30_000_000 + b"{}")
 
@@ -118,27 +126,43 @@ def texts() -> Iterator[Attack]:
 def counts() -> Iterator[Attack]:
     for count in (100, 3_000_000):
         wrong = "[" + ",".join(["5"] * count) + "]"
-        yield ask(f"{count} ids and an odd one", COMPLETIONS, lambda w=wrong: f'{{"prompt": [{w}, [-1]]}}'.encode())
+        yield ask(
+            f"{count} ids and an odd one", COMPLETIONS, lambda w=wrong: f'{{"prompt": [{w}, [-1]]}}'.encode()
+        )
     yield ask("3,000,000 ids", COMPLETIONS, lambda: b'{"prompt": [' + b"5," * 3_000_000 + b"5]}")
     yield ask("60,000 ids and no place", COMPLETIONS, {"prompt": [5] * 60_000, "max_tokens": 4000, "n": 4})
     yield ask(
-        "100,000 turns", CHAT, lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode()
+        "100,000 turns",
+        CHAT,
+        lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
     )
     yield ask("2,000 turns", CHAT, {"messages": [{"role": "user", "content": "x"}] * 2000})
     yield ask("100,000 prompts", COMPLETIONS, lambda: json.dumps({"prompt": ["x"] * 100_000}).encode())
     yield ask("64 prompts of 16 samples", COMPLETIONS, {"prompt": ["x"] * 64, "n": 16})
-    yield ask("200,000 keys", CHAT, lambda: json.dumps({**chat("x"), **{f"k{i}": 1 for i in range(200_000)}}).encode())
+    yield ask(
+        "200,000 keys",
+        CHAT,
+        lambda: json.dumps({**chat("x"), **{f"k{i}": 1 for i in range(200_000)}}).encode(),
+    )
     yield ask("70 keys", CHAT, {**chat("x"), **{f"k{i}": 1 for i in range(70)}})
     yield ask(
-        "100,000 stop strings", CHAT, lambda: json.dumps(chat("x", stop=[f"s{i}" for i in range(100_000)])).encode()
+        "100,000 stop strings",
+        CHAT,
+        lambda: json.dumps(chat("x", stop=[f"s{i}" for i in range(100_000)])).encode(),
     )
     yield ask("5 stop strings", CHAT, chat("x", stop=list("abcde")))
     yield ask("a stop string of 1 MB", CHAT, chat("x", stop="y" * 1_000_000))
     yield ask("an empty stop string", CHAT, chat("x", stop=[""]))
-    yield ask("100,000 parts", CHAT, lambda: json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode())
+    yield ask(
+        "100,000 parts", CHAT, lambda: json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode()
+    )
     yield ask("1,100 parts", CHAT, chat([{"type": "text", "text": "x"}] * 1100))
     call = {"function": {"name": "f", "arguments": "{}"}}
-    yield ask("10,000 calls", CHAT, {"messages": [{"role": "assistant", "content": "", "tool_calls": [call] * 10_000}]})
+    yield ask(
+        "10,000 calls",
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [call] * 10_000}]},
+    )
     yield ask("65 pictures", CHAT, chat([picture(b"x")] * 65))
     yield ask("65 frames", CHAT, chat([{"type": "video", "video": ["data:image/png;base64,AAAA"] * 65}]))
     for number, value in enumerate((10**400, 10**9, -1, 1e999, "many", None, [1], {}, 0)):
@@ -157,7 +181,11 @@ def nested() -> Iterator[Attack]:
         for key in ("metadata", "messages", "logit_bias", "tools", "response_format", "stop"):
             yield ask(f"{key} of {name} 100,000 deep", CHAT, f'{{"messages": [], "{key}": {text}}}'.encode)
         for depth in (400, 900, 3000, 100_000):
-            inner = '{"a":' + (name.replace("{", '{"a":') * depth + "1" + ("]" if name == "[" else "}") * depth) + "}"
+            inner = (
+                '{"a":'
+                + (name.replace("{", '{"a":') * depth + "1" + ("]" if name == "[" else "}") * depth)
+                + "}"
+            )
             call = {"function": {"name": "f", "arguments": inner}}
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             body = {
@@ -199,7 +227,8 @@ def odd_json(seed: int = 0, count: int = 40) -> Iterator[Attack]:
         yield ask(f"odd object {number}", CHAT, text.encode)
 
 
-# ---- media ----------------------------------------------------------------------------------------------------------
+# ---- media
+# ----------------------------------------------------------------------------------------------------------
 
 
 def chunk(name: bytes, body: bytes) -> bytes:
@@ -280,22 +309,45 @@ def pictures(seed: int = 0) -> Iterator[Attack]:
     )
     frames = {"type": "video", "video": [url_of(large)] * 24}
     yield ask("24 true frames of 25 million pixels", CHAT, lambda: json.dumps(chat([frames])).encode())
-    for url in ("http://127.0.0.1:1/a", "file:///etc/passwd", "ftp://x/y", "data:image/png,abc", "data:image/png;base64,@@", "", "\ud800",
-                "//x/y", "data:;base64", "gopher://x"):  # fmt: skip
+    for url in (
+        "http://127.0.0.1:1/a",
+        "file:///etc/passwd",
+        "ftp://x/y",
+        "data:image/png,abc",
+        "data:image/png;base64,@@",
+        "",
+        "\ud800",
+        "//x/y",
+        "data:;base64",
+        "gopher://x",
+    ):
         yield ask(f"url {url!r}", CHAT, chat([{"type": "image_url", "image_url": {"url": url}}]))
 
 
 def videos(seed: int = 0) -> Iterator[Attack]:
     session = b"\nv=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 15004 RTP/AVP 96\n"
     beginnings = (
-        b"AAAAftypjp2 ", b"\0\0\0\x18ftypisom\0\0\2\0isom", b"AAAAmoov", b"\0\0\0\x08skip", b"AAAAfree", b"\x1a\x45\xdf\xa3\x9f\x42\x82\x84webm",
-        b"FLV\1\1\0\0\0\x09\0\0\0\0\x09", b"OggS\0\2" + bytes(8), b"RIFF\xff\0\0\0AVI LIST", b"\0\0\1\xba\x44",
-        bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"), b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/a.ts\n", b"ffconcat version 1.0\nfile /etc/passwd\n", b"",
-    )  # fmt: skip
+        b"AAAAftypjp2 ",
+        b"\0\0\0\x18ftypisom\0\0\2\0isom",
+        b"AAAAmoov",
+        b"\0\0\0\x08skip",
+        b"AAAAfree",
+        b"\x1a\x45\xdf\xa3\x9f\x42\x82\x84webm",
+        b"FLV\1\1\0\0\0\x09\0\0\0\0\x09",
+        b"OggS\0\2" + bytes(8),
+        b"RIFF\xff\0\0\0AVI LIST",
+        b"\0\0\1\xba\x44",
+        bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c"),
+        b"#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1:1/a.ts\n",
+        b"ffconcat version 1.0\nfile /etc/passwd\n",
+        b"",
+    )
     for number, beginning in enumerate(beginnings):
         yield ask(f"session description {number}", CHAT, chat([video(beginning + session)]))
     yield ask("GIF of 3,000 frames of 6,000 x 6,000", CHAT, chat([video(gif(6_000, 6_000, 3_000))]))
-    yield ask("GIF of 3,000 frames of 200 x 200", CHAT, chat([video(gif(200, 200, 3_000))]), "refused", "answered")
+    yield ask(
+        "GIF of 3,000 frames of 200 x 200", CHAT, chat([video(gif(200, 200, 3_000))]), "refused", "answered"
+    )
     yield ask("GIF of 100,000 frames", CHAT, lambda: json.dumps(chat([video(gif(9, 9, 100_000))])).encode())
     rng = random.Random(seed)
     for number, beginning in enumerate(beginnings[:11]):
@@ -303,10 +355,13 @@ def videos(seed: int = 0) -> Iterator[Attack]:
         yield ask(f"junk behind a beginning {number}", CHAT, chat([video(junk)]))
 
 
-# ---- connections ----------------------------------------------------------------------------------------------------
+# ---- connections
+# ----------------------------------------------------------------------------------------------------
 
 
-def raw(name: str, *pieces: bytes, pause_s: float = 0.0, allowed: tuple[str, ...] = ("refused", "closed")) -> Attack:
+def raw(
+    name: str, *pieces: bytes, pause_s: float = 0.0, allowed: tuple[str, ...] = ("refused", "closed")
+) -> Attack:
     """Bytes as they are; what comes back is an error, an answer, or the end of the connection."""
 
     def run(port: int) -> str:
@@ -336,7 +391,9 @@ def wire() -> Iterator[Attack]:
     for length in (b"-1", b"1e3", b"99999999999999999999", b"0x10", b""):
         yield raw(f"a length of {length!r}", head + b"Content-Length: " + length + b"\r\n\r\n{}")
     yield raw("a head of 10 MB", b"GET /health HTTP/1.1\r\nX: " + b"a" * 10_000_000)
-    yield raw("50,000 header lines", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 50_000 + b"\r\n")
+    yield raw(
+        "50,000 header lines", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 50_000 + b"\r\n"
+    )
     yield raw("a path of 1 MB", b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for number, junk in enumerate(
         (
@@ -349,7 +406,9 @@ def wire() -> Iterator[Attack]:
     ):
         yield raw(f"no HTTP {number}", junk + b"\r\n\r\n")
     yield raw(
-        "1,000 requests in one line", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, allowed=("answered",)
+        "1,000 requests in one line",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000,
+        allowed=("answered",),
     )
     for host in (
         b"evil.example",
@@ -359,15 +418,29 @@ def wire() -> Iterator[Attack]:
         b"localhost.evil.example",
         b"127.0.0.1.evil.example",
     ):
-        yield raw(f"host {host!r}", b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n", allowed=("refused",))
+        yield raw(
+            f"host {host!r}", b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n", allowed=("refused",)
+        )
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         yield Attack(f"content type {kind!r}", post(COMPLETIONS, b'{"prompt": "x"}', {"Content-Type": kind}))
-    for path in ("/v1/../../etc/passwd", "/docs", "/openapi.json", "/v1/models/other", "/%00", "/" + "a/" * 1000):
+    for path in (
+        "/v1/../../etc/passwd",
+        "/docs",
+        "/openapi.json",
+        "/v1/models/other",
+        "/%00",
+        "/" + "a/" * 1000,
+    ):
         yield raw(
-            f"path {path[:20]!r}", f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), allowed=("refused",)
+            f"path {path[:20]!r}",
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
+            allowed=("refused",),
         )
     for method in ("PUT", "DELETE", "OPTIONS", "TRACE", "BREW"):
-        text = f"{method} /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nContent-Length: 0\r\n\r\n"
+        text = (
+            f"{method} /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin:"
+            " http://evil.example\r\nContent-Length: 0\r\n\r\n"
+        )
         yield raw(f"method {method}", text.encode(), allowed=("refused",))
 
 
@@ -386,10 +459,17 @@ def leavers() -> Iterator[Attack]:
             for seconds in (0.0, 0.3, 1.0):
 
                 def run(
-                    port: int, path: str = path, body: Any = body, reset: bool = reset, seconds: float = seconds
+                    port: int,
+                    path: str = path,
+                    body: Any = body,
+                    reset: bool = reset,
+                    seconds: float = seconds,
                 ) -> str:
                     text = json.dumps(body).encode()
-                    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+                    head = (
+                        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+                        f" application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+                    )
                     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as link:
                         link.sendall(head.encode() + text)
                         time.sleep(seconds)
@@ -398,7 +478,9 @@ def leavers() -> Iterator[Attack]:
                     return "closed"
 
                 yield Attack(
-                    f"leaves after {seconds} s: {name}, {'RST' if reset else 'FIN'}", run, frozenset({"closed"})
+                    f"leaves after {seconds} s: {name}, {'RST' if reset else 'FIN'}",
+                    run,
+                    frozenset({"closed"}),
                 )
 
 
@@ -432,8 +514,12 @@ def crowds() -> Iterator[Attack]:
 
 
 def half_bodies() -> Attack:
-    """More requests under way than are taken: strangers are told to come back, until the bodies' time is over."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    """More requests under way than are taken: strangers are told to come back, until the bodies' time is
+    over."""
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:"
+        b" application/json\r\nContent-Length: 99\r\n\r\n{"
+    )
     return crowd("400 half bodies", 400, head, 1.0, "refused", "answered")
 
 

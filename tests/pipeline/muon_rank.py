@@ -1,4 +1,5 @@
-"""One of two gloo processes for test_qk_clip.py: `python muon_rank.py RANK FOLDER`; writes FOLDER/rank{RANK}.pt."""
+"""One of two gloo processes for test_qk_clip.py: `python muon_rank.py RANK FOLDER`; writes
+FOLDER/rank{RANK}.pt."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def shard(model: nn.Module, name: str, mesh) -> None:
 
 
 def train(mesh=None) -> dict:
-    """Two MuonClip steps with a clipped head; weights sharded over the mesh if there is one. Returns full weights."""
+    """Two MuonClip steps with a clipped head; weights sharded over the mesh if there is one. Returns full
+    weights."""
     torch.manual_seed(0)
     model = TinyModel()
     fill_gradients(model, 0)
@@ -65,10 +67,15 @@ def train(mesh=None) -> dict:
     for step in range(2):
         for name, param in model.named_parameters():
             grad = grads[name] * (1 + step)
-            param.grad = distribute_tensor(grad, mesh, [Shard(0)]) if mesh and name in SHARDED else grad.clone()
+            param.grad = (
+                distribute_tensor(grad, mesh, [Shard(0)]) if mesh and name in SHARDED else grad.clone()
+            )
         model.layers[1].self_attn.max_logit.copy_(torch.tensor([0.5, 4.0, 0.1, 1.5]))
         opt.step()
-    return {n: p.full_tensor().detach() if mesh and n in SHARDED else p.detach() for n, p in model.named_parameters()}
+    return {
+        n: p.full_tensor().detach() if mesh and n in SHARDED else p.detach()
+        for n, p in model.named_parameters()
+    }
 
 
 def refusal(mesh) -> str:

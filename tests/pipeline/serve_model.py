@@ -1,4 +1,5 @@
-"""A small random model directory for the tests of the endpoint and the chat, and a server of it as a process."""
+"""A small random model directory for the tests of the endpoint and the chat, and a server of it as a
+process."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 
 
 def write_model(folder: Path, seed: int = 0) -> Path:
@@ -59,7 +60,9 @@ class Server:
     def post(self, path: str, **arguments) -> Any:
         import httpx
 
-        return httpx.post(self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, **arguments)
+        return httpx.post(
+            self.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=60, **arguments
+        )
 
     def stats(self) -> dict:
         import httpx

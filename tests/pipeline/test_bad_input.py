@@ -10,8 +10,8 @@ import tiny_run
 from tiny_run import finish, run_here, start
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.pipeline.arguments import parse_arguments
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.arguments import parse_arguments
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER, UserError
 from earlyfusion.pipeline.runtime import check_launcher
 
@@ -20,7 +20,9 @@ def refused(capsys, code: int) -> str:
     """The one line on stderr of a refused run."""
     assert code == EXIT_USER
     lines = capsys.readouterr().err.strip().splitlines()
-    errors = [line for line in lines if not line.startswith(("tiny: ", "2 steps, "))]  # the head of a run that began
+    errors = [
+        line for line in lines if not line.startswith(("tiny: ", "2 steps, "))
+    ]  # the head of a run that began
     assert len(errors) == 1 and errors[0].startswith("error: "), lines
     return errors[0]
 
@@ -30,7 +32,10 @@ BAD = {
     "nearest key": (("--optim.weight_decai", "1"), ["did you mean 'weight_decay'?"]),
     "wrong value": (("--stages.short.steps", "many"), ["stages.short.steps", "many"]),
     "unknown recipe option": (("--reusme",), ["--reusme", "resume"]),
-    "unknown frozen name": (("--stages.short.frozen", '["visoin"]'), ["visoin", "matches no parameter", "vision"]),
+    "unknown frozen name": (
+        ("--stages.short.frozen", '["visoin"]'),
+        ["visoin", "matches no parameter", "vision"],
+    ),
     "unknown eval task": (("--eval.tasks", '["easy_vqs"]'), ["easy_vqs", "did you mean 'easy_vqa'?"]),
     "unknown form of a task": (("--eval.tasks", '["mmlu_pro:mfc"]'), ["mmlu_pro", "mfc", "mcf"]),
     "task without its data": (("--eval.tasks", '["mmlu_pro"]'), ["mmlu_pro", "data"]),
@@ -80,7 +85,9 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("case", list(LAUNCHED))
-def test_settings_of_a_launcher_that_nothing_obeys_are_refused(run, recipe, tmp_path, capsys, monkeypatch, case):
+def test_settings_of_a_launcher_that_nothing_obeys_are_refused(
+    run, recipe, tmp_path, capsys, monkeypatch, case
+):
     settings, part = LAUNCHED[case]
     for name in ("MASTER_ADDR", "WORLD_SIZE", *(key for key in os.environ if key.startswith("ACCELERATE_"))):
         monkeypatch.delenv(name, raising=False)
@@ -89,7 +96,9 @@ def test_settings_of_a_launcher_that_nothing_obeys_are_refused(run, recipe, tmp_
     assert part in refused(capsys, run(recipe, tmp_path / "out", "--dry-run"))
 
 
-@pytest.mark.parametrize("option", ["--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--use_fsdp"])
+@pytest.mark.parametrize(
+    "option", ["--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--use_fsdp"]
+)
 def test_options_that_a_launcher_does_not_hand_on_are_read_from_its_command_line(option):
     words = ["python", "accelerate", "launch", *option.split(), "-m", "x"]
     with pytest.raises(UserError, match="accelerate was"):
@@ -98,7 +107,9 @@ def test_options_that_a_launcher_does_not_hand_on_are_read_from_its_command_line
 
 
 def test_settings_of_a_launcher_that_agree_pass():
-    check_launcher("bf16", {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"})
+    check_launcher(
+        "bf16", {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+    )
     check_launcher("bf16", {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"})
     check_launcher("no", {"MASTER_ADDR": "node0", "WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"})
     check_launcher("no", {"MASTER_ADDR": "node0"})
@@ -122,7 +133,12 @@ def test_an_unreadable_picture_is_named_and_leaves_no_model(run, tokenizer, tmp_
         (pictures / f"{index}.txt").write_text("a caption")
     sources = [{"name": "mine", "kind": "folder", "path": str(pictures)}]
     stages = [{"name": "only", "steps": 2, "length": 96, "tokens": 256}]
-    changes = {"data__sources": sources, "stages": stages, "train__loss_weights": {}, "data__val_fraction": 0.0}
+    changes = {
+        "data__sources": sources,
+        "stages": stages,
+        "train__loss_weights": {},
+        "data__val_fraction": 0.0,
+    }
     recipe = tiny_run.write_recipe(tmp_path / "r.toml", tiny_run.tiny_recipe(tokenizer, **changes))
     line = refused(capsys, run(recipe, tmp_path / "out"))
     assert ".png" in line and str(pictures) in line
@@ -150,7 +166,9 @@ def test_a_fresh_run_never_writes_over_checkpoints(run, recipe, stopped, capsys)
 
 def test_a_recipe_changed_under_a_resume_is_refused_by_key(run, recipe, stopped, capsys):
     before = files(stopped)
-    line = refused(capsys, run(recipe, stopped, "--resume", "--optim.lr", "0.5", "--stages.short.length", "64"))
+    line = refused(
+        capsys, run(recipe, stopped, "--resume", "--optim.lr", "0.5", "--stages.short.length", "64")
+    )
     assert "optim.lr: 0.01 -> 0.5" in line and "stages.0.length: 96 -> 64" in line
     assert files(stopped) == before
 

@@ -1,12 +1,13 @@
-"""`earlyfusion bench balance` on the tiny recipe: its figures against the plan, and nothing of a run touched."""
+"""`earlyfusion bench balance` on the tiny recipe: its figures against the plan, and nothing of a run
+touched."""
 
 import json
 
 import pytest
 from tiny_run import forget_processes
 
-from earlyfusion.pipeline import bench_balance
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.bench import balance as bench_balance
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import UserError
 
 

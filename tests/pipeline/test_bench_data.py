@@ -7,15 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from earlyfusion.pipeline import bench_data, bench_waiting
-from earlyfusion.pipeline.bench import main
+from earlyfusion.pipeline.bench import waiting as bench_waiting
+from earlyfusion.pipeline.bench.cmd import main
+from earlyfusion.pipeline.bench.data import run as bench_data
 from earlyfusion.pipeline.errors import UserError
 
 
 @pytest.mark.slow
 def test_bench_data_runs_all_three_parts_and_saves_them(tmp_path, capsys):
     out = tmp_path / "data.json"
-    options = "--images 8 --samples 30 --workers 1 --length 1024 --rounds 1 --memory-samples 60 --patch-limit 200"
+    options = (
+        "--images 8 --samples 30 --workers 1 --length 1024 --rounds 1 --memory-samples 60 --patch-limit 200"
+    )
     assert main(["data", *options.split(), "--step-ms", "1", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert set(record["decoding"]["sides"]) == {"webdataset", "ours", "ours-exact"}

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from earlyfusion.pipeline.bench_engine import main
-from earlyfusion.pipeline.bench_engine_context import all_mla, measure_contexts
-from earlyfusion.pipeline.bench_engine_peer import GROUP, Case, shared_shape
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.bench.engine.context import all_mla, measure_contexts
+from earlyfusion.pipeline.bench.engine.peer import GROUP, Case, shared_shape
+from earlyfusion.pipeline.bench.engine.run import main
+from earlyfusion.pipeline.config.compose import load_config
 
 SMALL = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, vocab_size=64, num_experts=4)
 
@@ -31,7 +31,8 @@ def test_cases_are_what_they_are_called(seed):
 
 
 def test_the_hybrid_needs_the_share_of_its_mla_layers():
-    """nano: one MLA layer of four. At long contexts the state hardly counts, and four times the batch fits."""
+    """nano: one MLA layer of four. At long contexts the state hardly counts, and four times the batch
+    fits."""
     records = measure_contexts(shape(), [512, 8192], steps=1, seed=0, most_batch=4)
     for record, least in zip(records, (2.0, 3.5)):
         assert least < record["all_mla_bytes"] / record["hybrid_bytes"] <= 4.0
@@ -64,5 +65,9 @@ def test_engine_and_transformers_give_the_same_tokens(tmp_path):
     assert [(r["batch"], r["lengths"]) for r in records] == [(16, "equal"), (16, "ragged"), (16, "groups")]
     for record in records:
         assert record["sides"]["generate"]["equal_tokens"] >= 0.9  # transformers' padding may flip a near tie
-        assert record["sides"]["generate-tuned"]["equal_tokens"] >= 0.9, "the recurrent rule is another function"
-        assert record["ratio_to_best"] > 0 and record["ratio_to_tuned"] > 0 and record["ratio_to_kept"] is None
+        assert record["sides"]["generate-tuned"]["equal_tokens"] >= 0.9, (
+            "the recurrent rule is another function"
+        )
+        assert (
+            record["ratio_to_best"] > 0 and record["ratio_to_tuned"] > 0 and record["ratio_to_kept"] is None
+        )

@@ -7,10 +7,12 @@ import types
 import pytest
 import torch
 
-from earlyfusion.kernels import bench
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.pipeline import bench_kernels, bench_kernels_kda, bench_kernels_residual
-from earlyfusion.pipeline.bench_kernels_case import Case, Setting, errors, leaf, measure
+from earlyfusion.pipeline.bench import timing as bench
+from earlyfusion.pipeline.bench.kernels import kda as bench_kernels_kda
+from earlyfusion.pipeline.bench.kernels import residual as bench_kernels_residual
+from earlyfusion.pipeline.bench.kernels import run as bench_kernels
+from earlyfusion.pipeline.bench.kernels.case import Case, Setting, errors, leaf, measure
 from earlyfusion.pipeline.errors import UserError
 
 CPU = torch.device("cpu")
@@ -22,20 +24,47 @@ def setting(against=(), check=True):
 
 def test_the_command_checks_measures_and_saves(tmp_path, capsys):
     out = tmp_path / "kernels.json"
-    arguments = ["--only", "rope,muon", "--against", "muon", "--rounds", "2", "--device", "cpu", "--json", str(out)]
+    arguments = [
+        "--only",
+        "rope,muon",
+        "--against",
+        "muon",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+    ]
     assert bench_kernels.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert {row["group"] for row in report["errors"]} == {"rope", "muon"} and all(r["within"] for r in report["errors"])
+    assert {row["group"] for row in report["errors"]} == {"rope", "muon"} and all(
+        r["within"] for r in report["errors"]
+    )
     muon = next(case for case in report["cases"] if case["group"] == "muon")
     assert {"ours", "torch.optim.Muon"} <= set(muon["sides"])
     forward = muon["sides"]["ours"]["forward"]
     assert forward["p10_ms"] <= forward["median_ms"] <= forward["p90_ms"] and forward["peak_mib"] > 0
-    assert "of floor" in capsys.readouterr().out and report["environment"]["packages"]["torch"] == torch.__version__
+    assert (
+        "of floor" in capsys.readouterr().out
+        and report["environment"]["packages"]["torch"] == torch.__version__
+    )
 
 
 def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypatch, capsys):
     out, measured = tmp_path / "kernels.json", []
-    arguments = ["--only", "muon,rope", "--against", "muon", "--rounds", "1", "--device", "cpu", "--json", str(out)]
+    arguments = [
+        "--only",
+        "muon,rope",
+        "--against",
+        "muon",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+    ]
 
     def breaks(case, setting, rounds):
         if measured:
@@ -47,7 +76,9 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         bench_kernels.main(arguments)
     before = json.loads(out.read_text())
-    assert [case["label"] for case in before["cases"]] == measured and {r["group"] for r in before["errors"]} == {
+    assert [case["label"] for case in before["cases"]] == measured and {
+        r["group"] for r in before["errors"]
+    } == {
         "rope",
         "muon",
     }
@@ -72,7 +103,18 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
 
 def test_shapes_choose_cases_by_their_label(tmp_path, capsys):
     out = tmp_path / "kernels.json"
-    arguments = ["--only", "muon,rope", "--against", "muon", "--rounds", "1", "--device", "cpu", "--json", str(out)]
+    arguments = [
+        "--only",
+        "muon,rope",
+        "--against",
+        "muon",
+        "--rounds",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+        str(out),
+    ]
     assert bench_kernels.main(arguments) == 0
     labels = [case["label"] for case in json.loads(out.read_text())["cases"]]
     assert bench_kernels.main([*arguments, "--shapes", labels[-1][:9]]) == 0
@@ -84,7 +126,8 @@ def test_shapes_choose_cases_by_their_label(tmp_path, capsys):
 
 @pytest.mark.parametrize(("lengths", "shape"), [((6, 6), (2, 6)), ((5, 7), (1, 12)), ((12,), (1, 12))])
 def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
-    """Real batches for equal lengths; else the very tensor of the call before, for which fla keeps its index."""
+    """Real batches for equal lengths; else the very tensor of the call before, for which fla keeps its
+    index."""
     seen = []
 
     def chunk_kda(q, k, v, f, b, **options):
@@ -97,7 +140,12 @@ def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
         side = bench_kernels_kda._fla(segments, CPU, -5.0, safe)
         for _ in range(2):
             assert torch.equal(side(q, q, q, q, q[..., 0], torch.zeros(2), torch.zeros(2, 4)), q)
-    assert {found[0] for found in seen} == {shape} and [found[2] for found in seen] == [False, False, True, True]
+    assert {found[0] for found in seen} == {shape} and [found[2] for found in seen] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert seen[0][1] is seen[1][1] and (seen[0][1] is None) == (len(set(lengths)) == 1)
 
 
@@ -105,16 +153,32 @@ def test_casting_a_sides_inputs_is_not_timed_as_its_work():
     x, seen = leaf(torch.randn(5, 3)), []
     half = leaf(x.to(torch.bfloat16))
     case = Case(
-        "g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": lambda a: seen.append(a) or 2 * a},
-        bench.Work(8, 8), bench.Work(8, 8), lambda a: 2 * a, leaves_of={"peer": [half]},
-    )  # fmt: skip
+        "g",
+        "l",
+        [x],
+        [torch.ones(5, 3)],
+        {"ours": lambda a: 2 * a, "peer": lambda a: seen.append(a) or 2 * a},
+        bench.Work(8, 8),
+        bench.Work(8, 8),
+        lambda a: 2 * a,
+        leaves_of={"peer": [half]},
+    )
     measure(case, setting(), rounds=1)
     assert errors(case)["peer"] < 1e-2 and len(seen) > 2 and all(given is half for given in seen)
 
 
 def test_a_wrong_kernel_is_noticed():
     x = leaf(torch.randn(5, 3))
-    case = Case("g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2.1 * a}, bench.Work(1, 1), None, lambda a: 2 * a)
+    case = Case(
+        "g",
+        "l",
+        [x],
+        [torch.ones(5, 3)],
+        {"ours": lambda a: 2.1 * a},
+        bench.Work(1, 1),
+        None,
+        lambda a: 2 * a,
+    )
     assert errors(case)["ours"] == pytest.approx(0.05, rel=1e-3)
     case.sides = {"ours": lambda a: a * torch.nan}
     assert errors(case)["ours"] == float("inf")
@@ -125,7 +189,9 @@ def test_a_failing_peer_is_listed_not_fatal():
         raise RuntimeError("no kernel image")
 
     x = leaf(torch.randn(5, 3))
-    case = Case("g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": broken}, bench.Work(8, 8), None)
+    case = Case(
+        "g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": broken}, bench.Work(8, 8), None
+    )
     result = measure(case, setting(), rounds=2)
     assert "no kernel image" in result["failed"]["peer"] and "peer" not in result["sides"]
 
@@ -165,7 +231,9 @@ def test_peak_memory_counts_what_is_alive_at_once():
 
 
 def test_quantiles_interpolate():
-    assert bench.quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and bench.quantile([0.0, 10.0], 0.1) == pytest.approx(1.0)
+    assert bench.quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and bench.quantile([0.0, 10.0], 0.1) == pytest.approx(
+        1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,8 +254,8 @@ def test_bad_options_are_named(arguments, match):
 
 
 def test_the_peers_of_kda_on_a_cpu_compute_the_same_and_are_measured():
-    """What `--only kda` prints ratios of: three forms of one function, forward and backward. The ratios themselves are
-    read from the command at T 2048 (docs/kernels.md), not from a timed test."""
+    """What `--only kda` prints ratios of: three forms of one function, forward and backward. The ratios
+    themselves are read from the command at T 2048 (docs/kernels.md), not from a timed test."""
     pytest.importorskip("transformers.models.kimi_linear")
     case = bench_kernels_kda.case("T96", (96,), 2, 16, "R2", setting(["transformers", "recurrence"]))
     assert set(errors(case)) == {"ours", "transformers", "recurrence"}

@@ -18,7 +18,8 @@ class Two(torch.nn.Module):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_factor_scales_exactly_the_updates_of_the_parameters_it_names(seed):
-    """Without decay an update is proportional to its learning rate, so factor 0.25 must give a quarter of it."""
+    """Without decay an update is proportional to its learning rate, so factor 0.25 must give a quarter of
+    it."""
     moved = []
     for factors in ({}, {"slow.*": 0.25}):
         torch.manual_seed(seed)

@@ -1,4 +1,5 @@
-"""What users of a chat model see: words without markup, thoughts and calls by themselves, in the endpoint and the chat."""
+"""What users of a chat model see: words without markup, thoughts and calls by themselves, in the endpoint and
+the chat."""
 
 import io
 import json
@@ -8,12 +9,12 @@ import pytest
 from PIL import Image as PILImage
 from serve_model import write_model
 
-from earlyfusion.data.chat import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.sandbox import Sandbox
+from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.model.engine.request import Completion, Event, Request, SamplingParams, Token, TokenPrompt
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.chat import Conversation
 from earlyfusion.vision.config import VisionConfig
 
@@ -34,7 +35,9 @@ def tokenizer(folder):
 
 def written(message, tokenizer):
     """Ids of a message as a model writes it: from behind the opening to its end."""
-    whole = encode_chat([message], tokenizer, VisionConfig.preset("tiny"), add_generation_prompt=False).ids.tolist()
+    whole = encode_chat(
+        [message], tokenizer, VisionConfig.preset("tiny"), add_generation_prompt=False
+    ).ids.tolist()
     return whole[3 + len(tokenizer.encode('message role="assistant"')) : -1]
 
 
@@ -47,8 +50,8 @@ def completion(ids, tokenizer):
 @pytest.fixture(scope="module")
 def answer(folder, tokenizer):
     """An HTTP answer without a server around it."""
-    serve_answer = pytest.importorskip("earlyfusion.pipeline.serve_answer")
-    from earlyfusion.pipeline.serve_schema import ChatRequest, Limits
+    serve_answer = pytest.importorskip("earlyfusion.pipeline.serve.answer")
+    from earlyfusion.pipeline.serve.schema import ChatRequest, Limits
 
     def make(stop=None):
         service = serve_answer.Service(None, None, tokenizer, "m", Limits(), template="chat")
@@ -65,7 +68,9 @@ def test_the_endpoint_gives_words_thoughts_and_calls_by_themselves(answer, token
     choice = answer()._choice(0, completion(ids, tokenizer))["message"]
     assert choice["content"] == message.text
     assert choice.get("reasoning_content") == message.thinking
-    calls = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in choice.get("tool_calls", [])]
+    calls = [
+        (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in choice.get("tool_calls", [])
+    ]
     assert calls == [(c.tool, dict(c.arguments)) for c in message.calls]
 
 
@@ -90,14 +95,23 @@ def test_a_stop_string_ends_what_is_said(answer, tokenizer):
 
 
 def test_tool_turns_that_a_client_sends_are_the_document_of_training(tokenizer):
-    schema = pytest.importorskip("earlyfusion.pipeline.serve_schema")
+    schema = pytest.importorskip("earlyfusion.pipeline.serve.schema")
     turns = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "reasoning_content": "run it", "tool_calls": [
-            {"id": "call_1", "type": "function",
-             "function": {"name": "python", "arguments": '{"code": "1 + 1", "n": 2}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "run it",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "python", "arguments": '{"code": "1 + 1", "n": 2}'},
+                }
+            ],
+        },
         {"role": "tool", "name": "python", "tool_call_id": "call_1", "content": "2"},
-    ]  # fmt: skip
+    ]
     sent = schema.ChatRequest(messages=turns).conversation(schema.Limits())[0]
     assert sent == [Message("user", (Text("x"),)), CALLED, Message("tool", (Text("2"),), tool="python")]
 

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image as PILImage
 from serve_model import write_model
 
-from earlyfusion.data.chat import Message, encode_chat
+from earlyfusion.data.chat.template import Message, encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.generate import generate
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import chat
 from earlyfusion.pipeline.errors import UserError
 
@@ -51,9 +51,16 @@ def test_the_answer_is_what_generate_gives_for_the_same_document(folder, picture
 def test_a_second_turn_sees_the_first_and_reset_forgets_it(folder, monkeypatch, capsys, tmp_path):
     saved = tmp_path / "said.txt"
     talk(folder, monkeypatch, capsys, f"one\ntwo\n/save {saved}\n")
-    assert [line.split(":")[0] for line in saved.read_text().splitlines() if line.startswith(("user:", "assistant:"))] == [
-        "user", "assistant", "user", "assistant",
-    ]  # fmt: skip
+    assert [
+        line.split(":")[0]
+        for line in saved.read_text().splitlines()
+        if line.startswith(("user:", "assistant:"))
+    ] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     first = talk(folder, monkeypatch, capsys, "two\n", "--template", "chat")
     again = talk(folder, monkeypatch, capsys, "one\n/reset\ntwo\n", "--template", "chat")
     assert again.endswith(first)
@@ -71,7 +78,9 @@ def test_mistakes_are_told_and_the_chat_goes_on(folder, monkeypatch, capsys, tmp
     lines = f"/image missing.png\n/image {bad}\n/dance\n/image\n/help\nhello\n/quit\nnever\n"
     shown = talk(folder, monkeypatch, capsys, lines)
     errors = [line for line in shown.splitlines() if line.startswith("error:")]
-    assert len(errors) == 4 and "missing.png" in errors[0] and "bad.png" in errors[1] and "/dance" in errors[2]
+    assert (
+        len(errors) == 4 and "missing.png" in errors[0] and "bad.png" in errors[1] and "/dance" in errors[2]
+    )
     assert "/reset" in shown
 
 
@@ -97,7 +106,8 @@ print("ended", flush=True)
 
 
 def at_the_terminal() -> None:
-    """In the child: the terminal is its own, and Ctrl-C counts even where the tests run in the background of a shell."""
+    """In the child: the terminal is its own, and Ctrl-C counts even where the tests run in the background of
+    a shell."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -106,9 +116,14 @@ def test_at_a_terminal_arrow_keys_edit_and_ctrl_c_ends_a_line_or_an_answer_but_n
     """Keys go in one after the other, each when the answer to the one before has come."""
     leader, follower = os.openpty()
     shell = subprocess.Popen(
-        [sys.executable, "-c", AT_A_TERMINAL], stdin=follower, stdout=follower, stderr=follower,
-        env={**os.environ, "TERM": "xterm"}, start_new_session=True, preexec_fn=at_the_terminal,
-    )  # fmt: skip
+        [sys.executable, "-c", AT_A_TERMINAL],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=at_the_terminal,
+    )
     os.close(follower)
     seen = ""
 

@@ -1,4 +1,5 @@
-"""Checkpoints: exact, whole or not at all, thinned out by rule, refused when the run is another one, never pickled."""
+"""Checkpoints: exact, whole or not at all, thinned out by rule, refused when the run is another one, never
+pickled."""
 
 import json
 import math
@@ -62,7 +63,11 @@ def one_step(model, optimizer) -> float:
 def save(checkpointer, step, model, optimizer, **other):
     trainer = {"seen": step, **other}
     return checkpointer.save(
-        step, model=model.state_dict(), optimizer=optimizer.state_dict(), trainer=trainer, lanes={0: {"cursor": step}}
+        step,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        trainer=trainer,
+        lanes={0: {"cursor": step}},
     )
 
 
@@ -112,7 +117,9 @@ def test_state_trees_come_back_exactly(tmp_path):
     save_tree(tmp_path / "x", tree)
     back = load_tree(tmp_path / "x")
     for name, tensor in tree["tensors"].items():
-        assert back["tensors"][name].dtype == tensor.dtype and torch.equal(back["tensors"][name], tensor), name
+        assert back["tensors"][name].dtype == tensor.dtype and torch.equal(back["tensors"][name], tensor), (
+            name
+        )
     assert back["numpy"]["u32"].dtype == np.uint32 and (back["numpy"]["u32"] == tree["numpy"]["u32"]).all()
     for key in ("floats", "ints", "tuple", "dtype", "looks like a tag"):
         assert back[key] == tree[key] and type(back[key]) is type(tree[key]), key
@@ -146,8 +153,7 @@ def test_rng_states_of_python_numpy_and_torch_go_round(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == first
 
 
-KILLED = textwrap.dedent(
-    """
+KILLED = textwrap.dedent("""
     import os, signal, sys
     import torch
     from pathlib import Path
@@ -190,12 +196,12 @@ KILLED = textwrap.dedent(
             os._exit(0)
         if os.waitpid(child, 0)[1] != signal.SIGKILL:
             break
-    """
-)
+    """)
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    """SIGKILL before each write, fsync, rename and removal in turn; what is found afterwards is step 1 or 2, intact."""
+    """SIGKILL before each write, fsync, rename and removal in turn; what is found afterwards is step 1 or 2,
+    intact."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     subprocess.run([sys.executable, script, tmp_path / "runs"], check=True, timeout=120)
@@ -334,8 +340,7 @@ def test_signals_ask_for_a_stop_and_handlers_are_given_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-TWO_RANKS = textwrap.dedent(
-    """
+TWO_RANKS = textwrap.dedent("""
     import os, signal, sys
     import torch
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
@@ -379,15 +384,22 @@ TWO_RANKS = textwrap.dedent(
         os.kill(os.getpid(), signal.SIGUSR1)
     assert runtime.should_stop()
     runtime.close()
-    """
-)
+    """)
 
 
 def test_two_gloo_ranks_save_fail_and_stop_together(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(TWO_RANKS)
     port = 20000 + os.getpid() % 20000
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port),
+    ]
     done = subprocess.run([*command, script, tmp_path / "out"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
 

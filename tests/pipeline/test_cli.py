@@ -106,9 +106,13 @@ def test_exit_codes_of_verbs_pass_through():
 
 
 def test_an_old_python_or_torch_is_told_in_one_line():
-    with pytest.raises(UserError, match=r"Python 3\.10\.4 is too old: earlyfusion needs Python 3\.11 or newer"):
+    with pytest.raises(
+        UserError, match=r"Python 3\.10\.4 is too old: earlyfusion needs Python 3\.11 or newer"
+    ):
         require_python((3, 10, 4))
-    with pytest.raises(UserError, match=r"torch 2\.9\.1\+cpu is too old: earlyfusion needs torch 2\.11 or newer"):
+    with pytest.raises(
+        UserError, match=r"torch 2\.9\.1\+cpu is too old: earlyfusion needs torch 2\.11 or newer"
+    ):
         check_versions("2.9.1+cpu")
     require_python((3, 11, 0))
     check_versions("2.11.0.dev2026+cu130")
@@ -136,26 +140,50 @@ def test_the_list_of_verbs_fits_the_terminal(capsys):
 
 # For every verb what a user gets wrong. FILE is a file that exists, NONE a path that does not.
 WRONG = {
-    "pretrain": (["nosuch"], ["--optim.lr", "fast"], ["--out", "FILE", "--dry-run"], ["NONE.toml"], ["--lr", "1"]),
+    "pretrain": (
+        ["nosuch"],
+        ["--optim.lr", "fast"],
+        ["--out", "FILE", "--dry-run"],
+        ["NONE.toml"],
+        ["--lr", "1"],
+    ),
     "sft": ([], ["--init-from", "NONE"], ["FILE.toml"]),
-    "rl": (["--reward.name", "nosuch:score", "--dry-run"], ["--reward.name", "taks", "--dry-run"], ["--out", "FILE"]),
-    "measure": ([], ["--model", "NONE", "--tasks", "counting"], ["--model", "embedded:skils", "--tasks", "counting"]),
+    "rl": (
+        ["--reward.name", "nosuch:score", "--dry-run"],
+        ["--reward.name", "taks", "--dry-run"],
+        ["--out", "FILE"],
+    ),
+    "measure": (
+        [],
+        ["--model", "NONE", "--tasks", "counting"],
+        ["--model", "embedded:skils", "--tasks", "counting"],
+    ),
     "rollouts": ([], ["NONE"], ["FILE"]),
     "long2short": ([], ["average", "NONE", "NONE", "--out", "FILE"]),
     "study": (["nosuch"], ["transfer", "--seeds", "x"]),
-    "generate": ([], ["--model", "NONE", "--prompt", "x"], ["--model", "embedded:skills"],
-                 ["--model", "embedded:skills", "--image", "NONE"], ["--model", "embedded:skills", "--image", "FILE"]),
+    "generate": (
+        [],
+        ["--model", "NONE", "--prompt", "x"],
+        ["--model", "embedded:skills"],
+        ["--model", "embedded:skills", "--image", "NONE"],
+        ["--model", "embedded:skills", "--image", "FILE"],
+    ),
     "prepare": ([], ["NONE", "--out", "FILE"], ["FILE", "--out", "FILE/below"]),
     "data": (["nosuch"], ["inspect"], ["inspect", "NONE"], ["examples"], ["examples", "FILE"]),
     "chat": ([], ["--model", "NONE"], ["--model", "FILE"], ["--model", "embedded:skills", "--image", "NONE"]),
     "serve": ([], ["--model", "NONE"], ["--model", "embedded:skills", "--port", "99999"], ["--port", "x"]),
-    "eval": ([], ["--tasks", "countng", "--model", "embedded:skills"], ["--tasks", "counting", "--model", "NONE"],
-             ["--tasks", "mmlu_pro", "--model", "embedded:skills"], ["--rescore", "NONE"]),
+    "eval": (
+        [],
+        ["--tasks", "countng", "--model", "embedded:skills"],
+        ["--tasks", "counting", "--model", "NONE"],
+        ["--tasks", "mmlu_pro", "--model", "embedded:skills"],
+        ["--rescore", "NONE"],
+    ),
     "compare": ([], ["NONE", "NONE"], ["FILE", "FILE"], ["NONE", "NONE", "--draws", "few"]),
     "bench": (["nosuch"], ["train", "--steps", "x"]),
     "plan": ([], ["nosuch"], ["nano", "--model.hidden_size", "seven"]),
     "doctor": (["--device", "tpu"],),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("verb", sorted(cli.available()))
@@ -164,7 +192,10 @@ def test_whatever_a_user_gets_wrong_is_one_line_and_exit_code_2(verb, capsys, tm
     (tmp_path / "file").write_text("neither a model nor a picture\n")
     (tmp_path / "file.toml").write_text("= not toml")
     for words in (*WRONG[verb], ["--nosuch-option", "1"]):
-        given = [word.replace("FILE", str(tmp_path / "file")).replace("NONE", str(tmp_path / "none")) for word in words]
+        given = [
+            word.replace("FILE", str(tmp_path / "file")).replace("NONE", str(tmp_path / "none"))
+            for word in words
+        ]
         code = cli.main([verb, *given])
         said = capsys.readouterr().err
         assert code == 2, (given, code, said)

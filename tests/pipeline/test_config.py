@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_run import whole_recipes
 
-from earlyfusion.pipeline.arguments import describe, help_text, parse_arguments
-from earlyfusion.pipeline.compose import (
+from earlyfusion.pipeline.config.arguments import describe, help_text, parse_arguments
+from earlyfusion.pipeline.config.compose import (
     compose,
     diff,
     dump,
@@ -21,9 +21,9 @@ from earlyfusion.pipeline.compose import (
     refused_on_resume,
     render,
 )
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.errors import UserError
-from earlyfusion.pipeline.toml_text import to_toml
 
 BASE = """
 [run]
@@ -141,7 +141,10 @@ def test_recipes_that_extend_each_other_are_refused(tmp_path):
 
 
 def test_merging_leaves_its_arguments_alone():
-    left, right = {"a": {"x": 1}, "stages": [{"name": "s", "steps": 1}]}, {"a": {"y": 2}, "stages": [{"name": "s"}]}
+    left, right = (
+        {"a": {"x": 1}, "stages": [{"name": "s", "steps": 1}]},
+        {"a": {"y": 2}, "stages": [{"name": "s"}]},
+    )
     before = repr((left, right))
     assert merge(left, right) == {"a": {"x": 1, "y": 2}, "stages": [{"name": "s", "steps": 1}]}
     assert repr((left, right)) == before
@@ -265,7 +268,9 @@ def test_the_toml_writer_and_the_standard_reader_are_inverse():
 
 def test_the_hash_follows_numbers_and_ignores_where_results_go(base):
     config = load_config([base])
-    assert recipe_hash(load_config([base], [("run.out", "elsewhere"), ("track.log_every", "3")])) == recipe_hash(config)
+    assert recipe_hash(
+        load_config([base], [("run.out", "elsewhere"), ("track.log_every", "3")])
+    ) == recipe_hash(config)
     assert recipe_hash(load_config([base], [("optim.lr", "1e-4")])) != recipe_hash(config)
     assert len(recipe_hash(config)) == 16
 
@@ -274,7 +279,8 @@ def test_diff_names_every_changed_key_and_resume_refuses_only_those_that_matter(
     old = dump(load_config([base]))
     new = dump(
         load_config(
-            [base], [("optim.lr", "1e-4"), ("run.out", "x"), ("checkpoint.keep", "9"), ("stages.1.steps", "11")]
+            [base],
+            [("optim.lr", "1e-4"), ("run.out", "x"), ("checkpoint.keep", "9"), ("stages.1.steps", "11")],
         )
     )
     assert [c.key for c in diff(old, new)] == ["checkpoint.keep", "optim.lr", "run.out", "stages.1.steps"]
@@ -348,7 +354,12 @@ def test_arguments_are_recipes_options_flags_and_dotted_keys():
         about="",
     )
     assert parsed.recipes == ["nano", "mine.toml"] and parsed.resume and parsed.dry_run
-    assert parsed.overrides == [("run.steps", "5"), ("optim.lr", "-1"), ("train.compile", "true"), ("run.out", '"7"')]
+    assert parsed.overrides == [
+        ("run.steps", "5"),
+        ("optim.lr", "-1"),
+        ("train.compile", "true"),
+        ("run.out", '"7"'),
+    ]
 
 
 def test_a_folder_named_like_a_number_stays_text(base):

@@ -1,7 +1,7 @@
 """Two processes on one machine take the steps that one process takes; every launcher starts the same run.
 
-Two lanes are two micro-batches of one step: one process accumulates them, two processes take one each. The sums are
-formed in another order, so the numbers agree to fp32 rounding and not bit for bit.
+Two lanes are two micro-batches of one step: one process accumulates them, two processes take one each. The
+sums are formed in another order, so the numbers agree to fp32 rounding and not bit for bit.
 """
 
 import os
@@ -17,19 +17,22 @@ import tiny_run
 import torch
 from tiny_run import REPOSITORY, environment, finish, losses, run_here, same, start, weights
 
-from earlyfusion.data.loader import Loader
+from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline import pretrain
 from earlyfusion.pipeline.checkpoint import latest, step_of
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
 from earlyfusion.pipeline.statefile import load_tree
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, SCHEDULED = 5, 40
-# Four lanes on two processes: (a + c) + (b + d) in place of ((a + b) + c) + d. What rounding changes (1e-7) grows about
-# tenfold a step, because Muon lifts small singular values and routing near a tie flips; measured here after five steps:
-# losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes losses by 5e-3, weights by 0.5.
+# Four lanes on two processes: (a + c) + (b + d) in place of ((a + b) + c) + d. What rounding changes (1e-7)
+# grows about
+# tenfold a step, because Muon lifts small singular values and routing near a tie flips; measured here after
+# five steps:
+# losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes losses by 5e-3, weights by
+# 0.5.
 FIRST_RTOL = 1e-6
 LOSS_RTOL = 3e-4
 NORM_RTOL = 1e-2
@@ -37,15 +40,25 @@ WEIGHT_RTOL = 5e-2
 BIAS_ATOL = 6e-3  # a quantile of a histogram with bins of 2e-3: one token in another bin moves it by a bin
 
 ACCELERATE = (
-    "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
-    "--dynamo_backend", "no",
-)  # fmt: skip
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "1",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
 def recipe(folder, tokenizer) -> Path:
-    one_stage = [{"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}]
+    one_stage = [
+        {"name": "all", "steps": SCHEDULED, "length": 96, "tokens": 112, "lanes": 4, "warmup_steps": 2}
+    ]
     changes = {"stages": one_stage, "optim__lr": 3e-3, "data__prefetch": "thread"}
     changes |= {"checkpoint__every": 1, "checkpoint__keep": 9, "eval__heldout": 3}
     return tiny_run.write_recipe(folder / "tiny.toml", tiny_run.tiny_recipe(tokenizer, **changes))
@@ -86,7 +99,10 @@ def assert_same_run(left: Path, right: Path) -> None:
         assert mine.keys() == other.keys()
         first = mine["step"] == 1
         for key in [key for key in mine if key.startswith("loss")]:
-            assert mine[key] == pytest.approx(other[key], rel=FIRST_RTOL if first else LOSS_RTOL), (mine["step"], key)
+            assert mine[key] == pytest.approx(other[key], rel=FIRST_RTOL if first else LOSS_RTOL), (
+                mine["step"],
+                key,
+            )
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=FIRST_RTOL if first else NORM_RTOL)
         for key in ("tokens", "patches", "samples", "fill", "lr"):
             assert mine[key] == pytest.approx(other[key], rel=1e-12), (mine["step"], key)
@@ -111,13 +127,21 @@ def test_the_compared_run_holds_a_step_with_pictures_on_one_rank_only(recipe):
     config = load_config([str(recipe)])
     tokens, stage = Tokenizer.load(config.tokenizer.path), config.stages[0]
     with Loader(
-        config.data, tokens, config.vision, length=stage.length, tokens=stage.tokens, max_patches=stage.max_patches,
-        lanes=4, stage=0,
-    ) as loader:  # fmt: skip
+        config.data,
+        tokens,
+        config.vision,
+        length=stage.length,
+        tokens=stage.tokens,
+        max_patches=stage.max_patches,
+        lanes=4,
+        stage=0,
+    ) as loader:
         seen = [[batch.num_patches > 0 for batch in loader.next_step()] for _ in range(STEPS)]
     by_rank = [(any(lanes[0::2]), any(lanes[1::2])) for lanes in seen]
     assert {(True, False), (False, True)} & set(by_rank), by_rank
-    assert any(len(set(lanes[0::2])) == 2 for lanes in seen), "one rank: pictures in one micro-batch, none in the other"
+    assert any(len(set(lanes[0::2])) == 2 for lanes in seen), (
+        "one rank: pictures in one micro-batch, none in the other"
+    )
 
 
 @pytest.mark.slow
@@ -130,7 +154,9 @@ def test_two_processes_equal_one(recipe, alone, tmp_path):
     first, other = (load_tree(out / "checkpoints" / "step-000001" / "model") for out in (tmp_path, alone))
     biases = [name for name in first if name.endswith("e_score_correction_bias")]
     assert len(biases) == 2
-    for name in biases:  # counts are integers: before rounding has had an effect, those of both ranks, exactly
+    for (
+        name
+    ) in biases:  # counts are integers: before rounding has had an effect, those of both ranks, exactly
         assert torch.equal(first[name], other[name]) and first[name].any(), name
 
 
@@ -159,7 +185,10 @@ def test_two_processes_take_over_the_checkpoint_of_one(recipe, alone, tmp_path, 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_and_one_process_takes_over(recipe, tmp_path, monkeypatch):
     """Both leave with 75 at the same step; the checkpoint holds the cursors and the pending sums of both."""
-    words = ("--track.log_every", "1000")  # one record at the end, with the means over every step of both ranks
+    words = (
+        "--track.log_every",
+        "1000",
+    )  # one record at the end, with the means over every step of both ranks
     ranks = two_ranks(recipe, tmp_path / "two", *words)
     checkpoints, deadline = tmp_path / "two" / "checkpoints", time.monotonic() + 120
     while latest(checkpoints) is None:
@@ -187,7 +216,9 @@ def test_lanes_that_the_processes_cannot_share_are_refused_in_one_line(recipe, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "where"), [(tiny_run.MODULE, "elsewhere"), ("pipeline.pretrain", "checkout")])
+@pytest.mark.parametrize(
+    ("module", "where"), [(tiny_run.MODULE, "elsewhere"), ("pipeline.pretrain", "checkout")]
+)
 def test_accelerate_launch_starts_the_installed_and_the_checked_out_module(recipe, tmp_path, module, where):
     directory = tmp_path if where == "elsewhere" else REPOSITORY
     out = tmp_path / "out"

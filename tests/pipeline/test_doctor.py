@@ -23,8 +23,11 @@ def test_every_registered_operation_has_a_case():
 def test_the_doctor_finds_this_machine_well():
     done = subprocess.run(
         [sys.executable, "-m", "earlyfusion.pipeline.cli", "doctor", "--device", "cpu"],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"EF_KERNELS": "auto", "EF_ONEDNN": "0"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"EF_KERNELS": "auto", "EF_ONEDNN": "0"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torch's own choice" in done.stdout and "oneDNN" not in done.stdout
     assert torch.__version__ in done.stdout and "all well" in done.stdout
@@ -34,7 +37,8 @@ def test_the_doctor_finds_this_machine_well():
 
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_no_word_of_a_table_is_cut(width):
-    """Tables that do not fit get narrower columns or are told row by row; every word stands whole on one line."""
+    """Tables that do not fit get narrower columns or are told row by row; every word stands whole on one
+    line."""
     from rich.console import Console
     from rich.table import Table
 
@@ -56,7 +60,17 @@ def test_no_word_of_a_table_is_cut(width):
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     words = " ".join(lines).split()
-    for cell in ("blind_score", "words_score", row[0], row[1], "17,512", ".7071", "±", "unextracted", "0.0125,"):
+    for cell in (
+        "blind_score",
+        "words_score",
+        row[0],
+        row[1],
+        "17,512",
+        ".7071",
+        "±",
+        "unextracted",
+        "0.0125,",
+    ):
         assert cell in words, cell
 
 
@@ -90,7 +104,12 @@ def wrong_nan(x, weight, segments, **_):
 
 @pytest.mark.parametrize(
     ("broken", "verdict"),
-    [(wrong_forward, "DISAGREES"), (wrong_backward, "DISAGREES"), (wrong_nan, "DISAGREES"), (raising, "FAILS")],
+    [
+        (wrong_forward, "DISAGREES"),
+        (wrong_backward, "DISAGREES"),
+        (wrong_nan, "DISAGREES"),
+        (raising, "FAILS"),
+    ],
 )
 def test_a_kernel_that_breaks_its_law_makes_exit_code_1(monkeypatch, capsys, broken, verdict):
     monkeypatch.setattr("earlyfusion.pipeline.doctor_cases.resolve", lambda op, device: broken)

@@ -1,4 +1,5 @@
-"""A whole run of two processes that exchange pictures: the run without, evaluated in between, resumed bit for bit."""
+"""A whole run of two processes that exchange pictures: the run without, evaluated in between, resumed bit for
+bit."""
 
 import socket
 from pathlib import Path
@@ -20,7 +21,12 @@ def recipe(folder, tokenizer) -> Path:
     """Two micro-batches a rank and step; rank 0 evaluates after every second step while rank 1 waits."""
     one_stage = [{"name": "all", "steps": STEPS, "length": 96, "tokens": 160, "lanes": 4, "warmup_steps": 2}]
     changes = {"stages": one_stage, "optim__lr": 3e-3, "checkpoint__every": 2, "checkpoint__keep": 9}
-    changes |= {"eval__every": 2, "eval__tasks": ["counting"], "eval__limits": {"counting": 2}, "eval__samples": 1}
+    changes |= {
+        "eval__every": 2,
+        "eval__tasks": ["counting"],
+        "eval__limits": {"counting": 2},
+        "eval__samples": 1,
+    }
     return tiny_run.write_recipe(folder / "exchange.toml", tiny_run.tiny_recipe(tokenizer, **changes))
 
 
@@ -31,7 +37,8 @@ def train(recipe: Path, out: Path, *words: str) -> None:
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
-        start(recipe, out, *words, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(2)
+        start(recipe, out, *words, env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in range(2)
     ]
     for code, errors in map(finish, ranks):
         assert code == 0, errors[-3000:]

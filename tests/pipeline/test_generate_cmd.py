@@ -1,4 +1,5 @@
-"""`earlyfusion generate`: answers on standard output; one clear line and exit code 2 for input that cannot work."""
+"""`earlyfusion generate`: answers on standard output; one clear line and exit code 2 for input that cannot
+work."""
 
 import importlib.util
 import sys
@@ -17,7 +18,7 @@ _spec.loader.exec_module(cases)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    from earlyfusion.model.hub import save_model
+    from earlyfusion.model.hub.folder import save_model
 
     folder = tmp_path_factory.mktemp("generate")
     tokenizer = cases.tiny_tokenizer()
@@ -31,7 +32,16 @@ def directory(tmp_path_factory):
 
 def ask(directory, *arguments):
     return main(
-        ["generate", "--model", str(directory / "model"), "--device", "cpu", "--max-new-tokens", "8", *arguments]
+        [
+            "generate",
+            "--model",
+            str(directory / "model"),
+            "--device",
+            "cpu",
+            "--max-new-tokens",
+            "8",
+            *arguments,
+        ]
     )
 
 

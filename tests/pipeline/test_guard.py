@@ -112,7 +112,8 @@ def test_a_restored_guard_judges_as_the_first_one():
 
 
 def test_a_large_but_finite_gradient_norm_passes_where_only_finiteness_is_watched():
-    """A jump in learning raises the norm for many steps; with clipping that is harmless, and skipping would never end."""
+    """A jump in learning raises the norm for many steps; with clipping that is harmless, and skipping would
+    never end."""
     guard = steady(Guard("skip", grad_norm_sigma=None))
     assert all(guard.check(1.0, norm).ok for norm in (50.0, 500.0, 5000.0))
     assert guard.check(1.0, float("inf")).action == "skip"

@@ -1,4 +1,5 @@
-"""What a run does with a loss that is not a number: skip the update, stop, or go back to the last checkpoint."""
+"""What a run does with a loss that is not a number: skip the update, stop, or go back to the last
+checkpoint."""
 
 import math
 from pathlib import Path
@@ -13,14 +14,19 @@ from earlyfusion.pipeline.track import read_metrics
 
 
 def poison(run: pretrain.Pretraining, *steps: int) -> dict[int, dict[str, torch.Tensor]]:
-    """Make the loss of these steps (counted as they are taken) not a number; returns the states before each step."""
+    """Make the loss of these steps (counted as they are taken) not a number; returns the states before each
+    step."""
     real, before, calls = run.fusion.forward, {}, [0]
 
     def forward(batch):
         calls[0] += 1
         before[calls[0]] = {name: value.clone() for name, value in run.fusion.state_dict().items()}
         out = real(batch)
-        return type(out)(out.loss_sum * math.nan, out.weight_sum, out.nll_T * math.nan) if calls[0] in steps else out
+        return (
+            type(out)(out.loss_sum * math.nan, out.weight_sum, out.nll_T * math.nan)
+            if calls[0] in steps
+            else out
+        )
 
     run.fusion.forward = forward
     return before
@@ -87,9 +93,15 @@ def test_the_guard_rolls_back_to_the_checkpoint_and_passes_the_bad_batch_over(tr
 
 
 def test_a_rollback_across_a_stage_boundary_does_not_read_old_data_again(training, monkeypatch):
-    """Back into the first stage: its cursor stands where it was left, so no batch comes twice; the bad one neither."""
+    """Back into the first stage: its cursor stands where it was left, so no batch comes twice; the bad one
+    neither."""
     monkeypatch.setattr(pretrain.evaluate, "write_outputs", lambda *_: [])
-    words = [("stages.short.steps", 4), ("stages.short.warmup_steps", 1), ("checkpoint.every", 3), ("run.steps", 7)]
+    words = [
+        ("stages.short.steps", 4),
+        ("stages.short.warmup_steps", 1),
+        ("checkpoint.every", 3),
+        ("run.steps", 7),
+    ]
     run = training(*words, ("guard.policy", "rollback"), ("guard.max_rollbacks", 2))
     seen, real = [], run.loaders.at
 

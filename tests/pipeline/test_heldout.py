@@ -1,4 +1,5 @@
-"""What every source holds out is measured and shown: against a loop by hand, through a resume, with its blind control."""
+"""What every source holds out is measured and shown: against a loop by hand, through a resume, with its blind
+control."""
 
 import copy
 import json
@@ -11,12 +12,12 @@ import torch
 from PIL import Image as PILImage
 from tiny_run import write_recipe
 
-from earlyfusion.data.encode import cuts, encode
-from earlyfusion.data.pack import assemble
+from earlyfusion.data.loading.encode import cuts, encode
+from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image
 from earlyfusion.eval.heldout import GREY, Loss, heldout_getters
 from earlyfusion.pipeline.build import absolute_paths
-from earlyfusion.pipeline.compose import dump, load_config, refused_on_resume
+from earlyfusion.pipeline.config.compose import dump, load_config, refused_on_resume
 from earlyfusion.pipeline.evaluate import heldout_headline
 from earlyfusion.pipeline.track import read_metrics
 
@@ -92,7 +93,8 @@ def test_the_held_out_loss_of_every_source_is_that_of_a_loop_by_hand(training, t
 
 
 def test_the_blind_row_sees_sizes_and_nothing_else(training):
-    """Other pixels of the same size change the loss and leave the blind one, bit for bit; grey pixels make them one."""
+    """Other pixels of the same size change the loss and leave the blind one, bit for bit; grey pixels make
+    them one."""
     run = training()
     evaluator = run.evaluator
     samples = [get() for get in heldout_getters(evaluator._source("vqa"), 4)]
@@ -105,7 +107,11 @@ def test_the_blind_row_sees_sizes_and_nothing_else(training):
         ]
 
     losses = {}
-    for name, shown in (("true", samples), ("red", painted((255, 0, 0))), ("grey", painted((GREY, GREY, GREY)))):
+    for name, shown in (
+        ("true", samples),
+        ("red", painted((255, 0, 0))),
+        ("grey", painted((GREY, GREY, GREY))),
+    ):
         whole = Loss()
         for loss in evaluator.measure([lambda sample=sample: sample for sample in shown]):
             whole.add(loss)
@@ -118,7 +124,10 @@ def test_the_blind_row_sees_sizes_and_nothing_else(training):
 @pytest.fixture(scope="module")
 def finished(folder, recipe):
     with pytest.MonkeyPatch.context() as patch:
-        assert tiny_run.run_here(recipe, folder / "own", *WORDS, "--steps", "4", report=True, monkeypatch=patch) == 0
+        assert (
+            tiny_run.run_here(recipe, folder / "own", *WORDS, "--steps", "4", report=True, monkeypatch=patch)
+            == 0
+        )
     return folder / "own"
 
 
@@ -127,7 +136,9 @@ WORDS = ("--eval.every", "2")
 
 def evaluations(out) -> list[dict]:
     records = read_metrics(out / "metrics.jsonl", "eval")
-    return [{key: value for key, value in record.items() if key not in ("time", "message")} for record in records]
+    return [
+        {key: value for key, value in record.items() if key not in ("time", "message")} for record in records
+    ]
 
 
 def test_own_pictures_and_their_loss_stand_in_metrics_report_and_card(finished):
@@ -138,7 +149,9 @@ def test_own_pictures_and_their_loss_stand_in_metrics_report_and_card(finished):
     report = (finished / "report.html").read_text()
     assert "Held-out loss by source" in report and "a red stamp" in report + report.replace("blue", "red")
     latest = json.loads((finished / "samples" / "step_0000004.json").read_text())["samples"]
-    assert [sample["source"] for sample in latest] == ["vqa", "scenes", "photos", "manual"], "one of each, texts last"
+    assert [sample["source"] for sample in latest] == ["vqa", "scenes", "photos", "manual"], (
+        "one of each, texts last"
+    )
     shown = latest[2]
     assert shown["image"] and shown["reference"].endswith("stamp") and "stamp" not in shown["prompt"]
     assert latest[3]["image"] is None and latest[3]["prompt"] and latest[3]["reference"]
@@ -165,15 +178,21 @@ def test_a_source_of_both_kinds_names_its_pictured_tokens_beside_the_blind_ones(
     numbers = Loss(nats=9.0, tokens=6, seen_nats=4.0, blind_nats=8.0, seen_tokens=4).numbers()
     assert numbers == {"loss": 1.5, "tokens": 6, "seen_loss": 1.0, "blind_loss": 2.0, "text_loss": 2.5}
     assert heldout_headline({"both": numbers}, numbers) == {
-        "heldout/image": 1.0, "heldout/image_blind": 2.0, "heldout/text": 2.5, "heldout/source/both": 1.5,
-        "heldout/seen/both": 1.0, "heldout/blind/both": 2.0,
-    }  # fmt: skip
+        "heldout/image": 1.0,
+        "heldout/image_blind": 2.0,
+        "heldout/text": 2.5,
+        "heldout/source/both": 1.5,
+        "heldout/seen/both": 1.0,
+        "heldout/blind/both": 2.0,
+    }
 
 
 def test_the_saved_recipe_names_its_inputs_from_the_root(recipe, photos, monkeypatch):
     monkeypatch.chdir(photos.parent)
     given = dump(
-        load_config([str(recipe)], [("data.sources.photos.path", "photos"), ("eval.data", {"mmmu": "own.jsonl"})])
+        load_config(
+            [str(recipe)], [("data.sources.photos.path", "photos"), ("eval.data", {"mmmu": "own.jsonl"})]
+        )
     )
     given["data"]["sources"].append(
         {"name": "far", "path": "https://host/a.tar", "options": {"shards": ["a.tar", "pipe:cat b"]}}
@@ -187,4 +206,6 @@ def test_the_saved_recipe_names_its_inputs_from_the_root(recipe, photos, monkeyp
     }
     assert saved["eval"]["data"] == {"mmmu": str(photos.parent / "own.jsonl")}
     own = {**given, "data": {**given["data"], "sources": given["data"]["sources"][:4]}}
-    assert refused_on_resume(own, absolute_paths(copy.deepcopy(own))) == [], "the same files, so a resume may go on"
+    assert refused_on_resume(own, absolute_paths(copy.deepcopy(own))) == [], (
+        "the same files, so a resume may go on"
+    )

@@ -1,7 +1,8 @@
-"""A thousand damaged inputs of two dozen kinds: each is read as far as it goes, or refused in one line; nothing else.
+"""A thousand damaged inputs of two dozen kinds: each is read as far as it goes, or refused in one line;
+nothing else.
 
-tests/pipeline/hostile_cases.py makes them from seeds and reads them, in processes whose memory is limited; this file
-watches those processes, and looks at single rows of what they must do.
+tests/pipeline/hostile_cases.py makes them from seeds and reads them, in processes whose memory is limited;
+this file watches those processes, and looks at single rows of what they must do.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from earlyfusion.data import prepare
-from earlyfusion.data.encode import MAX_TEXT_CHARS
+from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
+from earlyfusion.data.prepare import cmd as prepare
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
-from earlyfusion.pipeline.report import write_report
+from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, read_metrics
 
@@ -35,18 +36,26 @@ STARTS = 120
 
 
 def watched(root, jobs):
-    """The results of all jobs, in order. A process that dies or is silent for too long costs one case its outcome."""
+    """The results of all jobs, in order. A process that dies or is silent for too long costs one case its
+    outcome."""
     found = []
     while len(found) < len(jobs):
         folder = root / f"from-{len(found)}"
         folder.mkdir()
         (folder / "jobs.json").write_text(json.dumps(jobs[len(found) :]))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(ROOMS), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(ROOMS),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         command = [sys.executable, f"{ROOMS[0]}/hostile_cases.py", str(folder), str(folder / "jobs.json")]
         with open(folder / "stderr", "wb") as errors:
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
         lines: queue.Queue = queue.Queue()
-        threading.Thread(target=lambda c=child, q=lines: [q.put(line) for line in (*c.stdout, "")], daemon=True).start()
+        threading.Thread(
+            target=lambda c=child, q=lines: [q.put(line) for line in (*c.stdout, "")], daemon=True
+        ).start()
         try:
             patience = STARTS
             while line := lines.get(timeout=patience):
@@ -79,7 +88,9 @@ def test_a_thousand_damaged_inputs_are_used_counted_or_refused_in_one_line(tmp_p
     assert [[case["kind"], case["seed"]] for case in found] == jobs
 
     unexpected = [case for case in found if case["outcome"] not in ("loaded", "refused")]
-    told = "\n".join(f"{c['kind']} {c['seed']}: {c['outcome']}\n{c['message'][-600:]}" for c in unexpected[:5])
+    told = "\n".join(
+        f"{c['kind']} {c['seed']}: {c['outcome']}\n{c['message'][-600:]}" for c in unexpected[:5]
+    )
     assert not unexpected, f"{Counter(case['outcome'] for case in unexpected)}\n{told}"
 
     lost = [case for case in found if case["counts"] and case["counts"][0] != sum(case["counts"][1:])]
@@ -93,7 +104,8 @@ def test_a_thousand_damaged_inputs_are_used_counted_or_refused_in_one_line(tmp_p
 
 @contextlib.contextmanager
 def a_disk_that_takes(size):
-    """No file of this process grows beyond `size` bytes: every write after that fails as it does on a full disk."""
+    """No file of this process grows beyond `size` bytes: every write after that fails as it does on a full
+    disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -111,7 +123,9 @@ def refusal(capsys, call):
     return lines[0]
 
 
-def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
+def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(
+    tmp_path, tokenizer, monkeypatch, capsys
+):
     monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
     rows = [json.dumps({"text": f"{i} " + "words " * 300}) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
@@ -123,7 +137,9 @@ def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(tmp_path,
         line = refusal(capsys, call)
     assert str(out) in line and "free disk space" in line
     assert not (out / "index.json").exists() and not list(out.glob("*.tmp"))
-    assert guarded(call) == EXIT_OK and guarded(lambda: prepare.main(["--out", str(out), "--verify"])) == EXIT_OK
+    assert (
+        guarded(call) == EXIT_OK and guarded(lambda: prepare.main(["--out", str(out), "--verify"])) == EXIT_OK
+    )
     assert json.loads((out / "index.json").read_text())["samples"] == 40
 
 
@@ -193,6 +209,9 @@ def test_a_text_too_long_is_left_out_before_it_is_tokenised(tmp_path, monkeypatc
         file.seek(40_000_000, os.SEEK_CUR)
         file.write(b"}\n")
     out = tmp_path / "out"
-    assert guarded(lambda: prepare.main([str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"])) == EXIT_OK
+    assert (
+        guarded(lambda: prepare.main([str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"]))
+        == EXIT_OK
+    )
     made = json.loads((out / "index.json").read_text())
     assert made["samples"] == 1 and made["items"] == 3 and made["skipped"] == {"too_large": 2}

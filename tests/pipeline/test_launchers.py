@@ -1,6 +1,8 @@
-"""A run that is stopped under a launcher: the checkpoint is saved, no process trains on, and nothing of ours is a traceback.
+"""A run that is stopped under a launcher: the checkpoint is saved, no process trains on, and nothing of ours
+is a traceback.
 
-accelerate and torchrun turn every exit code into their own, make into 2; the run's own is 75 (test_resume.py).
+accelerate and torchrun turn every exit code into their own, make into 2; the run's own is 75
+(test_resume.py).
 """
 
 import os
@@ -21,8 +23,18 @@ from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.pipeline.track import read_metrics
 
 LONG = ("--stages.long.steps", "4000", "--checkpoint.every", "2")
-ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no")  # fmt: skip
+ACCELERATE = (
+    "-m",
+    "accelerate.commands.launch",
+    "--num_processes",
+    "1",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -58,7 +70,9 @@ def processes_of(out: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc, which is Linux's")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc, which is Linux's"
+)
 @pytest.mark.parametrize(
     ("launcher", "number", "whole_group"),
     [
@@ -70,14 +84,21 @@ def processes_of(out: Path) -> list[int]:
         ("make", signal.SIGINT, True),
     ],
 )
-def test_a_stopped_launcher_leaves_a_checkpoint_and_no_orphan(recipe, tmp_path, launcher, number, whole_group):
-    """whole_group: as Ctrl-C at a terminal reaches everybody; else only the launcher is told, as schedulers do."""
+def test_a_stopped_launcher_leaves_a_checkpoint_and_no_orphan(
+    recipe, tmp_path, launcher, number, whole_group
+):
+    """whole_group: as Ctrl-C at a terminal reaches everybody; else only the launcher is told, as schedulers
+    do."""
     if launcher == "make" and shutil.which("make") is None:
         pytest.skip("make is not installed")
     out, log = tmp_path / "out", tmp_path / "log"
     with open(log, "w") as file:
         process = subprocess.Popen(
-            command(launcher, recipe, out), stdout=file, stderr=file, env=environment(), start_new_session=True
+            command(launcher, recipe, out),
+            stdout=file,
+            stderr=file,
+            env=environment(),
+            start_new_session=True,
         )
     try:
         process.communicate = lambda: (None, log.read_text())  # type: ignore[method-assign]
@@ -101,7 +122,9 @@ def test_a_stopped_launcher_leaves_a_checkpoint_and_no_orphan(recipe, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="the launcher's command line is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="the launcher's command line is read from /proc"
+)
 def test_accumulation_asked_of_the_launcher_is_one_line(recipe, tmp_path):
     """accelerate hands the number on to DeepSpeed alone; everybody else would train without it."""
     words = [
@@ -114,6 +137,8 @@ def test_accumulation_asked_of_the_launcher_is_one_line(recipe, tmp_path):
         "--out",
         str(tmp_path / "out"),
     ]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment(), timeout=240)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment(), timeout=240
+    )
     assert "error: accelerate was given 4 gradient accumulation steps" in done.stderr and done.returncode != 0
     assert not (tmp_path / "out").exists()

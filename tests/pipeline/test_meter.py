@@ -147,7 +147,8 @@ class Uneven:
 
 
 def test_vision_imbalance_is_the_time_of_the_slowest_rank_in_every_step_over_the_mean(clock):
-    """Steps of (own, encoded) work: (8, 4) and (0, 4), then (2, 3) and (4, 3); largest 8 + 4 over mean 4 + 3."""
+    """Steps of (own, encoded) work: (8, 4) and (0, 4), then (2, 3) and (4, 3); largest 8 + 4 over mean 4
+    + 3."""
     meter = Meter(Uneven([(0.0, 4.0), (4.0, 3.0)]), peak=1.0)
     for work in ((8.0, 4.0), (2.0, 3.0)):
         clock.now += 1
@@ -155,9 +156,13 @@ def test_vision_imbalance_is_the_time_of_the_slowest_rank_in_every_step_over_the
     second = Meter(Uneven([(0.0, 4.0)]), peak=1.0)
     second.load_state_dict(meter.state_dict())
     record = meter.snapshot()
-    assert record["vision_imbalance"] == pytest.approx(12 / 7) and record["vision_imbalance_after"] == pytest.approx(1)
+    assert record["vision_imbalance"] == pytest.approx(12 / 7) and record[
+        "vision_imbalance_after"
+    ] == pytest.approx(1)
     second.step(tokens=1, vision_work=(8.0, 4.0))
-    assert second.snapshot()["vision_imbalance"] == pytest.approx(20 / 11), "a checkpoint in between loses nothing"
+    assert second.snapshot()["vision_imbalance"] == pytest.approx(20 / 11), (
+        "a checkpoint in between loses nothing"
+    )
     assert "vision_imbalance" not in second.snapshot()
 
 

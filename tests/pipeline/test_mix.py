@@ -1,16 +1,17 @@
-"""The mixture of a recipe: the arms of Kimi K2.5 Table 1, schedules inside a stage, what a run reports of its data."""
+"""The mixture of a recipe: the arms of Kimi K2.5 Table 1, schedules inside a stage, what a run reports of its
+data."""
 
 import json
 
 import pytest
 from tiny_run import MEASURED, numbers, tiny_recipe, write_recipe
 
-from earlyfusion.data.ledger import read_skipped
-from earlyfusion.data.loader import Loader
+from earlyfusion.data.loading.ledger import read_skipped
+from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import UserError
-from earlyfusion.pipeline.report import write_report
+from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.stage_data import describe_mix, mix_schedule
 from earlyfusion.pipeline.track import read_metrics
 
@@ -18,7 +19,8 @@ ARMS = {"early": (0.0, 0.10), "mid": (0.5, 0.20), "late": (0.8, 0.50)}  # inject
 STEPS, BUDGET = 640, 0.10  # the steps of nano
 POOL = 4  # micro-batches that wait in the packer: data.lookahead
 VISION_RTOL = POOL * 0.50 / (STEPS * BUDGET)  # 3.1 %
-"""Of the vision total. The packer's pool at the end may hold any mix: at most all its vision in the arm that ends at 50 %."""
+"""Of the vision total. The packer's pool at the end may hold any mix: at most all its vision in the arm that
+ends at 50 %."""
 
 
 def arm_loader(arm, tokenizer, seed):
@@ -28,9 +30,15 @@ def arm_loader(arm, tokenizer, seed):
     stage = config.stages[0]
     schedule = mix_schedule(stage, {source.name: source.weight for source in config.data.sources})
     return Loader(
-        config.data, tokenizer, config.vision, length=stage.length, tokens=stage.tokens, max_patches=stage.max_patches,
-        lanes=stage.lanes, schedule=schedule,
-    )  # fmt: skip
+        config.data,
+        tokenizer,
+        config.vision,
+        length=stage.length,
+        tokens=stage.tokens,
+        max_patches=stage.max_patches,
+        lanes=stage.lanes,
+        schedule=schedule,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +64,10 @@ def test_early_mid_and_late_spend_the_same_vision_total(bpe, seed, capsys):
         assert sum(r[0] for r in after) / sum(r[1] for r in after) == pytest.approx(share, rel=0.05)
         assert loader.stats()["vision_share"] == pytest.approx(BUDGET, rel=VISION_RTOL)
     with capsys.disabled():
-        print("\n" + ", ".join(f"{arm}: {vision[arm]} vision of {vision[arm] + text[arm]} tokens" for arm in ARMS))
+        print(
+            "\n"
+            + ", ".join(f"{arm}: {vision[arm]} vision of {vision[arm] + text[arm]} tokens" for arm in ARMS)
+        )
     assert max(vision.values()) - min(vision.values()) <= VISION_RTOL * min(vision.values())
     assert max(text.values()) - min(text.values()) <= VISION_RTOL * min(text.values())
     assert max(media.values()) - min(media.values()) <= 2 * VISION_RTOL * min(media.values())
@@ -81,7 +92,10 @@ def test_the_arms_are_three_lines_over_nano_and_of_equal_budget():
     [
         ([("stages.joint.mix", "[{at = 0.5}]")], "changes nothing"),
         ([("stages.joint.mix", "[{at = 0.5, weights = {pydok = 1}}]")], "did you mean 'pydoc'"),
-        ([("stages.joint.mix", "[{at = 0.5, vision_share = 0.1}, {at = 0.2, vision_share = 0.3}]")], "order of `at`"),
+        (
+            [("stages.joint.mix", "[{at = 0.5, vision_share = 0.1}, {at = 0.2, vision_share = 0.3}]")],
+            "order of `at`",
+        ),
         ([("stages.joint.mix", '[{at = 0.5, vision_share = 0.1, ramp = "linear"}]')], "to start from"),
         ([("stages.joint.mix", "[{at = 1.5, vision_share = 0.1}]")], "less than or equal to 1"),
         ([("stages.joint.mix", "[{at = 0.5, weights = {pydoc = 0}}]")], "every mixture weight is 0"),
@@ -122,13 +136,24 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
     assert sum(last[f"data/share/{name}"] for name in ("vqa", "manual", "scenes")) == pytest.approx(1)
     assert last["data/fill"] > 0.8 and 0 < last["data/media_share"] < last["data/vision_share"] < 1
     skipped = read_skipped(tmp_path / "whole")
-    assert {e["key"].partition(".")[0] for e in skipped} <= {"7", "07"} and {e["source"] for e in skipped} == {"vqa"}
-    assert last["data/skipped"] == sum(e["stage"] == 1 for e in skipped) == last["data/skipped/corrupt_image"] > 0
+    assert {e["key"].partition(".")[0] for e in skipped} <= {"7", "07"} and {
+        e["source"] for e in skipped
+    } == {"vqa"}
+    assert (
+        last["data/skipped"]
+        == sum(e["stage"] == 1 for e in skipped)
+        == last["data/skipped/corrupt_image"]
+        > 0
+    )
 
     assert (last["stage"], last["data/step"]) == ("long", 12 + 3), "twelve steps taken, three left out"
     page = write_report(tmp_path / "whole").read_text()
     share = 100 * last["data/share/scenes"]
-    assert "What it read" in page and f"<td>scenes</td><td>{share:.1f} %</td>" in page and "corrupt_image" in page
+    assert (
+        "What it read" in page
+        and f"<td>scenes</td><td>{share:.1f} %</td>" in page
+        and "corrupt_image" in page
+    )
 
     assert run(mixed, tmp_path / "cut", "--steps", "13") == 0
     assert run(mixed, tmp_path / "cut", "--resume") == 0
@@ -140,7 +165,9 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
 def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd):
     assert run(mixed, tmp_path, "--data.max_bad", "0") == 2
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(told) == 1 and "data.max_bad allows 0 (corrupt_image 1" in told[0] and "skipped.jsonl" in told[0]
+    assert (
+        len(told) == 1 and "data.max_bad allows 0 (corrupt_image 1" in told[0] and "skipped.jsonl" in told[0]
+    )
     (entry,) = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert entry["reason"] == "corrupt_image" and entry["source"] == "vqa"
 

@@ -12,7 +12,9 @@ from torch import nn
 from earlyfusion.pipeline.optim import plan
 from earlyfusion.pipeline.optim.muonclip import MuonClip, build_param_groups
 
-FP64_TOL = 1e-9  # the reference does the same arithmetic in another order; slopes of 8 a step amplify the last bits
+FP64_TOL = (
+    1e-9  # the reference does the same arithmetic in another order; slopes of 8 a step amplify the last bits
+)
 TORCH_MUON_TOL = 0.03  # share of one update: both iterate in bf16, but round the normalised input differently
 ADAMW_TOL = 2e-6  # relative, fp32: fused and unfused kernels associate differently
 FP32_TOL = 2e-3  # share of one update: fp32 Newton-Schulz against fp64
@@ -33,7 +35,10 @@ def reference_blocks(fqn: str, shape: torch.Size, group: int) -> list[list[int]]
 
     def heads(count, rows, offset, stride):
         g = group or count
-        return [[h * stride + offset + r for h in range(s, s + g) for r in range(rows)] for s in range(0, count, g)]
+        return [
+            [h * stride + offset + r for h in range(s, s + g) for r in range(rows)]
+            for s in range(0, count, g)
+        ]
 
     if fqn.startswith("layers.0.self_attn.") and fqn.split(".")[3] in {"q_proj", "k_proj", "v_proj"}:
         return heads(4, 6, 0, 6)
@@ -47,7 +52,9 @@ def reference_blocks(fqn: str, shape: torch.Size, group: int) -> list[list[int]]
     return [list(range(shape[0]))]
 
 
-def reference_muon(weights: dict, momenta: dict, grads: dict, group: int, lr: float, wd: float, mu=0.95, nesterov=True):
+def reference_muon(
+    weights: dict, momenta: dict, grads: dict, group: int, lr: float, wd: float, mu=0.95, nesterov=True
+):
     """One Muon step in place on dicts of fp64 tensors."""
     for fqn, weight in weights.items():
         momenta[fqn] = mu * momenta[fqn] + (1 - mu) * grads[fqn]
@@ -80,11 +87,17 @@ def test_step_equals_the_per_matrix_reference_for_every_kind_of_block(group, val
     opt = MuonClip(groups, model=model, ns="keller_jordan", nesterov=nesterov)
     for seed in range(3):
         fill_gradients(model, seed)
-        reference_muon(weights, momenta, {n: params[n].grad for n in names}, group, 0.02, 0.1, nesterov=nesterov)
+        reference_muon(
+            weights, momenta, {n: params[n].grad for n in names}, group, 0.02, 0.1, nesterov=nesterov
+        )
         opt.step()
     for name in names:
-        torch.testing.assert_close(params[name].detach(), weights[name], rtol=FP64_TOL, atol=FP64_TOL, msg=name)
-    assert {"layers.1.self_attn.kv_b_proj.weight", "layers.0.block_sparse_moe.experts.gate_up_proj"} <= set(names)
+        torch.testing.assert_close(
+            params[name].detach(), weights[name], rtol=FP64_TOL, atol=FP64_TOL, msg=name
+        )
+    assert {"layers.1.self_attn.kv_b_proj.weight", "layers.0.block_sparse_moe.experts.gate_up_proj"} <= set(
+        names
+    )
 
 
 def test_slicing_into_small_chunks_changes_nothing(monkeypatch):
@@ -96,7 +109,9 @@ def test_slicing_into_small_chunks_changes_nothing(monkeypatch):
         opt = MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=2), model=model)
         fill_gradients(model, 0)
         opt.step()
-        results.append((model.state_dict(), opt.metrics()["ns_matrices_per_step"], sum(map(len, opt._plan.buckets))))
+        results.append(
+            (model.state_dict(), opt.metrics()["ns_matrices_per_step"], sum(map(len, opt._plan.buckets)))
+        )
     (one, matrices, few), (other, same, many) = results
     assert matrices == same and many > 2 * few
     for name, value in one.items():
@@ -127,7 +142,10 @@ def test_agrees_with_torch_muon_on_a_plain_matrix(shape, seed):
     linear = nn.Linear(shape[1], shape[0], bias=False)
     theirs = nn.Parameter(linear.weight.detach().clone())
     mine = MuonClip(
-        build_param_groups(linear, lr=0.02, weight_decay=0.1), ns="keller_jordan", ns_dtype=torch.bfloat16, model=linear
+        build_param_groups(linear, lr=0.02, weight_decay=0.1),
+        ns="keller_jordan",
+        ns_dtype=torch.bfloat16,
+        model=linear,
     )
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     start = theirs.detach().clone()
@@ -139,7 +157,9 @@ def test_agrees_with_torch_muon_on_a_plain_matrix(shape, seed):
     moved = (theirs - start).norm()
     assert (linear.weight - theirs).norm() <= TORCH_MUON_TOL * moved
     # the momentum buffers are interchangeable
-    torch.testing.assert_close(mine.state[linear.weight]["momentum_buffer"], reference.state[theirs]["momentum_buffer"])
+    torch.testing.assert_close(
+        mine.state[linear.weight]["momentum_buffer"], reference.state[theirs]["momentum_buffer"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -152,7 +172,9 @@ def test_adamw_family_equals_torch_adamw(dtype):
     for group in groups:
         if group["family"] == "adamw":
             copies |= {n: nn.Parameter(params[n].detach().clone()) for n in group["fqns"]}
-            theirs.append({"params": [copies[n] for n in group["fqns"]], "weight_decay": group["weight_decay"]})
+            theirs.append(
+                {"params": [copies[n] for n in group["fqns"]], "weight_decay": group["weight_decay"]}
+            )
     assert {g["weight_decay"] for g in theirs} == {0.0, 0.1}
     opt = MuonClip(groups, model=model)
     reference = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
@@ -174,7 +196,9 @@ def test_16_bit_parameters_keep_fp32_state_and_round_once():
     wide = TinyModel().double()
     wide.load_state_dict(model.state_dict())
     options = {"ns_dtype": torch.float32, "ns": "deepseek_v4"}
-    opts = [MuonClip(build_param_groups(m, lr=0.05, weight_decay=0.1), model=m, **options) for m in (model, wide)]
+    opts = [
+        MuonClip(build_param_groups(m, lr=0.05, weight_decay=0.1), model=m, **options) for m in (model, wide)
+    ]
     fill_gradients(model, 0)
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         q.grad = p.grad.double()
@@ -191,7 +215,9 @@ def test_16_bit_parameters_keep_fp32_state_and_round_once():
 def test_update_rms_is_the_target_within_the_presets_band(preset, low, high):
     torch.manual_seed(0)
     model = TinyModel()
-    opt = MuonClip(build_param_groups(model, lr=1e-2, weight_decay=0.0), model=model, ns=preset, ns_dtype=torch.float32)
+    opt = MuonClip(
+        build_param_groups(model, lr=1e-2, weight_decay=0.0), model=model, ns=preset, ns_dtype=torch.float32
+    )
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     fill_gradients(model, 0)
     opt.step()
@@ -200,8 +226,11 @@ def test_update_rms_is_the_target_within_the_presets_band(preset, low, high):
     names = muon_names(opt.param_groups)
     delta = torch.cat([(p - before[n]).flatten() for n, p in model.named_parameters() if n in names]) / 1e-2
     assert metrics["update_rms"]["muon"] == pytest.approx(delta.square().mean().sqrt().item(), rel=1e-3)
-    assert metrics["update_rms"]["adamw"] == pytest.approx(1.0, rel=1e-3)  # AdamW's first update is the gradient's sign
-    # 12 heads and 2 halves counted by hand: KDA 3*4 + f_a, f_b, o; MLA 4 + 8 + kv_a, o; 2 routers; 2*(3*3) experts; mlp 3; projector
+    assert metrics["update_rms"]["adamw"] == pytest.approx(
+        1.0, rel=1e-3
+    )  # AdamW's first update is the gradient's sign
+    # 12 heads and 2 halves counted by hand: KDA 3*4 + f_a, f_b, o; MLA 4 + 8 + kv_a, o; 2 routers; 2*(3*3)
+    # experts; mlp 3; projector
     assert metrics["ns_matrices_per_step"] == 15 + 14 + 2 + 18 + 3 + 1
 
 
@@ -229,12 +258,17 @@ def test_parameters_without_gradient_are_left_alone_and_counted():
     opt.step()
     skipped = ["projector.proj.weight", "layers.1.self_attn.q_proj.weight", "embed_tokens.weight"]
     params = dict(model.named_parameters())
-    before = {n: (params[n].detach().clone(), {k: v.clone() for k, v in opt.state[params[n]].items()}) for n in skipped}
+    before = {
+        n: (params[n].detach().clone(), {k: v.clone() for k, v in opt.state[params[n]].items()})
+        for n in skipped
+    }
     others = params["mlp.down_proj.weight"].detach().clone()
     fill_gradients(model, 1)
     for name in skipped:
         params[name].grad = None
-    params["layers.0.self_attn.o_proj.weight"].requires_grad_(False).grad = None  # frozen: skipped, but not counted
+    params["layers.0.self_attn.o_proj.weight"].requires_grad_(
+        False
+    ).grad = None  # frozen: skipped, but not counted
     opt.step()
     for name, (weight, state) in before.items():
         assert torch.equal(params[name], weight)

@@ -17,12 +17,26 @@ from earlyfusion.pipeline.optim.blocks import RoutingError
 from earlyfusion.pipeline.optim.muonclip import MuonClip, build_param_groups
 
 TINY_TEXT = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 2,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts": 4,
-    "num_experts_per_token": 2, "moe_intermediate_size": 24, "attn_res": "block", "attn_res_block_size": 1,
-    "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 24,
+    "attn_res": "block",
+    "attn_res_block_size": 1,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
     "linear_attn_config": {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4},
-}  # fmt: skip
+}
 
 
 def families(groups) -> dict[str, str]:
@@ -30,7 +44,9 @@ def families(groups) -> dict[str, str]:
 
 
 def blocks(groups) -> dict[str, list[int]]:
-    return {f: b for group in groups if group["family"] == "muon" for f, b in zip(group["fqns"], group["blocks"])}
+    return {
+        f: b for group in groups if group["family"] == "muon" for f, b in zip(group["fqns"], group["blocks"])
+    }
 
 
 def optimizer(model, **options) -> MuonClip:
@@ -59,11 +75,23 @@ def test_semantic_rules_route_the_tiny_model():
         for i in (0, 1)
         for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
     }
-    assert muon == kda | mla | moe | {"mlp.gate_up_proj.weight", "mlp.down_proj.weight", "projector.proj.weight"}
+    assert muon == kda | mla | moe | {
+        "mlp.gate_up_proj.weight",
+        "mlp.down_proj.weight",
+        "projector.proj.weight",
+    }
     undecayed = {fqn for group in groups if group["weight_decay"] == 0 for fqn in group["fqns"]}
-    assert {"layers.0.self_attn.A_log", "layers.0.self_attn.dt_bias", "layers.0.input_layernorm.weight"} <= undecayed
+    assert {
+        "layers.0.self_attn.A_log",
+        "layers.0.self_attn.dt_bias",
+        "layers.0.input_layernorm.weight",
+    } <= undecayed
     assert {"mlp_res_proj.weight", "layers.0.self_attention_res_query", "projector.proj.bias"} <= undecayed
-    for decayed in ("embed_tokens.weight", "layers.0.self_attn.b_proj.weight", "layers.0.self_attn.q_conv1d.weight"):
+    for decayed in (
+        "embed_tokens.weight",
+        "layers.0.self_attn.b_proj.weight",
+        "layers.0.self_attn.q_conv1d.weight",
+    ):
         assert family[decayed] == "adamw" and decayed not in undecayed
 
 
@@ -72,7 +100,9 @@ def test_the_real_decoder_is_routed_as_designed():
         model = Decoder(ModelConfig(**TINY_TEXT))
     groups = build_param_groups(model, lr=0.02, weight_decay=0.1)
     muon = blocks(groups)
-    assert not any(w in n for n in muon for w in ("embed", "norm", "conv", "res_query", "A_log", "dt_bias", ".b_proj"))
+    assert not any(
+        w in n for n in muon for w in ("embed", "norm", "conv", "res_query", "A_log", "dt_bias", ".b_proj")
+    )
     assert muon["layers.0.self_attn.q_proj.weight"] == [2, 1, 16]
     assert muon["layers.3.self_attn.q_proj.weight"] == [2, 1, 24]
     assert muon["layers.3.self_attn.kv_b_proj.weight"] == [4, 1, 16]
@@ -89,12 +119,18 @@ def test_vision_tower_goes_to_muon_only_on_request_and_its_lookups_never():
     assert families(build_param_groups(TinyModel(), 0.02, 0.1))[name] == "adamw"
     on = build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True)
     assert blocks(on)[name] == [6, 1, 6]  # q, k, v of two heads
-    assert blocks(build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True, head_group_size=None))[name] == [
+    assert blocks(build_param_groups(TinyModel(), 0.02, 0.1, muon_vision=True, head_group_size=None))[
+        name
+    ] == [
         3,
         1,
         12,
     ]
-    assert families(on)["vision_tower.patch_embed.weight"] == families(on)["vision_tower.pos_emb.weight"] == "adamw"
+    assert (
+        families(on)["vision_tower.patch_embed.weight"]
+        == families(on)["vision_tower.pos_emb.weight"]
+        == "adamw"
+    )
 
 
 def test_overrides_win_by_pattern_in_order():
@@ -174,7 +210,8 @@ def test_names_that_the_model_does_not_have_are_refused_at_the_first_step():
 
 
 @pytest.mark.parametrize(
-    "value,message", [(torch.ones(12), "FSDP1"), (torch.ones(0, 3), "is empty"), (torch.ones(5, 3), "cover 4 rows")]
+    "value,message",
+    [(torch.ones(12), "FSDP1"), (torch.ones(0, 3), "is empty"), (torch.ones(5, 3), "cover 4 rows")],
 )
 def test_shards_that_are_no_matrix_are_refused_at_the_step(value, message):
     """FSDP1 and DeepSpeed put flat pieces into the optimizer after it was built."""
@@ -282,7 +319,8 @@ def test_loaded_state_continues_bit_for_bit(dtype):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     for a, b in zip(model.parameters(), twin.parameters()):
         assert all(
-            torch.equal(opt.state[a][k], v) and v.dtype == opt.state[a][k].dtype for k, v in fresh.state[b].items()
+            torch.equal(opt.state[a][k], v) and v.dtype == opt.state[a][k].dtype
+            for k, v in fresh.state[b].items()
         )
 
 
@@ -311,7 +349,9 @@ def test_torch_distributed_checkpoint_state_round_trips():
     twin = TinyModel()
     twin.load_state_dict(model.state_dict())
     fresh = optimizer(twin)
-    get_optimizer_state_dict(twin, fresh)  # initialises the state with a zero step, which must not move the weights
+    get_optimizer_state_dict(
+        twin, fresh
+    )  # initialises the state with a zero step, which must not move the weights
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     set_optimizer_state_dict(twin, fresh, state)
     for m, o in ((model, opt), (twin, fresh)):

@@ -1,7 +1,7 @@
 """Pictures encoded on other ranks than their own: the same loss and the same gradients as the plain step.
 
-Real gloo processes, DDP, two micro-batches a step under no_sync, the loop's own forward and backward. The oracle is the
-plain step of the same processes, and for it one process that takes every micro-batch itself.
+Real gloo processes, DDP, two micro-batches a step under no_sync, the loop's own forward and backward. The
+oracle is the plain step of the same processes, and for it one process that takes every micro-batch itself.
 """
 
 import socket
@@ -15,13 +15,15 @@ import torch
 from tiny_run import environment, forget_processes
 
 from earlyfusion.model.exchange import Route
-from earlyfusion.pipeline.config import ParallelSection
+from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
 
-# Gradients relative to the norm of all of them. fp64: measured up to 6e-15, sums over pictures in another order. fp32:
-# measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and more.
+# Gradients relative to the norm of all of them. fp64: measured up to 6e-15, sums over pictures in another
+# order. fp32:
+# measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and
+# more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
@@ -43,10 +45,13 @@ def seen(tmp_path_factory) -> dict[int, list[dict]]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), str(rank), str(world), port, str(folder)],
-                env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=environment(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         for process in ranks:
             try:
                 _, errors = process.communicate(timeout=240)
@@ -113,9 +118,13 @@ def test_the_ranks_do_the_work_that_the_plan_gives_them(seen, world, name):
 
 @pytest.mark.slow
 def test_the_cases_hold_what_they_are_for(seen):
-    """Pictures moved to a rank without any, none moved in text-only steps, and vision gradients that matter."""
+    """Pictures moved to a rank without any, none moved in text-only steps, and vision gradients that
+    matter."""
     moved = {place: any(seen[place[0]][0][place[1]]["routes"]) for place in ALL}
-    assert [name for (world, name), moves in moved.items() if not moves] == ["text only", "one picture in all"]
+    assert [name for (world, name), moves in moved.items() if not moves] == [
+        "text only",
+        "one picture in all",
+    ]
     assert seen[2][0]["exchange in one micro-batch only"]["routes"] == [True, False]
     assert seen[2][0]["supported"] and seen[3][0]["supported"], "gloo of this torch has all_to_all_single"
     for (world, name), moves in moved.items():
@@ -150,7 +159,8 @@ def test_one_process_never_exchanges():
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_features_come_home_in_packed_order(seed, monkeypatch):
-    """Three ranks played one after another in one process: what each is sent is read off the others' outboxes."""
+    """Three ranks played one after another in one process: what each is sent is read off the others'
+    outboxes."""
     plan = cases.scattered(cases.random_step(3, seed), seed)[0]
     outbox: list[tuple[torch.Tensor, ...]] = []
 
@@ -184,4 +194,6 @@ def test_features_come_home_in_packed_order(seed, monkeypatch):
     monkeypatch.setattr("earlyfusion.model.exchange.all_to_all", lambda x, *rest: inbox[int(x[0, 0])])
     for rank, route in enumerate(routes):
         home = route.bring_home(torch.full((1, 1), float(rank)))
-        assert home.flatten().tolist() == [label[rank, i] for i, n in enumerate(tokens[rank]) for _ in range(n)]
+        assert home.flatten().tolist() == [
+            label[rank, i] for i, n in enumerate(tokens[rank]) for _ in range(n)
+        ]

@@ -1,4 +1,5 @@
-"""The plan: published sizes, every parameter routed once, stages as the schedule computes them, nothing allocated."""
+"""The plan: published sizes, every parameter routed once, stages as the schedule computes them, nothing
+allocated."""
 
 import io
 import tomllib
@@ -8,7 +9,7 @@ from rich.console import Console
 from tiny_run import whole_recipes
 
 from earlyfusion.model.flops import count_parameters
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow
 from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, scaled, show_plan
@@ -47,18 +48,27 @@ def test_collapsing_layers_loses_no_weight():
     config = load_config(["nano"])
     model = meta_model(config)
     groups = build_param_groups(model, 1e-3, 0.1)
-    rows = [TableRow(f, tuple(p.shape), g["family"], "", ()) for g in groups for f, p in zip(g["fqns"], g["params"])]
+    rows = [
+        TableRow(f, tuple(p.shape), g["family"], "", ())
+        for g in groups
+        for f, p in zip(g["fqns"], g["params"])
+    ]
     merged = collapse(rows, {"decoder.norm.weight"})
-    assert sorted(name for names in merged.values() for name in names) == sorted(n for n, _ in model.named_parameters())
+    assert sorted(name for names in merged.values() for name in names) == sorted(
+        n for n, _ in model.named_parameters()
+    )
     assert len(merged) < len(rows)
 
 
 def test_the_optimizer_section_steers_the_routing_shown():
     assert (
-        "muon " in shown("nano") and "muon " not in shown("nano", ("optim.name", "adamw")).split("who trains what")[1]
+        "muon " in shown("nano")
+        and "muon " not in shown("nano", ("optim.name", "adamw")).split("who trains what")[1]
     )
 
 
-@pytest.mark.parametrize(("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.5 G"), (3e15, "3 P")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (1234, "1.23 k"), (2.5e9, "2.5 G"), (3e15, "3 P")]
+)
 def test_counts_are_scaled_for_reading(value, text):
     assert scaled(value) == text

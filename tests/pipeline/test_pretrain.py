@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from tiny_run import losses, numbers, run_here, same, weights
 
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli, evaluate
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
-from earlyfusion.pipeline.compose import dump, load_config
+from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.statefile import load_tree
 
@@ -25,7 +25,8 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_four_lanes_give_the_gradient_of_one_weighted_mean(training, monkeypatch):
-    """Micro-batches are accumulated; by hand: all logits, cross entropy, weights by source and for text, one mean."""
+    """Micro-batches are accumulated; by hand: all logits, cross entropy, weights by source and for text, one
+    mean."""
     words = (("stages.short.lanes", 4), ("stages.short.tokens", 512), ("optim.clip_grad_norm", "null"))
     run = training(*words)
     seen: dict[str, torch.Tensor] = {}
@@ -82,7 +83,9 @@ def test_a_frozen_stage_leaves_the_named_parameters_bit_identical(training, entr
     """No update, no weight decay, no QK-Clip; the rest moves."""
     run = training(("stages.short.frozen", [entry]), ("run.steps", 3), ("optim.name", optimizer))
     before = parameters(run.fusion)
-    biases = {name: value.clone() for name, value in run.fusion.named_buffers() if name.endswith("correction_bias")}
+    biases = {
+        name: value.clone() for name, value in run.fusion.named_buffers() if name.endswith("correction_bias")
+    }
     run._finish = lambda: EXIT_OK
     assert run.train() == EXIT_OK
     if entry not in ("vision", "projector"):
@@ -91,7 +94,9 @@ def test_a_frozen_stage_leaves_the_named_parameters_bit_identical(training, entr
     moved = {name for name, value in run.fusion.named_parameters() if not torch.equal(value, before[name])}
     frozen = {name for name in before if name.startswith(FROZEN[entry])}
     assert frozen and not moved & frozen
-    assert len(moved) > 0.9 * (len(before) - len(frozen)) and all(p.requires_grad for p in run.fusion.parameters())
+    assert len(moved) > 0.9 * (len(before) - len(frozen)) and all(
+        p.requires_grad for p in run.fusion.parameters()
+    )
     for name, value in run.fusion.named_buffers():
         if name in biases:
             assert torch.equal(value, biases[name]) == name.startswith(FROZEN[entry]), name
@@ -153,7 +158,8 @@ def test_bf16_autocast_follows_the_fp32_run(run, recipe, tmp_path):
 
 
 def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(training):
-    """The same loss and gradients in float64, from less than half of the bytes that the backward pass kept before."""
+    """The same loss and gradients in float64, from less than half of the bytes that the backward pass kept
+    before."""
     kept: dict[bool, int] = {}
     gradients: dict[bool, dict[str, torch.Tensor]] = {}
     for recompute in (False, True):
@@ -169,7 +175,9 @@ def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(trai
             loss = model(batch).loss_sum
         kept[recompute] = sum(sizes)
         loss.backward()
-        gradients[recompute] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients[recompute] = {
+            name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
     assert kept[True] < kept[False] / 2
     assert gradients[True].keys() == gradients[False].keys()
     for name, gradient in gradients[True].items():
@@ -195,7 +203,14 @@ def finished(folder, recipe) -> Path:
 
 
 def test_a_finished_run_leaves_what_the_first_lines_promise(finished):
-    for name in ("metrics.jsonl", "recipe.toml", "versions.json", "report.html", "facts.json", "model/config.json"):
+    for name in (
+        "metrics.jsonl",
+        "recipe.toml",
+        "versions.json",
+        "report.html",
+        "facts.json",
+        "model/config.json",
+    ):
         assert (finished / name).stat().st_size > 0, name
     assert {path.name for path in (finished / "eval").iterdir()} == {"attnres_0000009.json"}
     assert len(list((finished / "samples").glob("step_*.json"))) == 2
@@ -220,7 +235,15 @@ def picture(folder) -> Path:
 
 
 def test_generate_answers_from_the_model_directory(finished, picture, capsys):
-    words = ["generate", "--model", str(finished / "model"), "--image", str(picture), "--prompt", "what color is"]
+    words = [
+        "generate",
+        "--model",
+        str(finished / "model"),
+        "--image",
+        str(picture),
+        "--prompt",
+        "what color is",
+    ]
     assert cli.main([*words, "--max-new-tokens", "5"]) == EXIT_OK
     first = capsys.readouterr().out
     assert cli.main([*words, "--max-new-tokens", "5"]) == EXIT_OK
@@ -240,17 +263,23 @@ def test_a_warm_start_begins_with_the_weights_and_with_nothing_else(training, fi
     assert run.step == 0 and run.meter.totals["tokens"] == 0 and not run.optimizer.state_dict()["state"]
     run.total, run._finish = 1, lambda: EXIT_OK
     assert run.train() == EXIT_OK
-    assert losses(tmp_path / "warm")[0] < losses(finished)[0] - 0.5, "it knows already what the first run learned"
+    assert losses(tmp_path / "warm")[0] < losses(finished)[0] - 0.5, (
+        "it knows already what the first run learned"
+    )
 
 
 def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path):
-    """Any task of `earlyfusion eval` by name: its numbers are those of the same weights evaluated from a directory."""
+    """Any task of `earlyfusion eval` by name: its numbers are those of the same weights evaluated from a
+    directory."""
     from earlyfusion.eval.harness import evaluate_in_memory
 
     made = training(
-        ("eval.tasks", ["counting", "bits_per_byte"]), ("eval.limits", {"counting": 6}), ("eval.every", 4), ("run.steps", 4),
+        ("eval.tasks", ["counting", "bits_per_byte"]),
+        ("eval.limits", {"counting": 6}),
+        ("eval.every", 4),
+        ("run.steps", 4),
         ("eval.data", {"bits_per_byte": str(Path(__file__))}),
-    )  # fmt: skip
+    )
     told = []
 
     class Tracker:

@@ -22,7 +22,9 @@ LOGIT_TOL = 1e-5  # relative, fp32: sqrt(gamma) twice against gamma
 SHARD_TOL = 1e-5  # fp32 Newton-Schulz in batches of other sizes
 
 
-def blown_up(seed: int, low_rank_query: bool = False, heads_up: tuple[int, ...] = (1,)) -> tuple[TinyMLA, torch.Tensor]:
+def blown_up(
+    seed: int, low_rank_query: bool = False, heads_up: tuple[int, ...] = (1,)
+) -> tuple[TinyMLA, torch.Tensor]:
     """A module whose chosen heads have logits far above 1, and its input."""
     torch.manual_seed(seed)
     module = TinyMLA(low_rank_query=low_rank_query)
@@ -122,7 +124,9 @@ def test_muonclip_clips_after_its_update_and_leaves_momentum_alone():
         attention = model.layers[1].self_attn
         attention.max_logit.copy_(torch.tensor([0.5, 4.0, 0.5, 0.5]))
         opt.step()
-        results.append((attention.q_proj.weight.detach(), opt.state[attention.q_proj.weight]["momentum_buffer"]))
+        results.append(
+            (attention.q_proj.weight.detach(), opt.state[attention.q_proj.weight]["momentum_buffer"])
+        )
     (free, momentum), (clipped, same) = results
     rows = torch.ones(48)
     rows[12:20], rows[20:24] = 0.5, 0.25
@@ -157,11 +161,23 @@ def test_16_bit_weights_round_once():
 def test_the_real_attention_layer_comes_down_to_tau(q_lora_rank):
     torch.manual_seed(0)
     config = ModelConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=48, num_attention_heads=2, kv_lora_rank=16,
-        q_lora_rank=q_lora_rank, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_experts=0, attn_res="none",
-        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        num_attention_heads=2,
+        kv_lora_rank=16,
+        q_lora_rank=q_lora_rank,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_experts=0,
+        attn_res="none",
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
         linear_attn_config={"num_heads": 2, "head_dim": 16, "kda_layers": [], "full_attn_layers": [1]},
-    )  # fmt: skip
+    )
     layer = MultiHeadLatentAttention(config)
     query = layer.q_proj if q_lora_rank is None else layer.q_b_proj
     with torch.no_grad():
@@ -191,10 +207,13 @@ def test_models_without_latent_attention_and_bad_tau_are_refused():
 
 
 def test_two_processes_equal_one(tmp_path):
-    """One MAX all-reduce makes both ranks clip by the global maximum; sharded heads and experts train like whole ones."""
+    """One MAX all-reduce makes both ranks clip by the global maximum; sharded heads and experts train like
+    whole ones."""
     script = Path(__file__).with_name("muon_rank.py")
     processes = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     for process in processes:
@@ -209,5 +228,7 @@ def test_two_processes_equal_one(tmp_path):
         assert all(torch.equal(ranks[rank]["clip"][n], weights[n]) for n in weights)
         assert ranks[rank]["metrics"] == metrics
         for name, want in muon_rank.train().items():
-            torch.testing.assert_close(ranks[rank]["train"][name], want, rtol=SHARD_TOL, atol=SHARD_TOL, msg=name)
+            torch.testing.assert_close(
+                ranks[rank]["train"][name], want, rtol=SHARD_TOL, atol=SHARD_TOL, msg=name
+            )
         assert "cuts a Muon block" in ranks[rank]["refusal"]

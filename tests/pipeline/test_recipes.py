@@ -7,8 +7,8 @@ from tiny_run import whole_recipes
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.flops import count_parameters
-from earlyfusion.pipeline.compose import dump, load_config, recipe_hash, recipe_names, render
-from earlyfusion.pipeline.config import RunConfig
+from earlyfusion.pipeline.config.compose import dump, load_config, recipe_hash, recipe_names, render
+from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import routing_rows
 from earlyfusion.pipeline.plan import meta_model
@@ -34,9 +34,13 @@ def model(config):
 def groups_of(config: RunConfig, model: torch.nn.Module) -> list[dict]:
     optim = config.optim
     return build_param_groups(
-        model, optim.lr, optim.weight_decay, muon_vision=optim.muon_vision, head_group_size=optim.head_group_size,
+        model,
+        optim.lr,
+        optim.weight_decay,
+        muon_vision=optim.muon_vision,
+        head_group_size=optim.head_group_size,
         overrides=optim.overrides,
-    )  # fmt: skip
+    )
 
 
 def test_the_recipes_of_the_readme_are_shipped():
@@ -52,16 +56,31 @@ def test_a_recipe_builds_on_the_meta_device(config, model):
 
 
 def test_every_weight_is_routed_once(config, model):
-    """Muon gets matrices only; embeddings, head, norms, convolutions, gates and queries stay with AdamW, and so does the
-    tower unless the recipe says `muon_vision` (its patch embedding and position table always)."""
+    """Muon gets matrices only; embeddings, head, norms, convolutions, gates and queries stay with AdamW, and
+    so does the tower unless the recipe says `muon_vision` (its patch embedding and position table always)."""
     groups = groups_of(config, model)
     routed = [name for group in groups for name in group["fqns"]]
     assert sorted(routed) == sorted(name for name, _ in model.named_parameters())
     muon = {name for group in groups if group["family"] == "muon" for name in group["fqns"]}
-    parts = ("embed_tokens", "lm_head", "norm", "conv1d", "A_log", "dt_bias", "_res_query", "b_proj.", "patch_embed")
+    parts = (
+        "embed_tokens",
+        "lm_head",
+        "norm",
+        "conv1d",
+        "A_log",
+        "dt_bias",
+        "_res_query",
+        "b_proj.",
+        "patch_embed",
+    )
     parts += () if config.optim.muon_vision else ("vision_tower",)
     for name in muon:
-        bare = name.replace("kv_b_proj", "").replace("q_b_proj", "").replace("f_b_proj", "").replace("g_b_proj", "")
+        bare = (
+            name.replace("kv_b_proj", "")
+            .replace("q_b_proj", "")
+            .replace("f_b_proj", "")
+            .replace("g_b_proj", "")
+        )
         assert not any(part in bare for part in parts), name
     shapes = dict(model.named_parameters())
     assert all(shapes[name].ndim in (2, 3) and min(shapes[name].shape[-2:]) > 1 for name in muon)
@@ -76,7 +95,9 @@ def test_the_routing_plan_has_a_row_for_every_weight(config, model):
     rows = routing_rows(groups)
     assert len(rows) == len(list(model.named_parameters()))
     heads = [row for row in rows if row.family == "muon" and row.fqn.endswith("self_attn.q_proj.weight")]
-    assert heads and all(str(row.blocks) not in ("", "1") for row in heads), "queries are orthogonalised per head"
+    assert heads and all(str(row.blocks) not in ("", "1") for row in heads), (
+        "queries are orthogonalised per head"
+    )
 
 
 def test_a_recipe_says_itself_in_toml(config, tmp_path):
@@ -116,7 +137,14 @@ def test_kimi_linear_48b_is_the_default_model_configuration():
     """What the recipe leaves out is filled in from the published config.json."""
     recipe = load_config(["kimi-linear-48b"], [("model.attn_res", "none")]).model
     plain = ModelConfig(vocab_size=163840, bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
-    same = {"hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size", "rms_norm_eps", "kv_lora_rank"}
+    same = {
+        "hidden_size",
+        "num_hidden_layers",
+        "num_experts",
+        "moe_intermediate_size",
+        "rms_norm_eps",
+        "kv_lora_rank",
+    }
     assert all(getattr(recipe, name) == getattr(plain, name) for name in same)
     assert recipe.plan() == plain.plan()
 
@@ -130,14 +158,20 @@ def test_kimi_linear_48b_carries_the_published_tower_and_small_residual_queries(
 
 def test_the_towers_have_the_published_parameters():
     with torch.device("meta"):
-        sizes = {name: sum(p.numel() for p in VisionTower(VisionConfig.preset(name)).parameters()) for name in
-                 ("moonvit_v2", "moonvit3d", "moonvit")}  # fmt: skip
+        sizes = {
+            name: sum(p.numel() for p in VisionTower(VisionConfig.preset(name)).parameters())
+            for name in ("moonvit_v2", "moonvit3d", "moonvit")
+        }
     assert sizes == {"moonvit_v2": TOWER_V2, "moonvit3d": TOWER_3D, "moonvit": TOWER_3D}
 
 
 @pytest.mark.parametrize(
     ("name", "total", "active"),
-    [("nano", (0.5e6, 3e6), None), ("small", (40e6, 60e6), None), ("base", (0.85e9, 1.15e9), (0.2e9, 0.35e9))],
+    [
+        ("nano", (0.5e6, 3e6), None),
+        ("small", (40e6, 60e6), None),
+        ("base", (0.85e9, 1.15e9), (0.2e9, 0.35e9)),
+    ],
 )
 def test_a_recipe_has_the_size_in_its_first_line(name, total, active):
     counted = count(name)

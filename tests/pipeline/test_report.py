@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from earlyfusion.eval.results import load_results, save_result
-from earlyfusion.pipeline.report import read_run, write_report
-from earlyfusion.pipeline.report_charts import MAX_POINTS, heat_map, line_chart, smooth, thin
+from earlyfusion.pipeline.report.charts import MAX_POINTS, heat_map, line_chart, smooth, thin
+from earlyfusion.pipeline.report.run import read_run, write_report
 
 
 def full_run(folder: Path) -> Path:
@@ -18,7 +18,11 @@ def full_run(folder: Path) -> Path:
     lines = []
     for step in range(0, 400):
         record = {"step": step, "event": "train", "loss": 6 * math.exp(-step / 90) + 1 + 0.1 * math.sin(step)}
-        record |= {"loss/text": record["loss"] + 0.5, "loss/image": record["loss"] - 0.4, "loss/source/easy_vqa": 1.0}
+        record |= {
+            "loss/text": record["loss"] + 0.5,
+            "loss/image": record["loss"] - 0.4,
+            "loss/source/easy_vqa": 1.0,
+        }
         record |= {
             "loss/source/pydoc": 2.0,
             "lr": 2e-3 * (1 - step / 400),
@@ -31,13 +35,23 @@ def full_run(folder: Path) -> Path:
             record["max_logit"] = {"3": [5.0 + step / 10, 7.0]}
         lines.append(json.dumps(record))
     lines.insert(
-        200, json.dumps({"step": 199, "event": "guard", "kind": "spike", "action": "skip", "message": "loss 9 > <5>"})
+        200,
+        json.dumps(
+            {"step": 199, "event": "guard", "kind": "spike", "action": "skip", "message": "loss 9 > <5>"}
+        ),
     )
     lines += ["{broken", "7"]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     for step in (100, 399):
-        kinds = {"yes/no": {"questions": 600, "accuracy": 0.9, "blind_accuracy": 0.7, "majority_accuracy": 0.6}}
-        payload = {"accuracy": 0.7 + step / 4000, "blind_accuracy": 0.62, "majority_accuracy": 0.61, "by_kind": kinds}
+        kinds = {
+            "yes/no": {"questions": 600, "accuracy": 0.9, "blind_accuracy": 0.7, "majority_accuracy": 0.6}
+        }
+        payload = {
+            "accuracy": 0.7 + step / 4000,
+            "blind_accuracy": 0.62,
+            "majority_accuracy": 0.61,
+            "by_kind": kinds,
+        }
         save_result(folder, "easy_vqa", step, payload | {"questions": 1000, "questions_total": 9673})
         save_result(
             folder,
@@ -62,7 +76,12 @@ def full_run(folder: Path) -> Path:
     (folder / "samples").mkdir()
     Image.new("RGB", (64, 64), (200, 30, 30)).save(folder / "samples" / "a.png")
     for step, answer in ((100, "teal"), (399, "red")):
-        sample = {"image": "samples/a.png", "prompt": "Q: what <colour>?", "answer": answer, "reference": "red"}
+        sample = {
+            "image": "samples/a.png",
+            "prompt": "Q: what <colour>?",
+            "answer": answer,
+            "reference": "red",
+        }
         (folder / "samples" / f"{step}.json").write_text(json.dumps({"step": step, "samples": [sample]}))
     (folder / "recipe.toml").write_text('[run]\nname = "nano <1>"\n')
     (folder / "versions.json").write_text(json.dumps({"torch": "2.13.0"}))
@@ -82,7 +101,9 @@ def test_full_run_shows_every_part(tmp_path):
         "To run it again",
     ):
         assert f"<h2>{heading}</h2>" in page
-    assert "80.0 %" in page and "62.0 %" in page and "+18.0" in page  # the accuracy, its blind control, the margin
+    assert (
+        "80.0 %" in page and "62.0 %" in page and "+18.0" in page
+    )  # the accuracy, its blind control, the margin
     assert "1.502" in page and "gzip 2.300" in page
     assert page.count("<svg ") == 12
     assert "step 100: teal" in page  # the same picture's earlier answer
@@ -108,7 +129,9 @@ def test_empty_run_gives_a_page_and_a_missing_folder_an_error(tmp_path):
         write_report(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("missing", ["metrics.jsonl", "eval", "samples", "recipe.toml", "versions.json", "facts.json"])
+@pytest.mark.parametrize(
+    "missing", ["metrics.jsonl", "eval", "samples", "recipe.toml", "versions.json", "facts.json"]
+)
 def test_each_part_may_be_missing(tmp_path, missing):
     folder = full_run(tmp_path)
     (folder / missing).rename(tmp_path / "elsewhere")
@@ -120,7 +143,10 @@ def test_pictures_outside_the_run_folder_are_not_read(tmp_path):
     folder.mkdir()
     full_run(folder)
     Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
-    record = {"step": 500, "samples": [{"image": "../secret.png", "prompt": "p", "answer": "a", "reference": "a"}]}
+    record = {
+        "step": 500,
+        "samples": [{"image": "../secret.png", "prompt": "p", "answer": "a", "reference": "a"}],
+    }
     (folder / "samples" / "500.json").write_text(json.dumps(record))
     assert "<img" not in write_report(folder).read_text()
 
@@ -160,7 +186,10 @@ def test_thinning_keeps_the_mean_and_smoothing_a_constant():
 
 def test_drawings_carry_their_labels_and_survive_nan():
     svg = line_chart(
-        {"a": ([1, 2, 3], [1.0, math.nan, 2.0]), "b": ([], [])}, ylabel="y", levels={"limit": 3}, description="d"
+        {"a": ([1, 2, 3], [1.0, math.nan, 2.0]), "b": ([], [])},
+        ylabel="y",
+        levels={"limit": 3},
+        description="d",
     )
     assert svg.startswith("<svg ") and 'aria-label="d"' in svg and "limit 3" in svg
     svg = heat_map(

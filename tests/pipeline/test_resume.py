@@ -1,7 +1,7 @@
 """A run that was stopped and resumed takes the same steps, bit for bit, as one that was never stopped.
 
-Every record of metrics.jsonl is compared (losses by source, gradient norms, max logits, expert load, fill), and the
-weights of the model directory. What a clock measured is left out.
+Every record of metrics.jsonl is compared (losses by source, gradient norms, max logits, expert load, fill),
+and the weights of the model directory. What a clock measured is left out.
 """
 
 import json
@@ -16,7 +16,7 @@ from tiny_run import finish, forget_processes, losses, numbers, run_here, same, 
 
 from earlyfusion.pipeline import build, pretrain
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.pipeline.statefile import load_tree
 from earlyfusion.pipeline.track import read_metrics
@@ -33,7 +33,8 @@ def unbroken(folder, recipe) -> Path:
 
 
 def test_the_unbroken_run_exercises_what_a_resume_must_carry(unbroken):
-    """Otherwise equality below would prove little: all sources, both stages, clipped heads, moved router biases."""
+    """Otherwise equality below would prove little: all sources, both stages, clipped heads, moved router
+    biases."""
     records = numbers(unbroken)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert [record["stage"] for record in records] == ["short"] * BOUNDARY + ["long"] * (STEPS - BOUNDARY)
@@ -61,7 +62,8 @@ def wait_for_step(process, out: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["short", "long"])
 def test_a_killed_run_resumes_bit_for_bit(recipe, unbroken, tmp_path, stage):
-    """SIGKILL at a random moment after the first checkpoint; the prefetch had run ahead and is lost with the process."""
+    """SIGKILL at a random moment after the first checkpoint; the prefetch had run ahead and is lost with the
+    process."""
     # in the first half of the run: the other half is the margin in which the signal must arrive
     step = random.Random(stage).choice({"short": range(3, BOUNDARY), "long": range(BOUNDARY, 12)}[stage])
     out, words = tmp_path / "killed", ("--data.prefetch", "thread")
@@ -87,7 +89,9 @@ def test_sigterm_saves_leaves_with_75_and_the_resume_is_exact(recipe, unbroken, 
     code, errors = finish(process)
     assert code == EXIT_REQUEUE == 75, errors
     stopped = len(losses(out))
-    assert step_of(latest(out / "checkpoints")) == stopped < STEPS, "the checkpoint is that of the last step taken"
+    assert step_of(latest(out / "checkpoints")) == stopped < STEPS, (
+        "the checkpoint is that of the last step taken"
+    )
     assert "SIGTERM" in errors and "--resume" in errors and not (out / "model").exists()
 
     code, errors = finish(start(recipe, out, "--resume", "--data.prefetch", "thread"))
@@ -128,7 +132,9 @@ def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
 
 
 @pytest.mark.parametrize("steps", [1, BOUNDARY, 13])
-def test_a_shorter_run_that_is_resumed_for_longer_equals_the_long_run(recipe, unbroken, tmp_path, monkeypatch, steps):
+def test_a_shorter_run_that_is_resumed_for_longer_equals_the_long_run(
+    recipe, unbroken, tmp_path, monkeypatch, steps
+):
     """--steps only stops the schedule early; a stop on the stage boundary begins the next stage afresh."""
     assert run_here(recipe, tmp_path, "--steps", str(steps), monkeypatch=monkeypatch) == 0
     assert len(losses(tmp_path)) == steps
@@ -146,8 +152,18 @@ def test_resuming_a_finished_run_takes_no_step_and_keeps_the_weights(recipe, fol
 
 
 def test_evaluations_and_checkpoints_do_not_change_the_run(recipe, unbroken, tmp_path, monkeypatch):
-    """Sample pictures every third step, checkpoints at other steps, prefetch by a thread: the same numbers."""
-    words = ("--eval.every", "3", "--eval.samples", "2", "--checkpoint.every", "5", "--data.prefetch", "thread")
+    """Sample pictures every third step, checkpoints at other steps, prefetch by a thread: the same
+    numbers."""
+    words = (
+        "--eval.every",
+        "3",
+        "--eval.samples",
+        "2",
+        "--checkpoint.every",
+        "5",
+        "--data.prefetch",
+        "thread",
+    )
     assert run_here(recipe, tmp_path, *words, monkeypatch=monkeypatch) == 0
     assert len(list((tmp_path / "samples").glob("step_*.json"))) == STEPS // 3 + 1
     assert numbers(tmp_path) == numbers(unbroken)
@@ -168,7 +184,9 @@ def test_logging_less_often_resumes_with_the_same_window_means(recipe, tmp_path,
     assert run_here(recipe, tmp_path / "parts", *words, "--resume", monkeypatch=monkeypatch) == 0
     whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
     assert [record["step"] for record in whole] == [4, 8, 12]
-    extra = [record for record in parts if record["step"] == 6]  # the last step of the short run is logged as well
+    extra = [
+        record for record in parts if record["step"] == 6
+    ]  # the last step of the short run is logged as well
     assert len(extra) == 1 and [r["step"] for r in parts] == [4, 6, 8, 12]
     assert [parts[0], parts[3]] == [whole[0], whole[2]]
 

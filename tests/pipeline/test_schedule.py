@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from earlyfusion.pipeline.config import StageSection
+from earlyfusion.pipeline.config.schema import StageSection
 from earlyfusion.pipeline.schedule import StageTable, cosine, warmup, wsd
 
 EXACT = 1e-12  # both sides are a handful of float64 operations
@@ -27,7 +27,9 @@ def test_cosine_matches_its_closed_form(steps, warm, final):
     for s in range(warm, steps):
         # cos^2 form of the half cosine
         angle = math.pi / 2 * (s - warm) / (last - warm)
-        assert cosine(s, steps, warm, final) == pytest.approx(final + (1 - final) * math.cos(angle) ** 2, abs=EXACT)
+        assert cosine(s, steps, warm, final) == pytest.approx(
+            final + (1 - final) * math.cos(angle) ** 2, abs=EXACT
+        )
     falling = [cosine(s, steps, warm, final) for s in range(warm, steps)]
     assert falling == sorted(falling, reverse=True)
 

@@ -1,4 +1,5 @@
-"""`earlyfusion serve` as its users meet it: a process of its own, the official openai client, and hostile clients."""
+"""`earlyfusion serve` as its users meet it: a process of its own, the official openai client, and hostile
+clients."""
 
 import base64
 import io
@@ -14,11 +15,11 @@ import pytest
 from PIL import Image as PILImage
 from serve_model import KEY, Server, write_model
 
-from earlyfusion.data.chat import Message, encode_chat
+from earlyfusion.data.chat.template import Message, encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.generate import generate
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -32,7 +33,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    made = Server(folder, "--max-body-mb", "0.5", "--max-images", "3", "--max-new-tokens", "4000", "--context", "5000")
+    made = Server(
+        folder, "--max-body-mb", "0.5", "--max-images", "3", "--max-new-tokens", "4000", "--context", "5000"
+    )
     yield made
     made.close()
 
@@ -72,7 +75,9 @@ def test_streamed_pieces_are_the_whole_answer(server):
     options = dict(model="model", messages=ask("why?", png(3)), max_tokens=12, temperature=0.9, seed=11, n=2)
     whole = server.client.chat.completions.create(**options)
     pieces, ends, usage = {0: "", 1: ""}, {}, None
-    for chunk in server.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+    for chunk in server.client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
@@ -84,7 +89,9 @@ def test_streamed_pieces_are_the_whole_answer(server):
 
 def test_a_seed_makes_a_completion_repeat(server):
     def once(seed: int) -> list[str]:
-        answer = server.client.completions.create(model="model", prompt=["a", "the"], max_tokens=12, seed=seed, n=2)
+        answer = server.client.completions.create(
+            model="model", prompt=["a", "the"], max_tokens=12, seed=seed, n=2
+        )
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         return [choice.text for choice in answer.choices]
 
@@ -102,9 +109,15 @@ def test_log_probabilities_are_given_when_asked_for(server):
 
 
 def test_stop_strings_end_the_answer_and_are_cut_off(server):
-    text = server.client.completions.create(model="model", prompt="the", max_tokens=24, temperature=0).choices[0].text
+    text = (
+        server.client.completions.create(model="model", prompt="the", max_tokens=24, temperature=0)
+        .choices[0]
+        .text
+    )
     stop = text[len(text) // 2 :][:2]
-    cut = server.client.completions.create(model="model", prompt="the", max_tokens=24, temperature=0, stop=[stop])
+    cut = server.client.completions.create(
+        model="model", prompt="the", max_tokens=24, temperature=0, stop=[stop]
+    )
     assert cut.choices[0].finish_reason == "stop" and cut.choices[0].text == text[: text.index(stop)]
 
 
@@ -122,7 +135,9 @@ def test_video_frames_and_video_files_are_taken(server):
     first.save(clip, "GIF", save_all=True, append_images=rest, duration=250)
     part = {"type": "video_url", "video_url": {"url": url_of(clip.getvalue(), "image/gif")}}
     answer = server.client.chat.completions.create(
-        model="model", messages=[{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}], max_tokens=3
+        model="model",
+        messages=[{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}],
+        max_tokens=3,
     )
     assert answer.usage.prompt_tokens > 3
 
@@ -157,7 +172,9 @@ def test_video_frames_and_video_files_are_taken(server):
                     {
                         "role": "assistant",
                         "content": "",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 20_000 + "1" + "}" * 20_000}}],
+                        "tool_calls": [
+                            {"function": {"name": "f", "arguments": '{"a":' * 20_000 + "1" + "}" * 20_000}}
+                        ],
                     }
                 ]
             },
@@ -166,7 +183,11 @@ def test_video_frames_and_video_files_are_taken(server):
         ),
         (
             "/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "video", "video": [url_of(b"x")], "fps": 1e-320}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "video", "video": [url_of(b"x")], "fps": 1e-320}]}
+                ]
+            },
             400,
             "fps",
         ),
@@ -185,7 +206,9 @@ def test_nothing_is_fetched_from_urls(server):
         port = trap.getsockname()[1]
         for url in (f"http://127.0.0.1:{port}/a.png", "file:///etc/passwd", "data:image/png,abc"):
             part = {"type": "image_url", "image_url": {"url": url}}
-            answer = server.post("/chat/completions", json={"messages": [{"role": "user", "content": [part]}]})
+            answer = server.post(
+                "/chat/completions", json={"messages": [{"role": "user", "content": [part]}]}
+            )
             assert answer.status_code == 400 and "nothing is fetched" in answer.json()["error"]["message"]
         with pytest.raises(TimeoutError):
             trap.accept()
@@ -216,7 +239,14 @@ def test_a_wrong_key_is_refused(server):
 
 
 def test_a_client_that_goes_away_frees_its_memory(server):
-    body = {"prompt": "the", "max_tokens": 4000, "stream": True, "temperature": 1.0, "n": 4, "ignore_eos": True}
+    body = {
+        "prompt": "the",
+        "max_tokens": 4000,
+        "stream": True,
+        "temperature": 1.0,
+        "n": 4,
+        "ignore_eos": True,
+    }
     with httpx.stream(
         "POST", server.url + "/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
     ) as answer:
@@ -265,7 +295,9 @@ def test_only_loopback_names_are_served_on_a_loopback_address(server):
 def test_what_a_client_is_told_of_a_bad_picture_speaks_to_a_client(server):
     for data in (b"no picture", png()[:60], b""):
         said = server.post("/chat/completions", json={"messages": ask("x", data)}).json()["error"]["message"]
-        assert "image of" in said and not any(word in said for word in ("on_bad_sample", "data.decode", "chat chat"))
+        assert "image of" in said and not any(
+            word in said for word in ("on_bad_sample", "data.decode", "chat chat")
+        )
 
 
 def test_a_stream_that_outlives_the_grace_ends_with_an_error_and_done(folder):
@@ -285,7 +317,9 @@ def test_a_stream_that_outlives_the_grace_ends_with_an_error_and_done(folder):
 
 
 def test_a_full_line_answers_429_and_a_stop_lets_requests_finish(folder):
-    server = Server(folder, "--queue", "2", "--slots", "1", "--grace", "60", "--max-new-tokens", "1200", key=None)
+    server = Server(
+        folder, "--queue", "2", "--slots", "1", "--grace", "60", "--max-new-tokens", "1200", key=None
+    )
     answers: list[int] = []
 
     def post() -> None:
@@ -342,4 +376,9 @@ def test_error_bodies_are_json_for_every_route(server):
         assert answer.status_code == 400 and said in json.loads(answer.text)["error"]["message"]
     for method, path, status in (("GET", "/nothing", 404), ("PUT", "/completions", 405)):
         answer = httpx.request(method, server.url + path, headers={"Authorization": f"Bearer {KEY}"})
-        assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.status_code == status and set(answer.json()["error"]) == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }

@@ -64,7 +64,9 @@ class Watch:
 
     def __init__(self, server: Server) -> None:
         self.root, self.peak, self.done = server.process.pid, 0, threading.Event()
-        self.control = subprocess.Popen([sys.executable, "-c", PROBE, "control"], stdout=subprocess.PIPE, text=True)
+        self.control = subprocess.Popen(
+            [sys.executable, "-c", PROBE, "control"], stdout=subprocess.PIPE, text=True
+        )
         ports = [self.control.stdout.readline().strip(), server.url.split(":")[2].split("/")[0]]
         self.probe = subprocess.Popen(
             [sys.executable, "-c", PROBE, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -94,7 +96,9 @@ def _tree(root: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(path.parent.name)
+            )
         except OSError:
             continue
     found = [root]
@@ -120,9 +124,17 @@ def server(tmp_path_factory):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
     made = Server(
-        write_model(tmp_path_factory.mktemp("attacked") / "model"), "--slots", "4", "--context", "8192",
-        "--prefix-cache", "0", "--grace", "1", key=None,
-    )  # fmt: skip
+        write_model(tmp_path_factory.mktemp("attacked") / "model"),
+        "--slots",
+        "4",
+        "--context",
+        "8192",
+        "--prefix-cache",
+        "0",
+        "--grace",
+        "1",
+        key=None,
+    )
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     yield made
     made.process.kill()
@@ -133,7 +145,9 @@ def at_rest(server: Server, patience_s: float = 60.0) -> dict:
     end = time.monotonic() + patience_s
     while True:
         stats = server.stats()
-        if not any(stats[name] for name in ("open_requests", "waiting", "reading", "running", "reserved_pages")):
+        if not any(
+            stats[name] for name in ("open_requests", "waiting", "reading", "running", "reserved_pages")
+        ):
             return stats
         assert time.monotonic() < end, stats
         time.sleep(0.05)
@@ -166,17 +180,20 @@ def test_every_attack_is_refused_while_health_is_answered_and_nothing_is_left(se
     stats = at_rest(server)
     found = watch.end()
     control, health = (sorted(row[at] for row in found) for at in (0, 2))
-    slowness = max(1.0, statistics.median(control) / 0.004)  # an idle machine takes 2 to 4 ms for its 2 ms of work
+    slowness = max(
+        1.0, statistics.median(control) / 0.004
+    )  # an idle machine takes 2 to 4 ms for its 2 ms of work
     p99 = health[int(0.99 * (len(health) - 1))]
     again = sum(row[3] - 1 for row in found)
     above = (watch.peak - watch.idle) / 2**20
     time.sleep(0.5)
     kept = (watch.memory() - watch.idle) / 2**20
     print(
-        f"\n{len(listed)} attacks in {took:.0f} s; /health asked {len(health)} times: median {statistics.median(health):.4f} s, "
-        f"p99 {p99:.3f} s, most {health[-1]:.3f} s, asked again {again} times (idle process: median {statistics.median(control):.4f} s, most "
-        f"{control[-1]:.3f} s); memory: idle {watch.idle / 2**20:.0f} MiB, at most {above:.0f} above, {kept:.0f} kept\n"
-        f"slowest: {sorted(slowest)[-6:]}"
+        f"\n{len(listed)} attacks in {took:.0f} s; /health asked {len(health)} times: median"
+        f" {statistics.median(health):.4f} s, p99 {p99:.3f} s, most {health[-1]:.3f} s, asked again {again}"
+        f" times (idle process: median {statistics.median(control):.4f} s, most {control[-1]:.3f} s); memory:"
+        f" idle {watch.idle / 2**20:.0f} MiB, at most {above:.0f} above, {kept:.0f} kept\nslowest:"
+        f" {sorted(slowest)[-6:]}"
     )
     assert len(listed) >= 200
     assert not wrong

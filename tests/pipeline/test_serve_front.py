@@ -1,4 +1,5 @@
-"""What stands before the routes, in small: connections that ask nothing, slow bodies, budgets, processes that are killed."""
+"""What stands before the routes, in small: connections that ask nothing, slow bodies, budgets, processes that
+are killed."""
 
 import asyncio
 import contextlib
@@ -11,16 +12,16 @@ import pytest
 from hostile_requests import png
 from serve_model import write_model
 
-from earlyfusion.data.chat import Message
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Text
 
 uvicorn = pytest.importorskip("uvicorn")
 
-from earlyfusion.pipeline import serve_front  # noqa: E402
-from earlyfusion.pipeline.serve_front import Budget, Front, is_loopback  # noqa: E402
-from earlyfusion.pipeline.serve_prepare import Preparer, Setup  # noqa: E402
-from earlyfusion.pipeline.serve_protocol import guarded  # noqa: E402
-from earlyfusion.pipeline.serve_schema import Limits, Refused  # noqa: E402
+from earlyfusion.pipeline.serve import front as serve_front  # noqa: E402
+from earlyfusion.pipeline.serve.front import Budget, Front, is_loopback  # noqa: E402
+from earlyfusion.pipeline.serve.prepare import Preparer, Setup  # noqa: E402
+from earlyfusion.pipeline.serve.protocol import guarded  # noqa: E402
+from earlyfusion.pipeline.serve.schema import Limits, Refused  # noqa: E402
 
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -39,7 +40,9 @@ async def hello(scope, receive, send):
 @contextlib.contextmanager
 def listening(most, **times):
     """The port of a server of `reading` with the guarded protocol."""
-    config = uvicorn.Config(reading, port=0, log_level="critical", lifespan="off", http=guarded(most, **times))
+    config = uvicorn.Config(
+        reading, port=0, log_level="critical", lifespan="off", http=guarded(most, **times)
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -65,13 +68,15 @@ def test_a_head_that_does_not_come_is_not_waited_for():
             text = b""
             while piece := link.recv(4096):
                 text += piece
-            assert text.endswith(b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-                                 b"connection: close\r\ncontent-length: 0\r\n\r\n")  # fmt: skip
+            assert text.endswith(
+                b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+                b"connection: close\r\ncontent-length: 0\r\n\r\n"
+            )
             link.close()
 
 
 def test_the_oldest_silent_callers_give_way_to_new_ones(monkeypatch):
-    monkeypatch.setattr("earlyfusion.pipeline.serve_protocol.SPARE", 0)
+    monkeypatch.setattr("earlyfusion.pipeline.serve.protocol.SPARE", 0)
     with listening(20) as port:
         silent = [open_link(port, b"POST /v1") for _ in range(30)]
         with open_link(port, ASK) as link:
@@ -164,7 +169,12 @@ def test_a_caller_who_leaves_ends_the_work():
         async def receive():
             return messages.pop(0)
 
-        scope = {"type": "http", "method": "POST", "path": "/x", "headers": [(b"content-type", b"application/json")]}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/x",
+            "headers": [(b"content-type", b"application/json")],
+        }
         await front(slow)(scope, receive, None)
 
     asyncio.run(go())
@@ -187,7 +197,7 @@ def test_loopback_names_are_told_from_others():
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     from earlyfusion.data.tokenizer import Tokenizer
-    from earlyfusion.model.hub import load_model
+    from earlyfusion.model.hub.folder import load_model
 
     folder = write_model(tmp_path_factory.mktemp("front") / "model")
     return Tokenizer.load(folder), load_model(folder).config.vision
@@ -207,7 +217,10 @@ def test_what_takes_too_long_or_too_much_memory_is_killed_and_the_next_request_i
             fine = await preparer.prompt(picture(png(40, 30)), 5)
             whole = Setup(*parts, "qa").encoded(picture(png(40, 30)))
             assert fine.ids.equal(whole.ids) and fine.patches.equal(whole.patches)
-            assert fine.grids == tuple(whole.grids) and list(fine.media_positions) == whole.media_positions.tolist()
+            assert (
+                fine.grids == tuple(whole.grids)
+                and list(fine.media_positions) == whole.media_positions.tolist()
+            )
             return str(caught.value)
         finally:
             preparer.close()

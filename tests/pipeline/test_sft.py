@@ -1,4 +1,5 @@
-"""The chat stage: from a model directory to one that speaks chat, by the loop of pretraining, resumed bit for bit."""
+"""The chat stage: from a model directory to one that speaks chat, by the loop of pretraining, resumed bit for
+bit."""
 
 import json
 import signal
@@ -10,19 +11,20 @@ from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
 from test_distributed import ACCELERATE, TORCHRUN, free_port
 from tiny_run import finish, numbers, same, start, weights, write_recipe
 
-from earlyfusion.data.chat import encode_chat, messages_from, template_of
+from earlyfusion.data.chat.template import encode_chat, messages_from, template_of
 from earlyfusion.data.sample import Image
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import chat, generate_cmd, pretrain
-from earlyfusion.pipeline.compose import compose, read_recipe, validate
+from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
 from earlyfusion.pipeline.sft_start import with_start
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS = 10
-# Two processes add two micro-batches in another order: fp32 rounding, grown about tenfold a step by Muon and routing
+# Two processes add two micro-batches in another order: fp32 rounding, grown about tenfold a step by Muon and
+# routing
 # near ties (as in test_distributed.py, over four steps).
 LOSS_RTOL, WEIGHT_RTOL = 3e-4, 5e-2
 
@@ -72,15 +74,23 @@ def test_the_model_directory_speaks_chat_and_transformers_reads_its_template(unb
     assert template_of(model_dir) == "qa" and template_of(directory) == "chat"
     turns = [
         {"role": "user", "content": "say red 3"},
-        {"role": "assistant", "content": "", "reasoning_content": "so", "tool_calls": [
-            {"type": "function", "function": {"name": "python", "arguments": {"code": "1", "n": [1, 2]}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "so",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "python", "arguments": {"code": "1", "n": [1, 2]}}}
+            ],
+        },
         {"role": "tool", "name": "python", "content": "1"},
-    ]  # fmt: skip
+    ]
     tools = [{"type": "function", "function": {"name": "python", "parameters": {"x": "\u00e4 < b"}}}]
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     tokens, vision = Tokenizer.load(directory), load_model(directory).config.vision
     for declared in (None, tools):
-        rendered = theirs.apply_chat_template(turns, tools=declared, tokenize=False, add_generation_prompt=True)
+        rendered = theirs.apply_chat_template(
+            turns, tools=declared, tokenize=False, add_generation_prompt=True
+        )
         messages = messages_from(turns, tools=declared or ())
         assert rendered == tokens.decode(encode_chat(messages, tokens, vision).ids.tolist())
 
@@ -89,7 +99,16 @@ def test_chat_and_generate_put_a_question_as_the_stage_taught_it(unbroken, capsy
     asked = []
     real = generate_cmd.encode_chat
     monkeypatch.setattr(generate_cmd, "encode_chat", lambda *a, **k: asked.append(a[0]) or real(*a, **k))
-    words = ["--model", str(unbroken / "model"), "--question", "say red 3", "--max-new-tokens", "8", "--device", "cpu"]
+    words = [
+        "--model",
+        str(unbroken / "model"),
+        "--question",
+        "say red 3",
+        "--max-new-tokens",
+        "8",
+        "--device",
+        "cpu",
+    ]
     assert generate_cmd.main(words) == 0
     assert [message.text for message in asked[0]] == ["say red 3"]
     monkeypatch.setattr("sys.stdin", __import__("io").StringIO("say red 3\n"))
@@ -159,13 +178,23 @@ def test_two_processes_equal_one(chat_file, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["adamw", "muonclip"])
 def test_what_is_frozen_keeps_its_bits_and_the_rest_moves(chat_file, model_dir, tmp_path, monkeypatch, name):
-    """Weight decay and Muon's orthogonal step would move a weight whose gradient is zero; frozen, nothing does."""
+    """Weight decay and Muon's orthogonal step would move a weight whose gradient is zero; frozen, nothing
+    does."""
     from safetensors.torch import load_file
 
     before = load_file(model_dir / "model.safetensors")
     words = ("--optim.name", name, "--optim.weight_decay", "0.1", "--steps", "3")
-    assert tune(chat_file, tmp_path / "frozen", *words, "--stages.sft.frozen", '["vision", "projector"]',
-                monkeypatch=monkeypatch) == 0  # fmt: skip
+    assert (
+        tune(
+            chat_file,
+            tmp_path / "frozen",
+            *words,
+            "--stages.sft.frozen",
+            '["vision", "projector"]',
+            monkeypatch=monkeypatch,
+        )
+        == 0
+    )
     assert tune(chat_file, tmp_path / "free", *words, monkeypatch=monkeypatch) == 0
     frozen, free = weights(tmp_path / "frozen"), weights(tmp_path / "free")
     seeing = [name for name in before if name.startswith(("vision_tower", "mm_projector"))]
@@ -176,16 +205,27 @@ def test_what_is_frozen_keeps_its_bits_and_the_rest_moves(chat_file, model_dir, 
 
 
 def test_the_schedule_and_the_optimizer_are_those_of_the_recipe(chat_file, tmp_path, monkeypatch):
-    words = ("--stages.sft.schedule", "wsd", "--stages.sft.decay_steps", "4", "--stages.sft.final_lr_ratio", "0")
+    words = (
+        "--stages.sft.schedule",
+        "wsd",
+        "--stages.sft.decay_steps",
+        "4",
+        "--stages.sft.final_lr_ratio",
+        "0",
+    )
     assert tune(chat_file, tmp_path, *words, "--optim.name", "adamw", monkeypatch=monkeypatch) == 0
     rates = [record["lr"] for record in numbers(tmp_path)]
-    assert rates[2:6] == [5e-3] * 4 and rates[0] < rates[1] <= 5e-3 and rates[6] > rates[7] > rates[8] > rates[9]
+    assert (
+        rates[2:6] == [5e-3] * 4 and rates[0] < rates[1] <= 5e-3 and rates[6] > rates[7] > rates[8] > rates[9]
+    )
 
 
 def test_the_dry_run_shows_the_model_of_the_directory(chat_file, model_dir, tmp_path, monkeypatch, capsys):
     assert tune(chat_file, tmp_path / "none", "--dry-run", monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr().out
-    towers = sum(weight.numel() for name, weight in load_model(model_dir).named_parameters() if "vision_tower" in name)
+    towers = sum(
+        weight.numel() for name, weight in load_model(model_dir).named_parameters() if "vision_tower" in name
+    )
     assert f"{towers:,}" in shown and "stages: " in shown and not (tmp_path / "none").exists()
 
 
@@ -209,7 +249,10 @@ def test_a_start_that_cannot_work_is_one_line(chat_file, tmp_path, monkeypatch, 
 
 def test_a_resolved_recipe_starts_the_same_run_again(unbroken, chat_file, tmp_path, monkeypatch):
     """recipe.toml of the output folder names model and vision too; they are those of the directory."""
-    assert tune(unbroken / "recipe.toml", tmp_path, "--steps", "2", "--eval.every", "0", monkeypatch=monkeypatch) == 0
+    assert (
+        tune(unbroken / "recipe.toml", tmp_path, "--steps", "2", "--eval.every", "0", monkeypatch=monkeypatch)
+        == 0
+    )
     assert numbers(tmp_path) == numbers(unbroken)[:2]
 
 
@@ -221,7 +264,12 @@ def test_the_shipped_arms_have_the_same_budget_and_only_one_sees_pictures(model_
         assert read_recipe(name)["run"]["name"] == name
     zero, vision = arms["sft-zero-vision"], arms["sft-vision"]
     for one, other in zip(zero.stages, vision.stages, strict=True):
-        assert (one.steps, one.tokens, one.lanes, one.length) == (other.steps, other.tokens, other.lanes, other.length)
+        assert (one.steps, one.tokens, one.lanes, one.length) == (
+            other.steps,
+            other.tokens,
+            other.lanes,
+            other.length,
+        )
     weight = {arm: {s.kind: s.weight for s in arms[arm].data.sources} for arm in arms}
     assert weight["sft-zero-vision"]["chat_scenes"] == 0.0 and weight["sft-vision"]["chat_scenes"] > 0
     assert zero.stages[0].frozen == ["vision", "projector"] and vision.stages[0].frozen == []

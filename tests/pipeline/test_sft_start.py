@@ -10,13 +10,13 @@ from chat_cases import chat_recipe, tune, write_chats, write_start
 from tiny_run import forget_processes, weights, write_recipe
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.encode import encode
-from earlyfusion.data.pack import assemble
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.loading.pack import assemble
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import sft
-from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.sft_start import grown, start_model, with_start
 
 GRADIENT_RTOL = 2e-4  # fp32 sums of a few thousand terms in another order
@@ -33,7 +33,8 @@ def chats(folder):
 
 
 def without_chat_tokens(model_dir, target):
-    """The directory as it would come from elsewhere: its tokenizer knows no chat tokens, its rows end with the others."""
+    """The directory as it would come from elsewhere: its tokenizer knows no chat tokens, its rows end with
+    the others."""
     from safetensors.torch import load_file, save_file
 
     gone = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
@@ -44,7 +45,9 @@ def without_chat_tokens(model_dir, target):
     ids = {entry["content"]: entry["id"] for entry in plain["added_tokens"]}
     kept = [i for i in range(320) if i not in {ids[name] for name in gone}]
     new = {old: number for number, old in enumerate(kept)}
-    plain["added_tokens"] = [e | {"id": new[e["id"]]} for e in plain["added_tokens"] if e["content"] not in gone]
+    plain["added_tokens"] = [
+        e | {"id": new[e["id"]]} for e in plain["added_tokens"] if e["content"] not in gone
+    ]
     plain["model"]["vocab"] = {t: new[i] for t, i in plain["model"]["vocab"].items() if t not in gone}
     (target / "tokenizer.json").write_text(json.dumps(plain))
     config = json.loads((model_dir / "config.json").read_text())
@@ -61,7 +64,9 @@ def without_chat_tokens(model_dir, target):
     return target, name, gone
 
 
-def test_missing_chat_tokens_get_rows_that_are_the_mean_of_the_others(model_dir, chats, tmp_path, monkeypatch):
+def test_missing_chat_tokens_get_rows_that_are_the_mean_of_the_others(
+    model_dir, chats, tmp_path, monkeypatch
+):
     small, name, gone = without_chat_tokens(model_dir, tmp_path / "small")
     before = weights_of(small)[name].clone()
     recipe = write_recipe(tmp_path / "r.toml", chat_recipe(small, chats))
@@ -134,7 +139,9 @@ def test_packed_conversations_have_the_gradients_of_conversations_one_by_one(mod
     assert packed == pytest.approx(single, rel=1e-5)
     scale = max(float(gradient.norm()) for gradient in theirs.values())
     for name in theirs:
-        assert float((ours[name] - theirs[name]).norm()) <= GRADIENT_RTOL * max(scale * 1e-2, float(theirs[name].norm())), name  # fmt: skip
+        assert float((ours[name] - theirs[name]).norm()) <= GRADIENT_RTOL * max(
+            scale * 1e-2, float(theirs[name].norm())
+        ), name
 
 
 def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, tmp_path):
@@ -148,8 +155,13 @@ def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, 
         losses, model = [], run.fusion.eval()
         for index in range(7):
             document = encode(source.heldout(index), run.tokenizer, model.config.vision)
-            batch = assemble([document], tokens=len(document), pad_id=0, sources=["chats"],
-                             patch_size=model.config.vision.patch_size)  # fmt: skip
+            batch = assemble(
+                [document],
+                tokens=len(document),
+                pad_id=0,
+                sources=["chats"],
+                patch_size=model.config.vision.patch_size,
+            )
             with torch.no_grad():
                 log_probs = model.logits(model.hidden(batch)).double().log_softmax(-1)
             for position in range(len(document) - 1):

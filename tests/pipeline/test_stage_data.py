@@ -1,12 +1,13 @@
-"""A run's log of samples left out belongs to the run: training starts it afresh, a benchmark never touches it."""
+"""A run's log of samples left out belongs to the run: training starts it afresh, a benchmark never touches
+it."""
 
 import pytest
 from tiny_run import forget_processes
 
-from earlyfusion.data.ledger import skip_file
+from earlyfusion.data.loading.ledger import skip_file
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.bench_recipe import measure_recipe
-from earlyfusion.pipeline.compose import load_config
+from earlyfusion.pipeline.bench.recipe import measure_recipe
+from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import Runtime
 
 LINE = '{"reason": "kept"}\n'

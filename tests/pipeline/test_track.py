@@ -92,7 +92,9 @@ def test_truncating_is_atomic(tmp_path, monkeypatch):
 
 def test_records_are_strict_json_whatever_they_are_given(tmp_path, runtime):
     tracker = Tracker(tmp_path, runtime, total_steps=1, console=quiet())
-    tracker.log(1, {"loss": math.nan, "t": torch.tensor([1.0, math.inf]), "nested": {"a": (1, 2)}, "path": tmp_path})
+    tracker.log(
+        1, {"loss": math.nan, "t": torch.tensor([1.0, math.inf]), "nested": {"a": (1, 2)}, "path": tmp_path}
+    )
     tracker.close()
 
     def refuse(name):
@@ -117,21 +119,39 @@ def test_without_a_terminal_each_record_is_one_plain_line(tmp_path, runtime):
     tracker = Tracker(tmp_path, runtime, total_steps=100, console=console)
     tracker.tick(9, {"loss": 2.0})
     numbers = {
-        "stage": "joint", "loss": 1.5, "loss/image": 1.25, "loss/text": 2.0, "lr": 1e-3, "tokens_per_s": 12345.0,
-        "patches_per_s": 678.0, "mfu": 0.256, "memory_gib": 1.5, "step_s": 2.0,
-    }  # fmt: skip
+        "stage": "joint",
+        "loss": 1.5,
+        "loss/image": 1.25,
+        "loss/text": 2.0,
+        "lr": 1e-3,
+        "tokens_per_s": 12345.0,
+        "patches_per_s": 678.0,
+        "mfu": 0.256,
+        "memory_gib": 1.5,
+        "step_s": 2.0,
+    }
     tracker.log(10, numbers)
     tracker.close()
-    assert console.file.getvalue() == (
-        "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s | 678 patch/s | "
-        "MFU 25.6% | 1.50 GiB | ETA 3m00s\n"
+    assert (
+        console.file.getvalue()
+        == "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s | 678"
+        " patch/s | MFU 25.6% | 1.50 GiB | ETA 3m00s\n"
     )
 
 
 NUMBERS = {
-    "stage": "joint", "loss": 1.5, "loss/image": 1.25, "loss/text": 2.0, "grad_norm": 1.7, "lr": 1e-3,
-    "tokens_per_s": 12345.0, "patches_per_s": 678.0, "mfu": 0.256, "memory_gib": 1.5, "step_s": 2.0,
-}  # fmt: skip
+    "stage": "joint",
+    "loss": 1.5,
+    "loss/image": 1.25,
+    "loss/text": 2.0,
+    "grad_norm": 1.7,
+    "lr": 1e-3,
+    "tokens_per_s": 12345.0,
+    "patches_per_s": 678.0,
+    "mfu": 0.256,
+    "memory_gib": 1.5,
+    "step_s": 2.0,
+}
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
@@ -140,7 +160,9 @@ def test_the_live_line_fits_and_keeps_what_one_looks_for(tmp_path, runtime, widt
     tracker.tick(26, NUMBERS)
     line = tracker.line(width)
     assert len(line) <= width
-    assert all(part in line.split(" | ") for part in ("step 26/640", "loss 1.500", "12,345 tok/s", "ETA 20m28s"))
+    assert all(
+        part in line.split(" | ") for part in ("step 26/640", "loss 1.500", "12,345 tok/s", "ETA 20m28s")
+    )
     assert tracker.line(160) == tracker.line(), "all of it where there is room"
     tracker.close()
 

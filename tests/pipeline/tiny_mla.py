@@ -7,11 +7,17 @@ from torch import Tensor, nn
 
 
 class TinyMLA(nn.Module):
-    """Latent attention up to its logits. q [T, H, nope+rope]; keys from a latent and a shared positional part."""
+    """Latent attention up to its logits. q [T, H, nope+rope]; keys from a latent and a shared positional
+    part."""
 
     def __init__(self, hidden=24, heads=4, nope=8, rope=4, value=8, rank=12, low_rank_query=False):
         super().__init__()
-        self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = heads, nope, rope, value
+        self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = (
+            heads,
+            nope,
+            rope,
+            value,
+        )
         if low_rank_query:
             self.q_a_proj = nn.Linear(hidden, 10, bias=False)
             self.q_b_proj = nn.Linear(10, heads * (nope + rope), bias=False)

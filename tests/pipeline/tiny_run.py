@@ -1,8 +1,9 @@
-"""A run small enough for tests, on the real path: recipe, tokenizer, sources, model, MuonClip, checkpoints, report.
+"""A run small enough for tests, on the real path: recipe, tokenizer, sources, model, MuonClip, checkpoints,
+report.
 
-The recipe keeps every part of the big ones: easy-VQA, the Python manual and rendered scenes; MoonViT tower, KDA and
-MLA, MoE with quantile balancing, block AttnRes; per-head Muon with a QK-Clip that bites; two stages of different
-length, mixture and learning rate; loss weights by source and for text.
+The recipe keeps every part of the big ones: easy-VQA, the Python manual and rendered scenes; MoonViT tower,
+KDA and MLA, MoE with quantile balancing, block AttnRes; per-head Muon with a QK-Clip that bites; two stages
+of different length, mixture and learning rate; loss weights by source and for text.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.pipeline import evaluate, pretrain
-from earlyfusion.pipeline.compose import compose, recipe_names
-from earlyfusion.pipeline.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import compose, recipe_names
+from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +32,8 @@ MODULE = "earlyfusion.pipeline.pretrain"
 
 
 def whole_recipes() -> list[str]:
-    """Shipped recipes that build a model; those of later stages take theirs from a model directory (test_sft.py)."""
+    """Shipped recipes that build a model; those of later stages take theirs from a model directory
+    (test_sft.py)."""
     return [name for name in recipe_names() if "model" in compose([name])]
 
 
@@ -58,31 +60,60 @@ def tiny_recipe(tokenizer: Path, **changes: Any) -> dict[str, Any]:
             ],
         },
         "vision": {
-            "preset": "tiny", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
-            "intermediate_size": 32, "pos_emb_height": 8, "pos_emb_width": 8,
+            "preset": "tiny",
+            "hidden_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 32,
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
         },
         "model": {
-            "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48, "num_attention_heads": 2,
-            "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "mla_output_gate": True,
-            "num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1, "moe_intermediate_size": 24,
-            "router_balance": "quantile", "attn_res": "block", "attn_res_block_size": 1, "tie_word_embeddings": True,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "intermediate_size": 48,
+            "num_attention_heads": 2,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 12,
+            "mla_output_gate": True,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "router_balance": "quantile",
+            "attn_res": "block",
+            "attn_res_block_size": 1,
+            "tie_word_embeddings": True,
             "linear_attn_config": {
-                "num_heads": 2, "head_dim": 8, "gate_lower_bound": -5.0, "kda_layers": [1, 2], "full_attn_layers": [3],
+                "num_heads": 2,
+                "head_dim": 8,
+                "gate_lower_bound": -5.0,
+                "kda_layers": [1, 2],
+                "full_attn_layers": [3],
             },
         },
         "optim": {"lr": 1e-2, "weight_decay": 0.05, "head_group_size": 1, "qk_clip": 0.03},
         "stages": [
             {"name": "short", "steps": 8, "length": 96, "tokens": 256, "warmup_steps": 3},
             {
-                "name": "long", "steps": 12, "length": 160, "tokens": 384, "lr": 4e-3, "schedule": "wsd",
-                "decay_steps": 4, "weights": {"vqa": 0.2, "manual": 0.2, "scenes": 0.6},
+                "name": "long",
+                "steps": 12,
+                "length": 160,
+                "tokens": 384,
+                "lr": 4e-3,
+                "schedule": "wsd",
+                "decay_steps": 4,
+                "weights": {"vqa": 0.2, "manual": 0.2, "scenes": 0.6},
             },
         ],
         "train": {"threads": 1, "text_loss_weight": 0.7, "loss_weights": {"manual": 0.5}},
         "eval": {"tasks": [], "samples": 0, "heldout": 0},
         "checkpoint": {"every": 3, "keep": 2},
         "track": {"log_every": 1},
-    }  # fmt: skip
+    }
     for key, value in changes.items():
         node, parts = recipe, key.split("__")
         for part in parts[:-1]:
@@ -97,7 +128,8 @@ def write_recipe(path: Path, recipe: Mapping[str, Any]) -> Path:
 
 
 def run_here(recipe: Path, out: Path, *words: str, report: bool = False, monkeypatch: Any = None) -> int:
-    """`earlyfusion pretrain` in this process; returns the exit code. Without `report`, the HTML is left out (slow)."""
+    """`earlyfusion pretrain` in this process; returns the exit code. Without `report`, the HTML is left out
+    (slow)."""
     forget_processes()
     with monkeypatch.context() as patch:
         if not report:
@@ -114,7 +146,9 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "EF_CACHE": os.environ.get("EF_CACHE", ""), **extra}
 
 
-def start(recipe: Path, out: Path, *words: str, launcher: Sequence[str] = (), module: str = MODULE, **popen: Any):
+def start(
+    recipe: Path, out: Path, *words: str, launcher: Sequence[str] = (), module: str = MODULE, **popen: Any
+):
     """The run as a user starts it, in a process of its own."""
     command = [sys.executable, *launcher, "-m", module, str(recipe), "--out", str(out), *words]
     popen = {"env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen

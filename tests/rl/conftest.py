@@ -15,5 +15,5 @@ from earlyfusion.rl import rewards
 def rewards_called_here(monkeypatch):
     """Rewards of the tests are called in this process; the report is left out (slow)."""
     made = rewards.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
     monkeypatch.setattr("earlyfusion.rl.parts.write_rl_report", lambda out: out / "report.html")

@@ -1,4 +1,5 @@
-"""A toy where long answers are wrong: a tiny model that says " yes" or " no no no no", and a reward for "yes"."""
+"""A toy where long answers are wrong: a tiny model that says " yes" or " no no no no", and a reward for
+"yes"."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from rl_cases import trained_logprobs
 from safetensors.torch import load_file
 
 from earlyfusion.model.engine.request import Completion
-from earlyfusion.model.hub import save_model
-from earlyfusion.rl import long2short
-from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.model.hub.folder import save_model
+from earlyfusion.rl.long2short import cmd as long2short
 from earlyfusion.rl.recipe import TaskEntry
-from earlyfusion.rl.rollout import Trajectory, pack
+from earlyfusion.rl.rollouts.packing import Trajectory, pack
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.tasks.registry import make_task
 
 SHORT, LONG = " yes", " no no no no"
@@ -32,7 +33,9 @@ def answer(prompt, text: str) -> Trajectory:
     """A text as an answer to a prompt, with the end after it."""
     ids = [*TOKENIZER.encode(text), TOKENIZER.eos_id]
     nan = [float("nan")] * len(ids)
-    return Trajectory(prompt, Completion("x", 0, ids, nan, nan, [0] * len(ids), text, "stop", len(prompt.ids), 0))
+    return Trajectory(
+        prompt, Completion("x", 0, ids, nan, nan, [0] * len(ids), text, "stop", len(prompt.ids), 0)
+    )
 
 
 def toy_directory(folder: Path, seed: int = 0, steps: int = 30) -> Path:
@@ -57,9 +60,25 @@ def toy_directory(folder: Path, seed: int = 0, steps: int = 30) -> Path:
 def words(way: str, folder: Path, out: Path, *more: str, problems: int = 16) -> list[str]:
     """The command line of a small run."""
     return [
-        way, "--model", str(folder), "--tasks", *TASKS, "--problems", str(problems), "--samples", "6", "--out", str(out),
-        "--max-new-tokens", "7", "--set", f"reward.name={REWARD}", "--set", "train.threads=1", *more,
-    ]  # fmt: skip
+        way,
+        "--model",
+        str(folder),
+        "--tasks",
+        *TASKS,
+        "--problems",
+        str(problems),
+        "--samples",
+        "6",
+        "--out",
+        str(out),
+        "--max-new-tokens",
+        "7",
+        "--set",
+        f"reward.name={REWARD}",
+        "--set",
+        "train.threads=1",
+        *more,
+    ]
 
 
 def call(*given: str) -> int:

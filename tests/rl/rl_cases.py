@@ -14,11 +14,11 @@ from torch import Tensor
 
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
-from earlyfusion.model.hub import save_model
-from earlyfusion.pipeline.compose import merge, validate
+from earlyfusion.model.hub.folder import save_model
+from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.rl import parts, train
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rollout import Places, Trajectory, used_experts
+from earlyfusion.rl.rollouts.packing import Places, Trajectory, used_experts
 from earlyfusion.rl.tasks.problem import Problem
 
 
@@ -29,8 +29,8 @@ def model_directory(folder: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def ending(net: NativeFusion, logit: float = 6.0) -> NativeFusion:
-    """`net` with an end token of about this logit, the others lying around 0 (vocabulary 300): random weights end their
-    answers once in 150 tokens, and what a limit cuts off earns nothing."""
+    """`net` with an end token of about this logit, the others lying around 0 (vocabulary 300): random weights
+    end their answers once in 150 tokens, and what a limit cuts off earns nothing."""
     hidden_TD = net.eval().hidden(pack_prompts(net, [tokens(40, seed) for seed in range(8)]))
     eye_DD = 0.1 * torch.eye(hidden_TD.shape[1])
     mean_D = torch.linalg.solve(hidden_TD.T @ hidden_TD + eye_DD, hidden_TD.sum(0))
@@ -53,7 +53,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
         "train": {"updates": 4, "threads": 1},
         "eval": {"problems": 0},
         "track": {"log_every": 1},
-    }  # fmt: skip
+    }
     return merge(base, changes)
 
 
@@ -63,7 +63,8 @@ def config(folder: Path, out: Path, **changes: Any) -> RLConfig:
 
 
 def training(folder: Path, out: Path, resume: bool = False, **changes: Any) -> train.Reinforcement:
-    """A run in this process, ready to train. Rewards are called here: worker processes cannot import the tests."""
+    """A run in this process, ready to train. Rewards are called here: worker processes cannot import the
+    tests."""
     AcceleratorState._reset_state(True)
     return train.Reinforcement(config(folder, out, **changes), resume)
 
@@ -85,7 +86,8 @@ __all__ = ["config", "model_directory", "parts", "recipe", "run", "spaces", "tra
 
 
 def trained_logprobs(model: NativeFusion, row: Row, places: Places, replay: bool = True) -> Tensor:
-    """fp32 log-probabilities [M] of the generated tokens at temperature 1 by the training forward; differentiable.
+    """fp32 log-probabilities [M] of the generated tokens at temperature 1 by the training forward;
+    differentiable.
 
     replay: use the experts the engine used, where they were captured.
     """
@@ -100,8 +102,9 @@ def trained_logprobs(model: NativeFusion, row: Row, places: Places, replay: bool
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Engine against trainer, over generated tokens. With d = trained - engine log-probability: kl = mean(e^d - 1 - d),
-    the estimator that is never negative (in nats per token); max_abs = max |d|. tokens: how many."""
+    """Engine against trainer, over generated tokens. With d = trained - engine log-probability: kl = mean(e^d
+    - 1 - d), the estimator that is never negative (in nats per token); max_abs = max |d|. tokens: how many.
+    """
 
     kl: float
     max_abs: float
@@ -110,10 +113,13 @@ class Mismatch:
 
 @torch.no_grad()
 def mismatch(trajectories: Sequence[Trajectory], trained_M: Tensor) -> Mismatch:
-    """How far the trainer's log-probabilities (of `trained_logprobs`) are from the engine's, same weights assumed."""
+    """How far the trainer's log-probabilities (of `trained_logprobs`) are from the engine's, same weights
+    assumed."""
     engine_M = torch.tensor([p for t in trajectories for p in t.completion.logprobs1], dtype=torch.float64)
     if engine_M.shape != trained_M.shape:
-        raise ValueError(f"{engine_M.shape[0]} engine log-probabilities against {trained_M.shape[0]} of the trainer")
+        raise ValueError(
+            f"{engine_M.shape[0]} engine log-probabilities against {trained_M.shape[0]} of the trainer"
+        )
     if not engine_M.numel():
         return Mismatch(0.0, 0.0, 0)
     difference_M = trained_M.double().cpu() - engine_M

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from earlyfusion.rl.measure import write_measured
+from earlyfusion.rl.measure.run import write_measured
 from earlyfusion.rl.records import Measured
-from earlyfusion.rl.study.transfer_plan import START, StudyConfig, matched_file, measured_file
+from earlyfusion.rl.study.transfer.plan import START, StudyConfig, matched_file, measured_file
 
 Effects = Mapping[tuple[str, str], float]
 """(arm, label) -> change of accuracy; ("sharp", arm) is not one of them: see `sharpen`."""
@@ -25,31 +25,49 @@ def study(**changes) -> StudyConfig:
         {"name": "sft", "about": "SFT", "kind": "control", "tasks": ["{skill}/picture"]},
     ]
     tree = {
-        "skill": "counting/0", "unrelated": "relation/0", "seeds": 5, "rl_seeds": 3, "pretrain": {"recipes": ["skills"]},
-        "measure": {"problems": 150, "samples": 4, "forms": ["twin", "picture"], "unrelated": False}, "arms": arms,
-    }  # fmt: skip
+        "skill": "counting/0",
+        "unrelated": "relation/0",
+        "seeds": 5,
+        "rl_seeds": 3,
+        "pretrain": {"recipes": ["skills"]},
+        "measure": {"problems": 150, "samples": 4, "forms": ["twin", "picture"], "unrelated": False},
+        "arms": arms,
+    }
     return StudyConfig.model_validate({**tree, **changes})
 
 
-def records(rng, label: str, right: np.ndarray, p: np.ndarray, entropy: float, samples: int) -> list[Measured]:
+def records(
+    rng, label: str, right: np.ndarray, p: np.ndarray, entropy: float, samples: int
+) -> list[Measured]:
     """One model's answers to one label. right: bool [I]; p: probability of the target [I]."""
     task, level, form = label.split("/")[:3]
     return [
         Measured(
-            task=task, form=form, key=f"{task}/test/{level}/{i}", category="all", prompt="", target="1",
-            answer="1" if ok else "2", score=float(ok), solved=bool(ok), p_target=float(q),
-            confidence=float(q if ok else 1 - q), entropy=entropy,
-            sampled=tuple(float(x) for x in rng.random(samples) < q), label=label,
+            task=task,
+            form=form,
+            key=f"{task}/test/{level}/{i}",
+            category="all",
+            prompt="",
+            target="1",
+            answer="1" if ok else "2",
+            score=float(ok),
+            solved=bool(ok),
+            p_target=float(q),
+            confidence=float(q if ok else 1 - q),
+            entropy=entropy,
+            sampled=tuple(float(x) for x in rng.random(samples) < q),
+            label=label,
         )
         for i, (ok, q) in enumerate(zip(right, p))
-    ]  # fmt: skip
+    ]
 
 
 def plant(
     config: StudyConfig, out: Path, effects: Effects, *, seed: int = 0, sharpen: str = "", missing: str = ""
 ) -> None:
-    """Write the measurements of every arm. An arm named by `sharpen` only becomes surer: p(correct) rises to what the start
-    has at its entropy, its greedy answers stay. Runs of the arm `missing` from the last start are left out."""
+    """Write the measurements of every arm. An arm named by `sharpen` only becomes surer: p(correct) rises to
+    what the start has at its entropy, its greedy answers stay. Runs of the arm `missing` from the last start
+    are left out."""
     rng = np.random.default_rng(seed)
     items, samples = config.measure.problems, config.measure.samples
     hard = {label: rng.random(items) for label in config.labels()}
@@ -71,9 +89,12 @@ def plant(
                     made += records(rng, label, right, q, 0.3 if arm.name == sharpen else 0.6, samples)
                     other = cold if arm.name == sharpen else sure[label]
                     matched[label] = {
-                        "temperature": 0.5, "entropy": 0.3, "wanted": 0.3, "reached": True,
+                        "temperature": 0.5,
+                        "entropy": 0.3,
+                        "wanted": 0.3,
+                        "reached": True,
                         "p_target": {one.key: float(x) for one, x in zip(made[-items:], other)},
-                    }  # fmt: skip
+                    }
                 write_measured(measured_file(out, p, arm.name, r), made)
                 matched_file(out, p, arm.name, r).write_text(json.dumps(matched))
 
@@ -81,6 +102,8 @@ def plant(
 def _after(rng, base: np.ndarray, effect: float) -> tuple[np.ndarray, np.ndarray]:
     """(right, p) after a run: a tenth of the answers change at random, and `effect` of them for good."""
     right = np.where(rng.random(len(base)) < 0.1, rng.random(len(base)) < base.mean(), base)
-    moved = rng.random(len(base)) < abs(effect) / max(1e-9, (1 - right.mean()) if effect > 0 else right.mean())
+    moved = rng.random(len(base)) < abs(effect) / max(
+        1e-9, (1 - right.mean()) if effect > 0 else right.mean()
+    )
     right = np.where(moved, effect > 0, right)
     return right, np.where(right, 0.6, 0.3)

@@ -9,15 +9,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
-from earlyfusion.rl.advantages import advantages
 from earlyfusion.rl.config import ObjectiveConfig
+from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.records import AnswerRecord, GroupRecord, Measured
-from earlyfusion.rl.rollout_log import RolloutLog
+from earlyfusion.rl.rollouts.log import RolloutLog
 from earlyfusion.rl.tasks.problem import Problem
 from earlyfusion.rl.tasks.registry import make_task
 from earlyfusion.rl.tasks.rendering import render_text
 
-ENTRIES = (("counting", 0, "picture"), ("relation", 1, "twin"), ("ocr", 0, "rendered"), ("grounding", 0, "picture"))
+ENTRIES = (
+    ("counting", 0, "picture"),
+    ("relation", 1, "twin"),
+    ("ocr", 0, "rendered"),
+    ("grounding", 0, "picture"),
+)
 
 
 def shown(problem: Problem, form: str):
@@ -29,14 +34,38 @@ def metrics(out: Path, updates: int, entries: Sequence[tuple[str, int, str]]) ->
     rng, lines = Random(1), []
     for update in range(1, updates + 1):
         done = update / updates
-        record = {"step": update, "event": "train", "time": 0.0, "length": 3 + done, "length_max": 8, "cut": 0.02}
-        record |= {"entropy": 1.2 * math.exp(-2 * done), "mismatch_kl": 1e-4 * (1 + done), "mismatch_max": 1e-2}
-        record |= {"staleness": 0.0, "clip_share": 0.01 + 0.02 * rng.random(), "k3": 1e-3 * rng.random(), "lr": 5e-4}
+        record = {
+            "step": update,
+            "event": "train",
+            "time": 0.0,
+            "length": 3 + done,
+            "length_max": 8,
+            "cut": 0.02,
+        }
+        record |= {
+            "entropy": 1.2 * math.exp(-2 * done),
+            "mismatch_kl": 1e-4 * (1 + done),
+            "mismatch_max": 1e-2,
+        }
+        record |= {
+            "staleness": 0.0,
+            "clip_share": 0.01 + 0.02 * rng.random(),
+            "k3": 1e-3 * rng.random(),
+            "lr": 5e-4,
+        }
         record |= {"grad_norm": 0.3 + 0.1 * rng.random(), "temperature": 1.0, "informative": 0.8 - 0.5 * done}
-        record |= {"tokens_per_s": 5000.0 + 100 * rng.random(), "samples_per_s": 900.0, "updates_per_min": 40.0}
+        record |= {
+            "tokens_per_s": 5000.0 + 100 * rng.random(),
+            "samples_per_s": 900.0,
+            "updates_per_min": 40.0,
+        }
         record |= {"time/rollout_s": 0.8, "time/score_s": 0.05, "time/train_s": 0.6, "time/other_s": 0.05}
         record |= {"engine_idle": 0.04 + 0.02 * rng.random(), "memory_gib": 1.2, "ptx_loss": 2.0 - 0.3 * done}
-        record |= {"rewards/timeout": float(update // 50), "prompts/too_long": 3.0, "refused": int(update == 9)}
+        record |= {
+            "rewards/timeout": float(update // 50),
+            "prompts/too_long": 3.0,
+            "refused": int(update == 9),
+        }
         for index, (task, level, form) in enumerate(entries):
             value = 0.3 + 0.5 * done * (1 - index / 5) + 0.1 * rng.random()
             record |= {f"reward/{task}/{level}/{form}": value, f"score/{task}/{level}/{form}": value + 0.01}
@@ -54,7 +83,8 @@ def rollouts(out: Path, updates: Sequence[int], entries: Sequence[tuple[str, int
             for number in range(3):
                 problem = make_task(task).sample(10 * update + number, "train", level)
                 texts = [
-                    problem.target if rng.random() < number / 2 else f"<b>{rng.randrange(3)}</b>" for _ in range(6)
+                    problem.target if rng.random() < number / 2 else f"<b>{rng.randrange(3)}</b>"
+                    for _ in range(6)
                 ]
                 groups.append(group(update, problem, form, texts))
         log.write(groups)
@@ -64,16 +94,28 @@ def group(update: int, problem: Problem, form: str, texts: Sequence[str]) -> Gro
     import torch
 
     scores = [make_task(problem.task).reward(problem, text) for text in texts]
-    won = advantages(ObjectiveConfig(), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)).tolist()
+    won = advantages(
+        ObjectiveConfig(), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)
+    ).tolist()
     answers = [AnswerRecord(t, 4, s, s, a, -1.0, "stop") for t, s, a in zip(texts, scores, won)]
     answers[-1] = replace(answers[-1], finish="length")
     key, level = problem.key, problem.meta["difficulty"]
     return GroupRecord(
-        update, problem.task, form, key, level, problem.question, problem.target, answers, shown(problem, form)
+        update,
+        problem.task,
+        form,
+        key,
+        level,
+        problem.question,
+        problem.target,
+        answers,
+        shown(problem, form),
     )
 
 
-def measure(out: Path, update: int, share: float, entries: Sequence[tuple[str, int, str]], problems: int = 24) -> None:
+def measure(
+    out: Path, update: int, share: float, entries: Sequence[tuple[str, int, str]], problems: int = 24
+) -> None:
     """Each problem is solved by chance `share`, drawn anew at every measurement."""
     rng, lines = Random(update), []
     for task, level, form in entries:
@@ -82,11 +124,21 @@ def measure(out: Path, update: int, share: float, entries: Sequence[tuple[str, i
             right = rng.random() < share
             record = asdict(
                 Measured(
-                    task, form, problem.key, problem.meta["category"], problem.question, problem.target,
-                    problem.target if right else "<i>no</i>", float(right), right, 0.9 * right + 0.05, 0.8,
-                    0.4 - 0.2 * share, (float(right), 0.0),
+                    task,
+                    form,
+                    problem.key,
+                    problem.meta["category"],
+                    problem.question,
+                    problem.target,
+                    problem.target if right else "<i>no</i>",
+                    float(right),
+                    right,
+                    0.9 * right + 0.05,
+                    0.8,
+                    0.4 - 0.2 * share,
+                    (float(right), 0.0),
                 )
-            )  # fmt: skip
+            )
             record.pop("picture")
             lines.append(json.dumps(record) + "\n")
     (out / "eval").mkdir(exist_ok=True)

@@ -9,8 +9,8 @@ import torch
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.config import CorrectionConfig, StaleConfig
-from earlyfusion.rl.corrections import fresh, importance_weights
-from earlyfusion.rl.sequences import sequence_sums, spread
+from earlyfusion.rl.objectives.corrections import fresh, importance_weights
+from earlyfusion.rl.objectives.sequences import sequence_sums, spread
 
 EXACT = 1e-12  # float64
 LENGTHS = (3, 1, 6, 4)
@@ -22,7 +22,11 @@ LEVELS = ("token", "sequence", "geometric")
 def logs(seed):
     g = torch.Generator().manual_seed(seed)
     old = -torch.rand(14, generator=g, dtype=torch.float64)
-    return old, old + 0.4 * torch.randn(14, generator=g, dtype=torch.float64), torch.rand(14, generator=g) > 0.2
+    return (
+        old,
+        old + 0.4 * torch.randn(14, generator=g, dtype=torch.float64),
+        torch.rand(14, generator=g) > 0.2,
+    )
 
 
 def by_loop(cfg, log, mask):
@@ -58,7 +62,9 @@ def test_weights_equal_the_definition(mode, level, seed):
 
 def test_weights_are_constants_for_the_gradient_and_counts_are_right():
     old = torch.tensor([0.0, 1.0, -1.0, 0.1], requires_grad=True)
-    got = importance_weights(CorrectionConfig(mode="mis", low=0.5, high=2.0), old, torch.zeros(4), Segments((2, 2)))
+    got = importance_weights(
+        CorrectionConfig(mode="mis", low=0.5, high=2.0), old, torch.zeros(4), Segments((2, 2))
+    )
     assert not got.weight_T.requires_grad
     assert int(got.touched) == 2 and got.weight_T[1] == got.weight_T[2] == 0
     assert float(got.k3) == pytest.approx(sum(math.exp(x) - 1 - x for x in (0, 1, -1, 0.1)), rel=1e-5)
@@ -72,13 +78,20 @@ def test_equal_policies_are_left_alone():
 
 
 def test_long_answers_neither_overflow_nor_mask_by_their_length_alone():
-    """A constant gap of 0.02 nats a token over 100,000 tokens: the product is e^2000, the geometric mean 1.02."""
+    """A constant gap of 0.02 nats a token over 100,000 tokens: the product is e^2000, the geometric mean
+    1.02."""
     segments, gap = Segments((100_000,)), torch.full((100_000,), 0.02)
-    tis = importance_weights(CorrectionConfig(mode="tis", level="sequence"), gap, torch.zeros(100_000), segments)
+    tis = importance_weights(
+        CorrectionConfig(mode="tis", level="sequence"), gap, torch.zeros(100_000), segments
+    )
     assert torch.allclose(tis.weight_T, torch.tensor(2.0))
-    mis = importance_weights(CorrectionConfig(mode="mis", level="sequence"), gap, torch.zeros(100_000), segments)
+    mis = importance_weights(
+        CorrectionConfig(mode="mis", level="sequence"), gap, torch.zeros(100_000), segments
+    )
     assert not mis.weight_T.any()
-    kept = importance_weights(CorrectionConfig(mode="mis", level="geometric"), gap, torch.zeros(100_000), segments)
+    kept = importance_weights(
+        CorrectionConfig(mode="mis", level="geometric"), gap, torch.zeros(100_000), segments
+    )
     assert torch.allclose(kept.weight_T, torch.tensor(math.exp(0.02)))
 
 
@@ -86,7 +99,10 @@ def test_poison_outside_the_mask_stays_outside():
     old, sampler, _ = logs(3)
     mask = torch.ones(14, dtype=torch.bool)
     mask[[1, 5]] = False
-    clean = [importance_weights(CorrectionConfig(mode="tis", level=x), old, sampler, SEGMENTS, mask) for x in LEVELS]
+    clean = [
+        importance_weights(CorrectionConfig(mode="tis", level=x), old, sampler, SEGMENTS, mask)
+        for x in LEVELS
+    ]
     old[[1, 5]], sampler[1] = float("nan"), float("inf")
     for level, before in zip(LEVELS, clean):
         after = importance_weights(CorrectionConfig(mode="tis", level=level), old, sampler, SEGMENTS, mask)
@@ -94,7 +110,8 @@ def test_poison_outside_the_mask_stays_outside():
 
 
 def test_sequence_weights_make_the_mean_unbiased_and_token_weights_do_not():
-    """All answers of two binary tokens, weighed by the exact probabilities of the sampler: E_mu[w r] against E_pi[r]."""
+    """All answers of two binary tokens, weighed by the exact probabilities of the sampler: E_mu[w r] against
+    E_pi[r]."""
     answers = list(itertools.product((0, 1), repeat=2))
     p_old, p_mu = {(): 0.7, (0,): 0.2, (1,): 0.6}, {(): 0.5, (0,): 0.5, (1,): 0.4}
     of = lambda p, a: [p[()] if a[0] else 1 - p[()], p[a[:1]] if a[1] else 1 - p[a[:1]]]
@@ -104,7 +121,9 @@ def test_sequence_weights_make_the_mean_unbiased_and_token_weights_do_not():
     chance = sequence_sums(mu, segments).exp()
     truth = (sequence_sums(old, segments).exp() * reward).sum()
     for level, exact in (("sequence", True), ("token", False)):
-        weight = importance_weights(CorrectionConfig(mode="tis", level=level, high=100.0), old, mu, segments).weight_T
+        weight = importance_weights(
+            CorrectionConfig(mode="tis", level=level, high=100.0), old, mu, segments
+        ).weight_T
         mean = (chance * reward * weight.reshape(4, 2)[:, 1]).sum()  # the weight of the last token
         assert (abs(float(mean - truth)) < EXACT) == exact
 

@@ -9,12 +9,12 @@ from rl_cases import config, model_directory, run
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.request import Completion, TokenPrompt
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.collect import Asked
-from earlyfusion.rl.experience import experience, score
-from earlyfusion.rl.objectives import policy_loss
-from earlyfusion.rl.prompts import Ask
+from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import RandomReward, Rewards, TaskReward
-from earlyfusion.rl.rollout import Trajectory
+from earlyfusion.rl.rollouts.collect import Asked
+from earlyfusion.rl.rollouts.experience import experience, score
+from earlyfusion.rl.rollouts.packing import Trajectory
+from earlyfusion.rl.rollouts.prompts import Ask
 from earlyfusion.rl.tasks.registry import make_task
 
 LIMIT = 6
@@ -26,8 +26,9 @@ END = 5
 
 
 class Toy:
-    """A policy of six things to say, the last of them the end. One logit of each for all places and one for its own
-    place: what is learned of the end at one place is believed at the others, as in a language model."""
+    """A policy of six things to say, the last of them the end. One logit of each for all places and one for
+    its own place: what is learned of the end at one place is believed at the others, as in a language model.
+    """
 
     def __init__(self) -> None:
         self.shared_V = torch.zeros(len(SAYS), requires_grad=True)
@@ -72,28 +73,34 @@ def trained(settings, updates=150, answers=48):
 
 
 def test_a_policy_that_could_win_by_not_stopping_learns_to_stop(tmp_path):
-    """Ending at once earns nothing, so the end becomes unlikely everywhere; where the beginning of a cut answer is paid
-    for, nothing ever brings it back, and babbling behind the right place is as good as the end."""
+    """Ending at once earns nothing, so the end becomes unlikely everywhere; where the beginning of a cut
+    answer is paid for, nothing ever brings it back, and babbling behind the right place is as good as the
+    end."""
     settings = config(tmp_path, tmp_path, tasks=[{"name": "odd_one_out"}])
     toy, generator = trained(settings), torch.Generator().manual_seed(1)
     for limit in (LIMIT, 4 * LIMIT):
         drawn = [toy.draw(limit, generator) for _ in range(200)]
         ended = sum(one.finish_reason == "stop" for one in drawn) / len(drawn)
-        right = sum(TASK.reward(PROBLEM, one.text) * (one.finish_reason == "stop") for one in drawn) / len(drawn)
+        right = sum(TASK.reward(PROBLEM, one.text) * (one.finish_reason == "stop") for one in drawn) / len(
+            drawn
+        )
         assert ended > 0.9 and right > 0.85, (limit, ended, right)
 
 
 @pytest.mark.parametrize("reason", ["length", "cancelled"])
 def test_an_answer_that_did_not_end_itself_earns_nothing(reason):
     done = Completion("r", 0, [0], [0.0], [0.0], [0], PROBLEM.target, "stop", 1, 0)
-    answers = [Trajectory(TokenPrompt(torch.zeros(1)), replace(done, finish_reason=how)) for how in ("stop", reason)]
+    answers = [
+        Trajectory(TokenPrompt(torch.zeros(1)), replace(done, finish_reason=how)) for how in ("stop", reason)
+    ]
     with Rewards(TaskReward([TASK])) as rewards:
         assert [one.value for one in score(rewards, [Asked(Ask(0, 0, 0), PROBLEM, answers)])] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("paid", [RandomReward(0), lambda problem, text: 1.0, lambda problem, text: -1.0])
 def test_a_reward_that_pays_whatever_is_said_pays_no_cut_answer_more_than_the_worst(paid):
-    """Not ending must not be a way out of a penalty either, also where a reward leaves the range it declares."""
+    """Not ending must not be a way out of a penalty either, also where a reward leaves the range it
+    declares."""
     cut = Completion("r", 0, [0], [0.0], [0.0], [0], "wss", "length", 1, 0)
     ends = [replace(cut, text=f" {i}", finish_reason="stop") for i in range(6)]
     answers = [Trajectory(TokenPrompt(torch.zeros(1)), one) for one in (cut, *ends)]

@@ -1,4 +1,5 @@
-"""The generative judge against a local server: what it is asked, what it may answer, and everything that can go wrong."""
+"""The generative judge against a local server: what it is asked, what it may answer, and everything that can
+go wrong."""
 
 import json
 import os
@@ -18,7 +19,8 @@ from earlyfusion.rl.tasks.registry import make_task
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as the server's `reply(body)` says: a string is what the judge says, a tuple (status, raw bytes)."""
+    """Answers as the server's `reply(body)` says: a string is what the judge says, a tuple (status, raw
+    bytes)."""
 
     def log_message(self, *_):
         pass
@@ -92,7 +94,17 @@ def test_the_judge_sees_picture_question_reference_and_answer(server, problem, m
 
 
 @pytest.mark.parametrize(
-    "said", ["I cannot", "", "Score: 11", "Score: 400", "Score: nan", "Score: -3", "<think>Score: 9</think>", "score 7"]
+    "said",
+    [
+        "I cannot",
+        "",
+        "Score: 11",
+        "Score: 400",
+        "Score: nan",
+        "Score: -3",
+        "<think>Score: 9</think>",
+        "score 7",
+    ],
 )
 def test_words_without_a_score_are_errors(server, problem, said):
     server.reply = lambda body: said
@@ -114,14 +126,20 @@ def test_scores_are_read():
 
 
 RAW = {
-    "500": (500, b"oops"), "404": (404, b"{}"), "not json": (200, b"<html>"), "list": (200, b"[]"), "empty": (200, b""),
-    "no choices": (200, b'{"choices": []}'), "null": (200, b'{"choices": [{"message": {"content": null}}]}'),
+    "500": (500, b"oops"),
+    "404": (404, b"{}"),
+    "not json": (200, b"<html>"),
+    "list": (200, b"[]"),
+    "empty": (200, b""),
+    "no choices": (200, b'{"choices": []}'),
+    "null": (200, b'{"choices": [{"message": {"content": null}}]}'),
     "flood": (200, b"[" * (3 * 2**20)),
-}  # fmt: skip
+}
 
 
 def test_everything_that_goes_wrong_is_contained_and_counted(server, problem):
-    """Broken answers, a server that hangs, and one that is not there: a fallback, a count, and the run goes on."""
+    """Broken answers, a server that hangs, and one that is not there: a fallback, a count, and the run goes
+    on."""
     cases = list(RAW)
     judge = Judge(server.url, "m", rubrics=(CORRECT,), timeout_s=2, attempts=1)
 
@@ -157,7 +175,12 @@ def test_an_empty_answer_costs_no_request(server, problem):
 
 
 def test_bad_settings():
-    for options in ({"rubrics": ()}, {"combine": "median"}, {"attempts": 0}, {"rubrics": (Rubric("a", "b", -1),)}):
+    for options in (
+        {"rubrics": ()},
+        {"combine": "median"},
+        {"attempts": 0},
+        {"rubrics": (Rubric("a", "b", -1),)},
+    ):
         with pytest.raises(RewardError):
             Judge("http://localhost/v1", **options)
     with pytest.raises(RewardError, match="http"):
@@ -166,15 +189,18 @@ def test_bad_settings():
 
 @pytest.mark.slow
 def test_our_own_server_can_judge(problem, tmp_path):
-    """`earlyfusion serve` takes the judge's request, picture and all. An untrained model says no score: counted."""
+    """`earlyfusion serve` takes the judge's request, picture and all. An untrained model says no score:
+    counted."""
     pytest.importorskip("uvicorn")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
     from serve_model import write_model
 
     folder = write_model(tmp_path) or tmp_path
-    command = [sys.executable, "-m", "earlyfusion.pipeline.serve", "--model", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "earlyfusion.pipeline.serve.cmd", "--model", str(folder), "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
     try:
         url = re.search(r"http://\S+/v1", process.stdout.readline()).group(0)
         judge = Judge(url, rubrics=(Rubric("r", "Right."),), timeout_s=60, attempts=1, max_tokens=4)

@@ -5,14 +5,15 @@ import torch
 from rl_cases import flat, model_directory, training
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.experience import experience
 from earlyfusion.rl.learn import Sums, distinct, minibatches, rows
-from earlyfusion.rl.objectives import policy_loss
+from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollout import pack, used_experts
+from earlyfusion.rl.rollouts.experience import experience
+from earlyfusion.rl.rollouts.packing import pack, used_experts
 
 GRAD_RTOL = 2e-4
-"""fp32 sums in another order, through twelve small layers; a wrong weight of a token is off by a tenth at least."""
+"""fp32 sums in another order, through twelve small layers; a wrong weight of a token is off by a tenth at
+least."""
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,12 @@ def folder(tmp_path_factory):
 def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
     """(run, experience) of a few groups, some answers made equal by a low temperature."""
     made = training(
-        folder, tmp_path / "run", objective={**objective, "reset_optimizer": False}, rollout={"prompts": 5, "group_size": 6, **rollout},
+        folder,
+        tmp_path / "run",
+        objective={**objective, "reset_optimizer": False},
+        rollout={"prompts": 5, "group_size": 6, **rollout},
         temperature={"start": temperature, "end": temperature},
-    )  # fmt: skip
+    )
     made.kit.refresh_engine(0)
     groups = made.kit.collector.collect(0, temperature, 5).groups
     answers = [t for g in groups for t in g.trajectories]
@@ -38,7 +42,8 @@ def gradients(net):
 
 
 def plain(made, seen, temperature):
-    """The same by definition: all answers packed one by one, a log-softmax over the logits at the temperature."""
+    """The same by definition: all answers packed one by one, a log-softmax over the logits at the
+    temperature."""
     net, every = made.model, flat([g.trajectories for g in seen.groups])
     kept = [n for n, t in enumerate(every) if t.ids]
     logp = []
@@ -57,11 +62,15 @@ def plain(made, seen, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["k2.5", "k1.5", "grpo", "gspo", "cispo"])
-def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itself(folder, tmp_path, name, temperature):
+def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itself(
+    folder, tmp_path, name, temperature
+):
     made, seen = asked(folder, tmp_path, {"name": name}, temperature)
     try:
         pieces = distinct(seen, range(len(seen.groups)))
-        assert sum(len(p.answers) for p in pieces) == sum(bool(t.ids) for g in seen.groups for t in g.trajectories)
+        assert sum(len(p.answers) for p in pieces) == sum(
+            bool(t.ids) for g in seen.groups for t in g.trajectories
+        )
         net = made.model.train()
         want_loss = plain(made, seen, temperature)
         want = gradients(net)
@@ -74,7 +83,11 @@ def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itsel
             got = gradients(net)
             for key, grad in want.items():
                 error = (got[key] - grad).norm() / grad.norm().clamp(min=1e-7)
-                assert error < GRAD_RTOL or (got[key] - grad).abs().max() < 1e-8, (row_tokens, key, float(error))
+                assert error < GRAD_RTOL or (got[key] - grad).abs().max() < 1e-8, (
+                    row_tokens,
+                    key,
+                    float(error),
+                )
     finally:
         made.close()
 
@@ -107,7 +120,11 @@ def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
 def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_batchs(folder, tmp_path):
     """Two minibatches are two updates with totals of their own; together they hold every group once."""
     parts = minibatches(7, 3, lambda n: list(range(n))[::-1])
-    assert sorted(i for part in parts for i in part) == list(range(7)) and [len(p) for p in parts] == [3, 2, 2]
+    assert sorted(i for part in parts for i in part) == list(range(7)) and [len(p) for p in parts] == [
+        3,
+        2,
+        2,
+    ]
 
 
 def test_rows_keep_order_and_limit(folder, tmp_path):
@@ -122,7 +139,8 @@ def test_rows_keep_order_and_limit(folder, tmp_path):
 
 
 def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
-    """Mismatch between engine and trainer with equal weights, text and pictures, at a temperature that is not 1."""
+    """Mismatch between engine and trainer with equal weights, text and pictures, at a temperature that is not
+    1."""
     for temperature in (1.0, 0.6):
         made, seen = asked(folder, tmp_path / str(temperature), {"name": "k2.5"}, temperature)
         try:

@@ -7,7 +7,7 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.rl.config import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
-from earlyfusion.rl.length import (
+from earlyfusion.rl.objectives.length import (
     budget_phase,
     estimate_budgets,
     length_rewards,
@@ -86,7 +86,9 @@ def test_toggle_takes_the_reward_of_long_answers_only_where_the_prompt_is_solved
 def test_overlong_modes():
     lengths, cut = torch.tensor([50, 80, 90, 100, 120]), torch.tensor([0, 0, 0, 1, 1]).bool()
     limits = {"max_tokens": 100, "buffer_tokens": 20}
-    run = lambda mode: overlong_rewards(OverlongConfig(mode=mode, **limits), torch.ones(5), lengths, cut).tolist()
+    run = lambda mode: overlong_rewards(
+        OverlongConfig(mode=mode, **limits), torch.ones(5), lengths, cut
+    ).tolist()
     assert run("soft") == pytest.approx([1, 1, 0.5, 0, 0])
     assert run("hard") == [1, 1, 1, 0, 0]
     assert run("none") == run("filter") == [1] * 5

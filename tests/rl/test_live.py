@@ -10,13 +10,35 @@ from earlyfusion.rl import live
 from earlyfusion.rl.live import BARS, REMEMBERED, Curve, LiveView, sparkline
 
 RECORD = {
-    "reward": 0.5, "reward/counting/0/picture": 0.75, "reward/ocr/1/twin": 0.25, "score/counting/0/picture": 0.8,
-    "length": 4.25, "length_max": 8, "cut": 0.015, "entropy": 0.53, "mismatch_kl": 1.2e-4, "mismatch_max": 3e-2,
-    "staleness": 0.5, "clip_share": 0.021, "k3": 2e-3, "grad_norm": 0.314, "lr": 5e-4, "temperature": 1.0,
-    "informative": 0.62, "tokens_per_s": 12345.0, "samples_per_s": 678.9, "updates_per_min": 30.0,
-    "time/rollout_s": 1.0, "time/score_s": 0.1, "time/train_s": 0.8, "time/other_s": 0.1, "engine_idle": 0.06,
-    "memory_gib": 1.5, "ptx_loss": 2.125, "stage": "text is passed over",
-}  # fmt: skip
+    "reward": 0.5,
+    "reward/counting/0/picture": 0.75,
+    "reward/ocr/1/twin": 0.25,
+    "score/counting/0/picture": 0.8,
+    "length": 4.25,
+    "length_max": 8,
+    "cut": 0.015,
+    "entropy": 0.53,
+    "mismatch_kl": 1.2e-4,
+    "mismatch_max": 3e-2,
+    "staleness": 0.5,
+    "clip_share": 0.021,
+    "k3": 2e-3,
+    "grad_norm": 0.314,
+    "lr": 5e-4,
+    "temperature": 1.0,
+    "informative": 0.62,
+    "tokens_per_s": 12345.0,
+    "samples_per_s": 678.9,
+    "updates_per_min": 30.0,
+    "time/rollout_s": 1.0,
+    "time/score_s": 0.1,
+    "time/train_s": 0.8,
+    "time/other_s": 0.1,
+    "engine_idle": 0.06,
+    "memory_gib": 1.5,
+    "ptx_loss": 2.125,
+    "stage": "text is passed over",
+}
 
 
 def plain() -> Console:
@@ -37,11 +59,13 @@ def test_without_a_terminal_each_update_is_one_plain_line():
     view = LiveView(plain(), total=100, title="skills")
     view.update(10, RECORD)
     view.close()
-    assert view.console.file.getvalue() == (
-        "update 10/100 | reward 0.500 | counting/0/picture 0.75 | ocr/1/twin 0.25 | length 4.2 (max 8, cut 1.5%) | "
-        "entropy 0.530 | informative 62% | T 1.00 | stale 0.50 | mismatch KL 1.2e-04 (max 3.0e-02) | clipped 2.10% | "
-        "k3 2.0e-03 | |g| 0.314 | lr 5.0e-04 | ptx 2.125 | 12,345 tok/s | 678.9 answers/s | 30.0 updates/min | "
-        "1.50 GiB | engine idle 6% | rollout 50% score 5% train 40% other 5% | ETA 3m00s\n"
+    assert (
+        view.console.file.getvalue()
+        == "update 10/100 | reward 0.500 | counting/0/picture 0.75 | ocr/1/twin 0.25 | length 4.2 (max 8, cut"
+        " 1.5%) | entropy 0.530 | informative 62% | T 1.00 | stale 0.50 | mismatch KL 1.2e-04 (max"
+        " 3.0e-02) | clipped 2.10% | k3 2.0e-03 | |g| 0.314 | lr 5.0e-04 | ptx 2.125 | 12,345 tok/s |"
+        " 678.9 answers/s | 30.0 updates/min | 1.50 GiB | engine idle 6% | rollout 50% score 5% train 40%"
+        " other 5% | ETA 3m00s\n"
     )
 
 
@@ -58,10 +82,24 @@ def test_the_table_holds_everything_that_is_promised():
     view.close()
     shown = screen(view)
     for text in (
-        "skills [red]", "update 10/100", "ETA 3m00s", "counting/0/picture", "ocr/1/twin", "length 4.2", "entropy 0.530",
-        "mismatch KL 1.2e-04", "stale 0.50", "clipped 2.10%", "12,345 tok/s", "1.50 GiB", "engine idle 6%",
-        "rollout 50%", "score 5%", "train 40%", "all",
-    ):  # fmt: skip
+        "skills [red]",
+        "update 10/100",
+        "ETA 3m00s",
+        "counting/0/picture",
+        "ocr/1/twin",
+        "length 4.2",
+        "entropy 0.530",
+        "mismatch KL 1.2e-04",
+        "stale 0.50",
+        "clipped 2.10%",
+        "12,345 tok/s",
+        "1.50 GiB",
+        "engine idle 6%",
+        "rollout 50%",
+        "score 5%",
+        "train 40%",
+        "all",
+    ):
         assert text in shown, text
     (row,) = [line for line in shown.splitlines() if "counting" in line]
     assert row.split()[1:] == ["▁▂▃▄▅▅▆▇██", "1.00", "0.10", "0.80"]
@@ -141,7 +179,9 @@ def test_a_quiet_console_of_another_process_shows_nothing():
 
 def test_missing_and_broken_numbers_are_left_out():
     view = LiveView(plain(), total=0, title="t")
-    view.update(1, {"reward": float("nan"), "entropy": None, "length": 3.0, "cut": True, "time/rollout_s": 0.0})
+    view.update(
+        1, {"reward": float("nan"), "entropy": None, "length": 3.0, "cut": True, "time/rollout_s": 0.0}
+    )
     assert view.line() == "update 1/0 | length 3.0"
     assert "length 3.0" in screen(view)
 

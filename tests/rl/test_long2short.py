@@ -17,17 +17,18 @@ from PIL import Image
 from rl_cases import model_directory
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.encode import encode
-from earlyfusion.data.sources import build_source
+from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
-from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import long2short_samples, rewards
-from earlyfusion.rl.measure_files import entry_of, problem_of
-from earlyfusion.rl.preferences import average_weights
-from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl import rewards
+from earlyfusion.rl.long2short import samples as long2short_samples
+from earlyfusion.rl.long2short.preferences import average_weights
+from earlyfusion.rl.measure.files import entry_of, problem_of
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 MEAN_ATOL = 1e-6
 """fp32 sums of two products of weights below 1."""
@@ -49,10 +50,11 @@ def untrained(tmp_path_factory):
 def here(monkeypatch):
     """Rewards of the tests are called in this process."""
     made = rewards.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
 
 
-# ------------------------------------------------------------------------------------------------------------- average
+# -------------------------------------------------------------------------------------------------------------
+# average
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -66,10 +68,15 @@ def test_an_average_of_linear_nets_answers_with_the_average_of_their_answers(see
     torch.testing.assert_close(merged(x), by_hand, atol=MEAN_ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("given, shares", [((), (0.5, 0.5)), (("1", "3"), (0.25, 0.75)), (("0", "2"), (0.0, 1.0))])
+@pytest.mark.parametrize(
+    "given, shares", [((), (0.5, 0.5)), (("1", "3"), (0.25, 0.75)), (("0", "2"), (0.0, 1.0))]
+)
 def test_merged_directories_hold_the_weighted_mean_of_every_tensor(untrained, tmp_path, given, shares):
     out = tmp_path / "merged"
-    assert call("average", *map(str, untrained), *(("--weights", *given) if given else ()), "--out", str(out)) == 0
+    assert (
+        call("average", *map(str, untrained), *(("--weights", *given) if given else ()), "--out", str(out))
+        == 0
+    )
     first, second, merged = weights(untrained[0]), weights(untrained[1]), weights(out)
     assert merged.keys() == first.keys()
     for name, tensor in merged.items():
@@ -124,7 +131,8 @@ def test_models_that_cannot_be_averaged_are_told_in_one_line(untrained, tmp_path
     assert call("average", a, b) == 2 and "--out" in told(capsys)
 
 
-# ------------------------------------------------------------------------------------------------------------ shortest
+# ------------------------------------------------------------------------------------------------------------
+# shortest
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +141,7 @@ def documents(toy, tmp_path_factory):
     out = tmp_path_factory.mktemp("shortest") / "out"
     with pytest.MonkeyPatch.context() as patch:
         made = rewards.make_reward
-        patch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+        patch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
         assert call(*words("shortest", toy, out)) == 0
     return out
 
@@ -151,7 +159,9 @@ def test_the_shortest_right_answer_of_each_problem_is_written(documents):
             row = rows[one["key"]]
             assert row["tokens"] == min(len(a["ids"]) for a in right)
             assert row["messages"][1]["content"] == [{"type": "text", "text": " yes"}]
-            assert row["sampled_tokens"] == [len(a["ids"]) for a in one["answers"]] and row["right"] == len(right)
+            assert row["sampled_tokens"] == [len(a["ids"]) for a in one["answers"]] and row["right"] == len(
+                right
+            )
     table = json.loads((documents / "summary.json").read_text())["entries"]["all"]
     every = [len(a["ids"]) for one in samples for a in one["answers"]]
     assert table["tokens_all"] == pytest.approx(np.mean(every)) and table["problems"] == 16
@@ -177,9 +187,12 @@ def test_rows_ask_what_the_problem_asks_with_its_picture(documents):
 def test_documents_are_the_prompts_and_answers_token_for_token(documents):
     """Oracle: the prompt as reinforcement learning encodes it, and the sampled ids."""
     source = build_source(
-        SourceConfig(name="s", kind="chat_files", path=str(documents / "train.jsonl"), options={"template": "plain"}),
-        seed=0, val_fraction=0.0,
-    )  # fmt: skip
+        SourceConfig(
+            name="s", kind="chat_files", path=str(documents / "train.jsonl"), options={"template": "plain"}
+        ),
+        seed=0,
+        val_fraction=0.0,
+    )
     vision = model(0).config.vision
     sampled = {one["key"]: one for one in lines(documents / "samples.jsonl")[1:]}
     rows = lines(documents / "train.jsonl")
@@ -199,7 +212,9 @@ def test_documents_are_the_prompts_and_answers_token_for_token(documents):
 
 def test_sft_trains_on_what_was_written(documents, tmp_path, monkeypatch):
     source = build_source(
-        SourceConfig(name="s", kind="chat_files", path=str(documents / "train.jsonl")), seed=0, val_fraction=0.2
+        SourceConfig(name="s", kind="chat_files", path=str(documents / "train.jsonl")),
+        seed=0,
+        val_fraction=0.2,
     )
     count = len(lines(documents / "train.jsonl"))
     assert len(source) + source.heldout_len() == count
@@ -207,14 +222,32 @@ def test_sft_trains_on_what_was_written(documents, tmp_path, monkeypatch):
     assert 0 < float(sample.loss_weights.sum()) < len(sample)
     AcceleratorState._reset_state(True)
     given = [
-        str(documents / "sft.toml"), "--out", str(tmp_path / "sft"), "--stages.0.steps", "6", "--eval.every", "0",
-        "--optim.lr", "1e-2", "--track.log_every", "1", "--train.threads", "1", "--data.prefetch", "none",
-        "--stages.0.tokens", "512", "--eval.tasks", "[]",
-    ]  # fmt: skip
+        str(documents / "sft.toml"),
+        "--out",
+        str(tmp_path / "sft"),
+        "--stages.0.steps",
+        "6",
+        "--eval.every",
+        "0",
+        "--optim.lr",
+        "1e-2",
+        "--track.log_every",
+        "1",
+        "--train.threads",
+        "1",
+        "--data.prefetch",
+        "none",
+        "--stages.0.tokens",
+        "512",
+        "--eval.tasks",
+        "[]",
+    ]
     assert sft.main(given) == 0
     losses = [record["loss"] for record in read_metrics(tmp_path / "sft" / "metrics.jsonl", "train")]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
-    assert not (tmp_path / "sft" / "model" / "chat_template.jinja").exists()  # it answers in the form it was asked in
+    assert not (
+        tmp_path / "sft" / "model" / "chat_template.jinja"
+    ).exists()  # it answers in the form it was asked in
 
 
 def test_sampling_that_was_stopped_goes_on_with_the_same_answers(toy, tmp_path, monkeypatch):
@@ -235,4 +268,6 @@ def test_sampling_that_was_stopped_goes_on_with_the_same_answers(toy, tmp_path, 
     file.write_bytes(file.read_bytes()[:-30])  # a kill in the middle of a line
     assert call(*words("shortest", toy, tmp_path / "cut", "--resume", problems=12)) == 0
     assert file.read_bytes() == (tmp_path / "whole" / "samples.jsonl").read_bytes()
-    assert (tmp_path / "cut" / "train.jsonl").read_bytes() == (tmp_path / "whole" / "train.jsonl").read_bytes()
+    assert (tmp_path / "cut" / "train.jsonl").read_bytes() == (
+        tmp_path / "whole" / "train.jsonl"
+    ).read_bytes()

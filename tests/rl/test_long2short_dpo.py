@@ -18,19 +18,26 @@ from engine_cases import TOKENIZER, model
 from long2short_cases import LONG, REWARD, SHORT, answer, call, lines, told, toy_directory, weights, words
 
 from earlyfusion.model.engine.sequence import house_of
-from earlyfusion.model.hub import load_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards
-from earlyfusion.rl.long2short import build_parser, recipe_of
-from earlyfusion.rl.long2short_dpo import DpoOptions, Pair, PreferenceLearner, batches, make_pairs, pairs_digest
-from earlyfusion.rl.long2short_heldout import Held, compared, fallen
-from earlyfusion.rl.long2short_run import DpoRun
-from earlyfusion.rl.long2short_samples import Answer, Answered, Sampler
-from earlyfusion.rl.long2short_shortest import lengths, shortest
-from earlyfusion.rl.measure_files import problem_of
-from earlyfusion.rl.prompts import Ask, encode_prompt
+from earlyfusion.rl.long2short.cmd import build_parser, recipe_of
+from earlyfusion.rl.long2short.dpo import (
+    DpoOptions,
+    Pair,
+    PreferenceLearner,
+    batches,
+    make_pairs,
+    pairs_digest,
+)
+from earlyfusion.rl.long2short.heldout import Held, compared, fallen
+from earlyfusion.rl.long2short.run import DpoRun
+from earlyfusion.rl.long2short.samples import Answer, Answered, Sampler
+from earlyfusion.rl.long2short.shortest import lengths, shortest
+from earlyfusion.rl.measure.files import problem_of
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.rollouts.prompts import Ask, encode_prompt
 
 GRAD_RTOL = 2e-4
 """fp32 sums in another order, as in test_learn.py."""
@@ -47,7 +54,7 @@ def toy(tmp_path_factory):
 def here(monkeypatch):
     """Rewards of the tests are called in this process."""
     made = rewards.make_reward
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
+    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
 
 
 def made_up(number: int, *answers: tuple[int, bool]) -> Answered:
@@ -60,8 +67,8 @@ def made_up(number: int, *answers: tuple[int, bool]) -> Answered:
 
 
 def test_pairs_by_hand():
-    """Chosen: 4 tokens. 6 is right and 1.5 times as long, 5 is right and is not, 5 and 9 are wrong, 3 is wrong but
-    shorter; the second problem was never solved, in the third everything is equal."""
+    """Chosen: 4 tokens. 6 is right and 1.5 times as long, 5 is right and is not, 5 and 9 are wrong, 3 is
+    wrong but shorter; the second problem was never solved, in the third everything is equal."""
     answered = [
         made_up(0, (6, True), (4, True), (5, True), (5, False), (9, False), (3, False)),
         made_up(1, (2, False), (7, False)),
@@ -82,8 +89,13 @@ def test_lengths_before_and_after_by_hand():
     answered = [made_up(0, (6, True), (4, True), (8, False)), made_up(1, (2, False), (7, False), (3, False))]
     row = lengths(answered, shortest(answered))["counting/0/twin"]
     assert row == {
-        "problems": 2, "solved": 1, "accuracy": 2 / 6, "tokens_all": 5.0, "tokens_right": 5.0, "tokens_shortest": 4.0,
-    }  # fmt: skip
+        "problems": 2,
+        "solved": 1,
+        "accuracy": 2 / 6,
+        "tokens_all": 5.0,
+        "tokens_right": 5.0,
+        "tokens_shortest": 4.0,
+    }
 
 
 def test_every_epoch_takes_every_pair_once_in_an_order_of_the_seed():
@@ -99,7 +111,7 @@ def options_of(*given: str):
 
 def plain(net, silent, answered, pairs, batch, options, reference):
     """DPO by definition: every answer by itself, log-softmax of its logits, the formula of the paper."""
-    from earlyfusion.rl.rollout import pack
+    from earlyfusion.rl.rollouts.packing import pack
 
     def logp(g, i):
         row, places = pack(net, [answered[g].trajectory(i)])
@@ -113,7 +125,11 @@ def plain(net, silent, answered, pairs, batch, options, reference):
         chosen, rejected = logp(pair.problem, pair.chosen), logp(pair.problem, pair.rejected)
         margin = options.beta * ((chosen - reference[p][0]) - (rejected - reference[p][1]))
         smooth = options.label_smoothing
-        total = total - (1 - smooth) * torch.log(torch.sigmoid(margin)) - smooth * torch.log(torch.sigmoid(-margin))
+        total = (
+            total
+            - (1 - smooth) * torch.log(torch.sigmoid(margin))
+            - smooth * torch.log(torch.sigmoid(-margin))
+        )
         total = total - options.nll * chosen / answered[pair.problem].answers[pair.chosen].tokens
     loss = total / len(batch)
     loss.backward()
@@ -124,7 +140,9 @@ def plain(net, silent, answered, pairs, batch, options, reference):
 @pytest.mark.parametrize("row_tokens", [60, 4096])
 def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, row_tokens):
     out = str(tmp_path / "out")
-    config = options_of(*words("dpo", toy, out, "--seed", str(seed), "--set", f"train.row_tokens={row_tokens}"))
+    config = options_of(
+        *words("dpo", toy, out, "--seed", str(seed), "--set", f"train.row_tokens={row_tokens}")
+    )
     options = DpoOptions(beta=0.7, label_smoothing=0.1, nll=0.2)
     AcceleratorState._reset_state(True)
     run = DpoRun(config, options, 10, resume=False)
@@ -225,7 +243,7 @@ def test_a_signal_saves_and_a_kill_loses_only_what_came_after(toy, tmp_path, mon
 
 
 def test_a_signal_while_it_samples_keeps_the_samples(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr("earlyfusion.rl.long2short_samples.PART", 3)
+    monkeypatch.setattr("earlyfusion.rl.long2short.samples.PART", 3)
     real, count, given = Sampler._part, [], (*DPO, "--steps", "2")
 
     def part(self, *where):
@@ -313,10 +331,13 @@ def test_answers_that_are_never_right_teach_nothing(toy, tmp_path, capsys):
 
 
 def test_a_recipe_gives_its_tasks_and_tools_are_refused(toy, tmp_path):
-    from earlyfusion.pipeline.toml_text import to_toml
+    from earlyfusion.pipeline.config.toml_text import to_toml
 
     file = tmp_path / "recipe.toml"
-    tree = {"tasks": [{"name": "maze"}, {"name": "counting", "form": "twin"}], "rollout": {"max_new_tokens": 33}}
+    tree = {
+        "tasks": [{"name": "maze"}, {"name": "counting", "form": "twin"}],
+        "rollout": {"max_new_tokens": 33},
+    }
     file.write_text(to_toml(tree))
     given = ["dpo", "--model", str(toy), "--recipe", str(file), "--out", "x"]
     config = options_of(*given)
@@ -333,7 +354,11 @@ def test_before_and_after_are_paired_by_problem():
     before = [Held("t", f"k{i}", "greedy", 10.0 + i, float(i % 2), "a") for i in range(4)]
     after = [Held("t", f"k{i}", "greedy", 8.0 + i, 1.0, "b") for i in reversed(range(4))]
     (row,) = compared(before, after)
-    assert row["n"] == 4 and row["tokens"]["delta"] == -2.0 and row["tokens"]["low"] == row["tokens"]["high"] == -2.0
+    assert (
+        row["n"] == 4
+        and row["tokens"]["delta"] == -2.0
+        and row["tokens"]["low"] == row["tokens"]["high"] == -2.0
+    )
     assert row["accuracy"]["before"] == 0.5 and row["accuracy"]["after"] == 1.0
     # d = 0, 1, 0, 1: mean 0.5, sd 0.577, SE 0.289, t(3) = 3.182
     assert row["accuracy"]["low"] == pytest.approx(0.5 - 3.182 * 0.2887, abs=1e-3)
@@ -351,10 +376,17 @@ def test_two_processes_take_the_steps_of_one(toy, tmp_path):
     path = os.pathsep.join([str(home), str(home.parent / "model")])
     for world in (1, 2):
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port",
-            str(29681 + world), "-m", "earlyfusion.rl.long2short",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(world),
+            "--master-port",
+            str(29681 + world),
+            "-m",
+            "earlyfusion.rl.long2short.cmd",
             *words("dpo", toy, tmp_path / str(world), *DPO, "--steps", "3", "--optimizer", "adamw"),
-        ]  # fmt: skip
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -376,7 +408,7 @@ def test_the_toy_is_a_toy(toy):
     prompt = encode_prompt(problem_of("colour_shape/test/0/5"), entry, TOKENIZER, model(0).config.vision)
     from rl_cases import trained_logprobs
 
-    from earlyfusion.rl.rollout import pack
+    from earlyfusion.rl.rollouts.packing import pack
 
     net = load_model(toy)
     with torch.no_grad():

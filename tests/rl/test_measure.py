@@ -1,5 +1,5 @@
-"""Measuring on held-out problems: probabilities against a naive forward, answers against the engine, estimators against
-enumeration, files and the verb."""
+"""Measuring on held-out problems: probabilities against a naive forward, answers against the engine,
+estimators against enumeration, files and the verb."""
 
 import itertools
 import json
@@ -13,21 +13,21 @@ from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from rl_cases import ending
 from tool_cases import TOKENIZER as CHAT
 
-from earlyfusion.data.encode import encode
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import evaluating, pack_prompts
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.rl import measure as m
-from earlyfusion.rl.measure_cmd import main
-from earlyfusion.rl.measure_entropy import match_entropy
-from earlyfusion.rl.measure_files import entry_of, load_measured, problem_of, write_measured
-from earlyfusion.rl.measure_forward import Reading, Written
-from earlyfusion.rl.measure_pairs import paired
-from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.rl.measure import run as m
+from earlyfusion.rl.measure.cmd import main
+from earlyfusion.rl.measure.entropy import match_entropy
+from earlyfusion.rl.measure.files import entry_of, load_measured, problem_of, write_measured
+from earlyfusion.rl.measure.forward import Reading, Written
+from earlyfusion.rl.measure.pairs import paired
 from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.tasks.problem import BaseTask
 from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
@@ -41,7 +41,8 @@ def model(seed: int = 0):
 
 
 def logits_after(net, prompt, ids):
-    """Logits [len(ids), V] that choose each of `ids` after the prompt, by one forward of this document alone."""
+    """Logits [len(ids), V] that choose each of `ids` after the prompt, by one forward of this document
+    alone."""
     whole = replace(prompt, ids=torch.cat([prompt.ids, torch.tensor(ids)]))
     with evaluating(net):
         hidden = net.hidden(pack_prompts(net, [whole]))
@@ -69,22 +70,32 @@ def test_probabilities_and_entropies_are_those_of_a_naive_forward(seed, temperat
 def test_answers_and_samples_are_those_of_the_engine(seed):
     """Same tokens as an engine gives to requests of the same ids, whatever the size of the chunks."""
     net = model(seed)
-    asked = m.ask(net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9)
+    asked = m.ask(
+        net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9
+    )
     engine = Engine(net, TOKENIZER, max_slots=8)
-    greedy = engine.generate([Request(q.id, q.prompt, SamplingParams(q.budget, 0.0)) for q in asked.questions])
-    drawn = engine.generate([Request(q.id, q.prompt, SamplingParams(q.budget, 0.9, n=3)) for q in asked.questions])
+    greedy = engine.generate(
+        [Request(q.id, q.prompt, SamplingParams(q.budget, 0.0)) for q in asked.questions]
+    )
+    drawn = engine.generate(
+        [Request(q.id, q.prompt, SamplingParams(q.budget, 0.9, n=3)) for q in asked.questions]
+    )
     assert [done.ids for done in asked.greedy] == [done.ids for done in greedy]
     assert [done.text for done in asked.greedy] == [done.text for done in greedy]
     assert [one.ids for group in asked.samples for one in group] == [done.ids for done in drawn]
     assert len({tuple(one.ids) for group in asked.samples for one in group}) > 10
-    small = m.ask(net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9, slots=5)
+    small = m.ask(
+        net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9, slots=5
+    )
     for one, other in zip(asked.measured(), small.measured()):
         assert one.answer == other.answer and one.sampled == other.sampled
         assert one.p_target == pytest.approx(other.p_target, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows_how_it_goes_on(monkeypatch, seed):
+def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows_how_it_goes_on(
+    monkeypatch, seed
+):
     monkeypatch.setattr(BaseTask, "reward", lambda task, problem, text: float(bool(text)))
     net = ending(model(seed), logit=2.0)
     asked = m.ask(net, TOKENIZER, ENTRIES, problems=25, seed=seed, samples=2, max_new_tokens=6)
@@ -108,7 +119,8 @@ def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows
 
 
 def test_pictures_are_replaced_and_questions_stay():
-    """Grey and swapped pictures keep the tokens of the prompt; what is told in words has nothing to replace."""
+    """Grey and swapped pictures keep the tokens of the prompt; what is told in words has nothing to
+    replace."""
     ways, entry = ("true", "grey", "swapped", "none"), ENTRIES[0]
     asked = m.ask(model(), TOKENIZER, [*ENTRIES[:2]], problems=6, seed=3, pictures=ways)
     by_label = {}
@@ -118,7 +130,10 @@ def test_pictures_are_replaced_and_questions_stay():
     true, grey, swapped, none = ([q.prompt for q in by_label[label]] for label in list(by_label)[:4])
     for i, (own, blank, missing) in enumerate(zip(true, grey, none)):
         assert torch.equal(own.ids, blank.ids) and own.grids == blank.grids
-        assert not torch.equal(own.patches, blank.patches) and set(blank.patches.unique().tolist()) <= {0, 128}
+        assert not torch.equal(own.patches, blank.patches) and set(blank.patches.unique().tolist()) <= {
+            0,
+            128,
+        }
         assert torch.equal(swapped[i].patches, true[(i + 1) % 6].patches)
         assert not len(missing.grids) and len(missing) < len(own)
     assert list(m.summary(asked.measured())) == list(by_label)
@@ -131,9 +146,13 @@ def test_pictures_are_replaced_and_questions_stay():
 def test_the_problems_are_held_out_and_the_same_for_every_model_and_form():
     first = m.measure(model(0), TOKENIZER, ENTRIES, problems=6, seed=3)
     second = m.measure(model(1), TOKENIZER, ENTRIES, problems=6, seed=3)
-    assert [(one.label, one.key, one.target) for one in first] == [(one.label, one.key, one.target) for one in second]
+    assert [(one.label, one.key, one.target) for one in first] == [
+        (one.label, one.key, one.target) for one in second
+    ]
     assert [one.p_target for one in first] != [one.p_target for one in second]
-    pictures, twins = ([one for one in first if one.label == f"counting/1/{form}"] for form in ("picture", "twin"))
+    pictures, twins = (
+        [one for one in first if one.label == f"counting/1/{form}"] for form in ("picture", "twin")
+    )
     assert [one.key for one in pictures] == [one.key for one in twins] and len(pictures) == 6
     assert all("/test/" in one.key for one in first)
     assert all(one.picture is not None for one in pictures) and all(one.picture is None for one in twins)
@@ -207,7 +226,9 @@ def test_summary_counts_by_label():
         part = [one for one in measured if one.label == label]
         assert row["n"] == 5
         assert row["accuracy"] == np.mean([one.solved for one in part])
-        assert row["pass@1"] == pytest.approx(np.mean([m.solved(one.task, s) for one in part for s in one.sampled]))
+        assert row["pass@1"] == pytest.approx(
+            np.mean([m.solved(one.task, s) for one in part for s in one.sampled])
+        )
         assert row["pass@1"] <= row["pass@2"] <= row["pass@4"] and "pass@8" not in row
 
 
@@ -219,7 +240,9 @@ def test_entropy_matching_finds_the_temperature_back(temperature):
     found = match_entropy(asked, wanted)
     assert found.reached and found.temperature == pytest.approx(temperature, rel=2e-2)
     assert found.entropy == pytest.approx(wanted, abs=2e-4)
-    assert found.p_target == pytest.approx(np.mean([one.p_target for one in asked.measured(temperature)]), rel=2e-2)
+    assert found.p_target == pytest.approx(
+        np.mean([one.p_target for one in asked.measured(temperature)]), rel=2e-2
+    )
     assert [one.answer for one in found.measured] == [one.answer for one in asked.measured()]
 
 
@@ -261,7 +284,9 @@ def test_labels_are_read_back(label):
     assert entry_of(entry.label) == entry
 
 
-@pytest.mark.parametrize("label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", "tools", ""])
+@pytest.mark.parametrize(
+    "label", ["countin", "counting/x", "counting/1/word", "counting/1/twin/picture", "tools", ""]
+)
 def test_wrong_labels_are_refused(label):
     with pytest.raises(DataError):
         entry_of(label)
@@ -276,7 +301,10 @@ def test_paired_rows_see_a_planted_difference_and_nothing_else():
     rows = {(row["label"], row["metric"]): row for row in paired(before, after)}
     assert rows["counting/1/picture", "accuracy"]["clear"]
     assert rows["counting/1/picture", "accuracy"]["after"] == pytest.approx(0.75)
-    assert not rows["counting/1/twin", "accuracy"]["clear"] and rows["counting/1/twin", "accuracy"]["p_holm"] == 1.0
+    assert (
+        not rows["counting/1/twin", "accuracy"]["clear"]
+        and rows["counting/1/twin", "accuracy"]["p_holm"] == 1.0
+    )
     assert ("counting/1/picture", "pass@1") not in rows, "no samples were drawn"
     drawn = [[replace(one, sampled=(1.0, x, 0.0, 0.0)) for one in before] for x in (0.0, 1.0)]
     row = next(r for r in paired(*drawn) if r["label"] == "counting/1/picture" and r["metric"] == "pass@1")
@@ -301,7 +329,7 @@ def test_counts_out_of_range_are_refused(wrong):
 
 
 def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
-    from earlyfusion.model.hub import save_model
+    from earlyfusion.model.hub.folder import save_model
 
     save_model(model(), TOKENIZER, tmp_path / "model")
     common = ["--model", str(tmp_path / "model"), "--problems", "5", "--device", "cpu"]
@@ -331,4 +359,6 @@ def test_prompts_are_those_of_training():
     question = m.questions_of(ENTRIES[0], TOKENIZER, model(), 1, 0, 4)[0]
     sample = Sample(list(question.problem.prompt("picture")), "s", "0")
     prompt = encode(sample, TOKENIZER, model().config.vision, eos=False)
-    assert torch.equal(prompt.ids, question.prompt.ids) and torch.equal(prompt.patches, question.prompt.patches)
+    assert torch.equal(prompt.ids, question.prompt.ids) and torch.equal(
+        prompt.patches, question.prompt.patches
+    )

@@ -1,4 +1,5 @@
-"""Every objective against its derivative worked out by hand, finite differences, and what its paper claims of it."""
+"""Every objective against its derivative worked out by hand, finite differences, and what its paper claims of
+it."""
 
 import math
 
@@ -7,10 +8,10 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.advantages import advantages
 from earlyfusion.rl.config import PRESETS, ObjectiveConfig
-from earlyfusion.rl.objectives import policy_loss, ptx_loss
-from earlyfusion.rl.sequences import Totals, totals
+from earlyfusion.rl.objectives.advantages import advantages
+from earlyfusion.rl.objectives.losses import policy_loss, ptx_loss
+from earlyfusion.rl.objectives.sequences import Totals, totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms
 SINGLE = 2e-6  # float32 against float64, gradients of order 1 / tokens
@@ -34,7 +35,9 @@ class Case:
         total = self.segments.total
         self.logits = torch.randn(total, V, generator=g, dtype=torch.float64).to(dtype)
         self.ids = torch.randint(V, (total,), generator=g)
-        self.old = self.logp(self.logits) + spread * torch.randn(total, generator=g, dtype=torch.float64).to(dtype)
+        self.old = self.logp(self.logits) + spread * torch.randn(total, generator=g, dtype=torch.float64).to(
+            dtype
+        )
         self.A = torch.tensor([1.0, -0.5, 0.75, -1.25, 0.0, 2.0], dtype=dtype)
         self.mask = torch.rand(total, generator=g) > 0.2 if masked else torch.ones(total, dtype=torch.bool)
         self.mask[0] = True
@@ -49,7 +52,8 @@ class Case:
 
 
 def slope_by_hand(cfg, l, A, mask):
-    """d loss / d log pi of every token: plain Python over lists, one answer after the other, from the table of papers."""
+    """d loss / d log pi of every token: plain Python over lists, one answer after the other, from the table
+    of papers."""
     answers = [[l[t] for t in span if mask[t]] for span in spans()]
     S = sum(bool(a) for a in answers)
     M = sum(len(a) for a in answers)
@@ -99,7 +103,9 @@ def test_gradient_by_logits_equals_the_one_derived_by_hand(name, seed):
     case.loss(cfg, logits).loss.backward()
     p = case.logits.softmax(-1)
     log_ratio = (case.logp(case.logits) - case.old).tolist()
-    slopes = torch.tensor(slope_by_hand(cfg, log_ratio, case.A.tolist(), case.mask.tolist()), dtype=torch.float64)
+    slopes = torch.tensor(
+        slope_by_hand(cfg, log_ratio, case.A.tolist(), case.mask.tolist()), dtype=torch.float64
+    )
     by_hand = slopes[:, None] * (torch.nn.functional.one_hot(case.ids, V) - p)  # d log p_i / d z = onehot - p
     torch.testing.assert_close(logits.grad, by_hand, atol=EXACT, rtol=EXACT)
 
@@ -118,7 +124,9 @@ def test_half_precision_inputs_are_computed_in_float32(name):
     case, cfg = Case(5), config(name)
     full = case.loss(cfg).loss
     logp = case.logp(case.logits)
-    single = policy_loss(cfg, logp.float(), case.old.float(), case.A.float(), case.segments, mask_T=case.mask).loss
+    single = policy_loss(
+        cfg, logp.float(), case.old.float(), case.A.float(), case.segments, mask_T=case.mask
+    ).loss
     half = policy_loss(cfg, logp.bfloat16(), case.old.bfloat16(), case.A.bfloat16(), case.segments).loss
     assert single.dtype == half.dtype == torch.float32
     torch.testing.assert_close(single.double(), full, atol=SINGLE, rtol=1e-5)
@@ -157,7 +165,9 @@ def test_ppo_masks_one_side_for_each_sign():
 def test_k25_far_outside_the_window_only_pulls_back(A):
     cfg = config("k2.5", tau=0.01)
     got, _ = slopes(cfg, [-3.0, 3.0, 200.0, -200.0], [A] * 4)
-    torch.testing.assert_close(got, 2 * 0.01 * torch.tensor([-3.0, 3, 200, -200]).double(), atol=EXACT, rtol=EXACT)
+    torch.testing.assert_close(
+        got, 2 * 0.01 * torch.tensor([-3.0, 3, 200, -200]).double(), atol=EXACT, rtol=EXACT
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in MEMBERS if n not in ("k2",)])
@@ -182,7 +192,8 @@ def test_k2_is_two_tau_times_k15():
 
 @pytest.mark.parametrize("name", ["k1.5", "k2"])
 def test_the_regularised_optimum_is_the_fixed_point(name):
-    """pi* = pi_old e^{r/tau} / Z solves max E[r] - tau KL; with tau log Z exact the gradient is 0 there and K2's loss too."""
+    """pi* = pi_old e^{r/tau} / Z solves max E[r] - tau KL; with tau log Z exact the gradient is 0 there and
+    K2's loss too."""
     tau = 0.3
     counts, rewards = torch.tensor([2, 1, 1]), torch.tensor([0.0, 1.0, 0.4], dtype=torch.float64)
     cfg = config(name, tau=tau, baseline="log_mean_exp")
@@ -258,7 +269,9 @@ def test_packing_order_and_poisoned_padding_change_nothing(name):
     mask = torch.cat([case.mask[index], torch.zeros(3, dtype=torch.bool)])
     kw = {key: torch.cat([value[index], bad]) for key, value in kw.items()}
     weight = torch.cat([torch.ones(len(index), dtype=torch.float64), bad])
-    moved = policy_loss(cfg, packed, torch.cat([case.old[index], bad]), A, segments, mask_T=mask, weight_T=weight, **kw)
+    moved = policy_loss(
+        cfg, packed, torch.cat([case.old[index], bad]), A, segments, mask_T=mask, weight_T=weight, **kw
+    )
     moved.loss.backward()
     torch.testing.assert_close(moved.loss, whole, atol=EXACT, rtol=EXACT)
     torch.testing.assert_close(packed.grad[:-3], grad[index], atol=EXACT, rtol=EXACT)
@@ -280,7 +293,9 @@ def test_pieces_with_the_totals_of_the_batch_sum_to_the_whole(name):
     losses = []
     for segments, rows, answers in parts:
         logp, old = case.logp(case.logits)[rows], case.old[rows]
-        losses.append(policy_loss(cfg, logp, old, case.A[answers], segments, mask_T=case.mask[rows], batch=batch))
+        losses.append(
+            policy_loss(cfg, logp, old, case.A[answers], segments, mask_T=case.mask[rows], batch=batch)
+        )
     torch.testing.assert_close(sum(part.loss for part in losses), whole.loss, atol=EXACT, rtol=EXACT)
     assert sum(int(part.outside) for part in losses) == int(whole.outside)
     assert float(sum(part.k3 for part in losses)) == pytest.approx(float(whole.k3))
@@ -331,7 +346,9 @@ def test_correction_weights_scale_the_policy_term_and_take_no_gradient(name):
 def test_k25_pulls_back_tokens_whose_policy_term_was_rejected():
     cfg, old = config("k2.5", tau=0.5), torch.zeros(2, dtype=torch.float64)
     logp = torch.tensor([0.2, -0.4], dtype=torch.float64, requires_grad=True)
-    policy_loss(cfg, logp, old, torch.ones(1).double(), Segments((2,)), weight_T=torch.zeros(2)).loss.backward()
+    policy_loss(
+        cfg, logp, old, torch.ones(1).double(), Segments((2,)), weight_T=torch.zeros(2)
+    ).loss.backward()
     torch.testing.assert_close(logp.grad, logp.detach() * 2 * 0.5 / 2, atol=EXACT, rtol=EXACT)
 
 
@@ -396,8 +413,8 @@ LEARNING = {"k1.5": 8.0, "k2": 40.0, "gspo": 8.0}  # step sizes; others 4: what 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_member_learns_a_two_token_code(name, seed):
-    """16 samples of 2 prompts a round, two gradient steps on each (the second off-policy); only one pair of tokens is
-    right. Mean reward must go from chance (1/16, partial credit 1/4 a token) to 0.8."""
+    """16 samples of 2 prompts a round, two gradient steps on each (the second off-policy); only one pair of
+    tokens is right. Mean reward must go from chance (1/16, partial credit 1/4 a token) to 0.8."""
     g = torch.Generator().manual_seed(seed)
     cfg = config(name, **({"constant_tokens": 2} if name == "dr_grpo" else {}))
     logits = torch.zeros(2, 2, 4, requires_grad=True)  # prompt, position, word

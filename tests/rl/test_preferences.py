@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.preferences import average_weights, dpo_loss, preference_pairs, shortest_correct
+from earlyfusion.rl.long2short.preferences import (
+    average_weights,
+    dpo_loss,
+    preference_pairs,
+    shortest_correct,
+)
 
 EXACT = 1e-12  # float64
 
@@ -25,7 +30,9 @@ def test_weight_average_of_one_or_of_copies_is_the_same_and_sums_in_float32():
     state = {"w": torch.randn(4).bfloat16(), "steps": torch.tensor(3), "b": torch.randn(2)}
     for copies in (1, 2, 4):
         got = average_weights([state] * copies)
-        assert all(torch.equal(got[name], state[name]) and got[name].dtype == state[name].dtype for name in state)
+        assert all(
+            torch.equal(got[name], state[name]) and got[name].dtype == state[name].dtype for name in state
+        )
     assert got["w"].data_ptr() != state["w"].data_ptr()
     # 256 + 1 is not a bfloat16 number: a running sum in bfloat16 would lose the 1.
     values = [256.0, 1.0, 1.0, -254.0]
@@ -57,7 +64,8 @@ def test_shortest_right_answer_of_each_prompt():
 
 
 def test_rejected_are_longer_wrong_and_much_longer_right_answers():
-    """Chosen: 10 tokens. 12 is right but under 1.5 times as long, 5 is wrong but shorter, prompt 1 was never solved."""
+    """Chosen: 10 tokens. 12 is right but under 1.5 times as long, 5 is wrong but shorter, prompt 1 was never
+    solved."""
     assert preference_pairs(LENGTH, RIGHT, PROMPT) == [(1, 0), (1, 3), (1, 4)]
     assert preference_pairs(LENGTH, RIGHT, PROMPT, longer=1.1) == [(1, 0), (1, 2), (1, 3), (1, 4)]
     with pytest.raises(DataError, match="more than 1"):

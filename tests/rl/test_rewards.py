@@ -1,4 +1,5 @@
-"""The runner of rewards: whatever a reward does, the run goes on, the answer has a number, and the count is right."""
+"""The runner of rewards: whatever a reward does, the run goes on, the answer has a number, and the count is
+right."""
 
 import math
 import os
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from earlyfusion.rl.long2short_heldout import _judged
-from earlyfusion.rl.measure_forward import Written
+from earlyfusion.rl.long2short.heldout import _judged
+from earlyfusion.rl.measure.forward import Written
 from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward
 from earlyfusion.rl.tasks.registry import make_task
 
@@ -30,15 +31,29 @@ def nasty(problem, response):
         os._exit(7)
     if response == "memory":
         return float(len(bytearray(8 * 2**30)) > 0)
-    return {"nan": math.nan, "inf": math.inf, "high": 3.0, "low": -1, "none": None, "text": "much", "yes": True}.get(
-        response, 0.5
-    )
+    return {
+        "nan": math.nan,
+        "inf": math.inf,
+        "high": 3.0,
+        "low": -1,
+        "none": None,
+        "text": "much",
+        "yes": True,
+    }.get(response, 0.5)
 
 
 WANTED = {
-    "fine": (0.5, "ok"), "raise": (0.0, "error"), "exit": (0.0, "error"), "nan": (0.0, "invalid"), "inf": (0.0, "invalid"),
-    "high": (3.0, "outside"), "low": (-1.0, "outside"), "none": (0.0, "invalid"), "text": (0.0, "invalid"), "yes": (1.0, "ok"),
-}  # fmt: skip
+    "fine": (0.5, "ok"),
+    "raise": (0.0, "error"),
+    "exit": (0.0, "error"),
+    "nan": (0.0, "invalid"),
+    "inf": (0.0, "invalid"),
+    "high": (3.0, "outside"),
+    "low": (-1.0, "outside"),
+    "none": (0.0, "invalid"),
+    "text": (0.0, "invalid"),
+    "yes": (1.0, "ok"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +68,17 @@ def test_wrong_rewards_are_contained_and_counted(problem, isolation):
     assert [(one.value, one.status) for one in scored] == list(WANTED.values())
     report = rewards.report()
     assert (report["ok"], report["outside"], report["invalid"], report["error"]) == (2, 2, 4, 2)
-    assert report["by_task"] == {"arithmetic": pytest.approx(sum(v for v, _ in WANTED.values()) / len(WANTED))}
+    assert report["by_task"] == {
+        "arithmetic": pytest.approx(sum(v for v, _ in WANTED.values()) / len(WANTED))
+    }
     assert any("ValueError: two lines" in line for line in report["last_failures"])
     assert all("\n" not in line for line in report["last_failures"])
 
 
 @pytest.mark.slow
 def test_processes_survive_hanging_dying_and_greedy_rewards(problem):
-    """The same function after each: a worker that was killed is replaced, and the order of answers is kept."""
+    """The same function after each: a worker that was killed is replaced, and the order of answers is
+    kept."""
     import importlib
     import sys
     from pathlib import Path
@@ -113,12 +131,15 @@ def test_the_random_reward_is_fair_blind_and_repeatable():
 def test_a_second_opinion_counts_only_for_verified_answers(problem):
     both = OnTop(make_task("arithmetic").reward, lambda problem, response: 1.0, weight=0.25)
     assert both(problem, problem.target) == 1.0 and both(problem, "no idea") == 0.0
-    assert OnTop(make_task("arithmetic").reward, lambda p, r: 0.0, weight=0.25)(problem, problem.target) == 0.75
+    assert (
+        OnTop(make_task("arithmetic").reward, lambda p, r: 0.0, weight=0.25)(problem, problem.target) == 0.75
+    )
     assert OnTop(lambda p, r: -0.5, lambda p, r: 1.0)(problem, "badly formed") == -0.5
 
 
 def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
-    """A penalty of -1 for what is wrong, 0 for what is right: the ways to shorter answers count the second."""
+    """A penalty of -1 for what is wrong, 0 for what is right: the ways to shorter answers count the
+    second."""
     said = Written([1], None, problem.target), Written([1, 2], None, "no idea")
     asked = SimpleNamespace(problem=problem, entry=SimpleNamespace(label="arithmetic"))
     with Rewards(lambda p, text: 0.0 if text == p.target else -1.0, span=Range(-1, 0)) as rewards:
@@ -127,7 +148,9 @@ def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
 
 
 def test_rewards_by_name_and_bad_settings():
-    assert make_reward("math:hypot", [])[1] == "process" and isinstance(make_reward("task", [])[0], TaskReward)
+    assert make_reward("math:hypot", [])[1] == "process" and isinstance(
+        make_reward("task", [])[0], TaskReward
+    )
     cases = [
         (lambda: make_reward("rendom", []), "did you mean 'random'"),
         (lambda: make_reward("no.such.module:f", []), "cannot be imported"),

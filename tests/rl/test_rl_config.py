@@ -13,7 +13,7 @@ from earlyfusion.rl.config import (
     TemperatureConfig,
     check_together,
 )
-from earlyfusion.rl.length import overlong_rewards
+from earlyfusion.rl.objectives.length import overlong_rewards
 from earlyfusion.rl.recipe import RewardSection, RLConfig
 
 
@@ -114,7 +114,10 @@ STALE = {"fraction": 0.5}
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"overlong": {"mode": "soft"}}, "1 to max_tokens-1=7"),  # the default buffer is wider than the default answer
+        (
+            {"overlong": {"mode": "soft"}},
+            "1 to max_tokens-1=7",
+        ),  # the default buffer is wider than the default answer
         ({"overlong": {"mode": "soft", "max_tokens": 1024}}, "no answer would ever be overlong"),
         ({"rollout": {**STALE, "top_p": 0.9}}, "set correction.mode"),
         ({"rollout": {"token_cap": 3, "min_p": 0.1}}, "set correction.mode"),

@@ -1,4 +1,5 @@
-"""Several processes, signals, and batches with nothing to learn: the same run, whoever computes it and wherever it stops."""
+"""Several processes, signals, and batches with nothing to learn: the same run, whoever computes it and
+wherever it stops."""
 
 import json
 import os
@@ -15,10 +16,10 @@ from rl_cases import model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 from test_rl_train import LIMIT, PARTIAL, PTX, assert_same, numbers, weights
 
-from earlyfusion.data.loader import Loader
-from earlyfusion.pipeline.toml_text import to_toml
-from earlyfusion.rl import measure
-from earlyfusion.rl.prompts import PromptBook
+from earlyfusion.data.loading.loader import Loader
+from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.rl.measure import run as measure
+from earlyfusion.rl.rollouts.prompts import PromptBook
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,11 @@ def tensors(state: dict) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["muonclip", "adamw"])
 def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_path, monkeypatch, name):
-    """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is none."""
+    """With momentum from the updates before; by one process, and by one of two, whose sum of no gradients is
+    none."""
     constant = {"now": False}
     judge = lambda problem, response: 1.0 if constant["now"] else spaces(problem, response)
-    monkeypatch.setattr("earlyfusion.rl.experience.make_reward", lambda *a: (judge, "inline"))
+    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (judge, "inline"))
     made = training(folder, tmp_path / "run", optim={"name": name}, rollout={"max_new_tokens": 24})
     try:
         assert [made._iterate()["empty"] for _ in range(2)] == [0, 0]
@@ -91,7 +93,8 @@ def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
 
 
 def test_a_signal_while_answers_are_collected_stops_at_once_and_loses_no_exactness(folder, tmp_path):
-    """The iteration is as if it had not begun: unfinished answers, prompts and tallies are those before it."""
+    """The iteration is as if it had not begun: unfinished answers, prompts and tallies are those before
+    it."""
     made = training(folder, tmp_path / "run", **PARTIAL)
     step, after = made.kit.engine.step, []
 
@@ -126,12 +129,16 @@ def test_a_signal_before_the_first_iteration_is_resumed_from_the_start(folder, t
     assert_same(tmp_path / "whole", tmp_path / "run")
 
 
-def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(folder, tmp_path, monkeypatch):
+def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
+    folder, tmp_path, monkeypatch
+):
     made = training(folder, tmp_path / "run")
     try:
         entries, how = made.config.tasks, {"problems": 5, "seed": 1, "samples": 2}
         whole = measure.measure(made.model, made.kit.tokenizer, entries, **how)
-        shares = [measure.measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
+        shares = [
+            measure.measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)
+        ]
         assert [len(share) for share in shares] == [4, 4, 4, 3]
         monkeypatch.setattr(made.runtime, "world", 4)
         monkeypatch.setattr(made.runtime, "gather", lambda own: shares)
@@ -145,7 +152,8 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
 
 
 def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path):
-    """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and no more."""
+    """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and
+    no more."""
     tasks = [{"name": "counting"}, {"name": "colour_shape"}]
     made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=tasks)
     try:
@@ -179,7 +187,11 @@ def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path
 
 def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatch):
     """As many for an update as there were processes, here two: one process that goes on takes both."""
-    changes = {"ptx": {"only": True, "tokens": 192, "length": 96}, "data": PTX["data"], "train": {"updates": 2}}
+    changes = {
+        "ptx": {"only": True, "tokens": 192, "length": 96},
+        "data": PTX["data"],
+        "train": {"updates": 2},
+    }
     with monkeypatch.context() as patch:
         patch.setattr("earlyfusion.rl.parts.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
         assert run(folder, tmp_path / "whole", **changes) == 0
@@ -199,9 +211,21 @@ def share(problem, response):
 def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> subprocess.CompletedProcess:
     """A run of the recipe by `world` processes."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-        "-m", "earlyfusion.rl.train", str(file), "--init-from", str(folder), "--out", str(out), *extra,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "-m",
+        "earlyfusion.rl.train",
+        str(file),
+        "--init-from",
+        str(folder),
+        "--out",
+        str(out),
+        *extra,
+    ]
     path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -210,8 +234,8 @@ def launched(world: int, file: Path, folder: Path, out: Path, *extra: str) -> su
 
 
 LINEAR = {"name": "adamw", "lr": 0.05, "eps": 1.0, "weight_decay": 0.0}
-"""With an epsilon of 1 AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a gradient (1 to
-5 % after one update), and the next samples would differ."""
+"""With an epsilon of 1 AdamW answers gradients in proportion; Muon blows up rounding where there is hardly a
+gradient (1 to 5 % after one update), and the next samples would differ."""
 
 
 WHOLE = {
@@ -221,7 +245,8 @@ WHOLE = {
     "eval": {"problems": 3},
     "log": {"groups": 4},
 }
-"""From the third update on all answers to a prompt are alike: nothing to learn, while the optimizer has its momentum."""
+"""From the third update on all answers to a prompt are alike: nothing to learn, while the optimizer has its
+momentum."""
 
 
 IN_PIECES = {
@@ -237,7 +262,9 @@ IN_PIECES = {
 def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
     """Same prompts, same samples, gradients summed over gloo: the same way, up to the order of sums."""
     file = tmp_path / "recipe.toml"
-    (tmp_path / "vowels.py").write_text(VOWELS)  # a reward that random weights earn, so that gradients are no rounding
+    (tmp_path / "vowels.py").write_text(
+        VOWELS
+    )  # a reward that random weights earn, so that gradients are no rounding
     file.write_text(to_toml(recipe(reward={"name": "vowels:share"}, optim=LINEAR, **changes)))
     for world, name in ((1, "one"), (2, "two")):
         launched(world, file, folder, tmp_path / name)
@@ -258,8 +285,12 @@ def test_two_processes_take_the_steps_of_one(folder, tmp_path, changes):
     else:
         assert [mine["empty"] for mine in ours] == [0, 0, 1, 1]
         asked = [[json.loads(line)["key"] for line in lines_of(tmp_path / name)] for name in ("one", "two")]
-        assert asked[0] == asked[1] and len(asked[0]) == 8  # groups of all processes, at the first update and the last
-        answers = [[(one.label, one.key, one.answer) for one in eval_of(tmp_path / name)] for name in ("one", "two")]
+        assert (
+            asked[0] == asked[1] and len(asked[0]) == 8
+        )  # groups of all processes, at the first update and the last
+        answers = [
+            [(one.label, one.key, one.answer) for one in eval_of(tmp_path / name)] for name in ("one", "two")
+        ]
         assert answers[0] == answers[1] and len(answers[0]) == 9
 
 
@@ -272,7 +303,8 @@ def eval_of(out: Path) -> list:
 
 
 def assert_about_the_same_way(folder: Path, one: Path, other: Path) -> None:
-    """From the start to the trained weights, all parameters as one vector; a step too many would be a tenth of it and more."""
+    """From the start to the trained weights, all parameters as one vector; a step too many would be a tenth
+    of it and more."""
     start, left, right = load_file(str(folder / "model.safetensors")), weights(one), weights(other)
     length = lambda a, b: sum(float((a[name] - b[name]).double().square().sum()) for name in a) ** 0.5
     assert length(left, right) < 0.01 * length(left, start), (length(left, right), length(left, start))

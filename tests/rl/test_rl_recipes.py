@@ -3,11 +3,11 @@
 import pytest
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.hub import load_model
-from earlyfusion.model.hub_config import model_folder
-from earlyfusion.pipeline.compose import RL_RECIPES, compose, recipe_names, validate
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.config.compose import RL_RECIPES, compose, recipe_names, validate
 from earlyfusion.pipeline.errors import UserError
-from earlyfusion.rl.measure import measure, summary
+from earlyfusion.rl.measure.run import measure, summary
 from earlyfusion.rl.parts import start_directory
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.tasks.registry import make_task
@@ -32,12 +32,17 @@ def test_the_limit_of_a_shipped_recipe_leaves_room_for_every_target_and_its_end(
     config, tokens = validate(compose([name]), RLConfig), Tokenizer.load(model_folder("embedded:skills"))
     for entry in config.tasks:
         task = make_task(entry.name, **entry.options)
-        told = [task.sample(seed, "train", entry.difficulty).solution(entry.thought).text for seed in range(60)]
-        assert max(len(tokens.encode(text)) + 1 for text in told) <= config.rollout.max_new_tokens, entry.label
+        told = [
+            task.sample(seed, "train", entry.difficulty).solution(entry.thought).text for seed in range(60)
+        ]
+        assert max(len(tokens.encode(text)) + 1 for text in told) <= config.rollout.max_new_tokens, (
+            entry.label
+        )
 
 
 def test_the_embedded_model_half_knows_its_skills():
-    """Far above the chance of 1 in 4 cells and 1 in 3 counts, far below 1: room for reinforcement learning."""
+    """Far above the chance of 1 in 4 cells and 1 in 3 counts, far below 1: room for reinforcement
+    learning."""
     config = validate(compose(["vision-rl"]), RLConfig)
     folder = start_directory(config)
     model, tokens = load_model(folder), Tokenizer.load(folder)

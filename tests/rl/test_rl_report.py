@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from synthetic_run import ENTRIES, group, measure, metrics, rollouts, shown, synthetic_run
 
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.report import read_run
-from earlyfusion.rl import gallery_cmd
-from earlyfusion.rl.report import phase_seconds, task_options, write_rl_report
-from earlyfusion.rl.report_gallery import data_uri, flips, gallery_part, later_half, sorts
-from earlyfusion.rl.report_measured import change, changes, label_of, measured_part, read_measured, redraw
-from earlyfusion.rl.rollout_log import RolloutLog, read_rollouts
+from earlyfusion.pipeline.report.run import read_run
+from earlyfusion.rl.report import cmd as gallery_cmd
+from earlyfusion.rl.report.gallery import data_uri, flips, gallery_part, later_half, sorts
+from earlyfusion.rl.report.measured import change, changes, label_of, measured_part, read_measured, redraw
+from earlyfusion.rl.report.run import phase_seconds, task_options, write_rl_report
+from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
 from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
 EXACT = 1e-12  # the same formula in float64, added up in another order
@@ -41,19 +41,41 @@ def page(run) -> str:
 
 
 def record(key: str, score: float, **changes) -> dict:
-    made = {"task": key.split("/")[0], "form": "picture", "key": key, "prompt": "", "target": "1", "answer": "1"}
-    return made | {"score": score, "solved": score >= 0.5, "p_target": score, "entropy": 0.1, "sampled": []} | changes
+    made = {
+        "task": key.split("/")[0],
+        "form": "picture",
+        "key": key,
+        "prompt": "",
+        "target": "1",
+        "answer": "1",
+    }
+    return (
+        made
+        | {"score": score, "solved": score >= 0.5, "p_target": score, "entropy": 0.1, "sampled": []}
+        | changes
+    )
 
 
 def test_the_page_holds_every_part(page):
     for heading in (
-        "Reward by kind of prompt", "Before and after, on held-out problems", "Inside the training", "Time and memory",
-        "Rollouts to look at", "Events", "To run it again",
-    ):  # fmt: skip
+        "Reward by kind of prompt",
+        "Before and after, on held-out problems",
+        "Inside the training",
+        "Time and memory",
+        "Rollouts to look at",
+        "Events",
+        "To run it again",
+    ):
         assert f">{heading}</h2>" in page
     for label in ("counting/0/picture", "relation/1/twin", "ocr/0/rendered", "grounding/0/picture"):
         assert page.count(label) >= 3  # a curve, a line of the table, a part of the gallery
-    for title in ("Length of an answer", "Entropy", "Mismatch of engine", "clipped or masked", "Seconds of an update"):
+    for title in (
+        "Length of an answer",
+        "Entropy",
+        "Mismatch of engine",
+        "clipped or masked",
+        "Seconds of an update",
+    ):
         assert title in page
     assert page.count("Changed: wrong → right") == 4 and "Best" in page and "Most divided" in page
     assert "rollout 53.3 % (2m40s)" in page  # 0.8 of 1.5 seconds, 200 times
@@ -126,14 +148,19 @@ def test_the_interval_is_that_of_the_paired_t_test(seed):
     rng = np.random.default_rng(seed)
     before, after = rng.random(37), rng.random(37)
     pairs = [
-        (record(f"ocr/test/0/{i}", a), record(f"ocr/test/0/{i}", b)) for i, (a, b) in enumerate(zip(before, after))
+        (record(f"ocr/test/0/{i}", a), record(f"ocr/test/0/{i}", b))
+        for i, (a, b) in enumerate(zip(before, after))
     ]
     row = change("ocr", pairs)
     oracle = stats.ttest_rel(after, before)
     low, high = oracle.confidence_interval(0.95)
-    assert (row.delta.low, row.delta.high) == pytest.approx((low, high), rel=1e-9)  # their t quantile is iterated
+    assert (row.delta.low, row.delta.high) == pytest.approx(
+        (low, high), rel=1e-9
+    )  # their t quantile is iterated
     assert row.delta.p == pytest.approx(oracle.pvalue, rel=1e-9)
-    assert row.before == pytest.approx(before.mean(), abs=EXACT) and row.after == pytest.approx(after.mean(), abs=EXACT)
+    assert row.before == pytest.approx(before.mean(), abs=EXACT) and row.after == pytest.approx(
+        after.mean(), abs=EXACT
+    )
     solved = [(a >= 0.5, b >= 0.5) for a, b in zip(before, after)]
     assert row.won == sum(b and not a for a, b in solved) and row.lost == sum(a and not b for a, b in solved)
 
@@ -141,7 +168,10 @@ def test_the_interval_is_that_of_the_paired_t_test(seed):
 def test_two_forms_of_one_problem_count_as_one():
     rng = np.random.default_rng(3)
     before, after = rng.random(20), rng.random(20)
-    one = [(record(f"ocr/test/0/{i}", a), record(f"ocr/test/0/{i}", b)) for i, (a, b) in enumerate(zip(before, after))]
+    one = [
+        (record(f"ocr/test/0/{i}", a), record(f"ocr/test/0/{i}", b))
+        for i, (a, b) in enumerate(zip(before, after))
+    ]
     twice = [(a | {"form": form}, b | {"form": form}) for a, b in one for form in ("picture", "twin")]
     single, both = change("x", one).delta, change("x", twice).delta
     assert both.n == 40 and (both.low, both.high) == pytest.approx((single.low, single.high), rel=1e-9)
@@ -202,10 +232,16 @@ def test_a_problem_that_is_no_longer_the_same_is_not_drawn():
     problem = make_task("counting").sample(0, "test", 0)
     good = {"key": problem.key, "form": "picture", "target": problem.target}
     assert redraw(good) is not None
-    for change_ in ({"target": "99"}, {"key": "counting/test/0"}, {"key": "nothing/test/0/1"}, {"key": "ocr/test/9/1"}):
+    for change_ in (
+        {"target": "99"},
+        {"key": "counting/test/0"},
+        {"key": "nothing/test/0/1"},
+        {"key": "ocr/test/9/1"},
+    ):
         assert redraw(good | change_) is None
     assert (
-        redraw({"key": "text_math/test/0/1", "form": "rendered", "target": ""}, {"text_math": {"path": "no"}}) is None
+        redraw({"key": "text_math/test/0/1", "form": "rendered", "target": ""}, {"text_math": {"path": "no"}})
+        is None
     )
 
 
@@ -272,7 +308,9 @@ def test_the_gallery_shows_the_pictures_that_were_asked_about(run):
 def test_a_problem_asked_again_is_shown_earlier_and_later(tmp_path):
     problem = make_task("counting").sample(3, "train", 0)
     log = RolloutLog(tmp_path, start_update=0)
-    log.write([group(1, problem, "picture", ["no", "no"]), group(9, problem, "picture", [problem.target] * 2)])
+    log.write(
+        [group(1, problem, "picture", ["no", "no"]), group(9, problem, "picture", [problem.target] * 2)]
+    )
     made = gallery_part(read_rollouts(tmp_path), {}, logged=lambda r: None, redrawn=lambda r: None)
     changed = made[made.index("Most changed in training") :]
     assert "update 1 · mean 0.00" in changed and "update 9 · mean 1.00" in changed
@@ -298,11 +336,18 @@ def test_a_picture_that_is_missing_is_drawn_again(tmp_path):
 
 def test_odd_answers_do_not_break_the_page(tmp_path):
     problem = make_task("counting").sample(3, "train", 0)
-    made = group(1, problem, "twin", ["half \ud83d", "\x00\x07</div><script>alert(1)</script>", "   ", "x" * 5000])
+    made = group(
+        1, problem, "twin", ["half \ud83d", "\x00\x07</div><script>alert(1)</script>", "   ", "x" * 5000]
+    )
     RolloutLog(tmp_path, start_update=0).write([made])
     bare = asdict(made.answers[0]) | {"score": None, "reward": None, "advantage": None, "status": "timeout"}
     with open(tmp_path / "rollouts.jsonl", "a") as file:
-        file.write(json.dumps({"update": 3, "key": 7, "answers": [bare, 3]}) + "\n" + json.dumps({"update": 3}) + "\n")
+        file.write(
+            json.dumps({"update": 3, "key": 7, "answers": [bare, 3]})
+            + "\n"
+            + json.dumps({"update": 3})
+            + "\n"
+        )
     page = write_rl_report(tmp_path).read_text(encoding="utf-8")
     assert "<script" not in page and "␀␇" in page and "(nothing)" in page and "timeout" in page
 

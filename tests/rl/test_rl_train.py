@@ -1,4 +1,5 @@
-"""The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over processes."""
+"""The run: learns, repeats bit for bit, resumes bit for bit (also in the middle of answers), shares work over
+processes."""
 
 import json
 from pathlib import Path
@@ -9,16 +10,16 @@ from engine_cases import TOKENIZER, model
 from rl_cases import config, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 
-from earlyfusion.model.hub import load_model, save_model
+from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.errors import UserError
-from earlyfusion.pipeline.toml_text import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
-from earlyfusion.rl.collect import LOOK_EVERY
-from earlyfusion.rl.experience import experience
-from earlyfusion.rl.prompts import PromptBook, prompt_bytes
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.sampling import success_rates
+from earlyfusion.rl.rollouts.collect import LOOK_EVERY
+from earlyfusion.rl.rollouts.experience import experience
+from earlyfusion.rl.rollouts.prompts import PromptBook, prompt_bytes
+from earlyfusion.rl.rollouts.sampling import success_rates
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -61,7 +62,9 @@ PTX = {
     "ptx": {"coef": 0.3, "tokens": 192, "length": 96},
     "data": {
         "prefetch": "none",
-        "sources": [{"name": "p", "kind": "problems", "options": {"tasks": {"counting": 1}, "forms": {"twin": 1}}}],
+        "sources": [
+            {"name": "p", "kind": "problems", "options": {"tasks": {"counting": 1}, "forms": {"twin": 1}}}
+        ],
     },
     "rollout": {"pool": 6, "resample": 1},
     "train": {"epochs": 2, "minibatches": 2, "old_policy": "trainer"},
@@ -83,10 +86,18 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
 
 def test_a_partial_rollout_under_a_schedule_knows_the_temperature_of_every_token(folder, tmp_path):
     """Weights that stand still: trainer and sampler are one policy, so every log ratio is rounding."""
-    changes = {**PARTIAL, "stale": {}, "temperature": {"start": 1.5, "end": 0.5, "updates": 5}, "train": {"updates": 6}}
+    changes = {
+        **PARTIAL,
+        "stale": {},
+        "temperature": {"start": 1.5, "end": 0.5, "updates": 5},
+        "train": {"updates": 6},
+    }
     assert run(folder, tmp_path / "run", **{**changes, "optim": {"name": "adamw", "lr": 1e-12}}) == 0
     seen = [record for record in numbers(tmp_path / "run") if record["answers"]]
-    assert any(record["staleness"] > 0 for record in seen) and len({record["temperature"] for record in seen}) > 1
+    assert (
+        any(record["staleness"] > 0 for record in seen)
+        and len({record["temperature"] for record in seen}) > 1
+    )
     assert max(record["mismatch_kl"] for record in seen) < 1e-9
     assert max(record["mismatch_max"] for record in seen) < 1e-3
     assert all(record["clip_share"] == 0 for record in seen)
@@ -104,9 +115,12 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_p
 def test_rewards_rise(folder, tmp_path, name):
     """The share of vowels in random text: a policy of the wrong sign would fall."""
     changes = {
-        "objective": {"name": name}, "train": {"updates": 40}, "rollout": {"prompts": 4, "group_size": 8},
-        "optim": {"lr": 1e-2}, "tasks": [{"name": "colour_shape"}],
-    }  # fmt: skip
+        "objective": {"name": name},
+        "train": {"updates": 40},
+        "rollout": {"prompts": 4, "group_size": 8},
+        "optim": {"lr": 1e-2},
+        "tasks": [{"name": "colour_shape"}],
+    }
     assert run(folder, tmp_path / "run", **changes) == 0
     means = [record["score"] for record in numbers(tmp_path / "run")]
     assert sum(means[-8:]) / 8 > sum(means[:8]) / 8 + 0.08, means
@@ -117,21 +131,34 @@ def test_pictures_train_the_encoder_and_frozen_parts_stay(folder, tmp_path):
     for frozen, moved in ((["vision", "projector"], False), ([], True)):
         out = tmp_path / str(moved)
         assert run(folder, out, train={"updates": 2, "frozen": frozen}) == 0
-        changed = {name for name, value in weights(out).items() if not torch.equal(value.float(), start[name].float())}
+        changed = {
+            name
+            for name, value in weights(out).items()
+            if not torch.equal(value.float(), start[name].float())
+        }
         assert any("vision" in name for name in changed) is moved
         assert any("decoder" in name or "layers" in name for name in changed if "vision" not in name)
 
 
 def test_ptx_alone_asks_nothing_and_learns_the_documents(folder, tmp_path):
-    changes = {**PTX, "ptx": {"only": True, "tokens": 256, "length": 96}, "train": {"updates": 12}, "objective": {}}
+    changes = {
+        **PTX,
+        "ptx": {"only": True, "tokens": 256, "length": 96},
+        "train": {"updates": 12},
+        "objective": {},
+    }
     changes["correction"], changes["rollout"] = {}, {}
     assert run(folder, tmp_path / "run", **changes) == 0
     losses = [record["ptx_loss"] for record in numbers(tmp_path / "run")]
-    assert losses[-1] < losses[0] - 0.3 and all("reward" not in record for record in numbers(tmp_path / "run"))
+    assert losses[-1] < losses[0] - 0.3 and all(
+        "reward" not in record for record in numbers(tmp_path / "run")
+    )
 
 
 def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
-    made = training(folder, tmp_path / "run", rollout={"pool": 3}, curriculum={"prioritised": True, "floor": 0.01})
+    made = training(
+        folder, tmp_path / "run", rollout={"pool": 3}, curriculum={"prioritised": True, "floor": 0.01}
+    )
     try:
         book = made.kit.book
         solved, tried = torch.zeros(9, dtype=torch.float64), torch.full((9,), 20.0, dtype=torch.float64)
@@ -191,7 +218,9 @@ LIMIT = 45
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tmp_path):
-    made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=[{"name": "counting"}])
+    made = training(
+        folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=[{"name": "counting"}]
+    )
     try:
         asks = made.kit.book.draw(40, 0)
         assert all(len(made.kit.book.prompt(ask)[1].ids) <= LIMIT for ask in asks)
@@ -211,7 +240,13 @@ def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, ro
     """Oracle: the run without the thread."""
     for name, prefetch in (("ahead", True), ("at once", False)):
         tasks = [{"name": "counting"}, {"name": "colour_shape"}]
-        run(folder, tmp_path / name, rollout={**rollout, "prefetch": prefetch}, train={"updates": 3}, tasks=tasks)
+        run(
+            folder,
+            tmp_path / name,
+            rollout={**rollout, "prefetch": prefetch},
+            train={"updates": 3},
+            tasks=tasks,
+        )
     assert_same(tmp_path / "ahead", tmp_path / "at once")
 
 
@@ -266,7 +301,8 @@ def test_a_reward_that_raises_costs_its_answers_and_a_count_not_the_run(folder, 
 
 
 def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path):
-    """-1 to 0, as of a penalty: the advantages and the success rates of the same rewards at 0 to 1, nothing cut off."""
+    """-1 to 0, as of a penalty: the advantages and the success rates of the same rewards at 0 to 1, nothing
+    cut off."""
     for name, low in (("zero", 0.0), ("below", -1.0)):
         scale, rollout = {"low": low, "high": low + 1.0}, {"max_new_tokens": 24}
         made = training(folder, tmp_path / name, reward=scale, rollout=rollout, length={"weight": 0.5})
@@ -286,7 +322,9 @@ def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path)
 
 
 def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
-    made = training(folder, tmp_path / "run", tasks=[{"name": "counting", "power": 2.5}], reward={"low": -1.0})
+    made = training(
+        folder, tmp_path / "run", tasks=[{"name": "counting", "power": 2.5}], reward={"low": -1.0}
+    )
     try:
         made.kit.refresh_engine(0)
         groups = made.kit.collector.collect(0, 1.0, 1).groups
@@ -329,7 +367,7 @@ def test_a_run_is_never_written_over(folder, tmp_path):
 def test_rollouts_are_logged_with_their_pictures(folder, tmp_path, monkeypatch):
     """No prompt here is text drawn as a picture, so none is drawn for the log."""
     drawn = lambda text: pytest.fail("drew what nobody was shown")
-    monkeypatch.setattr("earlyfusion.rl.experience.render_text", drawn)
+    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.render_text", drawn)
     assert run(folder, tmp_path / "run", train={"updates": 1}, log={"groups": 4}) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -349,9 +387,12 @@ def test_dry_run_prints_the_plan(folder, tmp_path, capsys):
 
 
 def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_path, monkeypatch):
-    """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token. The model hardly ends."""
+    """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token. The model
+    hardly ends."""
     folder = save_model(model(0), TOKENIZER, tmp_path / "model")
-    monkeypatch.setattr("earlyfusion.rl.collect.repeat_period", lambda config, ids: ids[0] % 2 or None)
+    monkeypatch.setattr(
+        "earlyfusion.rl.rollouts.collect.repeat_period", lambda config, ids: ids[0] % 2 or None
+    )
     changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
     made = training(folder, tmp_path / "run", **changes)
     try:

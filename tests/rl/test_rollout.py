@@ -9,7 +9,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
 from earlyfusion.model.moe import moe_layers, recording_routing, replaying_routing
-from earlyfusion.rl.rollout import Trajectory, pack, rollout
+from earlyfusion.rl.rollouts.packing import Trajectory, pack, rollout
 
 KL_BAR = 1e-4  # nats per token, fp32
 
@@ -28,13 +28,20 @@ def test_trainer_and_engine_agree(seed):
     net = model(seed)
     engine = engine_of(net)
     groups = rollout(
-        engine, some_prompts(seed), group_size=3, params=SamplingParams(16, ignore_eos=True), capture_routing=True
+        engine,
+        some_prompts(seed),
+        group_size=3,
+        params=SamplingParams(16, ignore_eos=True),
+        capture_routing=True,
     )
     every = flat(groups)
     row, places = pack(net, every)
     trained = trained_logprobs(net, row, places)
     report = mismatch(every, trained)
-    print(f"mismatch over {report.tokens} tokens: kl {report.kl:.1e} nats, largest difference {report.max_abs:.1e}")
+    print(
+        f"mismatch over {report.tokens} tokens: kl {report.kl:.1e} nats, largest difference"
+        f" {report.max_abs:.1e}"
+    )
     assert report.tokens == 4 * 3 * 16
     assert 0 <= report.kl < KL_BAR and report.max_abs < 1e-4
     assert trained.requires_grad
@@ -62,11 +69,13 @@ def test_rollout_names_its_mistakes():
         rollout(engine, some_prompts(), group_size=1, params=SamplingParams(2))
 
 
-# ---- routing replay -------------------------------------------------------------------------------------------------
+# ---- routing replay
+# -------------------------------------------------------------------------------------------------
 
 
 def test_captured_routing_is_what_the_layers_chose():
-    """Chunks, forks, decode steps and pauses put every token's experts where the one uncached forward has them."""
+    """Chunks, forks, decode steps and pauses put every token's experts where the one uncached forward has
+    them."""
     net = model()
     prompt = tokens(40)
     engine = engine_of(net, prefill_chunk=16)
@@ -77,20 +86,31 @@ def test_captured_routing_is_what_the_layers_chose():
     while engine.has_work:
         engine.step()
     for completion in handle.completions:
-        assert completion.routing.dtype == "uint8" and completion.routing.shape == (40 + 8, len(moe_layers(net)), 2)
+        assert completion.routing.dtype == "uint8" and completion.routing.shape == (
+            40 + 8,
+            len(moe_layers(net)),
+            2,
+        )
         whole = torch.cat([prompt.ids, torch.tensor(completion.ids[:-1])])
         with torch.no_grad(), recording_routing(net) as take:
             net.decoder(net.decoder.embed_tokens(whole), Segments((len(whole),)))
             chosen = take()
-        assert torch.equal(chosen.sort(-1).values, torch.from_numpy(completion.routing).long().sort(-1).values)
+        assert torch.equal(
+            chosen.sort(-1).values, torch.from_numpy(completion.routing).long().sort(-1).values
+        )
     assert all(layer.gate.recorded is None for layer in moe_layers(net))
 
 
 def test_replayed_routing_uses_the_old_experts_with_fresh_weights():
-    """After the router has moved, replay keeps the choice; the gates' weights and gradients are those of now."""
+    """After the router has moved, replay keeps the choice; the gates' weights and gradients are those of
+    now."""
     net = model()
     groups = rollout(
-        engine_of(net), some_prompts(), group_size=2, params=SamplingParams(8, ignore_eos=True), capture_routing=True
+        engine_of(net),
+        some_prompts(),
+        group_size=2,
+        params=SamplingParams(8, ignore_eos=True),
+        capture_routing=True,
     )
     row, places = pack(net, flat(groups))
     captured = places.routing_TLJ
@@ -108,7 +128,9 @@ def test_replayed_routing_uses_the_old_experts_with_fresh_weights():
 
     kept, free = chosen(True), chosen(False)
     assert torch.equal(kept[known], captured[known].long())
-    assert (free[known].sort(-1).values != captured[known].long().sort(-1).values).any(-1).float().mean() > 0.3
+    assert (free[known].sort(-1).values != captured[known].long().sort(-1).values).any(
+        -1
+    ).float().mean() > 0.3
     assert torch.equal(kept[~known][:, 0], free[~known][:, 0])  # a token never fed chooses for itself
     trained_logprobs(net, row, places).sum().backward()
     assert all(layer.gate.weight.grad.abs().max() > 0 for layer in moe_layers(net))
@@ -123,7 +145,11 @@ def test_replay_brings_the_trainer_back_to_the_engine_when_choices_flip():
             layer.gate.weight.mul_(1e-4)  # all scores within rounding of one half
             layer.gate.e_score_correction_bias.zero_()
     groups = rollout(
-        engine_of(net), some_prompts(), group_size=2, params=SamplingParams(8, ignore_eos=True), capture_routing=True
+        engine_of(net),
+        some_prompts(),
+        group_size=2,
+        params=SamplingParams(8, ignore_eos=True),
+        capture_routing=True,
     )
     with torch.no_grad():
         for layer in moe_layers(net):
@@ -146,7 +172,8 @@ def test_replay_refuses_routing_of_another_row():
         engine_of(dense).submit(Request("r", tokens(3), SamplingParams(2), capture_routing=True))
 
 
-# ---- new weights ----------------------------------------------------------------------------------------------------
+# ---- new weights
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_new_weights_between_two_steps_are_stamped_and_kept_or_read_again():
@@ -180,7 +207,8 @@ def _trajectory(prompt, completion):
 
 
 def test_a_group_too_large_to_be_read_apart_survives_a_reprefill():
-    """Its samples share the prompt's pages; apart they would not fit, so they are forked again after reading."""
+    """Its samples share the prompt's pages; apart they would not fit, so they are forked again after
+    reading."""
     served = model(0)
     engine = engine_of(served, max_slots=6, max_pages=8 + 6 * 2 + 1)
     handle = engine.submit(Request("g", tokens(60), drawn(8, n=6)))

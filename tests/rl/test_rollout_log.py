@@ -1,4 +1,5 @@
-"""Rollouts on disk: one object a line, every picture once, and a resumed log equal to one that was never interrupted."""
+"""Rollouts on disk: one object a line, every picture once, and a resumed log equal to one that was never
+interrupted."""
 
 import json
 import math
@@ -7,17 +8,26 @@ import pytest
 from PIL import Image
 
 from earlyfusion.rl.records import AnswerRecord, GroupRecord
-from earlyfusion.rl.rollout_log import RolloutLog, read_rollouts
+from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
 from earlyfusion.rl.tasks.registry import make_task
 
 
 def group(update: int, seed: int = 0, **changes) -> GroupRecord:
     problem = make_task("counting").sample(seed, "train", 0)
-    answers = [AnswerRecord(t, 2, s, s, s - 0.5, -0.7, "stop") for t, s in ((problem.target, 1.0), ("no\n", 0.0))]
+    answers = [
+        AnswerRecord(t, 2, s, s, s - 0.5, -0.7, "stop") for t, s in ((problem.target, 1.0), ("no\n", 0.0))
+    ]
     given = {
-        "update": update, "task": "counting", "form": "picture", "key": problem.key, "difficulty": 0,
-        "prompt": problem.question, "target": problem.target, "answers": answers, "picture": problem.picture,
-    }  # fmt: skip
+        "update": update,
+        "task": "counting",
+        "form": "picture",
+        "key": problem.key,
+        "difficulty": 0,
+        "prompt": problem.question,
+        "target": problem.target,
+        "answers": answers,
+        "picture": problem.picture,
+    }
     return GroupRecord(**(given | changes))
 
 
@@ -31,9 +41,15 @@ def test_a_record_tells_the_whole_group_and_its_picture(tmp_path):
     (record,) = read_rollouts(tmp_path / "rollouts.jsonl")
     assert record["update"] == 10 and record["key"] == "counting/train/0/3" and record["mean_score"] == 0.5
     assert record["answers"][1] == {
-        "text": "no\n", "tokens": 2, "score": 0.0, "reward": 0.0, "advantage": -0.5, "logprob": -0.7,
-        "finish": "stop", "status": "ok",
-    }  # fmt: skip
+        "text": "no\n",
+        "tokens": 2,
+        "score": 0.0,
+        "reward": 0.0,
+        "advantage": -0.5,
+        "logprob": -0.7,
+        "finish": "stop",
+        "status": "ok",
+    }
     with Image.open(tmp_path / record["image"]) as picture:
         assert picture.mode == made.picture.mode and picture.tobytes() == made.picture.tobytes()
 
@@ -96,7 +112,9 @@ def test_every_write_is_readable_at_once_and_a_torn_line_is_left_out(tmp_path):
 def test_odd_text_stays_one_line_of_strict_json(tmp_path):
     text = 'line\nnext\u2028after\x85"quoted"\x00 \ud83d half'
     answer = AnswerRecord(text, 9, math.nan, math.inf, 0.0, -math.inf, "length", "timeout")
-    RolloutLog(tmp_path, start_update=0).write([group(1, answers=[answer], difficulty={"most": 9, "sizes": (8, 16)})])
+    RolloutLog(tmp_path, start_update=0).write(
+        [group(1, answers=[answer], difficulty={"most": 9, "sizes": (8, 16)})]
+    )
     RolloutLog(tmp_path, start_update=1).write([group(2)])  # and is kept through a resume
 
     def refuse(name):

@@ -5,10 +5,12 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.rl.config import CurriculumConfig, TemperatureConfig
-from earlyfusion.rl.sampling import allowed, draw, prompt_weights, success_rates, temperature
+from earlyfusion.rl.rollouts.sampling import allowed, draw, prompt_weights, success_rates, temperature
 
 
-@pytest.mark.parametrize("shape,middle", [("linear", 0.9), ("cosine", 0.9), ("exponential", (1.2 * 0.6) ** 0.5)])
+@pytest.mark.parametrize(
+    "shape,middle", [("linear", 0.9), ("cosine", 0.9), ("exponential", (1.2 * 0.6) ** 0.5)]
+)
 def test_temperature_falls_from_start_to_end(shape, middle):
     cfg = TemperatureConfig(start=1.2, end=0.6, updates=10, shape=shape)
     path = [temperature(cfg, u) for u in range(15)]
@@ -37,7 +39,9 @@ def test_easy_to_hard_opens_evenly_and_never_closes():
     cfg = CurriculumConfig(mode="easy_to_hard", warmup_updates=10, start_difficulty=0.2)
     difficulty = torch.linspace(0, 1, 101)
     open_at = [int(allowed(cfg, difficulty, u).sum()) for u in range(12)]
-    assert open_at == sorted(open_at) and open_at[0] == 21 and abs(open_at[5] - 61) <= 1 and open_at[10] == 101
+    assert (
+        open_at == sorted(open_at) and open_at[0] == 21 and abs(open_at[5] - 61) <= 1 and open_at[10] == 101
+    )
 
 
 def test_priority_is_proportional_to_failure_with_a_floor():
@@ -57,7 +61,9 @@ def test_curriculum_and_priority_multiply_and_solved_prompts_still_give_a_distri
     by_task = prompt_weights(cfg, torch.tensor([5, 5]), torch.tensor([10, 10]), 0, torch.tensor([0.9, 0.1]))
     assert by_task.tolist() == pytest.approx([1, 0])
     exact = CurriculumConfig(prioritised=True, floor=0.0, prior_trials=1e-300)
-    assert prompt_weights(exact, torch.tensor([3, 3]), torch.tensor([3, 3]), 0).tolist() == pytest.approx([0.5, 0.5])
+    assert prompt_weights(exact, torch.tensor([3, 3]), torch.tensor([3, 3]), 0).tolist() == pytest.approx(
+        [0.5, 0.5]
+    )
 
 
 def test_draws_follow_the_weights_repeat_by_seed_and_avoid_repetition():

@@ -15,16 +15,16 @@ from rich.console import Console
 from study_world import plant, study
 
 from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.compose import compose, validate
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, UserError
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.study import runner as running
 from earlyfusion.rl.study.runner import Runner
 from earlyfusion.rl.study.study_cmd import main
-from earlyfusion.rl.study.transfer import main as transfer
-from earlyfusion.rl.study.transfer_analysis import analyse
-from earlyfusion.rl.study.transfer_plan import Stage, measured_file, read_study, stages, write_recipes
-from earlyfusion.rl.study.transfer_report import headline, pick, write_report
+from earlyfusion.rl.study.transfer.analysis import analyse
+from earlyfusion.rl.study.transfer.cmd import main as transfer
+from earlyfusion.rl.study.transfer.plan import Stage, measured_file, read_study, stages, write_recipes
+from earlyfusion.rl.study.transfer.report import headline, pick, write_report
 
 TWIN, PICTURE = "counting/0/twin", "counting/0/picture"
 DRAWS = 500
@@ -145,7 +145,8 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
         json.dumps(group) + "\n" + json.dumps({**group, "image": "../../x.png"}) + "\n{torn"
     )
     lines = [
-        {"event": "train", "step": s, "score": 0.1 * s, "reward": 0.1 * s, "answers": 64, "step_s": 0.5} for s in (1, 2)
+        {"event": "train", "step": s, "score": 0.1 * s, "reward": 0.1 * s, "answers": 64, "step_s": 0.5}
+        for s in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = write_report(config, tmp_path, analyse(config, tmp_path, DRAWS)).read_text()
@@ -164,13 +165,24 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page) and "<script" not in page
 
 
-# ---- the plan -------------------------------------------------------------------------------------------------------
+# ---- the plan
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_study_names_every_arm_and_its_recipes_are_valid(tmp_path):
     config = read_study("study-transfer")
     names = {arm.name for arm in config.arms}
-    assert names >= {"vision", "unrelated", "random", "text", "sft", "replay", "replay_only", "thought", "joint"}
+    assert names >= {
+        "vision",
+        "unrelated",
+        "random",
+        "text",
+        "sft",
+        "replay",
+        "replay_only",
+        "thought",
+        "joint",
+    }
     assert config.seeds >= 5 and config.rl_seeds >= 3
     write_recipes(config, tmp_path)
     made = stages(config, tmp_path)
@@ -182,7 +194,11 @@ def test_the_shipped_study_names_every_arm_and_its_recipes_are_valid(tmp_path):
     assert len({(c.train.updates, c.rollout.prompts, c.rollout.group_size) for c in read.values()}) == 1
     assert read["random"].reward.name == "random" and read["random"].tasks == read["vision"].tasks
     assert read["sft"].ptx.only and read["replay_only"].ptx.only and read["replay"].ptx.coef > 0
-    assert read["text"].tasks[0].form == "twin" and read["thought"].tasks[0].thought and len(read["joint"].tasks) == 2
+    assert (
+        read["text"].tasks[0].form == "twin"
+        and read["thought"].tasks[0].thought
+        and len(read["joint"].tasks) == 2
+    )
     assert read["thought_sft"].ptx.only and read["thought_sft"].data.sources[0].options["thought"] == 1.0
     assert read["unrelated"].tasks[0].name != read["vision"].tasks[0].name
     assert read["unrelated"].tasks[0].power == 8.0 and read["vision"].tasks[0].power == 1.0
@@ -191,7 +207,12 @@ def test_the_shipped_study_names_every_arm_and_its_recipes_are_valid(tmp_path):
 def test_runs_of_one_seed_share_it_so_that_arms_see_the_same_prompts(tmp_path):
     made = {stage.name: stage.command for stage in stages(study(), tmp_path)}
     seed = lambda name: next(word for word in made[name] if word.startswith("--run.seed"))
-    assert seed("run/p1/vision/r2") == seed("run/p1/random/r2") != seed("run/p1/vision/r1") != seed("run/p0/vision/r1")
+    assert (
+        seed("run/p1/vision/r2")
+        == seed("run/p1/random/r2")
+        != seed("run/p1/vision/r1")
+        != seed("run/p0/vision/r1")
+    )
 
 
 @pytest.mark.parametrize(
@@ -204,7 +225,16 @@ def test_runs_of_one_seed_share_it_so_that_arms_see_the_same_prompts(tmp_path):
         ({"arms": [{"name": "a", "about": "", "tasks": ["{skill}/twin"], "against": ["b"]}]}, "against 'b'"),
         ({"arms": [{"name": "a", "about": "", "tasks": ["{skill}/twin"], "replay": True}]}, "replay"),
         (
-            {"arms": [{"name": "a", "about": "", "tasks": ["{skill}/twin"], "config": {"rollout": {"promts": 1}}}]},
+            {
+                "arms": [
+                    {
+                        "name": "a",
+                        "about": "",
+                        "tasks": ["{skill}/twin"],
+                        "config": {"rollout": {"promts": 1}},
+                    }
+                ]
+            },
             "promts",
         ),
     ],
@@ -226,16 +256,20 @@ def test_a_folder_of_another_study_is_refused_but_more_seeds_and_arms_are_welcom
         write_recipes(study(arms=arms), tmp_path)
 
 
-# ---- the runner -----------------------------------------------------------------------------------------------------
+# ---- the runner
+# -----------------------------------------------------------------------------------------------------
 
 
 def stage(tmp_path, name, script, after=(), **options) -> Stage:
     """A stage that runs Python lines; `done()` writes its result."""
     folder = tmp_path / name
     head = (
-        f"import sys, time; from pathlib import Path; done = lambda: Path({str(folder / 'result')!r}).write_text('x')\n"
+        "import sys, time; from pathlib import Path; done = lambda:"
+        f" Path({str(folder / 'result')!r}).write_text('x')\n"
     )
-    return Stage(name, (sys.executable, "-c", head + script), (folder / "result",), folder, tuple(after), **options)
+    return Stage(
+        name, (sys.executable, "-c", head + script), (folder / "result",), folder, tuple(after), **options
+    )
 
 
 def events(log) -> list[tuple[str, str]]:
@@ -248,7 +282,10 @@ def test_stages_run_in_order_side_by_side_and_once(tmp_path):
     log = tmp_path / "log.jsonl"
     assert Runner(made, log, jobs=2, console=quiet()).run() == 0
     told = [e for e in events(log) if e[0] in ("start", "done")]
-    assert {told[0], told[1]} == {("start", "a"), ("start", "b")} and told[-2:] == [("start", "c"), ("done", "c")]
+    assert {told[0], told[1]} == {("start", "a"), ("start", "b")} and told[-2:] == [
+        ("start", "c"),
+        ("done", "c"),
+    ]
     before = log.read_text()
     assert Runner(made, log, jobs=2, console=quiet()).run() == 0
     assert "start" not in {e for e, _ in events(log)[len(before.splitlines()) :]}
@@ -266,7 +303,9 @@ def test_a_failing_stage_stops_only_what_needs_it(tmp_path):
     ]
     assert Runner(made, tmp_path / "log.jsonl", console=quiet()).run() == 1
     failed = next(
-        e for e in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()) if e["event"] == "failed"
+        e
+        for e in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+        if e["event"] == "failed"
     )
     assert (failed["stage"], failed["code"], failed["last"]) == ("bad", 3, "went wrong")
     assert made[1].done and made[3].done and not made[2].done
@@ -289,9 +328,9 @@ def test_a_killed_attempt_is_cleared_and_a_saved_one_resumed(tmp_path):
 def test_a_signal_lets_stages_save_and_the_next_start_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "GRACE_S", 5.0)
     polite = (
-        "import signal\n"
-        f"def leave(*_): Path({str(tmp_path / 'saved')!r}).write_text('x'); sys.exit(75)\n"
-        f"signal.signal(signal.SIGTERM, leave); Path({str(tmp_path / 'up')!r}).write_text('x'); time.sleep(30); done()"
+        f"import signal\ndef leave(*_): Path({str(tmp_path / 'saved')!r}).write_text('x');"
+        " sys.exit(75)\nsignal.signal(signal.SIGTERM, leave);"
+        f" Path({str(tmp_path / 'up')!r}).write_text('x'); time.sleep(30); done()"
     )
     made = [stage(tmp_path, "long", polite), stage(tmp_path, "next", "done()", ["long"])]
 
@@ -312,7 +351,8 @@ def test_a_signal_lets_stages_save_and_the_next_start_goes_on(tmp_path, monkeypa
     assert Runner(made, tmp_path / "log.jsonl", console=quiet()).run() == 0
 
 
-# ---- the verb -------------------------------------------------------------------------------------------------------
+# ---- the verb
+# -------------------------------------------------------------------------------------------------------
 
 FAKE = """
 import sys
@@ -324,7 +364,7 @@ for path in sys.argv[1:]:
 
 
 def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
-    from earlyfusion.pipeline.toml_text import to_toml
+    from earlyfusion.pipeline.config.toml_text import to_toml
 
     config = study(seeds=2, rl_seeds=1)
     recipe, out = tmp_path / "mine.toml", tmp_path / "out"
@@ -341,7 +381,12 @@ def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
     common = ["--recipe", str(recipe), "--out", str(out), "--jobs", "2"]
     assert transfer(common, prepare=fake) == 0
     told = json.loads((out / "study.json").read_text())
-    assert told["config"]["skill"] == "counting/0" and set(told["verdicts"]) == {"vision", "random", "text", "sft"}
+    assert told["config"]["skill"] == "counting/0" and set(told["verdicts"]) == {
+        "vision",
+        "random",
+        "text",
+        "sft",
+    }
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert "greedy accuracy in words" in capsys.readouterr().out
     assert guarded(lambda: transfer(common, prepare=fake)) == 2
@@ -369,7 +414,9 @@ def test_mistakes_of_the_user_are_one_line(argv, said, capsys):
 
 
 def test_dry_run_prints_every_stage(capsys, tmp_path):
-    assert main(["transfer", "--dry-run", "--seeds", "2", "--rl-seeds", "1", "--out", str(tmp_path / "x")]) == 0
+    assert (
+        main(["transfer", "--dry-run", "--seeds", "2", "--rl-seeds", "1", "--out", str(tmp_path / "x")]) == 0
+    )
     told = capsys.readouterr().out
     assert "earlyfusion.pipeline.pretrain skills" in told and told.count("earlyfusion.rl.train") == 2 * len(
         read_study("study-transfer").arms

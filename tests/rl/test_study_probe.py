@@ -1,4 +1,5 @@
-"""The linear probe: exact where the answer is planted, at chance where there is none, the states those of measuring."""
+"""The linear probe: exact where the answer is planted, at chance where there is none, the states those of
+measuring."""
 
 import json
 
@@ -10,16 +11,16 @@ from study_world import study
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.statistics_distributions import t_quantile
+from earlyfusion.eval.statistics.distributions import t_quantile
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.generate import evaluating
-from earlyfusion.model.hub import load_model
-from earlyfusion.rl.measure_files import entry_of
-from earlyfusion.rl.measure_forward import Reading
-from earlyfusion.rl.prompts import encode_prompt
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.rl.measure.files import entry_of
+from earlyfusion.rl.measure.forward import Reading
+from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
-from earlyfusion.rl.study.transfer_plan import measured_file, probe_file
-from earlyfusion.rl.study.transfer_probe import probe_part, read_probes
+from earlyfusion.rl.study.transfer.plan import measured_file, probe_file
+from earlyfusion.rl.study.transfer.probe import probe_part, read_probes
 from earlyfusion.rl.tasks.registry import make_task
 
 
@@ -75,7 +76,9 @@ def test_states_are_those_of_each_prompt_alone_and_the_last_chooses_the_first_to
                 torch.testing.assert_close(left[n], right[0], atol=1e-4, rtol=1e-4)
         prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in problems]
         with evaluating(model):
-            reading = Reading.of(model, house_of(model, tokenizer), prompts)  # the states that measuring answers from
+            reading = Reading.of(
+                model, house_of(model, tokenizer), prompts
+            )  # the states that measuring answers from
         torch.testing.assert_close(together[-1], reading.last_ND, atol=1e-4, rtol=1e-4)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from earlyfusion.rl.records import Measured
 from earlyfusion.rl.study.shortcuts import shortcut
-from earlyfusion.rl.study.transfer_analysis import analyse
-from earlyfusion.rl.study.transfer_plan import START, measured_file
-from earlyfusion.rl.study.transfer_report import headline, write_report
+from earlyfusion.rl.study.transfer.analysis import analyse
+from earlyfusion.rl.study.transfer.plan import START, measured_file
+from earlyfusion.rl.study.transfer.report import headline, write_report
 from earlyfusion.rl.tasks.registry import make_task
 from tests.rl.study_world import plant, study
 
@@ -20,14 +20,19 @@ TWIN = "counting/0/twin"
 
 def told(prompt: str, target: str, category: str = "all") -> Measured:
     """A measured problem of which only words and answer matter."""
-    return Measured("t", "twin", f"{prompt}-{target}", category, prompt, target, "", 0.0, False, 0.0, 0.0, 0.0)
+    return Measured(
+        "t", "twin", f"{prompt}-{target}", category, prompt, target, "", 0.0, False, 0.0, 0.0, 0.0
+    )
 
 
 def test_the_rule_of_a_planted_place_is_found_with_its_exact_shares():
     rows = [
-        told("red\nblue\ngreen", "blue"), told("green\nred", "red"), told("blue\nred red", "red"), told("red\ngreen", "green"),
+        told("red\nblue\ngreen", "blue"),
+        told("green\nred", "red"),
+        told("blue\nred red", "red"),
+        told("red\ngreen", "green"),
         told("green\nblue", "green"),
-    ]  # fmt: skip
+    ]
     found = shortcut(rows)
     assert found.rule in ("answer word 2", "first answer word of line 2")
     assert found.solves == pytest.approx(4 / 5)

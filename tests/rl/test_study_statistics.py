@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from earlyfusion.eval.statistics_paired import mean_estimate
-from earlyfusion.rl.study.transfer_statistics import (
+from earlyfusion.eval.statistics.paired import mean_estimate
+from earlyfusion.rl.study.transfer.statistics import (
     adjusted,
     bootstrap_means,
     compare_arms,
@@ -47,7 +47,9 @@ def continuous(rng, *, starts, runs, items, gain, by_start, by_run, by_item, noi
     for _ in range(starts):
         start = gain + rng.normal(0, by_start)
         treated.append(
-            np.array([start + rng.normal(0, by_run) + item + rng.normal(0, noise, items) for _ in range(runs)])
+            np.array(
+                [start + rng.normal(0, by_run) + item + rng.normal(0, noise, items) for _ in range(runs)]
+            )
         )
     return [np.zeros((1, items)) for _ in range(starts)], treated
 
@@ -112,7 +114,8 @@ def test_intervals_cover_the_truth(by_item):
 
 
 def test_a_bootstrap_over_problems_alone_would_raise_false_alarms():
-    """Why starts are resampled: starts differ by 5 points, and pooled problems see a difference far too often."""
+    """Why starts are resampled: starts differ by 5 points, and pooled problems see a difference far too
+    often."""
     rng = np.random.default_rng(3)
     naive = careful = 0
     for _ in range(100):
@@ -146,7 +149,9 @@ def test_holm_bites():
     rng = np.random.default_rng(0)
     family = {("a", "x"): one}
     for i in range(30):
-        family[f"null{i}", "x"] = compare_arms(base, [np.full((1, 10), v) for v in rng.normal(0, 0.02, 5)], draws=DRAWS)
+        family[f"null{i}", "x"] = compare_arms(
+            base, [np.full((1, 10), v) for v in rng.normal(0, 0.02, 5)], draws=DRAWS
+        )
     assert word(one, adjusted(family)["a", "x"]) == "no difference shown"
 
 
@@ -160,7 +165,11 @@ def test_one_start_claims_nothing():
 def test_no_change_at_all_is_no_difference():
     base = [np.ones((1, 5))] * 3
     same = compare_arms(base, [np.ones((2, 5))] * 3, draws=DRAWS)
-    assert same.estimate.value == 0 and same.estimate.se == 0 and word(same, same.estimate.p) == "no difference shown"
+    assert (
+        same.estimate.value == 0
+        and same.estimate.se == 0
+        and word(same, same.estimate.p) == "no difference shown"
+    )
 
 
 def test_arms_must_share_starts_and_problems():
@@ -180,4 +189,6 @@ def test_runs_may_be_missing_and_seed_deltas_name_every_run():
 def test_equal_seeds_give_equal_numbers():
     made = world(np.random.default_rng(0), gain=0.1)
     assert compare_arms(*made, draws=DRAWS, seed=5) == compare_arms(*made, draws=DRAWS, seed=5)
-    assert compare_arms(*made, draws=DRAWS, seed=5).boot_low != compare_arms(*made, draws=DRAWS, seed=6).boot_low
+    assert (
+        compare_arms(*made, draws=DRAWS, seed=5).boot_low != compare_arms(*made, draws=DRAWS, seed=6).boot_low
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from earlyfusion.data.order import held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.synth.words import vocabulary
@@ -18,20 +18,46 @@ from earlyfusion.rl.tasks.text_math import TextMath
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 WANTED = (
-    "counting colour_shape relation grounding pointing polygon ocr chart_value jigsaw maze odd_one_out geometry arithmetic"
+    "counting colour_shape relation grounding pointing polygon ocr chart_value jigsaw maze odd_one_out"
+    " geometry arithmetic"
 ).split()
 LEAST_TARGET = 0.65  # corners rounded to a tenth, seen on a grid of pixels; boxes with two decimals
 SECONDS_PER_REWARD = 1.0
 HOSTILE = {
-    "empty": "", "blanks": " \n\t ", "nothing": "none", "brackets": "[]", "nan": "nan", "boxes of nan": "[nan, nan, nan, nan]",
-    "infinity": "[1e400, -1e400, 1e400, 1e400]", "inf": "inf", "far away": "[-99999999, -99999999, 99999999, 99999999]",
-    "huge number": "9" * 5000, "huge": "red circle 3 " * 40_000, "many boxes": "[1, 2, 30, 40] " * 300,
-    "many points": "(3, 4) " * 500, "open brackets": "[" * 4000, "open boxes": "[1" + " " * 900 + "1" + " " * 900 + "1" + " " * 900 + "x",
-    "digits": "[" + ",".join(["1" * 900] * 4) + "x", "half a box": "[1, 2, 3", "json": '{"label": "x", "box": [1, 2, "a", null]}',
-    "braces": "{" * 2000, "boxed": "\\boxed{", "thinking": "<think> 3 red circle [1, 2, 3, 4]", "zero": "\x00\ud800",
-    "emoji": "🟥" * 50, "negative": "-5", "fraction": "0.5", "one point": "[5, 5]", "a line": "[1, 1], [2, 2], [3, 3]",
-    "moves": "up " * 3000, "letters": "UDLR" * 900, "permutation": "1 1 1 1", "dots": "[1.2.3, 4.5.6]", "roman": "Ⅳ", "arabic": "٣",
-}  # fmt: skip
+    "empty": "",
+    "blanks": " \n\t ",
+    "nothing": "none",
+    "brackets": "[]",
+    "nan": "nan",
+    "boxes of nan": "[nan, nan, nan, nan]",
+    "infinity": "[1e400, -1e400, 1e400, 1e400]",
+    "inf": "inf",
+    "far away": "[-99999999, -99999999, 99999999, 99999999]",
+    "huge number": "9" * 5000,
+    "huge": "red circle 3 " * 40_000,
+    "many boxes": "[1, 2, 30, 40] " * 300,
+    "many points": "(3, 4) " * 500,
+    "open brackets": "[" * 4000,
+    "open boxes": "[1" + " " * 900 + "1" + " " * 900 + "1" + " " * 900 + "x",
+    "digits": "[" + ",".join(["1" * 900] * 4) + "x",
+    "half a box": "[1, 2, 3",
+    "json": '{"label": "x", "box": [1, 2, "a", null]}',
+    "braces": "{" * 2000,
+    "boxed": "\\boxed{",
+    "thinking": "<think> 3 red circle [1, 2, 3, 4]",
+    "zero": "\x00\ud800",
+    "emoji": "🟥" * 50,
+    "negative": "-5",
+    "fraction": "0.5",
+    "one point": "[5, 5]",
+    "a line": "[1, 1], [2, 2], [3, 3]",
+    "moves": "up " * 3000,
+    "letters": "UDLR" * 900,
+    "permutation": "1 1 1 1",
+    "dots": "[1.2.3, 4.5.6]",
+    "roman": "Ⅳ",
+    "arabic": "٣",
+}
 
 
 def test_every_named_task_is_there():
@@ -41,7 +67,8 @@ def test_every_named_task_is_there():
 
 @pytest.mark.parametrize("name", PROCEDURAL)
 def test_a_problem_depends_on_its_arguments_alone(name):
-    """And its target earns the reward, the three prompts hold what they should, and it travels to another process."""
+    """And its target earns the reward, the three prompts hold what they should, and it travels to another
+    process."""
     task = make_task(name)
     for level in range(len(task.levels)):
         for split in ("train", "test"):
@@ -53,7 +80,9 @@ def test_a_problem_depends_on_its_arguments_alone(name):
                 assert task.reward(one, one.solution().text) == task.reward(one, one.target)
                 json.dumps(one.answer)
                 again = pickle.loads(pickle.dumps(one))
-                assert again.twin == one.twin and task.reward(again, one.target) == task.reward(one, one.target)
+                assert again.twin == one.twin and task.reward(again, one.target) == task.reward(
+                    one, one.target
+                )
     kinds = [[type(part) for part in one.prompt(form)] for form in ("picture", "twin", "rendered")]
     assert kinds == [[Image, Text], [Text], [Image, Text]]
     assert task.sample(1, "train", 0).twin != task.sample(2, "train", 0).twin
@@ -61,8 +90,8 @@ def test_a_problem_depends_on_its_arguments_alone(name):
 
 @pytest.mark.parametrize("name", PROCEDURAL)
 def test_training_and_test_share_no_combination_and_no_prompt(name):
-    """The side of a combination is a function of its name, and all names seen are on the right side: so no other seed
-    can break it. The prompts themselves are compared as well."""
+    """The side of a combination is a function of its name, and all names seen are on the right side: so no
+    other seed can break it. The prompts themselves are compared as well."""
     task = make_task(name)
     combinations, prompts = {"train": set(), "test": set()}, {"train": set(), "test": set()}
     for level in range(len(task.levels)):
@@ -104,7 +133,9 @@ def test_turned_and_mirrored_mazes_are_one_combination():
         rows, columns = rng.randint(2, 5), rng.randint(2, 5)
         doors = carve(rng, rows, columns, 0.1)
         name = canonical(doors, rows, columns)
-        turned = frozenset(door((a[1], rows - 1 - a[0]), (b[1], rows - 1 - b[0])) for a, b in doors)  # a quarter
+        turned = frozenset(
+            door((a[1], rows - 1 - a[0]), (b[1], rows - 1 - b[0])) for a, b in doors
+        )  # a quarter
         mirrored = frozenset(door((a[0], columns - 1 - a[1]), (b[0], columns - 1 - b[1])) for a, b in doors)
         assert canonical(turned, columns, rows) == name == canonical(mirrored, rows, columns)
 
@@ -114,7 +145,9 @@ def test_rewards_stay_between_0_and_1_and_quick_whatever_is_said(name):
     task = make_task(name)
     rng = random.Random(5)
     alphabet = '0123456789 []{}(),.-:"redblucircleupnoneA=\n<>/|eE'
-    noise = {f"noise {i}": "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 300))) for i in range(60)}
+    noise = {
+        f"noise {i}": "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 300))) for i in range(60)
+    }
     for split, seed in (("train", 0), ("test", 1)):
         problem = task.sample(seed, split, len(task.levels) - 1)
         for case, text in {**HOSTILE, **noise}.items():
@@ -135,13 +168,19 @@ def test_nothing_to_find_must_be_said(name):
     assert len(empty) > 5
     for problem in empty:
         assert task.reward(problem, " none") == task.reward(problem, "[]") == 1.0
-        assert task.reward(problem, "") == task.reward(problem, "[1, 2, 30, 40]") == task.reward(problem, "yes") == 0.0
+        assert (
+            task.reward(problem, "")
+            == task.reward(problem, "[1, 2, 30, 40]")
+            == task.reward(problem, "yes")
+            == 0.0
+        )
     assert all(task.reward(problem, "none") == 0.0 for problem in problems if problem.answer)
 
 
 def test_saying_everything_earns_nothing():
     everything = (
-        "red green blue yellow black gray teal brown purple orange circle square star left of above yes no 0 1 2 3 4 5"
+        "red green blue yellow black gray teal brown purple orange circle square star left of above yes no 0"
+        " 1 2 3 4 5"
     )
     for name in ("counting", "colour_shape", "relation", "odd_one_out", "geometry", "arithmetic", "jigsaw"):
         task = make_task(name)
@@ -184,7 +223,10 @@ def test_knobs_change_what_is_asked():
 
 def test_any_jsonl_gives_word_problems(tmp_path):
     file = tmp_path / "sums.jsonl"
-    rows = [{"problem": f"What is {i} plus {i}?", "solution": f"It is {2 * i}.\n#### {2 * i:,}"} for i in range(1000)]
+    rows = [
+        {"problem": f"What is {i} plus {i}?", "solution": f"It is {2 * i}.\n#### {2 * i:,}"}
+        for i in range(1000)
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
     task = TextMath(file, fraction=0.2)
     train = {task.sample(seed, "train").description for seed in range(300)}
@@ -195,7 +237,12 @@ def test_any_jsonl_gives_word_problems(tmp_path):
     double = int(problem.description.split()[2]) * 2
     assert task.reward(problem, f"We add. 1 + 1 = 2. #### {double}") == 1.0
     assert task.reward(problem, f"{'so ' * 4000} the result is ${double:,}.") == 1.0
-    assert task.reward(problem, f"#### {double + 1}") == task.reward(problem, "") == task.reward(problem, "no") == 0.0
+    assert (
+        task.reward(problem, f"#### {double + 1}")
+        == task.reward(problem, "")
+        == task.reward(problem, "no")
+        == 0.0
+    )
     file.write_text('{"question": "why?", "answer": "because"}\n')
     with pytest.raises(TaskError, match="row 1"):
         TextMath(file)

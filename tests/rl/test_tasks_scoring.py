@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.grounding import write_regions
+from earlyfusion.data.formats.grounding import write_regions
 from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.synth.palette import SHAPES, corners, paint
 from earlyfusion.rl.tasks import scoring
@@ -19,7 +19,8 @@ from earlyfusion.rl.tasks.maze import carve, distances, parse_moves, shortest, w
 from earlyfusion.rl.tasks.registry import make_task
 
 EXACT = 1e-9  # the same sums in another order
-BOUNDARY = 0.75  # share of pixels that painted shapes and masks must agree on; shapes of 9 pixels are mostly boundary
+# share of pixels that painted shapes and masks must agree on; shapes of 9 pixels are mostly boundary
+BOUNDARY = 0.75
 
 
 def random_boxes(rng, count, side=60):
@@ -50,7 +51,9 @@ def test_box_f1_is_the_best_of_all_matchings(seed):
     for _ in range(40):
         gold, said = random_boxes(rng, rng.randint(1, 4)), random_boxes(rng, rng.randint(1, 5))
         said = [rng.choice(gold) if rng.random() < 0.3 else box for box in said]
-        expected = 2 * best_by_trying([[pixel_iou(a, b) for b in gold] for a in said]) / (len(said) + len(gold))
+        expected = (
+            2 * best_by_trying([[pixel_iou(a, b) for b in gold] for a in said]) / (len(said) + len(gold))
+        )
         text = "I see " + " and ".join(str(list(box)) for box in said)
         assert scoring.boxes(text, gold, 100, 100, "pixels") == pytest.approx(expected, abs=EXACT)
 
@@ -61,16 +64,18 @@ def test_a_spare_box_and_a_missing_box_cost_the_same():
     assert scoring.boxes("[0, 0, 10, 10]", gold, 50, 50) == pytest.approx(2 / 3)
     assert scoring.boxes("[0, 0, 10, 10]", gold[:1] * 1, 50, 50) == 1.0
     assert scoring.boxes("[0, 0, 10, 10], [0, 0, 10, 10]", gold[:1], 50, 50) == pytest.approx(2 / 3)
-    assert scoring.boxes("[9999999, 0, 99999999, 10], [0, 0, 10, 10]", gold[:1], 50, 50) == pytest.approx(2 / 3)
+    assert scoring.boxes("[9999999, 0, 99999999, 10], [0, 0, 10, 10]", gold[:1], 50, 50) == pytest.approx(
+        2 / 3
+    )
 
 
 def test_boxes_are_read_in_the_form_of_training_and_in_shares():
     regions = Regions([Region("a", box=(10, 20, 30, 40)), Region("b", box=(50, 60, 90, 80))])
     gold = [(10.0, 20.0, 30.0, 40.0), (50.0, 60.0, 90.0, 80.0)]
     assert scoring.boxes(write_regions(regions, (100, 100), (100, 100)), gold, 100, 100) == pytest.approx(1.0)
-    assert scoring.boxes("[0.10, 0.20, 0.30, 0.40] [0.5, 0.6, 0.9, 0.8]", gold, 100, 100, "relative") == pytest.approx(
-        1.0
-    )
+    assert scoring.boxes(
+        "[0.10, 0.20, 0.30, 0.40] [0.5, 0.6, 0.9, 0.8]", gold, 100, 100, "relative"
+    ) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -78,7 +83,9 @@ def test_point_f1_is_the_best_of_all_matchings(seed):
     rng = random.Random(seed)
     for _ in range(40):
         gold = [(rng.uniform(0, 60), rng.uniform(0, 60)) for _ in range(rng.randint(1, 4))]
-        said = [(round(rng.uniform(0, 60), 1), round(rng.uniform(0, 60), 1)) for _ in range(rng.randint(1, 5))]
+        said = [
+            (round(rng.uniform(0, 60), 1), round(rng.uniform(0, 60), 1)) for _ in range(rng.randint(1, 5))
+        ]
         sigmas = [rng.uniform(2, 12) for _ in gold]
         weight = lambda p, g, s: math.exp(-(math.dist(p, g) ** 2) / (2 * s * s))
         table = [[weight(p, g, s) for g, s in zip(gold, sigmas)] for p in said]
@@ -136,7 +143,14 @@ def test_polygons_without_area_and_of_any_form():
     square = [(2.0, 2.0), (8.0, 2.0), (8.0, 8.0), (2.0, 8.0)]
     assert scoring.polygon("2, 2, 8, 2, 8, 8, 2, 8", square, 10, 10) == 1.0
     assert scoring.polygon("[[2, 2], [8, 2], [8, 8], [2, 8]]", square, 10, 10) == 1.0
-    for text in ("[2, 2], [8, 8]", "[2, 2], [5, 5], [8, 8]", "2, 2, 8", "[1e9, 0], [0, 1e9], [1, 1]", "nan", ""):
+    for text in (
+        "[2, 2], [8, 8]",
+        "[2, 2], [5, 5], [8, 8]",
+        "2, 2, 8",
+        "[1e9, 0], [0, 1e9], [1, 1]",
+        "nan",
+        "",
+    ):
         assert scoring.polygon(text, square, 10, 10) == 0.0, text
     assert scoring.mask_iou(np.zeros((3, 3), bool), np.zeros((3, 3), bool)) == 0.0
 
@@ -155,7 +169,9 @@ def test_reading_is_one_minus_the_normalised_distance(seed):
         a, b = ("".join(rng.choice("abc") for _ in range(rng.randint(1, 7))) for _ in range(2))
         assert scoring.reading(a, b) == pytest.approx(1 - distance(a, b) / max(len(a), len(b)))
     assert (
-        scoring.reading("", "abc") == 0.0 and scoring.reading("", "") == 1.0 and scoring.reading("ab  c", "ab c") == 1.0
+        scoring.reading("", "abc") == 0.0
+        and scoring.reading("", "") == 1.0
+        and scoring.reading("ab  c", "ab c") == 1.0
     )
     assert scoring.reading("x" * 4000, "abc") == 0.0
 
@@ -163,7 +179,8 @@ def test_reading_is_one_minus_the_normalised_distance(seed):
 def test_counting_and_values_fall_linearly_to_zero():
     assert [scoring.counting(str(n), 4) for n in range(10)] == [0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0]
     assert [
-        scoring.counting(text, 3) for text in ("three", "There are 3.", "3 or 4", "3.5", "-3", "", "none", "3, 3")
+        scoring.counting(text, 3)
+        for text in ("three", "There are 3.", "3 or 4", "3.5", "-3", "", "none", "3, 3")
     ] == [1, 1, 0, 0, 0, 0, 0, 1]
     assert (
         scoring.counting("none", 0) == scoring.counting("0", 0) == scoring.counting("zero", 0) == 1
@@ -189,7 +206,20 @@ def test_numbers_must_be_the_number():
         "\\boxed{7}",
         "+7",
     )
-    wrong = ("6", "7 or 8", "17", "7.5", "-7", "3 + 4 = 8", "seven", "", "nan", "inf", "7" * 30, "Answer: 7. Answer: 8")
+    wrong = (
+        "6",
+        "7 or 8",
+        "17",
+        "7.5",
+        "-7",
+        "3 + 4 = 8",
+        "seven",
+        "",
+        "nan",
+        "inf",
+        "7" * 30,
+        "Answer: 7. Answer: 8",
+    )
     final = lambda text: scoring.final_answer(text)
     assert [text for text in right if scoring.number(final(text), 7) != 1.0] == []
     assert [text for text in wrong if scoring.number(final(text), 7) != 0.0] == []
@@ -197,9 +227,23 @@ def test_numbers_must_be_the_number():
 
 
 def test_nothing_may_stand_behind_what_was_asked():
-    """A scorer that reads the beginning pays a policy for going on; closing punctuation and the question's words do."""
-    for name in ("odd_one_out", "counting", "arithmetic", "geometry", "chart_value", "colour_shape", "relation", "ocr",
-                 "jigsaw", "maze", "grounding", "pointing", "polygon"):  # fmt: skip
+    """A scorer that reads the beginning pays a policy for going on; closing punctuation and the question's
+    words do."""
+    for name in (
+        "odd_one_out",
+        "counting",
+        "arithmetic",
+        "geometry",
+        "chart_value",
+        "colour_shape",
+        "relation",
+        "ocr",
+        "jigsaw",
+        "maze",
+        "grounding",
+        "pointing",
+        "polygon",
+    ):
         task = make_task(name)
         for level in range(len(task.levels)):
             for seed in range(6):
@@ -220,16 +264,26 @@ def test_nothing_may_stand_behind_what_was_asked():
 
 def test_final_answers():
     cases = {
-        " red": "red", "<think>blue</think> red": "red", "<think>red": "", "scene: a red circle. Answer: red": "red",
-        "The answer is red.": "red.", "\\boxed{\\text{a}}": "\\text{a}", "\\boxed{open": "", "x" * 5000: "",
-        "thinking " * 1000 + "Answer: 4": "4", "answer: 3 answer: 5": "5",
-    }  # fmt: skip
-    assert {text[:30]: scoring.final_answer(text) for text in cases} == {text[:30]: out for text, out in cases.items()}
+        " red": "red",
+        "<think>blue</think> red": "red",
+        "<think>red": "",
+        "scene: a red circle. Answer: red": "red",
+        "The answer is red.": "red.",
+        "\\boxed{\\text{a}}": "\\text{a}",
+        "\\boxed{open": "",
+        "x" * 5000: "",
+        "thinking " * 1000 + "Answer: 4": "4",
+        "answer: 3 answer: 5": "5",
+    }
+    assert {text[:30]: scoring.final_answer(text) for text in cases} == {
+        text[:30]: out for text, out in cases.items()
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_mazes_shortest_ways_by_trying_all(seed):
-    """Distances against relaxation until nothing changes; every way a walk accepts ends where its moves say."""
+    """Distances against relaxation until nothing changes; every way a walk accepts ends where its moves
+    say."""
     rng = random.Random(seed)
     rows, columns = rng.randint(2, 5), rng.randint(2, 5)
     doors = carve(rng, rows, columns, 0.3)
@@ -257,7 +311,10 @@ def test_maze_rewards_order_answers_as_they_should_be():
         assert task.reward(problem, "".join(move[0].upper() for move in way)) == 1.0
         assert task.reward(problem, " ".join([*way, "up", "up"])) < 1.0
         assert task.reward(problem, " ".join(["up", "down", "left", "right"] * 200)) == 0.0
-    assert parse_moves("R, R then D") == ["right", "right"] and parse_moves("Go UP, then left") == ["up", "left"]
+    assert parse_moves("R, R then D") == ["right", "right"] and parse_moves("Go UP, then left") == [
+        "up",
+        "left",
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -267,9 +324,13 @@ def test_jigsaw_solutions_by_trying_all_orders(seed):
         tiles = solved_board(rng, rows, columns, 2)
 
         def fits(order, tiles=tiles, rows=rows, columns=columns):
-            at = lambda r, c: tiles[order[r * columns + c]] if 0 <= r < rows and 0 <= c < columns else ("gray",) * 4
+            at = lambda r, c: (
+                tiles[order[r * columns + c]] if 0 <= r < rows and 0 <= c < columns else ("gray",) * 4
+            )
             inner = all(at(r, c)[1] == at(r, c + 1)[3] for r in range(rows) for c in range(-1, columns))
-            return inner and all(at(r, c)[2] == at(r + 1, c)[0] for r in range(-1, rows) for c in range(columns))
+            return inner and all(
+                at(r, c)[2] == at(r + 1, c)[0] for r in range(-1, rows) for c in range(columns)
+            )
 
         every = [list(order) for order in permutations(range(len(tiles))) if fits(order)]
         framed = [
@@ -290,7 +351,12 @@ def test_jigsaw_rewards_only_permutations():
     swapped = list(problem.answer)
     swapped[0], swapped[1] = swapped[1], swapped[0]
     assert task.reward(problem, " ".join(map(str, swapped))) == 0.5
-    assert task.reward(problem, "1 1 1 1") == task.reward(problem, "1 2 3") == task.reward(problem, "1 2 3 4 5") == 0.0
+    assert (
+        task.reward(problem, "1 1 1 1")
+        == task.reward(problem, "1 2 3")
+        == task.reward(problem, "1 2 3 4 5")
+        == 0.0
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])

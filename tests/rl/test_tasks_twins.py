@@ -1,4 +1,5 @@
-"""Twins, rendered twins and pictures hold the answer: read back by code that shares nothing with the tasks."""
+"""Twins, rendered twins and pictures hold the answer: read back by code that shares nothing with the
+tasks."""
 
 import ast
 import operator
@@ -31,7 +32,9 @@ def things_of(text):
 def named(things, words):
     """Things that fit "red circle(s)", "red objects" or "circles"."""
     words = words.removesuffix("?").removesuffix(".").split()
-    fit = lambda t: all(word.removesuffix("s") in (t["colour"], t["shape"], "object", "objects") for word in words)
+    fit = lambda t: all(
+        word.removesuffix("s") in (t["colour"], t["shape"], "object", "objects") for word in words
+    )
     return [t for t in things if fit(t)]
 
 
@@ -57,7 +60,8 @@ def side_of(a, b):
 def read_relation(text, question):
     things = things_of(text)
     match = re.fullmatch(
-        r"is the (\w+ \w+) (left of, right of, above or below|left of|right of|above|below) the (.*)\?", question
+        r"is the (\w+ \w+) (left of, right of, above or below|left of|right of|above|below) the (.*)\?",
+        question,
     )
     (a,), (b,) = named(things, match[1]), named(things, match[3])
     holds = side_of(a, b)
@@ -78,7 +82,10 @@ def read_grounding(text, question):
 
 def read_pointing(text, question):
     things = named(things_of(text), re.match(r"point at (?:the|all) (.*)\.", question)[1])
-    return " ".join(f"({(n[0] + n[2]) / 2}, {(n[1] + n[3]) / 2})" for n in (t["numbers"] for t in things)) or "none"
+    return (
+        " ".join(f"({(n[0] + n[2]) / 2}, {(n[1] + n[3]) / 2})" for n in (t["numbers"] for t in things))
+        or "none"
+    )
 
 
 def read_polygon(text, question):
@@ -125,7 +132,9 @@ def read_jigsaw(text, question):
         groups.setdefault(tuple(i for i, tile in enumerate(tiles) if allowed(tile, place)), []).append(place)
     partial = [{}]
     for members, places in groups.items():
-        partial = [{**p, **dict(zip(places, order))} for p in partial for order in permutations(members, len(places))]
+        partial = [
+            {**p, **dict(zip(places, order))} for p in partial for order in permutations(members, len(places))
+        ]
     (only,) = [p for p in partial if fits([p[i] for i in range(len(tiles))])]
     return " ".join(str(only[i] + 1) for i in range(len(tiles)))
 
@@ -152,7 +161,10 @@ def read_maze(text, question):
 
 
 def read_odd(text, question):
-    lines = [re.match(r"an? (\w+) (\w+) at row (\d+), column (\d+)", line).groups() for line in text.splitlines()[1:]]
+    lines = [
+        re.match(r"an? (\w+) (\w+) at row (\d+), column (\d+)", line).groups()
+        for line in text.splitlines()[1:]
+    ]
     places = set()
     for part in (0, 1):
         single = [v for v, n in Counter(line[part] for line in lines).items() if n == 1]
@@ -174,16 +186,27 @@ def read_geometry(text, question):
 
 def read_arithmetic(text, question):
     does = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-    value = lambda e: e.value if isinstance(e, ast.Constant) else does[type(e.op)](value(e.left), value(e.right))
+    value = lambda e: (
+        e.value if isinstance(e, ast.Constant) else does[type(e.op)](value(e.left), value(e.right))
+    )
     return value(ast.parse(text, mode="eval").body)
 
 
 READERS = {
-    "counting": read_counting, "colour_shape": read_query, "relation": read_relation, "grounding": read_grounding,
-    "pointing": read_pointing, "polygon": read_polygon, "ocr": read_ocr, "chart_value": read_chart,
-    "jigsaw": read_jigsaw, "maze": read_maze, "odd_one_out": read_odd, "geometry": read_geometry,
+    "counting": read_counting,
+    "colour_shape": read_query,
+    "relation": read_relation,
+    "grounding": read_grounding,
+    "pointing": read_pointing,
+    "polygon": read_polygon,
+    "ocr": read_ocr,
+    "chart_value": read_chart,
+    "jigsaw": read_jigsaw,
+    "maze": read_maze,
+    "odd_one_out": read_odd,
+    "geometry": read_geometry,
     "arithmetic": read_arithmetic,
-}  # fmt: skip
+}
 ROUNDING = {
     "grounding": 0.9999,
     "pointing": 0.99,
@@ -202,12 +225,16 @@ def test_a_reader_of_the_twin_alone_earns_the_reward(name):
                 (prompt,) = problem.twin
                 text, question = re.fullmatch(r"(.*)\nQ: (.*)\nA:", prompt.text, re.DOTALL).groups()
                 said = str(READERS[name](text, question))
-                assert task.reward(problem, said) >= ROUNDING.get(name, 1.0), (problem.key, said, problem.answer)
+                assert task.reward(problem, said) >= ROUNDING.get(name, 1.0), (
+                    problem.key,
+                    said,
+                    problem.answer,
+                )
 
 
 def read_rendered(picture, said):
-    """Words of a picture: every cell is compared with all printable characters, each drawn alone. `said` tells only
-    how wide a cell is. Characters that look the same count as one (the first of them)."""
+    """Words of a picture: every cell is compared with all printable characters, each drawn alone. `said`
+    tells only how wide a cell is. Characters that look the same count as one (the first of them)."""
     width, height, offset = cell_of(said)
     known = {}
     for code in range(32, 127):
@@ -216,7 +243,9 @@ def read_rendered(picture, said):
         known.setdefault(alone.tobytes(), chr(code))
     rows = []
     for y in range(MARGIN, picture.height - MARGIN, height):
-        cells = [picture.crop((x, y, x + width, y + height)) for x in range(MARGIN, picture.width - MARGIN, width)]
+        cells = [
+            picture.crop((x, y, x + width, y + height)) for x in range(MARGIN, picture.width - MARGIN, width)
+        ]
         rows.append("".join(known[one.tobytes()] for one in cells).rstrip())
     return " ".join(" ".join(rows).split())
 
@@ -237,7 +266,9 @@ def test_rendering_breaks_long_lines_and_takes_anything():
     assert read_rendered(render_text("a" * 100, columns=30), "a").replace(" ", "") == "a" * 100
     assert render_text("").size[0] > 0 and render_text("\x00\u4e2d\U0001f600").size[0] > 0
     printable = "".join(map(chr, range(33, 127)))
-    assert len(set(read_rendered(render_text(printable), printable).replace(" ", ""))) >= 92  # l and I may be one
+    assert (
+        len(set(read_rendered(render_text(printable), printable).replace(" ", ""))) >= 92
+    )  # l and I may be one
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -248,8 +279,12 @@ def test_the_maze_picture_shows_the_walls_of_the_twin(seed):
         r, c = (int(x) - 1 for x in POSITION.search(line).groups())
         opened = line.split("open ")[1].split(", ")
         middle = side // 2
-        probes = {"up": (r * side, c * side + middle), "down": ((r + 1) * side, c * side + middle),
-                  "left": (r * side + middle, c * side), "right": (r * side + middle, (c + 1) * side)}  # fmt: skip
+        probes = {
+            "up": (r * side, c * side + middle),
+            "down": ((r + 1) * side, c * side + middle),
+            "left": (r * side + middle, c * side),
+            "right": (r * side + middle, (c + 1) * side),
+        }
         for move, (y, x) in probes.items():
             assert (tuple(pixels[y, x]) == (255, 255, 255)) == (move in opened)
     for name, line in zip(("green", "red"), problem.description.splitlines()[-2:]):
@@ -265,8 +300,12 @@ def test_the_jigsaw_picture_shows_the_tiles_of_the_twin(seed):
         r, c = divmod(index, 3)
         y, x = 2 + r * (side + 2), 2 + c * (side + 2)
         middle = side // 2
-        probes = {"top": (y + 1, x + middle), "bottom": (y + side - 2, x + middle),
-                  "left": (y + middle, x + 1), "right": (y + middle, x + side - 2)}  # fmt: skip
+        probes = {
+            "top": (y + 1, x + middle),
+            "bottom": (y + side - 2, x + middle),
+            "left": (y + middle, x + 1),
+            "right": (y + middle, x + side - 2),
+        }
         for part in line.split(": ")[1].split(", "):
             edge, colour = part.split()
             assert tuple(pixels[probes[edge]]) == COLOURS[colour], (problem.key, line, edge)
@@ -303,7 +342,8 @@ def test_labels_of_geometry_lie_inside_the_picture():
 
 
 def test_the_order_of_a_list_may_not_tell_which_object_is_leftmost():
-    """Named from left to right, the first object answers nearly every question; in any order it answers its share."""
+    """Named from left to right, the first object answers nearly every question; in any order it answers its
+    share."""
     task, first = make_task("colour_shape"), {}
     for level in (2, 5):
         problems = [task.sample(seed, "test", level) for seed in range(150)]

@@ -1,4 +1,5 @@
-"""What programs may not do, calls that are none, held-out problems with tools: contained, counted, and the run goes on."""
+"""What programs may not do, calls that are none, held-out problems with tools: contained, counted, and the
+run goes on."""
 
 import json
 import struct
@@ -23,20 +24,22 @@ from tool_cases import (
     tool_training,
 )
 
-from earlyfusion.data.chat import Message, ToolCall
+from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
-from earlyfusion.eval import sandbox, sandbox_seccomp
-from earlyfusion.eval.sandbox import SandboxError
-from earlyfusion.model.hub import load_model
+from earlyfusion.eval.sandbox import host as sandbox
+from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
+from earlyfusion.eval.sandbox.host import SandboxError
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import measure_cmd, tool_measure
-from earlyfusion.rl.measure import measure, summary
+from earlyfusion.rl.measure import cmd as measure_cmd
+from earlyfusion.rl.measure import tools as tool_measure
+from earlyfusion.rl.measure.run import measure, summary
+from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.tool_desk import ToolDesk, kinds_of, repeatable
-from earlyfusion.rl.tool_measure import measure_tools
-from earlyfusion.rl.tool_rollouts import cut, fitted, turn_ids
+from earlyfusion.rl.rollouts.tool_desk import ToolDesk, kinds_of, repeatable
+from earlyfusion.rl.rollouts.tools import cut, fitted, turn_ids
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +50,33 @@ def folder(tmp_path_factory):
 pytestmark = pytest.mark.usefixtures("rewards_called_here")
 
 
-# ------------------------------------------------------------------------------------------------ programs that attack
+# ------------------------------------------------------------------------------------------------ programs
+# that attack
 
 
 def attacks(tmp_path):
     """Program -> counters that must show it."""
     victim = tmp_path / "victim.txt"
     victim.write_text("untouched")
-    return victim, {
-        f"open({str(victim)!r}, 'w').write('gone')": ("blocked_file", "forbidden"),
-        "print(open('/etc/passwd').read())": ("blocked_file",),
-        "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked_network", "blocked_import"),
-        "import random\nwhile True:\n    random._os.fork()": ("blocked_process",),
-        "import subprocess\nsubprocess.run(['ls'])": ("blocked_process", "blocked_import"),
-        "import numpy as np\nnp.ones((1 << 16, 1 << 16))": ("memory",),
-        "x = []\nwhile True:\n    x.append(bytearray(1 << 26))": (),  # memory, or first the time on a busy machine
-        "while True:\n    pass": ("timeout",),
-        "import time\ntime.sleep(60)": ("timeout",),
-        "while True:\n    print('x' * 10000)": ("output_limit",),
-        "import os\nos._exit(0)": ("blocked_import",),
-        "def f():\n    f()\nf()": ("error",),
-        "(lambda: ().__class__.__base__.__subclasses__())()[0](": ("error",),
-    }
+    return (
+        victim,
+        {
+            f"open({str(victim)!r}, 'w').write('gone')": ("blocked_file", "forbidden"),
+            "print(open('/etc/passwd').read())": ("blocked_file",),
+            "import socket\nsocket.create_connection(('1.1.1.1', 53))": ("blocked_network", "blocked_import"),
+            "import random\nwhile True:\n    random._os.fork()": ("blocked_process",),
+            "import subprocess\nsubprocess.run(['ls'])": ("blocked_process", "blocked_import"),
+            "import numpy as np\nnp.ones((1 << 16, 1 << 16))": ("memory",),
+            # memory, or first the time on a busy machine
+            "x = []\nwhile True:\n    x.append(bytearray(1 << 26))": (),
+            "while True:\n    pass": ("timeout",),
+            "import time\ntime.sleep(60)": ("timeout",),
+            "while True:\n    print('x' * 10000)": ("output_limit",),
+            "import os\nos._exit(0)": ("blocked_import",),
+            "def f():\n    f()\nf()": ("error",),
+            "(lambda: ().__class__.__base__.__subclasses__())()[0](": ("error",),
+        },
+    )
 
 
 def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path):
@@ -82,8 +90,9 @@ def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path)
 
     changes = {
         "rollout": {"prompts": len(codes), "group_size": 2, "tool_timeout_s": 1.0, "tool_workers": 4},
-        "train": {"updates": 2}, "log": {"groups": 12, "rollouts_every": 1},
-    }  # fmt: skip
+        "train": {"updates": 2},
+        "log": {"groups": 12, "rollouts_every": 1},
+    }
     made = tool_training(folder, tmp_path / "run", say, **changes)
     try:
         assert made.train() == 0
@@ -94,7 +103,9 @@ def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path)
         wanted = [name for names in programs.values() for name in names]
         for name in set(wanted):
             assert record[f"tools/{name}"] >= 2 * wanted.count(name), (name, record)
-        assert record["tools/calls"] == record["tools/answers"] == 2 * len(codes) and record["tools/valid"] == 1
+        assert (
+            record["tools/calls"] == record["tools/answers"] == 2 * len(codes) and record["tools/valid"] == 1
+        )
         assert "tools/ok" not in record and "tools/unavailable" not in record
     text = (tmp_path / "run" / "rollouts.jsonl").read_text()
     assert "root:" not in text and "[python] " in text
@@ -126,7 +137,9 @@ def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, 
     monkeypatch.setattr(made.kit.collector.desk.sandbox, "run", gone)
     try:
         groups, counts = collected(made)
-        assert {t.completion.text for g in groups for t in g.trajectories} == {"the tool is not available: OSError"}
+        assert {t.completion.text for g in groups for t in g.trajectories} == {
+            "the tool is not available: OSError"
+        }
         assert counts["tools/unavailable"] == 8 and counts["tools/valid"] == 0 == counts["tools/calls"]
     finally:
         made.close()
@@ -167,16 +180,24 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
 
 
 def test_equal_programs_say_equal_things_in_every_process():
-    """Sets of words, random numbers, directories, addresses: what a program of a model may print by accident."""
+    """Sets of words, random numbers, directories, addresses: what a program of a model may print by
+    accident."""
     programs = [
-        "{'red', 'green', 'blue', 'teal', 'black'}", "import random\nrandom.random()", "import numpy as np\nnp.random.rand(3)",
-        "open('cat.png')", "from PIL import Image\nImage.open('cat.png')", "lambda: 0", "object()",
-    ]  # fmt: skip
+        "{'red', 'green', 'blue', 'teal', 'black'}",
+        "import random\nrandom.random()",
+        "import numpy as np\nnp.random.rand(3)",
+        "open('cat.png')",
+        "from PIL import Image\nImage.open('cat.png')",
+        "lambda: 0",
+        "object()",
+    ]
     said = []
     for _ in range(2):
         desk = ToolDesk(RolloutSection())
         try:
-            calls = Message("assistant", (), calls=tuple(ToolCall("python", {"code": code}) for code in programs))
+            calls = Message(
+                "assistant", (), calls=tuple(ToolCall("python", {"code": code}) for code in programs)
+            )
             messages, results = desk.start(calls, {}).result()
             assert desk.count(results)
             said.append([one.text for one in messages])
@@ -185,7 +206,8 @@ def test_equal_programs_say_equal_things_in_every_process():
     assert said[0] == said[1] and "cat.png" in said[0][4] and "program-" not in "".join(said[0])
 
 
-# ---------------------------------------------------------------------------------------------------------- measuring
+# ----------------------------------------------------------------------------------------------------------
+# measuring
 
 
 @pytest.fixture
@@ -231,8 +253,15 @@ def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, t
     assert set(told) == set(tasks)
     rollout = RolloutSection(max_new_tokens=measure_cmd.TOKENS_WITH_TOOLS)
     alone = measure_tools(
-        load_model(folder), TOKENIZER, [TaskEntry(name="counting", tools=True)], rollout, problems=6, seed=5, samples=2, slots=6
-    )  # fmt: skip
+        load_model(folder),
+        TOKENIZER,
+        [TaskEntry(name="counting", tools=True)],
+        rollout,
+        problems=6,
+        seed=5,
+        samples=2,
+        slots=6,
+    )
     assert told[tasks[0]] == json.loads(json.dumps(summary(alone)[tasks[0]]))
     capsys.readouterr()
     assert guarded(lambda: measure_cmd.main([*common, "--tasks", tasks[0], "--match-entropy", "1"])) == 2
@@ -252,7 +281,8 @@ def test_a_run_measures_both_kinds(folder, tmp_path, held_engine):
     assert labels == ["counting/0/picture"] * 3 + ["counting/0/picture/tools"] * 3
 
 
-# ------------------------------------------------------------------------------------------------------ single pieces
+# ------------------------------------------------------------------------------------------------------
+# single pieces
 
 
 def test_long_outputs_are_cut_and_turns_have_room_for_what_they_may_hold():
@@ -314,7 +344,9 @@ def without_landlock(monkeypatch):
     monkeypatch.setattr(sandbox.subprocess, "Popen", start)
 
 
-def test_a_missing_wall_ends_the_run_at_its_start_or_stands_in_every_record(folder, tmp_path, without_landlock):
+def test_a_missing_wall_ends_the_run_at_its_start_or_stands_in_every_record(
+    folder, tmp_path, without_landlock
+):
     with pytest.raises(SandboxError, match=r"the sandbox lacks .*landlock.*sandbox\.allow_weaker"):
         tool_training(folder, tmp_path / "refused", look_then_tell)
     changes = {"train": {"updates": 1}, "log": {"rollouts_every": 1}, "eval": {"problems": 2}}

@@ -1,4 +1,5 @@
-"""Answers with the Python tool: what is run, what is trained, what is counted, and that nothing a program does ends a run."""
+"""Answers with the Python tool: what is run, what is trained, what is counted, and that nothing a program
+does ends a run."""
 
 import json
 from dataclasses import replace
@@ -20,19 +21,19 @@ from tool_cases import (
     tool_training,
 )
 
-from earlyfusion.data.chat import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.request import TokenPrompt
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.experience import experience
 from earlyfusion.rl.learn import Sums, distinct
-from earlyfusion.rl.objectives import policy_loss
+from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollout import Inserted, Trajectory, pack, used_experts
+from earlyfusion.rl.rollouts.experience import experience
+from earlyfusion.rl.rollouts.packing import Inserted, Trajectory, pack, used_experts
+from earlyfusion.rl.rollouts.tool_prompts import tool_messages
 from earlyfusion.rl.tasks.rendering import render_text
-from earlyfusion.rl.tool_prompts import tool_messages
 
 GRAD_RTOL = 2e-4
 """As in test_learn: fp32 sums in another order."""
@@ -51,13 +52,19 @@ pytestmark = pytest.mark.usefixtures("rewards_called_here")
 def wander(name, prompt):
     """Everything that can happen, as the weights like it: at first calls, later answers too."""
     calls = [
-        call("1 + 1"), call(PIXEL, "I look."), call("1 / 0"), call("import os"), call("5", tool="ruby"),
-        [*call("5")[:-1], TOKENIZER.eos_id], [TOKENIZER.open_id, TOKENIZER.sep_id, TOKENIZER.end_of_msg_id],
-    ]  # fmt: skip
+        call("1 + 1"),
+        call(PIXEL, "I look."),
+        call("1 / 0"),
+        call("import os"),
+        call("5", tool="ruby"),
+        [*call("5")[:-1], TOKENIZER.eos_id],
+        [TOKENIZER.open_id, TOKENIZER.sep_id, TOKENIZER.end_of_msg_id],
+    ]
     return [*calls, answer("3"), answer("green", "easy")] if 'role="tool"' in prompt else calls
 
 
-# ---------------------------------------------------------------------------------------------- pictures and documents
+# ---------------------------------------------------------------------------------------------- pictures and
+# documents
 
 
 @pytest.mark.parametrize("form", ["picture", "twin", "rendered"])
@@ -89,11 +96,18 @@ def test_prompt_and_turns_are_the_document_of_training_token_for_token(folder, t
                 thinking = "I look." if "I look." in trajectory.text else None
                 talk = [
                     *tool_messages(group.problem, "picture"),
-                    Message("assistant", (Text(""),), thinking=thinking, calls=(ToolCall("python", {"code": PIXEL}),)),
+                    Message(
+                        "assistant",
+                        (Text(""),),
+                        thinking=thinking,
+                        calls=(ToolCall("python", {"code": PIXEL}),),
+                    ),
                     Message("tool", (Text(pixel),), tool="python"),
                     Message("assistant", (Text(pixel),), thinking="so"),
                 ]
-                whole = encode_chat(talk, TOKENIZER, made.model.config.vision, add_generation_prompt=False).ids.tolist()
+                whole = encode_chat(
+                    talk, TOKENIZER, made.model.config.vision, add_generation_prompt=False
+                ).ids.tolist()
                 assert [*trajectory.prompt.ids.tolist(), *trajectory.tail] == whole[:-1]
     finally:
         made.close()
@@ -119,8 +133,8 @@ def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
 
 
 def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path):
-    """Read are the prompts, once for a group, and for every turn what the tool said and the token before it. Oracle: turns
-    that read everything again."""
+    """Read are the prompts, once for a group, and for every turn what the tool said and the token before it.
+    Oracle: turns that read everything again."""
 
     def thrice(name, prompt):
         return [answer("2")] if prompt.count('role="tool"') == 3 else [call("1 + 1"), call(PIXEL, "hm")]
@@ -148,12 +162,13 @@ def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path)
         assert mine.tail == same.tail and mine.completion.logprobs == same.completion.logprobs  # bit for bit
 
 
-# -------------------------------------------------------------------------------------------------- what is trained
+# -------------------------------------------------------------------------------------------------- what is
+# trained
 
 
 def by_hand(made, seen, everything=False):
-    """The loss by definition: every answer by itself, labels on generated tokens only (or, to see the test fail, on
-    what the tool said too)."""
+    """The loss by definition: every answer by itself, labels on generated tokens only (or, to see the test
+    fail, on what the tool said too)."""
     net, answers = made.model, flat([g.trajectories for g in seen.groups])
     logp, old, lengths = [], [], []
     for trajectory in answers:
@@ -167,8 +182,12 @@ def by_hand(made, seen, everything=False):
             start = part.at
         prompt = trajectory.prompt
         row = Row(
-            torch.tensor(ids), Segments((len(ids),)), prompt.patches, list(prompt.grids), torch.as_tensor(prompt.media_positions)
-        )  # fmt: skip
+            torch.tensor(ids),
+            Segments((len(ids),)),
+            prompt.patches,
+            list(prompt.grids),
+            torch.as_tensor(prompt.media_positions),
+        )
         _, places = pack(net, [trajectory])
         with used_experts(net, places):
             logits = net.logits(net.hidden(row)).float()
@@ -188,14 +207,18 @@ def by_hand(made, seen, everything=False):
 def distance(got, want):
     """Largest relative difference of a parameter's gradient."""
     return max(
-        float((got[key] - grad).norm() / grad.norm()) for key, grad in want.items() if float(grad.abs().max()) > 1e-7
+        float((got[key] - grad).norm() / grad.norm())
+        for key, grad in want.items()
+        if float(grad.abs().max()) > 1e-7
     )
 
 
 @pytest.mark.parametrize("name", ["k2.5", "k1.5", "gspo"])
 def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_context(folder, tmp_path, name):
     objective = {"name": name, "reset_optimizer": False}
-    made = tool_training(folder, tmp_path / "run", look_then_tell, objective=objective, rollout={"prompts": 3})
+    made = tool_training(
+        folder, tmp_path / "run", look_then_tell, objective=objective, rollout={"prompts": 3}
+    )
     try:
         groups, _ = collected(made)
         # As if the sampler had drawn freely: the script's grammar is no part of the policy.
@@ -218,7 +241,8 @@ def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_con
 
 
 def unheld(made, trajectory):
-    """The trajectory with the log-probabilities of a sampler without a grammar, and a little noise as of older weights."""
+    """The trajectory with the log-probabilities of a sampler without a grammar, and a little noise as of
+    older weights."""
     noise = torch.Generator().manual_seed(len(trajectory.ids))
     shift = (0.1 * torch.randn(len(trajectory.ids), generator=noise)).tolist()
     logprobs = [p + s for p, s in zip(trajectory.completion.logprobs1, shift)]
@@ -232,7 +256,11 @@ def test_the_engine_and_the_trainer_agree_on_all_turns(folder, tmp_path):
         answers = flat([g.trajectories for g in collected(made)[0]])
         for trajectory in answers:
             assert len(trajectory.completion.routing) == trajectory.total - 1
-            assert len(trajectory.completion.logprobs) == len(trajectory.completion.versions) == len(trajectory.ids)
+            assert (
+                len(trajectory.completion.logprobs)
+                == len(trajectory.completion.versions)
+                == len(trajectory.ids)
+            )
         for replay in (True, False):
             row, places = pack(made.model, answers)
             report = mismatch(answers, trained_logprobs(made.model, row, places, replay).detach())
@@ -248,7 +276,9 @@ def test_answers_that_differ_only_in_what_the_tool_said_are_two(folder, tmp_path
         (group,), _ = collected(made)
         one = group.trajectories[0].completion
         told = [Trajectory(prompt, one, (Inserted(2, ids),)) for ids in ((30, 31), (30, 32), (30, 31))]
-        seen = experience(made.config, [type(group)(group.ask, group.problem, told)], [Scored(0.0)] * 3, 0, {})
+        seen = experience(
+            made.config, [type(group)(group.ask, group.problem, told)], [Scored(0.0)] * 3, 0, {}
+        )
         assert [piece.answers for piece in distinct(seen, [0])] == [[0, 2], [1]]
         assert told[0].tail == [*one.ids[:2], 30, 31, *one.ids[2:]] and told[0].total == 5 + len(one.ids)
         assert told[0].trained.tolist() == [True] * 2 + [False] * 2 + [True] * (len(one.ids) - 2)
@@ -256,7 +286,8 @@ def test_answers_that_differ_only_in_what_the_tool_said_are_two(folder, tmp_path
         made.close()
 
 
-# ------------------------------------------------------------------------------------------------- turns and mistakes
+# ------------------------------------------------------------------------------------------------- turns and
+# mistakes
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -269,7 +300,10 @@ def test_a_call_after_the_last_turn_ends_the_answer_without_one(folder, tmp_path
         groups, counts = collected(made)
         for trajectory in flat([g.trajectories for g in groups]):
             assert len(trajectory.inserted) == limit and trajectory.completion.text == ""
-            assert trajectory.ids == call("1 + 1") * (limit + 1) and trajectory.completion.finish_reason == "stop"
+            assert (
+                trajectory.ids == call("1 + 1") * (limit + 1)
+                and trajectory.completion.finish_reason == "stop"
+            )
         assert counts["tools/over_turns"] == 8 and counts["tools/turns"] == 8 * limit
     finally:
         made.close()
@@ -292,8 +326,12 @@ def test_tokens_are_limited_over_all_turns_together_and_outputs_apart(folder, tm
     made = tool_training(folder, tmp_path / "short", say, rollout={"max_new_tokens": first})
     try:
         groups, counts = collected(made)
-        assert all(t.completion.finish_reason == "length" and not t.inserted for g in groups for t in g.trajectories)
-        assert counts["tools/calls"] == 0 and counts["tools/answers"] == 8  # nobody could have read the result
+        assert all(
+            t.completion.finish_reason == "length" and not t.inserted for g in groups for t in g.trajectories
+        )
+        assert (
+            counts["tools/calls"] == 0 and counts["tools/answers"] == 8
+        )  # nobody could have read the result
     finally:
         made.close()
 
@@ -306,7 +344,9 @@ def test_the_reward_sees_the_last_message_alone_and_the_log_the_whole_answer(fol
         assert made.train() == 0
     finally:
         made.close()
-    assert len(HEARD) == 8 and all(text.startswith("(") and text.endswith(")") and "\n" not in text for text in HEARD)
+    assert len(HEARD) == 8 and all(
+        text.startswith("(") and text.endswith(")") and "\n" not in text for text in HEARD
+    )
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 4
     for line in lines:
@@ -323,7 +363,8 @@ def heard(problem, response):
     return float(len(HEARD) % 2)
 
 
-# -------------------------------------------------------------------------------------------------- the same run again
+# -------------------------------------------------------------------------------------------------- the same
+# run again
 
 
 def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path):
@@ -337,15 +378,22 @@ def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path):
         finally:
             made.close()
     assert seen[0] == seen[1] and counts["tools/calls"] > 4
-    assert len({tuple(t[0]) for g in seen[0] for t in g}) > 3 and any(len(t[1]) == 2 for g in seen[0] for t in g)
+    assert len({tuple(t[0]) for g in seen[0] for t in g}) > 3 and any(
+        len(t[1]) == 2 for g in seen[0] for t in g
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tmp_path, seed):
     changes = {
-        "tasks": [{"name": "counting", "tools": True}, {"name": "colour_shape"}, {"name": "odd_one_out", "form": "twin", "tools": True}],
-        "rollout": {"max_new_tokens": 150, "resample": 1}, "train": {"updates": 3},
-    }  # fmt: skip
+        "tasks": [
+            {"name": "counting", "tools": True},
+            {"name": "colour_shape"},
+            {"name": "odd_one_out", "form": "twin", "tools": True},
+        ],
+        "rollout": {"max_new_tokens": 150, "resample": 1},
+        "train": {"updates": 3},
+    }
 
     def say(name, prompt):
         plain = [[*TOKENIZER.encode(word), TOKENIZER.eos_id] for word in (" red", " blue", " a")]
@@ -359,26 +407,33 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
             made.close()
     assert_same(tmp_path / "whole", tmp_path / "cut")
     whole, cut_ = (
-        [{k: v for k, v in one.items() if k.startswith("tools/")} for one in read_metrics(tmp_path / name / "metrics.jsonl", "train")]
+        [
+            {k: v for k, v in one.items() if k.startswith("tools/")}
+            for one in read_metrics(tmp_path / name / "metrics.jsonl", "train")
+        ]
         for name in ("whole", "cut")
-    )  # fmt: skip
+    )
     assert whole == cut_ and sum(record["tools/calls"] for record in whole) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_call_that_leads_to_the_reward_is_learned(folder, tmp_path, seed):
-    """Two programs may be called, the answer repeats what the tool said, and only the one that the weights like less
-    earns something: the reward reaches the choice across the tool turn. (old_policy: the script's grammar is no part of the policy.)"""
+    """Two programs may be called, the answer repeats what the tool said, and only the one that the weights
+    like less earns something: the reward reaches the choice across the tool turn. (old_policy: the script's
+    grammar is no part of the policy.)"""
 
     def say(name, prompt):
         return [answer(last_output(prompt))] if last_output(prompt) else [call(PIXEL), call("1 + 1")]
 
     changes = {
-        "run": {"seed": seed}, "objective": {"name": "grpo"}, "train": {"updates": 9, "old_policy": "trainer"},
-        "optim": {"lr": 1e-2, "weight_decay": 0.0}, "rollout": {"group_size": 6, "prompts": 3},
+        "run": {"seed": seed},
+        "objective": {"name": "grpo"},
+        "train": {"updates": 9, "old_policy": "trainer"},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0},
+        "rollout": {"group_size": 6, "prompts": 3},
         "reward": {"name": f"{__name__}:two"},
-    }  # fmt: skip
+    }
     made = tool_training(folder, tmp_path / "run", say, **changes)
     try:
         assert made.train() == 0

@@ -1,4 +1,5 @@
-"""A tiny chat model whose words are chosen by a script: the real engine, held to what a test wants to be said."""
+"""A tiny chat model whose words are chosen by a script: the real engine, held to what a test wants to be
+said."""
 
 from __future__ import annotations
 
@@ -11,20 +12,29 @@ import torch
 from fusion_cases import TEXTS, tiny_config, tiny_model
 from rl_cases import training
 
-from earlyfusion.data.chat import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.sample import Text
+from earlyfusion.data.sources.zero_vision import SYSTEM
 from earlyfusion.data.vocabulary import train_bpe
-from earlyfusion.data.zero_vision import SYSTEM
-from earlyfusion.model.hub import save_model
+from earlyfusion.model.hub.folder import save_model
 from earlyfusion.vision.config import VisionConfig
 
 PIXEL = 'from PIL import Image\nImage.open("image.png").convert("RGB").getpixel((0, 0))'
 MARKUP = [
-    'message role="tool" tool="python" index="1"', 'message role="assistant"', "think response tools call argument",
-    'call tool="python" index="1"', 'argument key="code" type="string"', SYSTEM, PIXEL, "import numpy as np", "message",
-]  # fmt: skip
+    'message role="tool" tool="python" index="1"',
+    'message role="assistant"',
+    "think response tools call argument",
+    'call tool="python" index="1"',
+    'argument key="code" type="string"',
+    SYSTEM,
+    PIXEL,
+    "import numpy as np",
+    "message",
+]
 TOKENIZER = train_bpe([*TEXTS, *MARKUP * 4], 440)
-SHAPE = dict(num_attention_heads=4, linear_attn_config=dict(num_heads=4, head_dim=16, short_conv_kernel_size=4))
+SHAPE = dict(
+    num_attention_heads=4, linear_attn_config=dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)
+)
 VISION = VisionConfig.preset("tiny")
 Say = Callable[[str, str], Sequence[Sequence[int]]]
 """(name of the request, text of its prompt) -> the messages that may be said, as ids."""
@@ -84,8 +94,14 @@ def tool_training(folder: Path, out: Path, say: Say, resume: bool = False, **cha
     """A run with one entry with tools (unless `changes` say otherwise), held to a script."""
     base = {
         "tasks": [{"name": "counting", "tools": True}],
-        "rollout": {"prompts": 4, "group_size": 2, "max_new_tokens": 400, "prefill_chunk": 256, "tool_timeout_s": 2.0},
-    }  # fmt: skip
+        "rollout": {
+            "prompts": 4,
+            "group_size": 2,
+            "max_new_tokens": 400,
+            "prefill_chunk": 256,
+            "tool_timeout_s": 2.0,
+        },
+    }
     rollout = {**base["rollout"], **changes.pop("rollout", {})}
     return scripted(training(folder, out, resume, **{**base, **changes, "rollout": rollout}), say)
 
@@ -105,4 +121,6 @@ def collected(made, update=0):
 
 def look_then_tell(name, prompt):
     """Reads a pixel, then answers with what the program said."""
-    return [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+    return (
+        [answer(last_output(prompt), "so")] if last_output(prompt) else [call(PIXEL, "I look."), call(PIXEL)]
+    )

@@ -1,4 +1,5 @@
-"""The plan of a step: what it gains, when it is worth it, and what it keeps to (the exchange itself: tests/data)."""
+"""The plan of a step: what it gains, when it is worth it, and what it keeps to (the exchange itself:
+tests/data)."""
 
 import itertools
 import random
@@ -17,7 +18,10 @@ BIG, SMALL = (1, 64, 64), (1, 8, 8)
 
 def random_grids(rng, ranks, most=6):
     return [
-        [(rng.choice([1, 1, 4]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20)) for _ in range(rng.randint(0, most))]
+        [
+            (rng.choice([1, 1, 4]), 2 * rng.randint(1, 20), 2 * rng.randint(1, 20))
+            for _ in range(rng.randint(0, most))
+        ]
         for _ in range(ranks)
     ]
 
@@ -67,7 +71,8 @@ def test_a_plan_never_makes_a_rank_encode_more_patches_than_it_may(seed):
 
 
 def test_the_limit_of_patches_bites_where_small_pictures_weigh_little():
-    """One large picture costs as much as three times its patches in small ones, which then do not fit one rank."""
+    """One large picture costs as much as three times its patches in small ones, which then do not fit one
+    rank."""
     grids = [[(1, 96, 96)] + [SMALL] * 20, [SMALL] * 160]
     room = max(sum(map(num_patches, row)) for row in grids)
     for limit in (None, room):
@@ -78,7 +83,8 @@ def test_the_limit_of_patches_bites_where_small_pictures_weigh_little():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_shares_go_where_most_of_them_lies_already(seed):
-    """The loads are those of LPT, and with two ranks at least half of the patches stay where they were read."""
+    """The loads are those of LPT, and with two ranks at least half of the patches stay where they were
+    read."""
     rng = random.Random(seed)
     grids = random_grids(rng, 2, most=20)
     plan = exchange(grids, COST)

@@ -11,7 +11,8 @@ from earlyfusion.vision.projector import Projector
 oracle = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
 oracle_config = pytest.importorskip("transformers.models.kimi_k25.configuration_kimi_k25")
 
-# float32 rounding over three layers with features of size one; both sides are 1e-6 to 3e-6 from a float64 run.
+# float32 rounding over three layers with features of size one; both sides are 1e-6 to 3e-6 from a float64
+# run.
 PARITY_TOL = 1e-5
 CFG = VisionConfig.preset(
     "moonvit3d",
@@ -138,13 +139,16 @@ def test_six_frame_video_that_crashes_transformers_works(towers, make_pack):
 
 @torch.no_grad()
 def test_wrong_axis_order_in_rope_would_be_seen(towers, make_pack, monkeypatch):
-    """The parity above can fail: swapping rows and columns moves the features by far more than the tolerance."""
+    """The parity above can fail: swapping rows and columns moves the features by far more than the
+    tolerance."""
     ours, theirs = towers
     patches, grid = make_pack([(1, 6, 10)], CFG)
     at = grid.on("cpu")
     swapped = at.turns_PK.unflatten(1, (-1, 2)).flip(-1).flatten(1)
     object.__setattr__(at, "turns_PK", swapped)
-    assert (ours(patches, grid) - oracle_features(theirs, patches, [(1, 6, 10)])).abs().max() > 100 * PARITY_TOL
+    assert (
+        ours(patches, grid) - oracle_features(theirs, patches, [(1, 6, 10)])
+    ).abs().max() > 100 * PARITY_TOL
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -58,7 +58,11 @@ def test_token_counts_of_known_sizes(width, height, tokens):
     [
         (3584, 3584, Resize(1792, 1792, 0, 0)),  # four times the budget: half of each side
         (14 * 513, 14, Resize(7168, 13, 0, 15)),  # one patch over the side limit
-        (100_000, 3, Resize(7167, 1, 1, 27)),  # a line keeps a pixel; int() of 7167.99… as in every implementation
+        (
+            100_000,
+            3,
+            Resize(7167, 1, 1, 27),
+        ),  # a line keeps a pixel; int() of 7167.99… as in every implementation
     ],
 )
 def test_large_images_shrink_to_the_limits(width, height, expected):
@@ -73,7 +77,9 @@ def test_frames_of_a_video_have_their_own_limit():
 
 def random_sizes(count=400, seed=0):
     rng = np.random.default_rng(seed)
-    return [tuple(int(side) for side in np.exp(rng.uniform(0, math.log(9000), 2)).round()) for _ in range(count)]
+    return [
+        tuple(int(side) for side in np.exp(rng.uniform(0, math.log(9000), 2)).round()) for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("cfg", [K25, TINY, VisionConfig.preset("moonvit_v2")], ids=["k25", "tiny", "v2"])
@@ -206,7 +212,9 @@ def test_transparent_colour_of_a_palette_shows_the_background():
     assert np.asarray(to_rgb(reread)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
 
 
-@pytest.mark.parametrize("mode", "1 L LA La P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB I F I;16 I;16B".split())
+@pytest.mark.parametrize(
+    "mode", "1 L LA La P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB I F I;16 I;16B".split()
+)
 def test_every_mode_becomes_rgb(mode):
     patches, grid = prepare_image(Image.new(mode, (9, 5)), TINY)
     assert grid == (1, 2, 2) and patches.shape == (4, 3, 8, 8)

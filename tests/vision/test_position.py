@@ -31,7 +31,9 @@ def test_weighted_gather_equals_interpolate(size, mode, seed):
     table = torch.rand(64, 64, 5, dtype=torch.float64) * 2 - 1
     index, weight = resample_taps(*size, 64, 64, mode)
     got = (table.flatten(0, 1)[torch.from_numpy(index)] * torch.from_numpy(weight)[..., None]).sum(1)
-    expected = F.interpolate(table.permute(2, 0, 1)[None], size, mode=mode, align_corners=False, antialias=False)
+    expected = F.interpolate(
+        table.permute(2, 0, 1)[None], size, mode=mode, align_corners=False, antialias=False
+    )
     assert (got - expected[0].flatten(1).T).abs().max() <= RESAMPLE_TOL
 
 
@@ -128,7 +130,12 @@ def test_time_table_is_sines_then_cosines_after_a_zero_row():
 
 @pytest.mark.parametrize(
     "grid, message",
-    [((1, 3, 4), "multiples"), ((1, 0, 4), "multiples"), ((5, 2, 2), "frames"), ((1, 2, 514), "patches a side")],
+    [
+        ((1, 3, 4), "multiples"),
+        ((1, 0, 4), "multiples"),
+        ((5, 2, 2), "frames"),
+        ((1, 2, 514), "patches a side"),
+    ],
 )
 def test_impossible_grids_are_refused(grid, message):
     with pytest.raises(ValueError, match=message):

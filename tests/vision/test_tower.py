@@ -14,11 +14,16 @@ from earlyfusion.vision.projector import Projector
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
-# The same items in another pack, float64: products of other row counts may add in another order, nothing else.
+# The same items in another pack, float64: products of other row counts may add in another order, nothing
+# else.
 PACK_TOL = 1e-12
 
-V2 = VisionConfig.preset("tiny", head_dim=40, norm_eps=2.0**-7)  # qkv width 80, hidden size 64, as V2 has them unequal
-V2_BICUBIC = VisionConfig.preset("tiny", pos_emb_interpolation="bicubic", norm="layer", bias=True, projector="v1")
+V2 = VisionConfig.preset(
+    "tiny", head_dim=40, norm_eps=2.0**-7
+)  # qkv width 80, hidden size 64, as V2 has them unequal
+V2_BICUBIC = VisionConfig.preset(
+    "tiny", pos_emb_interpolation="bicubic", norm="layer", bias=True, projector="v1"
+)
 
 
 def lively(module, seed=0):
@@ -34,7 +39,8 @@ def lively(module, seed=0):
 
 
 def reference(state, cfg, patches, grids):
-    """MoonViT in plain torch, one item at a time: interpolate, complex RoPE, softmax written out, reshape merge."""
+    """MoonViT in plain torch, one item at a time: interpolate, complex RoPE, softmax written out, reshape
+    merge."""
     heads, dim = cfg.num_attention_heads, cfg.head_dim
 
     def norm(x, name):
@@ -49,7 +55,9 @@ def reference(state, cfg, patches, grids):
     def one(x, t, h, w):
         x = F.conv2d(x, state["patch_embed.proj.weight"], state.get("patch_embed.proj.bias"))[..., 0, 0]
         table = state["patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
-        pos = F.interpolate(table, (h, w), mode=cfg.pos_emb_interpolation, align_corners=False)[0].flatten(1).T
+        pos = (
+            F.interpolate(table, (h, w), mode=cfg.pos_emb_interpolation, align_corners=False)[0].flatten(1).T
+        )
         width = cfg.hidden_size
         for f in range(t):
             omega = torch.tensor([10000.0 ** (-i / (width / 2)) for i in range(width // 2)], dtype=x.dtype)
@@ -67,7 +75,9 @@ def reference(state, cfg, patches, grids):
             q, k, v = linear(norm(x, block + "norm0"), block + "wqkv").split(heads * dim, dim=-1)
             q, k, v = (a.reshape(-1, heads, dim) for a in (q, k, v))
             q, k = (
-                torch.view_as_real(torch.view_as_complex(a.reshape(-1, heads, dim // 2, 2)) * spin).reshape(a.shape)
+                torch.view_as_real(torch.view_as_complex(a.reshape(-1, heads, dim // 2, 2)) * spin).reshape(
+                    a.shape
+                )
                 for a in (q, k)
             )
             score = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
@@ -130,7 +140,9 @@ def test_items_may_come_in_any_order(make_pack):
     tower = lively(VisionTower(V2)).double()
     patches, grid = make_pack(grids, V2, dtype=torch.float64)
     rows = patches.split(grid.segments.lengths)
-    shuffled = tower(torch.cat([rows[i] for i in order]), VisionGrid.from_grids([grids[i] for i in order], V2))
+    shuffled = tower(
+        torch.cat([rows[i] for i in order]), VisionGrid.from_grids([grids[i] for i in order], V2)
+    )
     straight = tower(patches, grid).split(grid.tokens)
     assert (shuffled - torch.cat([straight[i] for i in order])).abs().max() <= PACK_TOL
 
@@ -159,8 +171,8 @@ def test_bytes_are_normalised_inside():
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("last", [1.0, 0.05])
 def test_projector_v2_is_its_formula_with_an_eps_of_its_own(seed, last):
-    """Against torch's own rms_norm with the released `projector_ln_eps`; a small last layer makes the eps matter, and the
-    tower's wide 2^-7 in its place would be off by a factor."""
+    """Against torch's own rms_norm with the released `projector_ln_eps`; a small last layer makes the eps
+    matter, and the tower's wide 2^-7 in its place would be off by a factor."""
     projector = lively(Projector(VisionConfig.preset("moonvit_v2", hidden_size=64), 40), seed).double()
     with torch.no_grad():
         projector.proj[2].weight *= last
@@ -190,7 +202,9 @@ def test_forward_and_backward_never_wait_for_a_device_value(make_pack):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.overloadpacket.__name__
-            assert name not in ("_local_scalar_dense", "nonzero", "unique", "_unique2"), f"host sync in {name}"
+            assert name not in ("_local_scalar_dense", "nonzero", "unique", "_unique2"), (
+                f"host sync in {name}"
+            )
             return func(*args, **(kwargs or {}))
 
     tower, projector = lively(VisionTower(V2)), Projector(V2, 40)
@@ -237,7 +251,11 @@ def test_without_images_every_parameter_still_gets_a_gradient_of_zeros(preset):
 
 @pytest.mark.parametrize(
     "preset, parameters, tensors",
-    [("moonvit_v2", 401_214_464, 168 - 3), ("moonvit3d", 416_866_032, 335 - 6), ("moonvit", 416_866_032, 335 - 6)],
+    [
+        ("moonvit_v2", 401_214_464, 168 - 3),
+        ("moonvit3d", 416_866_032, 335 - 6),
+        ("moonvit", 416_866_032, 335 - 6),
+    ],
 )
 def test_published_sizes_on_the_meta_device(preset, parameters, tensors):
     with torch.device("meta"):
@@ -248,7 +266,11 @@ def test_published_sizes_on_the_meta_device(preset, parameters, tensors):
 
 @pytest.mark.parametrize(
     "preset, width, parameters, tensors",
-    [("moonvit", 2048, 30_679_808, 6), ("moonvit3d", 7168, 54_277_888, 6), ("moonvit_v2", 7168, 46_144_512, 3)],
+    [
+        ("moonvit", 2048, 30_679_808, 6),
+        ("moonvit3d", 7168, 54_277_888, 6),
+        ("moonvit_v2", 7168, 46_144_512, 3),
+    ],
 )
 def test_published_projector_sizes(preset, width, parameters, tensors):
     with torch.device("meta"):
@@ -264,11 +286,15 @@ def test_names_are_those_of_the_checkpoints():
         v1 = set(Projector(VisionConfig.preset("moonvit3d"), 8).state_dict())
         v2 = set(Projector(VisionConfig.preset("moonvit_v2"), 8).state_dict())
     outer = ["patch_embed.proj", "encoder.final_layernorm"]
-    inner = [f"encoder.blocks.{i}.{n}" for i in range(27) for n in ("norm0 norm1 wqkv wo mlp.fc0 mlp.fc1").split()]
+    inner = [
+        f"encoder.blocks.{i}.{n}" for i in range(27) for n in ("norm0 norm1 wqkv wo mlp.fc0 mlp.fc1").split()
+    ]
     table = "patch_embed.pos_emb.weight"
     assert k25 == {table} | {f"{name}.{kind}" for name in outer + inner for kind in ("weight", "bias")}
     assert k3 == {table} | {f"{name}.weight" for name in outer + inner}
-    assert v1 == {f"{name}.{kind}" for name in ("pre_norm", "proj.0", "proj.2") for kind in ("weight", "bias")}
+    assert v1 == {
+        f"{name}.{kind}" for name in ("pre_norm", "proj.0", "proj.2") for kind in ("weight", "bias")
+    }
     assert v2 == {"proj.0.weight", "proj.2.weight", "post_norm.weight"}
 
 
@@ -324,10 +350,18 @@ def test_presets_are_named_and_checked():
     assert VisionConfig.preset("tiny", patch_size=16).patch_size == 16
     with pytest.raises(ValueError, match="'moonvit_v2'"):
         VisionConfig.preset("moonvitv2")
-    for wrong in ({"head_dim": 30}, {"patchsize": 8}, {"max_patches_per_side": 33}, {"alpha_background": (0, 0, 256)}):
+    for wrong in (
+        {"head_dim": 30},
+        {"patchsize": 8},
+        {"max_patches_per_side": 33},
+        {"alpha_background": (0, 0, 256)},
+    ):
         with pytest.raises(ValueError):
             VisionConfig.preset("tiny", **wrong)
-    assert all(VisionConfig(**VisionConfig.preset(name).model_dump()) == VisionConfig.preset(name) for name in PRESETS)
+    assert all(
+        VisionConfig(**VisionConfig.preset(name).model_dump()) == VisionConfig.preset(name)
+        for name in PRESETS
+    )
 
 
 def test_config_survives_json():

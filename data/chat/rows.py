@@ -1,0 +1,200 @@
+"""One row of a chat file, as datasets have it, to messages: roles, contents, pictures by place or by name,
+tools.
+
+    {"messages": [{"role": "user", "content": "<image>how many?"}, {"role": "assistant", "content": "3"}],
+    "images": ["a.png"]}
+
+`messages` is a list in the OpenAI form; {"from": "human", "value": ...} under "conversations" (ShareGPT,
+LLaVA) is read as well. Content is a string, in which <image> and <video> stand for the next of "images" and
+"videos", or a list of parts: {"type": "text", "text"}, {"type": "image" | "video"} (the next one), {"type":
+"image", "image": reference}, {"type": "image_url", "image_url": {"url": reference}}. A reference is a path
+below the folder of the pictures, or a data: URI. An assistant's message may have "reasoning_content",
+"tool_calls" and "weight" (0: context only); a tool's has "name" and "index". "tools" (declarations in the
+OpenAI form) become a system message before all others.
+
+Every mistake is a BadSample that names the row, what was found and what was expected.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from earlyfusion.data.chat.template import ROLES, Message, call_from, tools_message
+from earlyfusion.data.errors import BadSample, DataError, did_you_mean
+from earlyfusion.data.sample import Image, Segment, Text, VideoFile, file_below
+
+ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "developer": "system", "function": "tool"}
+"""Names of roles in other datasets."""
+_PLACE = re.compile(r"<(image|video)>")
+Part = tuple[str, Any]
+"""("text", str), ("image" | "video", reference) or ("image" | "video", None): the next of the row's list."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """Where the pictures and videos of a file lie, and how videos are read."""
+
+    folder: Path
+    max_frames: int | None = None
+    fps: float = 2.0
+
+
+def messages_of(row: Any, where: str, media: Media) -> list[Message]:
+    """The messages of one row; raises BadSample (bad_json, missing_member, empty_text)."""
+    turns = row.get("messages", row.get("conversations")) if isinstance(row, Mapping) else None
+    if not isinstance(turns, list) or not turns:
+        raise BadSample(
+            f'{where}: expected an object with a list "messages" of at least one message', "bad_json"
+        )
+    read = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns)]
+    _fill_places(read, row, where)
+    messages = []
+    for number, (role, parts, turn) in enumerate(read):
+        here = f"{where}: message {number}"
+        content = tuple(_segment(kind, value, here, media) for kind, value in parts)
+        try:
+            messages.append(_message(role, content, turn, number))
+        except BadSample:
+            raise
+        except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise BadSample(f"{where}: {error}", "bad_json") from None
+    if not any(message.role == "assistant" and message.weight > 0 for message in messages):
+        raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
+    if not row.get("tools"):
+        return messages
+    try:
+        return [tools_message(row["tools"]), *messages]
+    except DataError as error:
+        raise BadSample(f"{where}: {error}", "bad_json") from None
+
+
+def _turn(turn: Any, here: str) -> tuple[str, list[Part], Mapping[str, Any]]:
+    if not isinstance(turn, Mapping):
+        raise BadSample(
+            f"{here}: is {type(turn).__name__}, expected an object with role and content", "bad_json"
+        )
+    given = turn.get("role", turn.get("from"))
+    role = ALIASES.get(str(given), str(given))
+    if role not in ROLES:
+        raise BadSample(f"{here}: unknown role {given!r}; {did_you_mean(str(given), ROLES)}", "bad_json")
+    parts = list(_parts(turn.get("content", turn.get("value")), here))
+    spoken = parts or turn.get("tool_calls") or turn.get("reasoning_content") is not None
+    if not spoken and role in ("user", "assistant"):
+        raise BadSample(f"{here}: an empty message of the {role}", "empty_text")
+    return role, parts, turn
+
+
+def _parts(content: Any, here: str) -> Iterator[Part]:
+    if content is None or isinstance(content, str):
+        position = 0
+        for match in _PLACE.finditer(content or ""):
+            if text := (content or "")[position : match.start()]:
+                yield "text", text
+            yield match[1], None
+            position = match.end()
+        if text := (content or "")[position:]:
+            yield "text", text
+        return
+    if not isinstance(content, list):
+        raise BadSample(
+            f"{here}: content is {type(content).__name__}, expected a string or a list of parts", "bad_json"
+        )
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            yield "text", part["text"]
+        elif kind in ("image", "video"):
+            yield kind, part.get(kind, part.get("path"))
+        elif kind == "image_url":
+            url = part.get("image_url")
+            yield "image", url.get("url") if isinstance(url, Mapping) else url
+        else:
+            raise BadSample(
+                f"{here}: a part of type {kind!r}; known: text, image, image_url, video", "bad_json"
+            )
+
+
+def _fill_places(read: Sequence[tuple[str, list[Part], Any]], row: Mapping[str, Any], where: str) -> None:
+    """Give every place without a name the next of the row's pictures; counts that differ are refused."""
+    for kind in ("image", "video"):
+        listed = row.get(f"{kind}s", row.get(kind))
+        given = [] if listed is None else listed if isinstance(listed, list) else [listed]
+        open_places = [
+            (parts, i) for _, parts, _ in read for i, part in enumerate(parts) if part == (kind, None)
+        ]
+        if given and not open_places and not any(part[0] == kind for _, parts, _ in read for part in parts):
+            first = next((parts for role, parts, _ in read if role == "user"), read[0][1])
+            first[:0] = [(kind, None)] * len(given)  # nobody said where: before the first question
+            open_places = [(first, i) for i in range(len(given))]
+        if len(open_places) != len(given):
+            raise BadSample(
+                f"{where}: {len(open_places)} places for {kind}s (<{kind}> or a part without a name) and"
+                f" {len(given)} "
+                f'in "{kind}s"; give one for each',
+                "missing_member",
+            )
+        for (parts, i), reference in zip(open_places, given, strict=True):
+            parts[i] = (kind, reference)
+
+
+def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
+    if kind == "text":
+        return Text(value)
+    if isinstance(value, Mapping):  # datasets write {"bytes": ..., "path": ...}
+        value = value.get("path") or value.get("url")
+    if not isinstance(value, str) or not value:
+        raise BadSample(f"{here}: {kind} {value!r:.60}; expected a path or a data: URI", "missing_member")
+    found: bytes | Path
+    if value.startswith("data:"):
+        found = _inline(value, here)
+    elif re.match(r"[a-z][a-z0-9+.-]*://", value):
+        raise BadSample(f"{here}: {kind} {value[:80]}; fetch it and name the file", "missing_member")
+    else:
+        found = file_below(media.folder, value, f"{here}: {kind}")
+    if kind == "image":
+        return Image(found)
+    return VideoFile(found, max_frames=media.max_frames, fps=media.fps)
+
+
+def _inline(uri: str, here: str) -> bytes:
+    try:
+        return base64.b64decode(uri.partition(",")[2], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadSample(f"{here}: a data: URI that is not base64 ({error})", "bad_json") from None
+
+
+def _message(role: str, content: tuple[Segment, ...], turn: Mapping[str, Any], number: int) -> Message:
+    calls = turn.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, expected a list")
+    thinking = turn.get("reasoning_content")
+    if thinking is not None and not isinstance(thinking, str):
+        raise DataError(
+            f"message {number}: reasoning_content is {type(thinking).__name__}, expected a string"
+        )
+    message = Message(
+        role,
+        content,
+        thinking=thinking,
+        calls=tuple(call_from(call, number) for call in calls),
+        tool=str(turn.get("name") or "") if role == "tool" else "",
+        index=int(turn.get("index") or 1),
+    )
+    return replace(message, weight=float(turn["weight"])) if "weight" in turn else message
+
+
+def parse_row(line: bytes, where: str) -> Any:
+    """A line of a .jsonl as JSON; raises BadSample (encoding, bad_json)."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadSample(f"{where}: not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
+    except (ValueError, RecursionError) as error:
+        raise BadSample(f"{where}: not valid JSON ({error})", "bad_json") from None

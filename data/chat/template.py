@@ -1,0 +1,310 @@
+"""Chat: messages as one open or closed document, in the format a model was trained on.
+
+    chat   [BOS] then for every message  <|open|>message role="user"<|sep|> content
+           <|close|>message<|sep|><|end_of_msg|> (Kimi K3's media and message tokens; the jinja form of the
+           same stands in tokenizer_config.json)
+    qa     the form of the pretraining sources: pictures, then "\\nQ: question\\nA:" and " answer"; system
+           text comes first
+
+In the chat form an assistant that thinks or calls tools writes K3's channels in place of plain content, and a
+tool answers with a message of its own (K3's encoder puts every assistant message in channels; ours only those
+that need them):
+
+    <|open|>think<|sep|> ... <|close|>think<|sep|><|open|>response<|sep|> ... <|close|>response<|sep|>
+    <|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument key="code"
+    type="string"<|sep|> ... <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|> <|open|>message
+    role="tool" tool="python" index="1"<|sep|> ... <|close|>message<|sep|><|end_of_msg|>
+
+Only what the assistant says has loss weight, with the tokens that end its message; what a tool says has none.
+Strings that look like special tokens inside a message stay text. data/chat/parse.py reads an assistant's
+message back.
+
+Legend: n tokens, P patches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from earlyfusion.data.decode_config import DecodeConfig
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.loading.encode import Encoded, encode
+from earlyfusion.data.sample import Image, Regions, Sample, Segment, Special, Text, Video, VideoFile
+from earlyfusion.data.sources.easy_vqa import answer_text, question_text
+from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, write_atomically
+from earlyfusion.vision.config import VisionConfig
+
+Template = Literal["chat", "qa"]
+Wording = Literal["chat", "qa", "plain"]
+ROLES = ("system", "user", "assistant", "tool")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool: JSON values by argument name."""
+
+    tool: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (self.tool, *self.arguments):
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise DataError(
+                    f"tool call with the name {name!r}: expected letters, digits, '_', '.' and '-'"
+                )
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn: who speaks, and text, pictures and videos in order.
+
+    An assistant may have thought (`thinking`, None: no such channel) and may end with `calls`. A message of
+    role "tool" may name the `tool` that answers, and which call of the message before it (`index`, from 1).
+    """
+
+    role: str
+    content: tuple[Segment, ...]
+    thinking: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    tool: str = ""
+    index: int = 1
+    weight: float = 1.0
+    """Loss weight of an assistant's message; the other roles have none."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise DataError(f"message role {self.role!r}: expected one of {', '.join(ROLES)}")
+        if self.role != "assistant" and (self.calls or self.thinking is not None):
+            raise DataError(
+                f"a message of role {self.role!r} with thinking or tool calls: only an assistant's has them"
+            )
+        if self.tool and (self.role != "tool" or not _NAME.fullmatch(self.tool)):
+            raise DataError(
+                f"message of role {self.role!r} from tool {self.tool!r}: expected role 'tool' and a plain"
+                " name"
+            )
+        if not 0 <= self.weight < float("inf"):
+            raise DataError(
+                f"message of role {self.role!r} with the weight {self.weight}: expected 0 or more"
+            )
+
+    @property
+    def text(self) -> str:
+        """All text of the message."""
+        return "".join(segment.text for segment in self.content if isinstance(segment, Text))
+
+
+TEMPLATE_FILE = "chat_template.jinja"
+"""The file by which a model directory says that it speaks chat."""
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A tokenizer as a chat stage saves it (`model.hub.save_model`): with TEMPLATE_FILE beside its own
+    files."""
+
+    tokenizer: Tokenizer
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the tokenizer's files and the template."""
+        folder = self.tokenizer.save(directory)
+        write_atomically(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
+        return folder
+
+
+def template_of(model_dir: str | Path) -> Template:
+    """The form a model directory speaks: "chat" when it holds TEMPLATE_FILE (written by a chat stage), else
+    "qa"."""
+    return "chat" if (Path(model_dir) / TEMPLATE_FILE).is_file() else "qa"
+
+
+def encode_chat(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    vision: VisionConfig,
+    *,
+    template: Template = "chat",
+    add_generation_prompt: bool = True,
+    key: str = "chat",
+    decode: DecodeConfig | None = None,
+) -> Encoded:
+    """Messages -> Encoded (ids int64 [n], uint8 patches [P, 3, p, p]).
+
+    With `add_generation_prompt` the document stays open where the assistant is to speak; without it, it is
+    closed with [EOS], for training. Raises DataError without a message, BadSample for media that cannot be
+    read.
+    """
+    sample = chat_sample(messages, source="chat", key=key, template=template)
+    if not add_generation_prompt:
+        return encode(sample, tokenizer, vision, decode=decode)
+    if template == "chat":
+        sample = replace(sample, segments=[*sample.segments, *_opening(Message("assistant", ()))])
+    elif messages[-1].role != "user":
+        raise DataError(
+            f"the last message is of role {messages[-1].role!r}; the model answers a user's message"
+        )
+    return encode(sample, tokenizer, vision, eos=False, decode=decode)
+
+
+def chat_sample(messages: Sequence[Message], *, source: str, key: str, template: Wording = "chat") -> Sample:
+    """A whole conversation as one Sample, for sources: `encode` adds [BOS] and [EOS] and needs to know
+    nothing of chat.
+
+    template: "chat", "qa" (question and answer marks of pretraining), or "plain": the contents one after the
+    other, every character as it stands. Raises DataError for no message, and outside "chat" for thinking and
+    tool calls.
+    """
+    if not messages:
+        raise DataError("a chat needs at least one message")
+    segments: list[Segment] = []
+    media = 0
+    for message in messages:
+        parts = {"chat": _chat_parts, "qa": _qa_parts, "plain": _plain_parts}[template](message)
+        # Regions count the media of their own message; in the document they count all before them too.
+        segments += [
+            replace(part, media=part.media + media) if isinstance(part, Regions) else part for part in parts
+        ]
+        media += sum(isinstance(part, Image | Video | VideoFile) for part in parts)
+    return Sample(segments, source, key)
+
+
+def _chat_parts(message: Message) -> list[Segment]:
+    loss = message.weight if message.role == "assistant" else 0.0
+    content = [
+        replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content
+    ]
+    if message.thinking is not None or message.calls:
+        body = _element("think", [Text(message.thinking, loss)], loss) if message.thinking is not None else []
+        body += _element("response", content, loss)
+        if message.calls:
+            calls = [part for i, call in enumerate(message.calls) for part in _call(call, i + 1, loss)]
+            body += _element("tools", calls, loss)
+    else:
+        body = content
+    return [*_opening(message), *body, *_end("message", loss), Special(END_OF_MSG, loss)]
+
+
+def _opening(message: Message) -> list[Segment]:
+    header = f'message role="{message.role}"'
+    if message.tool:
+        header += f' tool="{message.tool}" index="{message.index}"'
+    return [Special(OPEN), Text(header, 0.0), Special(SEP)]
+
+
+def _element(name: str, content: Sequence[Segment], loss: float, attributes: str = "") -> list[Segment]:
+    """A part of an assistant's message, markup included in what is learned."""
+    return [
+        Special(OPEN, loss),
+        Text(name + attributes, loss),
+        Special(SEP, loss),
+        *content,
+        *_end(name, loss),
+    ]
+
+
+def _end(name: str, loss: float) -> list[Segment]:
+    return [Special(CLOSE, loss), Text(name, loss), Special(SEP, loss)]
+
+
+def _call(call: ToolCall, index: int, loss: float) -> list[Segment]:
+    content: list[Segment] = []
+    for key, value in call.arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        content += _element("argument", [Text(text, loss)], loss, f' key="{key}" type="{_json_type(value)}"')
+    return _element("call", content, loss, f' tool="{call.tool}" index="{index}"')
+
+
+def _json_type(value: Any) -> str:
+    kinds = (
+        (str, "string"),
+        (bool, "boolean"),
+        (int | float, "number"),
+        (type(None), "null"),
+        (Mapping, "object"),
+    )
+    return next((name for kind, name in kinds if isinstance(value, kind)), "array")
+
+
+def _plain_parts(message: Message) -> list[Segment]:
+    _words_only(message, "plain")
+    loss = message.weight if message.role == "assistant" else 0.0
+    return [
+        replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content
+    ]
+
+
+def _words_only(message: Message, form: str) -> None:
+    if message.calls or message.thinking is not None:
+        raise DataError(
+            f"the {form} form has no thinking and no tool calls; train the model on the chat form (a chat"
+            " stage)"
+        )
+
+
+def _qa_parts(message: Message) -> list[Segment]:
+    _words_only(message, "qa")
+    media: list[Segment] = [segment for segment in message.content if not isinstance(segment, Text)]
+    if message.role == "user":
+        return [*media, Text(question_text(message.text.strip()), 0.0)]
+    if message.role == "assistant":
+        return [Text(answer_text(message.text.strip()), 1.0)]
+    return [*media, Text(message.text, 0.0)]
+
+
+def messages_from(turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[Message]:
+    """[{"role": ..., "content": str}, ...] as Messages; raises DataError for other shapes.
+
+    As in the OpenAI form, an assistant's turn may hold "reasoning_content" and "tool_calls" ({"function":
+    {"name", "arguments"}}, arguments an object or its JSON) with content null, and a tool's turn a "name" and
+    an "index". `tools`: declarations, for a system message before all others.
+    """
+    messages = [tools_message(tools)] if tools else []
+    for number, turn in enumerate(turns):
+        content, calls = turn.get("content"), turn.get("tool_calls") or []
+        if content is None and calls:
+            content = ""
+        if not isinstance(content, str) or "role" not in turn:
+            raise DataError(
+                f"message {number}: expected {{'role': str, 'content': str}}, got keys {sorted(turn)}"
+            )
+        messages.append(
+            Message(
+                turn["role"],
+                (Text(content),),
+                thinking=turn.get("reasoning_content"),
+                calls=tuple(call_from(call, number) for call in calls),
+                tool=str(turn.get("name") or "") if turn["role"] == "tool" else "",
+                index=int(turn.get("index") or 1),
+            )
+        )
+    return messages
+
+
+def tools_message(tools: Sequence[Any]) -> Message:
+    """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadSample("tools: expected a list of objects, declarations in the OpenAI form", "bad_json")
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+    return Message("system", (Text("\n".join(["# Tools", *lines])),))
+
+
+def call_from(call: Any, number: int) -> ToolCall:
+    """A tool call in the OpenAI form, with or without its "function"; raises DataError naming message
+    `number`."""
+    inner = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = inner.get("arguments", {})
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping) or "name" not in inner:
+        raise DataError(
+            f"message {number}: a tool call is {{'function': {{'name': str, 'arguments': object or JSON}}}}"
+        )
+    return ToolCall(inner["name"], dict(arguments))

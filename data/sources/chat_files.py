@@ -1,0 +1,70 @@
+"""Conversations from files: one a line of .jsonl (also .gz, .zst), in the form that data/chat/rows.py
+describes.
+
+`path` is a file, a folder, a glob or braces. Pictures are named relative to the folder of their file, or to
+the option `media`. A row is read by its number, so order, sharing among ranks and exact resume are those of
+every other source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from earlyfusion.data.chat.rows import Media, messages_of, parse_row
+from earlyfusion.data.chat.template import Wording, chat_sample
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.sample import Sample
+from earlyfusion.data.shards.fetch import as_local, short_names
+from earlyfusion.data.shards.split import Split
+from earlyfusion.data.sources.text_files import LINES, RowFiles, TextTable, find_files
+from earlyfusion.data.vocabulary import cache_root
+
+
+class ChatFiles(RowFiles):
+    """One conversation a line, in the form of the option `template`; only the assistant's messages are
+    learned."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        options = config.typed
+        self.template: Wording = options.template
+        cache = Path(options.cache_dir).expanduser() if options.cache_dir else cache_root() / "text"
+        try:
+            self.urls = [url for url in find_files(str(config.path)) if url.lower().endswith(LINES)]
+            if not self.urls:
+                raise DataError(f"no chat file at {config.path}: expected {', '.join(LINES)}")
+            self.tables = [TextTable(url, field="messages", chunk_bytes=0, cache=cache) for url in self.urls]
+        except DataError as error:
+            raise DataError(f"source {self.name!r}: {error}") from None
+        self.media = [
+            Media(_folder(url, options.media), max_frames=options.max_frames, fps=options.fps)
+            for url in self.urls
+        ]
+        self.names = short_names(self.urls)
+        self.split = Split(self.names, [len(table) for table in self.tables], val_fraction)
+
+    def _read(self, file: int, position: int) -> Sample:
+        where = f"{self.names[file]}:{position + 1}"
+        row = parse_row(self.tables[file].raw(position), where)
+        messages = messages_of(row, where, self.media[file])
+        try:
+            return chat_sample(messages, source=self.name, key=where, template=self.template)
+        except BadSample:
+            raise
+        except DataError as error:
+            raise BadSample(f"{where}: {error}", "bad_json") from None
+
+    def contents(self) -> Iterator[object]:
+        for name, table in zip(self.names, self.tables):
+            yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"
+        if self.template != "chat":
+            yield self.template
+
+
+def _folder(url: str, given: str | None) -> Path:
+    if given is not None:
+        return Path(given).expanduser()
+    local = as_local(url)
+    return local.parent if local is not None else Path(".")

@@ -1,0 +1,123 @@
+"""easy-VQA (PyPI package `easy-vqa`, MIT): 4,000 / 1,000 pictures of 64x64 with 38,575 / 9,673 questions.
+
+The package's own split is kept: training never opens the test folder. One sample is one picture with several
+of its questions, drawn anew each epoch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as PILImage
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
+from earlyfusion.data.sources.registry import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a split with all its questions and answers."""
+
+    index: int
+    path: Path
+    questions: tuple[tuple[str, str], ...]
+
+
+def question_text(question: str) -> str:
+    """How a question stands in a document, up to where the answer begins."""
+    return f"\nQ: {question}\nA:"
+
+
+def answer_text(answer: str) -> str:
+    """How an answer stands in a document: one leading space, so that most answers are one token."""
+    return f" {answer}"
+
+
+@lru_cache(maxsize=2)
+def load_split(split: str) -> tuple[Picture, ...]:
+    """All pictures of "train" or "test" in order of their number; raises DataError when the package is
+    missing."""
+    spec = importlib.util.find_spec("easy_vqa")
+    if spec is None or spec.origin is None:
+        raise DataError("package easy-vqa is not installed; run: pip install easy-vqa")
+    root = Path(spec.origin).parent / "data" / split
+    try:
+        entries = json.loads((root / "questions.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"easy-vqa: {root / 'questions.json'} cannot be read ({error}); reinstall easy-vqa"
+        ) from None
+    asked: dict[int, list[tuple[str, str]]] = {}
+    for question, answer, picture in entries:
+        asked.setdefault(picture, []).append((question, answer))
+    return tuple(Picture(i, root / "images" / f"{i}.png", tuple(asked[i])) for i in sorted(asked))
+
+
+@cache
+def _pixels(path: Path) -> np.ndarray:
+    """uint8 [64, 64, 3]; 12 kB each, so that a PNG is decoded once and not every epoch."""
+    return np.asarray(open_picture(path).convert("RGB"))
+
+
+def picture_of(entry: Picture) -> Image:
+    """The picture as a segment (decoded once, kept in memory)."""
+    return Image(PILImage.fromarray(_pixels(entry.path)))
+
+
+class EasyVqa(Source):
+    """One picture, then `questions_per_image` of its questions with answers, in an order of the epoch's
+    own."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        self._options = config.typed
+        self._train = load_split("train")
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def _sample(self, entry: Picture, questions: Sequence[tuple[str, str]], key: str) -> Sample:
+        segments: list[Segment] = [picture_of(entry)]
+        for question, answer in questions:
+            segments.append(Text(question_text(question), self._options.question_loss))
+            segments.append(Text(answer_text(answer)))
+        return Sample(segments, self.name, key)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        entry = self._train[index]
+        questions = list(entry.questions)
+        random.Random(f"{self.seed}/easy_vqa/{epoch}/{index}").shuffle(questions)
+        return self._sample(
+            entry, questions[: self._options.questions_per_image or None], f"train/{entry.index}"
+        )
+
+    def heldout_len(self) -> int:
+        return len(load_split("test"))
+
+    def heldout(self, index: int) -> Sample:
+        """A picture of the official test split with one of its questions, so that no answer gives another
+        away."""
+        entry = load_split("test")[index]
+        chosen = random.Random(f"easy_vqa/test/{index}").choice(entry.questions)
+        return self._sample(entry, [chosen], f"test/{entry.index}")
+
+    def contents(self) -> Iterator[object]:
+        yield len(self._train)
+        yield sum(len(entry.questions) for entry in self._train)
+
+    def texts(self, index: int) -> list[str]:
+        entry = self._train[index]
+        return [
+            text
+            for question, answer in entry.questions
+            for text in (question_text(question), answer_text(answer))
+        ]

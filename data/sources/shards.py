@@ -1,0 +1,69 @@
+"""Webdataset shards as a source: any sample at once by its number, whatever was read before.
+
+`path` names the shards (data/shards/fetch.py: folder, glob, braces, URL, pipe:command), or the option
+`shards` lists them. Held-out samples are spread evenly over every shard (data/shards/split.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.formats.build import build, chosen_format
+from earlyfusion.data.sample import Sample
+from earlyfusion.data.shards.read import Shards
+from earlyfusion.data.shards.split import Split
+from earlyfusion.data.sources.registry import Source
+
+
+class WebDataset(Source):
+    """The samples of all shards in the order of the tar files."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        self.options = config.typed
+        try:
+            self.shards = Shards(
+                config.path,
+                listed=self.options.shards,
+                cache=self.options.cache_dir,
+                remote=self.options.remote,
+            )
+        except DataError as error:
+            raise DataError(f"source {self.name!r}: {error}") from None
+        if (
+            self.options.format == "auto"
+        ):  # what prepare --format chose holds, unless the recipe names another
+            self.options = self.options.model_copy(update={"format": chosen_format(self.shards.manifest)})
+        self.split = Split(self.shards.names, self.shards.counts, val_fraction)
+
+    def __len__(self) -> int:
+        return self.split.train_len
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self._read(*self.split.train(index), epoch)
+
+    def locate(self, index: int) -> tuple[str, str]:
+        shard, position = self.split.train(index)
+        try:
+            key = self.shards.group(shard, position).key
+        except BadSample:
+            key = f"sample {position}"
+        return self.shards.names[shard], key
+
+    def heldout_len(self) -> int:
+        return self.split.heldout_len
+
+    def heldout(self, index: int) -> Sample:
+        return self._read(*self.split.heldout(index), 0)
+
+    def _read(self, shard: int, position: int, epoch: int) -> Sample:
+        group = self.shards.group(shard, position)
+        return Sample(build(group, self.options, epoch), self.name, f"{self.shards.names[shard]}/{group.key}")
+
+    def contents(self) -> Iterator[object]:
+        manifest = self.shards.manifest
+        for number, (name, count) in enumerate(zip(self.shards.names, self.shards.counts)):
+            known = manifest["shards"][number] if manifest else self.shards.index(number).header
+            yield f"{name} {count} {known['bytes']} {known.get('sha256')}"

@@ -1,0 +1,182 @@
+"""Text that every Python carries: its own reference manual in English, and the sources of the standard
+library."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.loading.order import digest64, held_out
+from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.sources.registry import Source
+
+
+class Pydoc(Source):
+    """The topics of `pydoc_data` (79 chapters of the language reference, 465 kB), about `val_fraction` of the
+    bytes held out."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        self._topics = topics = _topics()
+        held = _heldout_topics(topics, val_fraction)
+        self._held = [name for name in sorted(topics) if name in held]
+        self._train = [name for name in sorted(topics) if name not in held]
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def _sample(self, name: str) -> Sample:
+        return Sample([Text(self._topics[name])], self.name, name)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self._sample(self._train[index])
+
+    def heldout_len(self) -> int:
+        return len(self._held)
+
+    def heldout(self, index: int) -> Sample:
+        return self._sample(self._held[index])
+
+    def contents(self) -> Iterator[object]:
+        for name in self._train:
+            yield f"{name} {len(self._topics[name])}"
+
+
+@lru_cache(maxsize=1)
+def _topics() -> dict[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise DataError(
+            "this Python has no pydoc_data.topics (some distributions cut it out); use another source of"
+            " text, for example kind = 'folder'"
+        ) from None
+    return dict(topics)
+
+
+_SHARED_PARAGRAPH_CHARS = 80
+
+
+def _families(topics: dict[str, str]) -> list[list[str]]:
+    """Topics that share a paragraph: the manual gives whole sections again under other names ("if" inside
+    "compound")."""
+    family = {name: [name] for name in topics}
+    owner: dict[str, str] = {}
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if len(words) < _SHARED_PARAGRAPH_CHARS:
+                continue
+            other = owner.setdefault(words, name)
+            if family[other] is not family[name]:
+                joined = family[other] + family[name]
+                family.update(dict.fromkeys(joined, joined))
+    return [sorted(members) for name, members in sorted(family.items()) if name == min(members)]
+
+
+def _heldout_topics(topics: dict[str, str], fraction: float) -> set[str]:
+    """Whole families in hash order, as many as fit in `fraction` of the characters."""
+    room = fraction * sum(map(len, topics.values()))
+    held: set[str] = set()
+    for members in sorted(_families(topics), key=lambda members: digest64("pydoc", members[0])):
+        size = sum(len(topics[name]) for name in members)
+        if size <= room:
+            held.update(members)
+            room -= size
+    return held
+
+
+# Left out of the standard library: what is not library code, and pydoc_data, whose held-out topics must stay
+# unseen.
+_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "pydoc_data",
+    "__pycache__",
+    "lib2to3",
+}
+_EXCLUDED |= {"encodings", "turtledemo", "ensurepip"}
+
+
+class StdlibCode(Source):
+    """Python sources of the running standard library, as chunks of about `chunk_bytes`; files are held out by
+    name."""
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        super().__init__(config, seed=seed, val_fraction=val_fraction)
+        options = config.typed
+        train: list[tuple[str, str]] = []
+        held: list[tuple[str, str]] = []
+        for name, text in _library(options.total_bytes):
+            side = held if held_out(f"stdlib/{name}", val_fraction) else train
+            side.extend(
+                (f"{name}#{i}", chunk) for i, chunk in enumerate(chunks_of_lines(text, options.chunk_bytes))
+            )
+        self._train, self._held = train, held
+
+    def __len__(self) -> int:
+        return len(self._train)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        key, text = self._train[index]
+        return Sample([Text(text)], self.name, key)
+
+    def heldout_len(self) -> int:
+        return len(self._held)
+
+    def heldout(self, index: int) -> Sample:
+        key, text = self._held[index]
+        return Sample([Text(text)], self.name, key)
+
+    def contents(self) -> Iterator[object]:
+        for key, text in self._train:
+            yield f"{key} {len(text)}"
+
+
+@lru_cache(maxsize=4)
+def _library(total_bytes: int) -> tuple[tuple[str, str], ...]:
+    """(relative path, text) of library files in hash order until `total_bytes` are reached."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    kept = [str(name.as_posix()) for name in names if not _EXCLUDED & set(name.parts)]
+    files, used = [], 0
+    for name in sorted(kept, key=lambda name: digest64("stdlib", name)):
+        if used >= total_bytes:
+            break
+        try:
+            text = (root / name).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue  # a handful of files in other encodings
+        if text.strip():
+            files.append((name, text))
+            used += len(text.encode())
+    if not files:
+        raise DataError(
+            f"no Python sources under {root} (a compiled-only installation?); use kind = 'folder'"
+        )
+    return tuple(files)
+
+
+def chunks_of_lines(text: str, size: int) -> list[str]:
+    """Cut at line ends into chunks of at most `size` UTF-8 bytes (one longer line stays whole); joined they
+    are `text`."""
+    chunks: list[str] = []
+    current: list[str] = []
+    used = 0
+    for line in text.splitlines(keepends=True):
+        width = len(line.encode())
+        if current and used + width > size:
+            chunks.append("".join(current))
+            current, used = [], 0
+        current.append(line)
+        used += width
+    if current:
+        chunks.append("".join(current))
+    return chunks

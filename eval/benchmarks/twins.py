@@ -1,0 +1,146 @@
+"""Text twins: a picture's graph told in words, with everything in it that a question may ask for.
+
+    scene   "picture 64 x 48, white background" and one line an object: "small red circle [12, 30, 24, 42]"
+    board   "board of 2 rows and 3 columns" and "a red square at row 1, column 2", one line a cell
+    chart   "bar chart with 3 values" and "A has the value 4", one line a value
+    sign    the text in quotes, its colour and ground
+    clip    one line a frame: its time and where every object is
+
+The same question has the same answer with the picture and with its twin; the difference of the two scores is
+what reading the picture costs, and a model trained on pictures that gets better on twins has carried
+something over. The task `twins` asks the questions of all visual tasks in words alone, so that a model
+without eyes can take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.synth import describe
+from earlyfusion.data.synth.charts import Chart
+from earlyfusion.data.synth.clips import Clip
+from earlyfusion.data.synth.grid import Board
+from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.words import Sign
+from earlyfusion.eval.protocol import GenerateRequest, Question, Record, TaskOptions
+
+Graph = Scene | Board | Chart | Sign | Clip
+
+
+def twin(graph: Graph) -> str:
+    """The graph in words. Raises TypeError for anything that is no graph of data/synth."""
+    if isinstance(graph, Scene):
+        return describe.twin(graph)  # the form that training uses in a picture's place
+    for kind, tell in ((Board, _board), (Chart, _chart), (Sign, _sign), (Clip, _clip)):
+        if isinstance(graph, kind):
+            return tell(graph)  # type: ignore[arg-type]
+    raise TypeError(f"{type(graph).__name__} has no text twin; expected Scene, Board, Chart, Sign or Clip")
+
+
+def _board(board: Board) -> str:
+    lines = [f"board of {board.rows} rows and {board.columns} columns"]
+    for r, row in enumerate(board.cells):
+        lines += [
+            f"{describe.article(colour)} square at row {r + 1}, column {c + 1}"
+            for c, colour in enumerate(row)
+        ]
+    return "\n".join(lines)
+
+
+def _chart(chart: Chart) -> str:
+    lines = [f"{chart.kind} chart with {len(chart.values)} values"]
+    return "\n".join(
+        lines + [f"{label} has the value {value}" for label, value in zip(chart.labels, chart.values)]
+    )
+
+
+def _sign(sign: Sign) -> str:
+    return (
+        f'the text "{sign.text}" in {sign.colour} letters on {describe.article(sign.background)} background'
+    )
+
+
+def _clip(clip: Clip) -> str:
+    lines = [f"clip {clip.width} x {clip.height}, {clip.background} background"]
+    standing = ""
+    if clip.standing is not None and clip.standing_box is not None:
+        standing = f"; {' '.join(clip.standing)} {describe.pixels(clip.standing_box)}"
+    for time, box in zip(clip.timestamps, clip.boxes):
+        lines.append(f"{time:.1f} s: {clip.name} {describe.pixels(box)}{standing}")
+    return "\n".join(lines)
+
+
+def twin_prompt(graph: Graph, question: str) -> str:
+    """The twin in the picture's place, then the question as in training."""
+    return twin(graph) + question_text(question)
+
+
+class TwinsTask:
+    """The questions of the visual tasks, told in words alone. Categories: "counting/objects", "chart/value",
+    ..."""
+
+    kind = "generate"
+    version = "1"
+    needs: frozenset[str] = frozenset()
+    private = False
+
+    def __init__(self, options: TaskOptions) -> None:
+        from earlyfusion.eval.benchmarks.video_qa import video_qa
+        from earlyfusion.eval.benchmarks.visual import PICTURE_TASKS
+
+        self.name = "twins"
+        self.options = options
+        self.parts = {
+            name: factory(options) for name, factory in {**PICTURE_TASKS, "video_qa": video_qa}.items()
+        }
+
+    def data_hash(self) -> str:
+        """Over the data of all parts."""
+        from hashlib import sha256
+
+        return sha256("\n".join(part.data_hash() for part in self.parts.values()).encode()).hexdigest()
+
+    def prepare(self, model: Any) -> None:
+        """Nothing to prepare."""
+
+    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+        """Questions of the parts in turn, so that every limit holds all kinds."""
+        share = None if limit is None else -(-limit // len(self.parts))
+        streams = [(name, list(part.questions(share, shots, seed))) for name, part in self.parts.items()]
+        longest = max(len(questions) for _, questions in streams)
+        merged = [
+            Question(
+                id=f"twins/{questions[i].id}",
+                prompt=twin_prompt(questions[i].meta["item"].graph, questions[i].meta["item"].question),
+                target=questions[i].target,
+                category=f"{name}/{questions[i].category}",
+                meta={**questions[i].meta, "part": name},
+            )
+            for i in range(longest)
+            for name, questions in streams
+            if i < len(questions)
+        ]
+        return merged if limit is None else merged[:limit]
+
+    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
+        """One request: the twin and the question."""
+        return [self.parts[question.meta["part"]].generate_request(question.prompt, question.id, repeat)]
+
+    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+        """As the visual task scores it."""
+        return self.parts[question.meta["part"]].judged(question, outputs[0])
+
+    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Score in all and by category, beside the constant answer; the kinds' own metrics by category
+        only."""
+        from earlyfusion.eval.benchmarks.visual_base import aggregate
+
+        own = {name for record in records for name in record["metrics"]}
+        return {name: value for name, value in aggregate(records, views=()).items() if name not in own}
+
+
+def twins(options: TaskOptions) -> TwinsTask:
+    """Factory of the task `twins`."""
+    return TwinsTask(options)

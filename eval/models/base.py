@@ -1,0 +1,78 @@
+"""What --model may be: a model directory of ours, hf:PATH (any transformers causal LM, also GGUF), or
+http(s)://..."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earlyfusion.eval.protocol import EvalError, Model
+from earlyfusion.model.hub.config import MODEL_TYPE, model_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def open_model(
+    given: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    batch_size: int = 16,
+    batch_tokens: int = 4096,
+    chat: bool | None = None,
+    endpoint_model: str | None = None,
+    exact: bool = False,
+) -> Model:
+    """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an
+    answer does not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a
+    model directory as it was trained, others without. Raises EvalError when there is no such model."""
+    wanted = None if dtype == "auto" else DTYPES.get(dtype)
+    if dtype != "auto" and wanted is None:
+        raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
+    if given.startswith(("http://", "https://")):
+        from earlyfusion.eval.models.http import EndpointModel
+
+        return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
+    options: dict[str, Any] = {"device": usable_device(device), "dtype": wanted}
+    options |= {"batch_size": batch_size, "batch_tokens": batch_tokens}
+    if given.startswith("hf:"):
+        from earlyfusion.eval.models.hf import load_hf
+
+        return _set(load_hf(given[3:], chat=bool(chat), **options), exact)
+    folder = model_folder(given)
+    kind = _kind(folder)
+    if kind != MODEL_TYPE:
+        hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
+        raise EvalError(
+            f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}"
+        )
+    from earlyfusion.eval.models.own import load_own
+
+    return _set(load_own(folder, chat=chat, **options), exact)
+
+
+def _set(model: Any, exact: bool) -> Any:
+    model.one_by_one = exact
+    return model
+
+
+def _kind(folder: Path) -> str | None:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(found.get("model_type"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+
+
+def usable_device(name: str) -> str:
+    """The device, "auto" resolved; raises EvalError when torch cannot use it."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise EvalError(f"--device {name}: not usable here ({str(error).splitlines()[0]}); try cpu") from None
+    return name

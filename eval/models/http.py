@@ -1,0 +1,197 @@
+"""An OpenAI-compatible endpoint as a Model: /v1/completions for text, /v1/chat/completions for pictures and
+with --chat.
+
+Log-likelihoods need a server that echoes prompts with their log-probabilities (`echo`, `logprobs`), as vLLM
+and llama.cpp do; servers that do not are told apart by one request and refused for such tasks. The key, where
+one is needed, is read from the environment variable OPENAI_API_KEY and is never written anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from earlyfusion.data.sample import Image, Text, open_picture
+from earlyfusion.eval.protocol import (
+    EvalError,
+    GenerateRequest,
+    Generation,
+    LogProb,
+    Prompt,
+    RollingRequest,
+    ScoreRequest,
+    prompt_text,
+)
+
+TRIES, FIRST_WAIT_S = 5, 0.5
+RETRIED = {408, 409, 429, 500, 502, 503, 504}
+
+
+class EndpointModel:
+    """See the file's head. url: up to and with /v1. model: the name to ask for; None takes the server's
+    first.
+
+    concurrent: requests in flight. chat: prompts as the user's message. max_length: of the served model, if
+    known.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        concurrent: int = 8,
+        chat: bool = False,
+        max_length: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.url = url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
+        self.concurrent, self.chat, self.max_length, self.timeout_s = concurrent, chat, max_length, timeout_s
+        self.capabilities = frozenset({"text", "image", "score", "generate"})
+        self.name = model or self._first_model()
+
+    def _first_model(self) -> str:
+        listed = self._call("GET", "/models", None).get("data") or []
+        if not listed:
+            raise EvalError(f"{self.url}/models lists no model; give its name with --endpoint-model")
+        return str(listed[0]["id"])
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(TRIES):
+            request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                if error.code not in RETRIED or attempt + 1 == TRIES:
+                    said = error.read(400).decode("utf-8", "replace")
+                    raise EvalError(
+                        f"{self.url}{path}: HTTP {error.code}: {' '.join(said.split())}"
+                    ) from None
+            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+                if attempt + 1 == TRIES:
+                    raise EvalError(
+                        f"{self.url}{path}: no answer ({error}); is the server running?"
+                    ) from None
+            except ValueError:
+                raise EvalError(
+                    f"{self.url}{path}: the answer is not JSON; is this an OpenAI-compatible URL?"
+                ) from None
+            time.sleep(FIRST_WAIT_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def _all(self, function: Callable[[Any], Any], requests: Sequence[Any]) -> list[Any]:
+        with ThreadPoolExecutor(max(1, min(self.concurrent, len(requests)))) as pool:
+            return list(pool.map(function, requests))
+
+    def count_tokens(self, text: str) -> int:
+        """The server is not asked: about one token for every three bytes, which is more than most tokenizers
+        give."""
+        return len(text.encode("utf-8")) // 3 + 1
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """See Model."""
+        return self._all(self._generate, requests)
+
+    def _generate(self, request: GenerateRequest) -> Generation:
+        media = not isinstance(request.prompt, str) and not all(
+            isinstance(part, Text) for part in request.prompt
+        )
+        body: dict[str, Any] = {
+            "model": self.name,
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+        }
+        if request.stop:
+            body["stop"] = list(request.stop)[:4]
+        if media or self.chat:
+            content = content_parts(request.prompt) if media else prompt_text(request.prompt)
+            body["messages"] = [{"role": "user", "content": content}]
+            answer = self._call("POST", "/chat/completions", body)
+            text = answer["choices"][0]["message"]["content"] or ""
+        else:
+            body["prompt"] = prompt_text(request.prompt)
+            answer = self._call("POST", "/completions", body)
+            text = answer["choices"][0]["text"]
+        cuts = [place for stop in request.stop if (place := text.find(stop)) >= 0]
+        finish = "stop" if cuts or answer["choices"][0].get("finish_reason") == "stop" else "length"
+        tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
+        return Generation(text[: min(cuts)] if cuts else text, int(tokens), finish)
+
+    def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
+        """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
+        return self._all(self._score, requests)
+
+    def _score(self, request: ScoreRequest) -> LogProb:
+        context = prompt_text(request.context)
+        return self._echo(context + request.continuation, len(context), request.continuation)
+
+    def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
+        """See Model; the first token is not paid for where the server gives it no probability."""
+        return self._all(lambda request: self._echo(request.text, 0, request.text), requests)
+
+    def _echo(self, text: str, start: int, scored: str) -> LogProb:
+        body = {
+            "model": self.name,
+            "prompt": text,
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 1,
+            "temperature": 0,
+        }
+        found = self._call("POST", "/completions", body)["choices"][0].get("logprobs") or {}
+        values, places = found.get("token_logprobs"), found.get("text_offset")
+        if not values or not places:
+            raise EvalError(
+                f"{self.url}: this server gives no log-probabilities of prompts; choose a generating form"
+            )
+        total, count, greedy = 0.0, 0, True
+        ends = [*places[1:], len(text)]
+        tops = found.get("top_logprobs") or [None] * len(values)
+        for value, end, token, top in zip(values, ends, found.get("tokens") or [None] * len(values), tops):
+            if end <= start or value is None:
+                continue
+            total, count = total + value, count + 1
+            greedy &= bool(top) and max(top, key=top.get) == token
+        return LogProb(total, count, len(scored.encode("utf-8")), greedy)
+
+    def identity(self) -> dict[str, Any]:
+        """Address and model name: the weights behind them are not known."""
+        return {
+            "kind": "endpoint",
+            "path": self.url,
+            "model": self.name,
+            "weights_sha256": None,
+            "chat": self.chat,
+        }
+
+
+def content_parts(prompt: Prompt) -> list[dict[str, Any]]:
+    """Message content for text and pictures (as data URLs). Raises EvalError for video: give its frames as
+    pictures."""
+    parts: list[dict[str, Any]] = []
+    for segment in [Text(prompt)] if isinstance(prompt, str) else prompt:
+        if isinstance(segment, Text):
+            parts.append({"type": "text", "text": segment.text})
+        elif isinstance(segment, Image):
+            buffer = io.BytesIO()
+            open_picture(segment.image).convert("RGB").save(buffer, "PNG")
+            encoded = base64.b64encode(buffer.getvalue()).decode()
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+        else:
+            raise EvalError("an endpoint takes no video here; evaluate video tasks on a model directory")
+    return parts

@@ -1,0 +1,511 @@
+"""A Python tool for models: programs nobody has read, run where they can do no harm.
+
+    with Sandbox() as sandbox:
+        result = sandbox.run("from PIL import Image\\nImage.open('image.png').size", {"image.png": picture})
+        result.reason, result.text      # "ok", "(64, 48)"
+
+Every program has a process, a temporary directory and a Python of its own: nothing is kept from one to the
+next. What stands between it and the machine is described in eval/sandbox/walls.py; where one of those walls
+cannot be had, programs are refused, unless `allow_weaker` is set, and then every result names what stood and
+what did not. Whatever a program does, `run` returns a ProgramResult within the limits, of plain text that can
+be encoded and shown on a terminal; only a sandbox that cannot be used raises. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast
+
+from PIL import Image as PILImage
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.programs import tool_text
+from earlyfusion.eval.sandbox.child import FIRST_UID, IMPORTS
+
+Reason = Literal["ok", "error", "timeout", "memory", "output_limit", "forbidden"]
+REASONS: tuple[Reason, ...] = ("ok", "error", "timeout", "memory", "output_limit", "forbidden")
+_START_S, _GRACE_S = 60.0, 10.0
+_BOOT = """import sys, types
+for name, path in (("earlyfusion", ""), ("earlyfusion.eval", ""), ("earlyfusion.eval.sandbox", sys.argv[1])):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from earlyfusion.eval.sandbox.child import main
+main()
+"""
+"""The server's start: its two or three files, without the package around them, which would take longer to
+load."""
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls of terminals and of writing direction, breaks that only some count as lines, and half characters.
+"""
+_NAMESPACES = (
+    "allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0),"
+    " or start the container with --cap-add SYS_ADMIN and a seccomp profile that lets unshare and mount"
+    " through"
+)
+_REMEDIES = {
+    **dict.fromkeys(("mount", "net", "ipc", "pid"), _NAMESPACES),
+    "landlock": "use a kernel from 5.13 with landlock among its security modules (lsm=landlock,...)",
+    "seccomp": "use x86_64 or aarch64 and a kernel with CONFIG_SECCOMP_FILTER",
+    "keyring": "raise kernel.keys.maxkeys",
+    "uid": "run as an ordinary user, or as root with CAP_SETUID and further users (uid_map)",
+    "rlimits": "let the process set its own limits (prlimit)",
+}
+
+
+class SandboxError(DataError):
+    """The sandbox itself cannot be used (not Linux, no fork, a wall is missing); never caused by a
+    program."""
+
+
+_COUNTS = ("file_bytes", "output_bytes", "disk_bytes", "disk_files", "max_chars")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. Memory is counted beyond that of an idle interpreter."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 5.0
+    memory_mb: float = 512.0
+    file_bytes: int = 4 << 20
+    """Largest file."""
+    output_bytes: int = 1 << 18
+    """A program that writes more to stdout or stderr is stopped."""
+    disk_bytes: int = 64 << 20
+    """Everything in the program's directory, beyond the files it was given."""
+    disk_files: int = 1_000
+    max_chars: int = 4_000
+    """Characters of each stream, and of the value, that are kept."""
+    imports: tuple[str, ...] = IMPORTS
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_mb", *_COUNTS):
+            if not getattr(self, name) > 0:
+                raise DataError(f"sandbox limit {name} = {getattr(self, name)}: expected a positive number")
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program ended. `refused` names what it was denied, also when it caught the refusal and went
+    on."""
+
+    reason: Reason
+    stdout: str = ""
+    stderr: str = ""
+    value: str = ""
+    """repr of the last expression"""
+    error: str = ""
+    refused: tuple[str, ...] = ()
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    layers: tuple[str, ...] = ()
+    """walls that stood: those of eval/sandbox/walls.py, audit, imports"""
+    missing: tuple[str, ...] = ()
+    """walls that should have stood; always () unless the sandbox has allow_weaker"""
+
+    @property
+    def ok(self) -> bool:
+        """The program ended by itself, without an error and without asking for what is forbidden."""
+        return self.reason == "ok"
+
+    @property
+    def weaker(self) -> str:
+        """What a record of this program says of a sandbox with walls missing; "" where none is."""
+        return f"without {', '.join(self.missing)}; with {', '.join(self.layers)}" if self.missing else ""
+
+    @property
+    def text(self) -> str:
+        """What the model reads in its tool turn."""
+        return tool_text(self.stdout, self.value, self.error)
+
+
+class Sandbox:
+    """A server process that starts programs; safe to use from several threads. `counts` counts reasons and
+    refusals.
+
+    allow_weaker: run programs although walls are missing here, and name these in every result.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, allow_weaker: bool = False) -> None:
+        self.limits, self.allow_weaker = limits or Limits(), allow_weaker
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._python_walls = (
+            True  # False leaves the kernel's walls alone, to prove that these hold by themselves
+        )
+        self._numbers = count(os.getpid() % 1000 * 100_000)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the server; a later `run` starts another."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+        self._channel = self._server = None
+
+    def _start(self) -> socket.socket:
+        if self._channel is not None and self._server is not None and self._server.poll() is None:
+            return self._channel
+        self._stop()
+        if not sys.platform.startswith("linux"):
+            raise SandboxError(
+                f"the sandbox needs Linux, this is {sys.platform}; run tool programs on a Linux machine"
+            )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        self._server = subprocess.Popen(
+            # -s -P is -I but for the environment, which is given whole: equal programs print their sets
+            # alike.
+            [sys.executable, "-s", "-P", "-B", "-c", _BOOT, os.path.dirname(__file__), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **single},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+        theirs.close()
+        ours.settimeout(_START_S)
+        try:
+            ready = ours.recv(16)
+        except OSError:
+            ready = b""
+        self._channel = ours
+        if ready != b"ready":
+            self._stop()
+            raise SandboxError(f"the sandbox did not start within {_START_S:.0f} s; its message stands above")
+        return ours
+
+    def check(self) -> ProgramResult:
+        """The result of an empty program, which names the walls that stand. Where some are missing and may
+        be, one line on stderr says so; otherwise, and where programs cannot be run at all, it raises
+        SandboxError."""
+        result = self.run("", limits=replace(self.limits, wall_s=60.0, cpu_s=60.0))
+        if result.reason != "ok":
+            raise SandboxError(f"the sandbox does not run programs here: {result.error or result.stderr}")
+        if result.weaker:
+            print(f"warning: programs run in a weaker sandbox: {result.weaker}", file=sys.stderr, flush=True)
+        return result
+
+    def run(
+        self, code: str, files: Mapping[str, Any] | None = None, limits: Limits | None = None
+    ) -> ProgramResult:
+        """Run `code` as a notebook cell in a directory that holds `files` (name -> bytes, text, path or PIL
+        picture).
+
+        Raises DataError for a file name that is not a plain relative one, SandboxError when no process can be
+        started or a wall is missing; nothing for what a program does.
+        """
+        chosen = limits or self.limits
+        content = {_checked(name): _bytes(value) for name, value in (files or {}).items()}
+        try:
+            folder = os.path.realpath(tempfile.mkdtemp(prefix="program-"))
+            try:
+                uid = _job_uid(next(self._numbers))
+                _mount(content, Path(folder), uid)
+                result = self._run(code, folder, uid, chosen)
+            finally:
+                remove_folder(folder)
+        except OSError as error:
+            raise SandboxError(f"the sandbox cannot start a program: {error}") from error
+        with self._lock:
+            self.counts[result.reason] += 1
+            self.counts.update(f"refused {what}" for what in result.refused)
+        return result
+
+    def map(self, programs: Sequence[tuple[str, Mapping[str, Any]]], workers: int = 2) -> list[ProgramResult]:
+        """Results of (code, files) pairs in order, `workers` at a time."""
+        with ThreadPoolExecutor(max(1, workers)) as pool:
+            return list(pool.map(lambda item: self.run(*item), programs))
+
+    def _run(self, code: str, folder: str, uid: int, limits: Limits) -> ProgramResult:
+        keys = (
+            "wall_s",
+            "cpu_s",
+            "memory_mb",
+            "file_bytes",
+            "disk_bytes",
+            "disk_files",
+            "max_chars",
+            "imports",
+        )
+        job: dict[str, Any] = {"code": code, "folder": folder, "uid": uid, "python_walls": self._python_walls}
+        job |= {"allow_weaker": self.allow_weaker, "mark": secrets.token_hex(16)}
+        job |= {key: getattr(limits, key) for key in keys}
+        with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
+            file.write(json.dumps(job).encode())
+            file.seek(0)
+            source = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, source)
+            reads, writes = {}, []
+            for name in ("stdout", "stderr", "result", "status"):
+                read, write = os.pipe()
+                stack.callback(os.close, read)
+                reads[read] = name
+                writes.append(write)
+            stop = os.pipe()
+            stopper = os.fdopen(stop[1], "wb")
+            stack.callback(stopper.close)
+            try:
+                self._send([file.fileno(), *writes, stop[0], source])
+            finally:
+                for descriptor in (*writes, stop[0]):
+                    os.close(descriptor)
+            data, flooded = _collect(reads, limits, stopper.close)
+        status = _lines(data["status"])
+        missing = status.get("missing")
+        if missing and not self.allow_weaker:
+            raise SandboxError(_refusal(missing))
+        if status and "layers" not in status and not status.get("stopped"):
+            raise SandboxError(f"the sandbox could not build its walls: {_plain(_text(data['stderr']), 300)}")
+        return _result(data, status, job["mark"], limits, flooded)
+
+    def _send(self, descriptors: list[int]) -> None:
+        with self._lock:
+            for attempt in (0, 1):
+                channel = self._start()
+                try:
+                    socket.send_fds(channel, [b"run"], descriptors)
+                    return
+                except OSError as error:
+                    self._stop()
+                    if attempt:
+                        raise SandboxError(f"the sandbox cannot be reached: {error}") from None
+
+
+def _job_uid(number: int) -> int:
+    """A user for one program: far above those of any system, or the last one that this container knows."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [[int(word) for word in line.split()] for line in file]
+    uid = FIRST_UID + number % 100_000_000
+    if any(first <= uid < first + length for first, _, length in ranges):
+        return uid
+    return max(first + length - 1 for first, _, length in ranges)
+
+
+def _checked(name: str) -> str:
+    path = PurePosixPath(name)
+    plain = name and not path.is_absolute() and ".." not in path.parts and len(path.parts) == 1
+    if not plain or "\0" in name or len(name.encode("utf-8", "replace")) > 255 or _UNSAFE.search(name):
+        raise DataError(f"sandbox file {name!r}: expected a plain file name such as 'image.png'")
+    return name
+
+
+def _bytes(content: Any) -> bytes:
+    if isinstance(content, PILImage.Image):
+        buffer = io.BytesIO()
+        content.save(buffer, "PNG")
+        return buffer.getvalue()
+    if isinstance(content, Path):
+        return content.read_bytes()
+    return content.encode("utf-8", "replace") if isinstance(content, str) else bytes(content)
+
+
+def _mount(files: Mapping[str, bytes], folder: Path, uid: int) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+        os.chmod(folder / name, 0o444)
+    if os.geteuid() == 0 and uid:
+        with contextlib.suppress(OSError):  # the wall "uid" is missing then, and says so
+            os.chown(folder, uid, uid)
+
+
+def remove_folder(folder: str) -> None:
+    """Delete a folder, however deep and whatever its modes; never raises. What lies in a folder of it is
+    first moved up beside that folder, so neither the length of a path nor a stack limits it."""
+
+    def take(name: str) -> bool:
+        """Delete one entry of the top, or make it a shallower one; whether that could be done."""
+        try:
+            with contextlib.suppress(IsADirectoryError, PermissionError):
+                os.unlink(name, dir_fd=top)
+                return True
+            os.chmod(name, 0o700, dir_fd=top)
+            inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for entry in os.listdir(inside):
+                    try:
+                        os.unlink(entry, dir_fd=inside)
+                    except OSError:
+                        os.chmod(entry, 0o700, dir_fd=inside)
+                        os.rename(entry, secrets.token_hex(16), src_dir_fd=inside, dst_dir_fd=top)
+            finally:
+                os.close(inside)
+            os.rmdir(name, dir_fd=top)
+            return True
+        except OSError:
+            return False
+
+    with contextlib.suppress(OSError):
+        os.chmod(folder, 0o700)
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            while any([take(name) for name in os.listdir(top)]):
+                pass
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _refusal(missing: Mapping[str, str]) -> str:
+    """The one line of a SandboxError about walls, from reasons by name."""
+    reasons = "; ".join(dict.fromkeys(str(reason) for reason in missing.values()))
+    remedies = "; ".join(dict.fromkeys(_REMEDIES.get(name, "") for name in missing))
+    return (
+        f"no program is run: the sandbox lacks {', '.join(missing)} here ({reasons}); {remedies}; or set "
+        "sandbox.allow_weaker, which runs programs behind the other walls and names them in every record"
+    )
+
+
+def _collect(
+    reads: dict[int, str], limits: Limits, stop: Callable[[], None]
+) -> tuple[dict[str, bytearray], bool]:
+    """Drain the four pipes until the program and its supervisor are gone; `stop` it when it writes too much
+    (True)."""
+    data = {name: bytearray() for name in reads.values()}
+    caps = {
+        "stdout": limits.output_bytes,
+        "stderr": limits.output_bytes,
+        "result": 16 * limits.max_chars + (1 << 16),
+    }
+    flooded, deadline = False, time.monotonic() + limits.wall_s + _GRACE_S + _START_S
+    with selectors.DefaultSelector() as selector:
+        for read in reads:
+            selector.register(read, selectors.EVENT_READ)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            events = selector.select(max(0.0, left))
+            if not events and left <= 0:
+                break
+            for key, _ in events:
+                name, chunk = reads[key.fd], os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fd)
+                    if (
+                        name == "status"
+                    ):  # the program is gone as well; what could hold the others open is not waited for
+                        deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    continue
+                room = caps.get(name, 1 << 16) - len(data[name])
+                data[name] += chunk[: max(0, room)]
+                if len(chunk) > room:
+                    flooded = True
+                    stop()
+    return data, flooded
+
+
+def _lines(text: bytearray) -> dict[str, Any]:
+    """The supervisor's JSON objects, one a line, in one dict; a last one may be torn where it was killed."""
+    found: dict[str, Any] = {}
+    for line in bytes(text).split(b"\n"):
+        with contextlib.suppress(ValueError):
+            found.update(json.loads(line))
+    return found
+
+
+def _told(text: bytearray, mark: str) -> tuple[dict[str, str], list[str]]:
+    """What the program's process said of itself, and what it was refused. Writing to this channel is refused
+    as well: the lines of the audit hook begin with the mark, and whatever stands between them came from
+    somewhere else."""
+    answer: dict[str, str] = {}
+    before, *lines = bytes(text).split(mark.encode())
+    refused, strange = [], bool(before)
+    for line in lines:
+        own, _, more = line.partition(b"\n")
+        try:
+            entry = {key: value for key, value in json.loads(own).items() if isinstance(value, str)}
+        except (ValueError, AttributeError, RecursionError):
+            entry, more = {}, own
+        strange |= bool(more)
+        if "refused" in entry:
+            refused.append(entry["refused"])
+        else:
+            answer.update(entry)
+    return answer, [*refused, "result channel"] if strange else refused
+
+
+def _text(data: bytearray) -> str:
+    return bytes(data).decode("utf-8", "replace")
+
+
+def _plain(text: str, limit: int) -> str:
+    """Text that can be encoded, and shown on a terminal without doing anything there, of at most `limit`
+    characters."""
+    text = text[: limit + 1].replace("\r\n", "\n")
+    text = _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text if len(text) <= limit else text[:limit] + f"... [cut at {limit} characters]"
+
+
+def _result(
+    data: dict[str, bytearray], status: dict[str, Any], mark: str, limits: Limits, flooded: bool
+) -> ProgramResult:
+    """What the supervisor saw comes before what the program said."""
+    told, refusals = _told(data["result"], mark)
+    refused = tuple(_plain(what, 80) for what in refusals[:64])
+    reason, error = told.get("reason", ""), told.get("error", "")
+    killed, cpu_s, why = status.get("signal", 0), float(status.get("cpu_s", 0.0)), status.get("stopped")
+    if flooded:
+        reason, error = "output_limit", f"stopped: more than {limits.output_bytes} bytes of output"
+    elif why == "disk":
+        reason, error = (
+            "output_limit",
+            f"stopped: more than {limits.disk_bytes} bytes or {limits.disk_files} files",
+        )
+    elif why in ("late", "cpu") or (killed == signal.SIGKILL and cpu_s >= 0.9 * limits.cpu_s):
+        reason, error = (
+            "timeout",
+            f"stopped: more than {limits.wall_s:g} s, or {limits.cpu_s:g} s of CPU time",
+        )
+    elif killed == signal.SIGKILL:
+        reason, error = "memory", "stopped: the system ran out of memory"
+    elif killed == signal.SIGSYS:
+        reason, error = "forbidden", "stopped: a system call of another architecture"
+    elif killed:
+        reason, error = "error", f"stopped by signal {killed}"
+    elif reason not in ("ok", "error", "memory", "output_limit", "forbidden"):
+        reason, error = "error", "the program ended without a result"
+    if refused and reason in ("ok", "error"):
+        reason = "forbidden"
+    return ProgramResult(
+        reason=cast(Reason, reason),
+        stdout=_plain(_text(data["stdout"]), limits.max_chars),
+        stderr=_plain(_text(data["stderr"]), limits.max_chars),
+        value=_plain(told.get("value", ""), limits.max_chars),
+        error=_plain(error, 1000),
+        refused=refused,
+        seconds=float(status.get("seconds", 0.0)),
+        cpu_s=cpu_s,
+        layers=tuple(status.get("layers", ())),
+        missing=tuple(status.get("missing", ())),
+    )

@@ -1,0 +1,325 @@
+"""What the kernel puts between a program and the machine, for eval/sandbox/child.py; the wall that Python is
+stands there.
+
+    mount     a file system of its own: an empty root, Python's folders read-only, one folder limited in bytes
+              and files
+    net       no interface but a dead loopback
+    ipc       no System V objects or message queues of others
+    pid       no other process in sight
+    keyring   a session keyring of its own
+    rlimits   CPU time, address space, file size, open files, no new process or thread, no core
+    landlock  every file but the program's folder and, for reading, Python's own is refused; TCP; signals to
+              others
+    uid       a user of the program's own (where the caller is root: another user's program keeps that user's
+              id, which is no wall and not named); every capability is dropped either way
+    seccomp   the list of system calls of eval/sandbox/seccomp.py
+
+Each is tried, and those that stand are named. All in REQUIRED (and uid, for root) must stand unless the
+caller allows less. Namespaces of an ordinary user are made inside a user namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import sysconfig
+from collections.abc import Callable
+
+from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
+
+REQUIRED = ("mount", "net", "ipc", "pid", "keyring", "rlimits", "landlock", "seccomp")
+FOLDER = "/tmp/program-00000000"
+"""The program's folder inside its own file system; named like those that have a name of their own
+(rl/rollouts/tool_desk.py)."""
+NEWNS, NEWUSER = 0x00020000, 0x10000000
+SPACES = {"net": 0x40000000, "ipc": 0x08000000, "pid": 0x20000000}
+DEVICES = ("/dev/null", "/dev/urandom")
+ROOT = "/proc"
+"""Where the new root is put together: a folder that every system has, and below which nothing is taken into
+it."""
+MAX_DEPTH = 64
+libc = ctypes.CDLL(None, use_errno=True)
+_LATER = platform.machine() == "aarch64"  # numbers of the generic interface
+_KEYCTL, _PIVOT_ROOT = (219, 41) if _LATER else (250, 155)
+
+
+class Walls:
+    """Those that stand, in order, and why others do not."""
+
+    def __init__(self) -> None:
+        self.standing: list[str] = []
+        self.missing: dict[str, str] = {}
+
+    def raise_(self, name: str, build: Callable[[], object]) -> bool:
+        """Build one; whether it stands."""
+        try:
+            build()
+        except OSError as error:
+            self.missing[name] = str(error)
+            return False
+        self.standing.append(name)
+        return True
+
+    def lacking(self) -> dict[str, str]:
+        """What must stand and does not, with reasons."""
+        wanted = (*REQUIRED, "uid") if "uid" in self.missing else REQUIRED
+        return {name: self.missing.get(name, "not tried") for name in wanted if name not in self.standing}
+
+
+def call(name: str, value: int) -> int:
+    """`value` of a libc call; raises OSError when it is negative."""
+    if value < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return value
+
+
+@functools.cache
+def readable_folders() -> tuple[str, ...]:
+    """Where Python's own files lie, and those of the packages that programs use."""
+    names = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for module in (sys.modules.get("numpy"), sys.modules.get("PIL")):
+        if module is not None and module.__file__:
+            package = os.path.dirname(module.__file__)
+            names += [package] + [
+                f"{os.path.dirname(package)}/{lib}.libs" for lib in ("numpy", "pillow", "Pillow")
+            ]
+    return tuple(sorted({os.path.realpath(name) for name in names if name and os.path.isdir(name)}))
+
+
+# ---- namespaces
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    words = [text.encode() if text is not None else None for text in (source, target, kind)]
+    call(f"mount {target}", libc.mount(*words, ctypes.c_ulong(flags), options.encode()))
+
+
+def read_only(target: str, whole: bool = True) -> None:
+    """mount_setattr(2): nothing is written below a mount point, and no setuid bit counts."""
+    attributes = ctypes.create_string_buffer(struct.pack("=QQQQ", 1 | 2, 0, 0, 0), 32)
+    call(
+        f"read-only {target}",
+        libc.syscall(442, -100, target.encode(), 0x8000 if whole else 0, attributes, 32),
+    )
+
+
+def new_user() -> None:
+    """A user namespace with the same user inside as outside, and every capability over what is made in it."""
+    uid, gid = os.geteuid(), os.getegid()
+    call("user namespace", libc.unshare(NEWUSER))
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def new_root() -> None:
+    """A file system of nothing but what Python needs, read-only, with a place for the program's folder."""
+    call("mount namespace", libc.unshare(NEWNS))
+    old = os.umask(0o022)
+    mount("none", "/", None, 0x44000)  # MS_REC | MS_PRIVATE
+    mount("tmpfs", ROOT, "tmpfs", 0b110, "size=1m,nr_inodes=4k,mode=755")
+    placed = "\0"
+    paths = (*readable_folders(), "/lib", "/lib64", "/usr/lib")
+    for real in sorted({os.path.realpath(path) for path in (*paths, *DEVICES) if os.path.exists(path)}):
+        if real.startswith(placed + "/"):
+            continue
+        target, placed = ROOT + real, real
+        if os.path.isdir(real):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+        mount(real, target, None, 0x5000)  # MS_BIND | MS_REC
+        read_only(target)
+    # The names under which these are known as well, such as /lib for /usr/lib.
+    for path in (*paths, *(name for name in sys.path if os.path.isdir(name))):
+        if os.path.realpath(path) != path and not os.path.lexists(ROOT + path):
+            os.makedirs(os.path.dirname(ROOT + path), exist_ok=True)
+            os.symlink(os.path.realpath(path), ROOT + path)
+    os.makedirs(ROOT + FOLDER)
+    os.chdir(ROOT)
+    call("pivot_root", libc.syscall(_PIVOT_ROOT, b".", b"."))
+    call("leave the old root", libc.umount2(b".", 2))
+    os.chdir("/")
+    read_only("/", whole=False)
+    os.umask(old)
+
+
+def own_folder(job: dict, source: int) -> None:
+    """The program's folder: a tmpfs of limited bytes and files with copies of what lies in `source`, a
+    descriptor."""
+    call("mount namespace", libc.unshare(NEWNS))
+    names, page = os.listdir(source), resource.getpagesize()
+    size = sum(-(-os.stat(name, dir_fd=source).st_size // page) * page for name in names)
+    owner = (
+        f"uid={job['uid']},gid={job['uid']}"
+        if os.geteuid() == 0
+        else f"uid={os.geteuid()},gid={os.getegid()}"
+    )
+    limits = f"size={job['disk_bytes'] + size},nr_inodes={job['disk_files'] + len(names) + 1}"
+    mount("tmpfs", FOLDER, "tmpfs", 0b1110, f"{limits},mode=700,{owner}")  # no suid, no devices, no execution
+    for name in names:
+        with open(name, "rb", opener=lambda path, flags: os.open(path, flags, dir_fd=source)) as file:
+            target = os.open(f"{FOLDER}/{name}", os.O_CREAT | os.O_WRONLY, 0o444)
+            while chunk := file.read(1 << 20):
+                os.write(target, chunk)
+            os.close(target)
+
+
+def own_keyring() -> None:
+    """Join a new session keyring. A container that refuses the call refuses it to programs, too, which is as
+    good."""
+    if libc.syscall(_KEYCTL, 1, None) < 0 and ctypes.get_errno() not in (1, 38):  # EPERM, ENOSYS
+        call("session keyring", -1)
+
+
+# ---- the process itself
+
+
+def set_limits(job: dict, used: int) -> None:
+    """Resource limits, soft and hard alike, so that the process cannot raise them again; `used`: bytes
+    already mapped."""
+    limits = {
+        # The supervisor's clock is exact and comes first; this one counts ticks, on a busy machine also those
+        # of others,
+        # and holds without a supervisor.
+        resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]) + 1,
+        resource.RLIMIT_AS: used + int(job["memory_mb"] * 2**20),
+        resource.RLIMIT_FSIZE: int(job["file_bytes"]),
+        resource.RLIMIT_NOFILE: 32,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    for name, value in limits.items():
+        try:
+            resource.setrlimit(name, (value, value))
+        except ValueError as error:
+            raise PermissionError(str(error)) from None
+
+
+def drop_privileges(uid: int) -> None:
+    """Become `uid`."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def drop_capabilities() -> None:
+    """None is left, nobody may look into the process, and it ends with its supervisor."""
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
+    call("capset", libc.capset(header, ctypes.create_string_buffer(24)))
+    call("not dumpable", libc.prctl(4, 0, 0, 0, 0))
+    call("parent death signal", libc.prctl(1, int(signal.SIGKILL), 0, 0, 0))
+
+
+def landlock(folder: str) -> None:
+    """Let the kernel refuse files outside `folder` (reading Python's own is allowed), TCP, and signals to
+    others."""
+    call("no_new_privs", libc.prctl(38, 1, 0, 0, 0))
+    abi = call("landlock", libc.syscall(444, None, 0, 1))
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", everything, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = call("landlock", libc.syscall(444, ctypes.create_string_buffer(attributes), len(attributes), 0))
+    reading, files = 0b1100, everything & 0b110
+    allowed = [(folder, everything & ~1 & ~0b1_1110_0100_0000 | 0b1_0000_0000)]
+    allowed += [(path, reading) for path in (*readable_folders(), "/lib", "/lib64", "/usr/lib")]
+    allowed += [("/dev/null", files), ("/dev/urandom", 0b100)]
+    for path, access in allowed:
+        if os.path.exists(path):
+            where = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", access, where))
+            call(path, libc.syscall(445, rules, 1, rule, 0))
+            os.close(where)
+    call("landlock", libc.syscall(446, rules, 0))
+    os.close(rules)
+
+
+# ---- the order of it all
+
+
+def build_house(walls: Walls) -> None:
+    """Once, by the server: what all programs share."""
+    walls.raise_("keyring", own_keyring)
+    if os.geteuid() != 0:
+        try:
+            new_user()
+        except OSError as error:
+            walls.missing["mount"] = str(error)
+            return
+    walls.raise_("mount", new_root)
+
+
+def enter(space: str) -> None:
+    """A namespace of its own."""
+    call(f"{space} namespace", libc.unshare(SPACES[space]))
+
+
+def build_rooms(walls: Walls, job: dict, source: int) -> None:
+    """By every supervisor: namespaces of one program (pid: of its children)."""
+    libc.syscall(_KEYCTL, 1, None)
+    spaces = [name for name in SPACES if name not in walls.standing]
+    if libc.unshare(sum(SPACES[name] for name in spaces)) == 0:
+        walls.standing += spaces
+    else:
+        for name in spaces:
+            walls.raise_(name, functools.partial(enter, name))
+    if "mount" in walls.standing:
+        walls.standing.remove("mount")
+        if walls.raise_("mount", lambda: own_folder(job, source)):
+            job["folder"] = FOLDER
+
+
+def close_doors(walls: Walls, job: dict, used: int) -> None:
+    """By the program's process, before it runs anything: the rest. The order matters: root opens what the
+    program's user may not, so Landlock's rules come before the change of user; after the filter nothing can
+    be built."""
+    os.chdir(job["folder"])
+    walls.raise_("rlimits", lambda: set_limits(job, used))
+    walls.raise_("landlock", lambda: landlock(job["folder"]))
+    if os.geteuid() == 0:
+        walls.raise_("uid", lambda: drop_privileges(job["uid"]))
+    drop_capabilities()
+    walls.raise_("seccomp", lambda: sandbox_seccomp.install(os.getpid()))
+
+
+def too_much(folder: str, most_bytes: float, most_files: int) -> bool:
+    """Whether a folder outside a file system of its own holds more; one nested deep, or unreadable, counts as
+    more."""
+    left = [most_bytes, most_files]
+
+    def look(where: int, depth: int) -> bool:
+        with os.scandir(where) as entries:
+            for entry in entries:
+                left[0] -= entry.stat(follow_symlinks=False).st_blocks * 512
+                left[1] -= 1
+                if min(left) < 0 or depth > MAX_DEPTH:
+                    return True
+                if entry.is_dir(follow_symlinks=False):
+                    inside = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=where)
+                    try:
+                        if look(inside, depth + 1):
+                            return True
+                    finally:
+                        os.close(inside)
+        return False
+
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return look(top, 0)
+    except FileNotFoundError:  # it changes while it is looked at; the next look is soon
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(top)

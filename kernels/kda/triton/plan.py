@@ -1,0 +1,212 @@
+"""Host plans of the Triton KDA kernels: the chunks and runs of a packed row, and the tiles a shape is
+launched with.
+
+A *run* is a stretch of chunks scanned one after the other: a whole document, or a segment of it when
+documents times heads are too few to fill the device. Tiles come from a fixed table, so that no call is ever
+autotuned.
+
+Legend: T tokens, C tokens per chunk, N chunks, J runs, D documents, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.segments import Segments
+
+DIMS = (32, 64, 128, 256)  # key and value dims the kernels are compiled for; others are padded with zeros
+CHUNKS = (16, 32, 64)
+MIN_SEGMENT = 8  # chunks; shorter segments would spend more on their transition than they gain
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Index tensors (int32) of one packed row, each chunk inside one document."""
+
+    chunk: int
+    chunk_start_N: Tensor  # first token of every chunk
+    chunk_length_N: Tensor  # its tokens, 1..C
+    start_J: Tensor  # first and last + 1 token of every run, and its first chunk
+    end_J: Tensor
+    first_chunk_J: Tensor
+    document_run_D1: Tensor  # first run of every document, then J
+    last_run_D: Tensor  # int64
+    first_run_D: Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.chunk_start_N.numel()
+
+    @property
+    def num(self) -> int:
+        return self.start_J.numel()
+
+    @property
+    def split(self) -> bool:
+        """Does any document have more than one run?"""
+        return self.num + 1 > self.document_run_D1.numel()
+
+
+def plan_runs(segments: Segments, chunk: int, segment_chunks: int, device: torch.device) -> Runs:
+    """Runs of at most ``segment_chunks`` chunks (0: one run per document); built once per row and kept."""
+
+    def build() -> Runs:
+        chunk_start: list[int] = []
+        chunk_length: list[int] = []
+        runs: list[tuple[int, int, int]] = []
+        document_run = [0]
+        for start, length in zip(segments.offsets, segments.lengths):
+            end = start + length
+            step = chunk * (segment_chunks or -(-length // chunk))
+            for first in range(start, end, step):
+                runs.append((first, min(first + step, end), len(chunk_start) + (first - start) // chunk))
+            document_run.append(len(runs))
+            for first in range(start, end, chunk):
+                chunk_start.append(first)
+                chunk_length.append(min(chunk, end - first))
+        index = lambda values, dtype=torch.int32: torch.tensor(values, dtype=dtype, device=device)
+        starts, ends, firsts = zip(*runs)
+        return Runs(
+            chunk=chunk,
+            chunk_start_N=index(chunk_start),
+            chunk_length_N=index(chunk_length),
+            start_J=index(starts),
+            end_J=index(ends),
+            first_chunk_J=index(firsts),
+            document_run_D1=index(document_run),
+            last_run_D=index([run - 1 for run in document_run[1:]], torch.int64),
+            first_run_D=index(document_run[:-1], torch.int64),
+        )
+
+    return segments.cached(("kda.triton.runs", chunk, segment_chunks, str(device)), build)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Constants of one launch each: slab widths, warps and pipeline stages."""
+
+    chunk: int
+    prep: dict[str, int]  # BK, num_warps, num_stages
+    scan: dict[str, int]  # BV, ...
+    dual: dict[str, int]
+    move: dict[str, int]  # transition
+    join: dict[str, int]  # combine: BV, BK, ...
+    grad: dict[str, int]  # BK, BV, ...
+
+
+def _launch(warps: int, stages: int, **blocks: int) -> dict[str, int]:
+    return dict(blocks, num_warps=warps, num_stages=stages)
+
+
+@lru_cache(maxsize=64)
+def tiles(
+    key_dim: int,
+    value_dim: int,
+    wide: bool,
+    crowded: bool = False,
+    hopper: bool = True,
+    chunk: int | None = None,
+) -> Tiles:
+    """The tile table; tests/kernels/test_aot_kda.py holds its default entries to no spills.
+
+    Args:
+        wide: products of float32 operands: three tensor core passes, each operand held twice. Meant for
+        checking; K of
+            128 and more spills a few registers.
+        crowded: enough documents times heads to fill the device with wide value blocks, which read less.
+        hopper: sm_90 or later (a warp group's products read both operands from shared memory).
+    """
+    columns = min(value_dim, 32)
+    if wide:
+        return Tiles(
+            chunk=chunk or 16,
+            prep=_launch(4, 1, BK=32),
+            scan=_launch(8, 1, BV=16),
+            dual=_launch(8, 1, BV=16),
+            move=_launch(8, 1, BV=16),
+            join=_launch(4, 1, BV=16, BK=16),
+            grad=_launch(8, 1, BK=16, BV=16),
+        )
+    if key_dim == 256 or not hopper:
+        return Tiles(
+            chunk=chunk or 32,
+            prep=_launch(
+                2 if chunk == 16 else 4, 1, BK=32
+            ),  # tiles of 16 x 32: four warps spill with Triton 3.6
+            scan=_launch(8, 1, BV=16 if key_dim == 256 else columns),
+            dual=_launch(8, 1, BV=columns),
+            move=_launch(8, 1, BV=16),
+            join=_launch(8, 1, BV=32, BK=32),
+            grad=_launch(8, 1, BK=32, BV=columns),
+        )
+    scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 2, BV=columns)
+    return Tiles(
+        chunk=chunk or 64,
+        prep=_launch(4, 1, BK=32),
+        scan=scan,
+        dual=scan,
+        move=_launch(4, 1, BV=16),
+        join=_launch(4, 1, BV=32, BK=32),
+        grad=_launch(8, 1, BK=32, BV=min(value_dim, 64)),
+    )
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """sm_90 or later; True off CUDA, where the interpreter runs the larger tiles."""
+    if device.type != "cuda":
+        return True
+    return _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device, 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def is_crowded(segments: Segments, heads: int, value_dim: int, device: torch.device) -> bool:
+    """Would 64 value columns per program still give every multiprocessor one?"""
+    return segments.num * heads * max(value_dim // 64, 1) >= multiprocessors(device)
+
+
+def auto_segments(segments: Segments, heads: int, value_dim: int, tile: Tiles, device: torch.device) -> int:
+    """Chunks per segment that fill the device, 0 where documents times heads already do (and always off
+    CUDA)."""
+    programs = segments.num * heads * max(value_dim // tile.scan["BV"], 1)
+    chunks = -(-segments.max_length // tile.chunk)
+    wanted = multiprocessors(device) // programs
+    # The transitions cost the scan's work (K + V) / V times over at half the rate: splitting pays from about
+    # 4 ways on.
+    if wanted < 4 or chunks < 4 * MIN_SEGMENT:
+        return 0
+    return max(-(-chunks // wanted), MIN_SEGMENT)
+
+
+def padded_dim(name: str, size: int) -> int:
+    """The smallest compiled dim that holds ``size``.
+
+    Raises:
+        ValueError: it is larger than 256.
+    """
+    for dim in DIMS:
+        if size <= dim:
+            return dim
+    raise ValueError(
+        f"kda: {name} is {size} wide; the Triton kernels hold at most {DIMS[-1]} (EF_KERNELS=torch has no"
+        " limit)"
+    )

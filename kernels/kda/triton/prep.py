@@ -1,0 +1,223 @@
+"""Device code shared by the Triton KDA kernels, and the token-parallel first launch (needs triton).
+
+Everything about decay happens here. G is the running sum, inside a chunk, of the log2 decay g2 = log2(alpha)
+of each key channel, and the pair scores need sum_d a_id b_jd 2^{G_id - G_jd} for i >= j. Every pair i > j is
+met at exactly one level of a binary tree over the chunk: at level b the chunk falls into segments of 2 b
+tokens, the later half holds i, the earlier half j, and the anchor is the first token of the later half. Then
+
+    2^{G_i - G_j} = x_i x_j,   x = 2^{-|G - G_anchor|},
+
+one factor per token, never above 1 whatever the gate, and nothing of row i sees a gate after i. One product
+serves both score matrices: with rows u = (late: q x, early: k x) and columns k x, entry (late i, early j) is
+P_ij and entry (early j, late i) is the same pair's k_i . k_j, so P gathers below the diagonal and L
+(transposed) above it.
+
+The triangular inverse T = (I + L)^{-1} is merged along the same tree, T <- T - T L_b T with L_b the entries
+of level b: block forward substitution, no powers of L.
+
+Per-token log2 decays are clamped at CLAMP = -40 (alpha = 1e-12) before the sum, so that one closed gate does
+not eat the precision of all later differences.
+
+Legend: T tokens, C tokens per chunk, BK key channels per slab, H query/key heads, G value heads, K key dim, N
+chunks.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+CLAMP = tl.constexpr(-40.0)
+# A token that keeps less than 2^-23 of the state passes its gate no gradient beyond rounding noise, which the
+# factor
+# exp(A_log) of the gate would amplify.
+GRADIENT_FLOOR = tl.constexpr(-23.0)
+L2_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def dot(a, b, PREC: tl.constexpr):
+    """float32 a @ b. PREC matters for float32 operands only."""
+    return tl.dot(a, b, input_precision=PREC, out_dtype=tl.float32)
+
+
+@triton.jit
+def dot_wide(a, x, EXACT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """float32 a @ x for an operand ``a`` that is exact in DOT. EXACT: x keeps float32 precision, as three DOT
+    pieces for 16 bit DOT (cheaper than splitting both operands); otherwise x is rounded to DOT."""
+    high = x.to(DOT)
+    y = dot(a, high, PREC)
+    if EXACT and DOT != tl.float32:
+        rest = x - high.to(tl.float32)
+        middle = rest.to(DOT)
+        y += dot(a, middle, PREC) + dot(a, (rest - middle.to(tl.float32)).to(DOT), PREC)
+    return y
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), to full relative precision also where it is tiny (slow decay)."""
+    y = tl.exp(-tl.abs(x))
+    u = 1.0 + y
+    log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
+    """g2 = log2 alpha of x = f + dt_bias, clamped; rate = exp(A_log)."""
+    if BOUNDED:
+        g2 = lower_bound * LOG2E * tl.sigmoid(x * rate)
+    else:
+        g2 = -rate * LOG2E * softplus(x)
+    return tl.maximum(
+        g2, CLAMP, propagate_nan=tl.PropagateNan.ALL
+    )  # a NaN is to be seen, not to close the gate
+
+
+@triton.jit
+def load_rows(base, i, live, stride, channel):
+    """float32 tile [C, channels] of a [T, ..] tensor with unit channel stride, ``base`` at its first row;
+    zero where not live. Offsets inside a chunk are 32 bit, the chunk's own place in the tensor 64 bit."""
+    return tl.load(base + (i[:, None] * stride + channel[None, :]), mask=live[:, None], other=0.0).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def slab_decay(f, dt_bias, rate, lower_bound, i, live, stride_f, channel, BOUNDED: tl.constexpr):
+    """(x = f + dt_bias, g2) of one slab [C, BK]; rows that are not live do not decay."""
+    x = load_rows(f, i, live, stride_f, channel)
+    x += tl.load(dt_bias + channel).to(tl.float32)[None, :]
+    g2 = tl.where(live[:, None], log2_decay(x, rate, lower_bound, BOUNDED), 0.0)
+    return x, g2
+
+
+@triton.jit
+def anchored(Gc, B, C: tl.constexpr, BK: tl.constexpr):
+    """x = 2^{-|G - G_anchor|} of level B, [C, BK]; in (0, 1]."""
+    anchor = (tl.arange(0, C) & -(2 * B)) | B
+    return tl.exp2(-tl.abs(Gc - tl.gather(Gc, tl.broadcast_to(anchor[:, None], (C, BK)), axis=0)))
+
+
+@triton.jit
+def level_mask(B, C: tl.constexpr):
+    """[C, C]: same segment of 2 B tokens, different halves."""
+    half = tl.arange(0, C) & -B  # first token of the half
+    return half[:, None] == (half ^ B)[None, :]
+
+
+@triton.jit
+def is_late(B, C: tl.constexpr):
+    """[C]: token stands in the later half of its segment."""
+    return (tl.arange(0, C) & B) != 0
+
+
+@triton.jit
+def row_norms(base, i, live, stride, key_dim, C: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(sum of squares + eps) of each row, [C]."""
+    squares = tl.zeros([C], tl.float32)
+    for d in range(0, key_dim, BK):
+        x = load_rows(base, i, live, stride, d + tl.arange(0, BK))
+        squares += tl.sum(x * x, axis=1)
+    return tl.rsqrt(squares + L2_EPS)
+
+
+@triton.jit
+def invert(scores, beta, levels, C: tl.constexpr, INV: tl.constexpr, PREC: tl.constexpr):
+    """T = (I + L)^{-1} with L_ij = beta_i scores_ij below the diagonal; entries at or above it are not
+    read."""
+    i = tl.arange(0, C)
+    L = tl.where(i[:, None] > i[None, :], scores * beta[:, None], 0.0)
+    T = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(level_mask(1, C), L, 0.0)
+    for level in range(1, levels):
+        Lb = tl.where(level_mask(1 << level, C), L, 0.0).to(INV)
+        Th = T.to(INV)
+        T -= dot(Th, dot(Lb, Th, PREC).to(INV), PREC)
+    return T
+
+
+@triton.jit
+def prep(
+    q,
+    k,
+    f,
+    b,
+    A_log,
+    dt_bias,
+    chunk_start,
+    chunk_length,
+    q_hat,
+    k_hat,
+    k_tail,
+    carry,
+    P,
+    T,
+    scale,
+    lower_bound,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_ft,
+    stride_fh,
+    stride_b,
+    G,
+    key_dim,
+    levels,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    DOT: tl.constexpr,
+    INV: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """One chunk of one value head: q^ = s q 2^G, k^ = k 2^G, k~ = k 2^{G_C - G} [T, G, K], carry 2^{G_C} [N,
+    G, K], P and T [T, G, C]. q and k are normalised, beta and the gate activated here. key_dim = K and levels
+    = log2 C are not constants, or the compiler would unroll the loops they bound and run out of registers."""
+    chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, C)
+    live = i < tl.load(chunk_length + chunk)
+    start = tl.load(chunk_start + chunk).to(tl.int64)
+    q += start * stride_qt + (g // GROUP) * stride_qh
+    k += start * stride_kt + (g // GROUP) * stride_kh
+    f += start * stride_ft + g * stride_fh
+    b += start * stride_b + g
+    head = start * G + g  # of this chunk's first row in [T, G, ..]
+    q_hat, k_hat, k_tail = q_hat + head * K, k_hat + head * K, k_tail + head * K
+    P, T = P + head * C, T + head * C
+    norm_q = row_norms(q, i, live, stride_qt, key_dim, C, BK) * scale
+    norm_k = row_norms(k, i, live, stride_kt, key_dim, C, BK)
+    rate = tl.exp(tl.load(A_log + g).to(tl.float32))
+    scores = tl.zeros([C, C], tl.float32)
+    same = tl.zeros([C], tl.float32)
+    for d in range(0, key_dim, BK):
+        channel = d + tl.arange(0, BK)
+        qn = load_rows(q, i, live, stride_qt, channel) * norm_q[:, None]
+        kn = load_rows(k, i, live, stride_kt, channel) * norm_k[:, None]
+        _, g2 = slab_decay(f, dt_bias + g * K, rate, lower_bound, i, live, stride_ft, channel, BOUNDED)
+        Gc = tl.cumsum(g2, axis=0)
+        total = tl.sum(tl.where((i == C - 1)[:, None], Gc, 0.0), axis=0)
+        at = i[:, None] * (G * K) + channel[None, :]
+        decay = tl.exp2(Gc)
+        tl.store(q_hat + at, (qn * decay).to(DOT), mask=live[:, None])
+        tl.store(k_hat + at, (kn * decay).to(DOT), mask=live[:, None])
+        tl.store(
+            k_tail + at, (kn * tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))).to(DOT), mask=live[:, None]
+        )
+        tl.store(carry + (chunk * G + g) * K + channel, tl.exp2(total))
+        same += tl.sum(qn * kn, axis=1)
+        for level in range(0, levels):
+            B = 1 << level
+            x = anchored(Gc, B, C, BK)
+            rows = (tl.where(is_late(B, C)[:, None], qn, kn) * x).to(DOT)
+            columns = (kn * x).to(DOT)
+            scores += tl.where(level_mask(B, C), dot(rows, tl.trans(columns), PREC), 0.0)
+    beta = tl.sigmoid(tl.load(b + i * stride_b, mask=live, other=0.0).to(tl.float32))
+    lower, diagonal = i[:, None] > i[None, :], i[:, None] == i[None, :]
+    at = i[:, None] * (G * C) + i[None, :]
+    p = tl.where(lower, scores, tl.where(diagonal, same[:, None], 0.0))
+    tl.store(P + at, p.to(DOT), mask=live[:, None])
+    inverse = invert(tl.trans(scores), beta, levels, C, INV, PREC)
+    tl.store(T + at, inverse.to(DOT), mask=live[:, None])

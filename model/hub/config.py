@@ -1,0 +1,191 @@
+"""The JSON files of a model directory: what they say, and what makes them unreadable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from earlyfusion.model.config import FusionConfig
+
+MODEL_TYPE = "earlyfusion"
+ARCHITECTURE = "NativeFusion"
+MEDIA_PAD = "<|media_pad|>"
+
+
+_MOST_BYTES = 48 << 20
+"""Most bytes of a JSON file of a model directory: the index of half a million tensors."""
+
+
+class ModelDirectoryError(ValueError):
+    """A model directory cannot be written or read; one line: what was found, what was expected, what to
+    do."""
+
+    exit_code = 2  # the user's to mend: command lines print the message alone
+
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+"""Small pretrained model directories that travel with the package."""
+PREFIX = "embedded:"
+
+
+def model_folder(given: str | Path) -> Path:
+    """The folder meant: a path as it is given, its `model` where that is a run's folder, or "embedded:NAME"
+    for a model that travels with the package.
+
+    Raises ModelDirectoryError for an unknown name.
+    """
+    if not str(given).startswith(PREFIX):
+        path = Path(given)
+        is_run = not (path / "config.json").exists() and (path / "model" / "config.json").is_file()
+        return path / "model" if is_run else path
+    names = sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+    name = str(given).removeprefix(PREFIX)
+    if name not in names:
+        raise ModelDirectoryError(f"{str(given)!r}: embedded models are {', '.join(names) or 'none'}")
+    return EMBEDDED / name
+
+
+def model_name(folder: str | Path) -> str:
+    """What to call a model directory: its own name, or the run's for RUN/model."""
+    path = Path(folder).resolve()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in one of the JSON files. Raises ModelDirectoryError for anything else, however deep or
+    large."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MOST_BYTES + 1)
+        found = json.loads(raw.decode("utf-8")) if len(raw) <= _MOST_BYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
+    if not isinstance(found, dict):
+        raise ModelDirectoryError(
+            f"{path}: damaged ({type(found).__name__}, expected an object of at most {_MOST_BYTES >> 20}"
+            " MiB); copy the directory again"
+        )
+    return found
+
+
+def load_config(directory: str | Path) -> FusionConfig:
+    """The configuration of a model directory. Raises ModelDirectoryError."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ModelDirectoryError(
+            f"{directory}: not a model directory (no config.json); expected one written by training, such as"
+            " RUN/model"
+        )
+    try:
+        raw = read_json(path)
+        if raw.get("model_type") != MODEL_TYPE:
+            raise ModelDirectoryError(
+                f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
+                "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
+            )
+        text, vision = dict(raw["text_config"]), dict(raw["vision_config"])
+        text.pop("model_type", None)
+        vision.pop("model_type", None)
+        if "projector_ln_eps" not in vision and vision.get("projector") == "v2" and "norm_eps" in vision:
+            # Directories from before this key: their projector was trained with the tower's eps.
+            vision["projector_ln_eps"] = vision["norm_eps"]
+        return FusionConfig(text=text, vision=vision, media_token_id=raw["media_placeholder_token_id"])  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ModelDirectoryError(f"{path}: {where}: {first['msg']} (given {first['input']!r:.60})") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ModelDirectoryError):
+            raise
+        raise ModelDirectoryError(
+            f"{path}: damaged ({type(error).__name__}: {error!s:.200}); copy the directory again"
+        ) from None
+
+
+def config_dict(config: FusionConfig, dtype: str) -> dict[str, Any]:
+    """The content of config.json. dtype: name of the torch dtype of the embedding."""
+    text, vision = _dump(config.text), _dump(config.vision)
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "dtype": dtype,
+        "media_placeholder_token_id": config.media_token_id,
+        "vocab_size": config.text.vocab_size,
+        "bos_token_id": config.text.bos_token_id,
+        "eos_token_id": config.text.eos_token_id,
+        "pad_token_id": config.text.pad_token_id,
+        "tie_word_embeddings": config.text.tie_word_embeddings,
+        "text_config": {"model_type": "kimi_linear", **text},
+        "vision_config": {"model_type": "moonvit", **vision},
+    }
+
+
+def preprocessor_dict(config: FusionConfig) -> dict[str, Any]:
+    """The content of preprocessor_config.json: Kimi K2.5's media_proc_cfg with this model's limits."""
+    vision = config.vision
+    return {
+        "media_proc_cfg": {
+            "in_patch_limit": vision.in_patch_limit,
+            "patch_size": vision.patch_size,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "merge_kernel_size": vision.merge_kernel_size[0],
+            "fixed_output_tokens": None,
+            "patch_limit_on_one_side": vision.max_patches_per_side,
+            "in_patch_limit_each_frame": vision.in_patch_limit_each_frame,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "temporal_merge_kernel_size": vision.pos_emb_time,
+            "timestamp_mode": "hh:mm:ss.fff",
+        }
+    }
+
+
+def generation_dict(config: FusionConfig) -> dict[str, Any]:
+    text = config.text
+    ids = {
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+    }
+    return {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]}
+
+
+def _dump(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json")
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_vocabulary(folder: Path, config: FusionConfig) -> None:
+    """The tokenizer's ids must lie inside the embedding, and its media placeholder be the model's."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelDirectoryError(
+            f"{folder}: the tokenizer wrote no tokenizer.json; use a fast (tokenizers) tokenizer"
+        )
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except BaseException as error:  # the Rust library raises bare Exception, and panics below BaseException
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ModelDirectoryError(f"{path}: not a tokenizers file ({error!s:.200}); copy it again") from None
+    largest = max(vocabulary.values(), default=-1)
+    if largest >= config.text.vocab_size:
+        raise ModelDirectoryError(
+            f"vocabulary mismatch: the tokenizer has ids up to {largest}, the model embeds vocab_size="
+            f"{config.text.vocab_size}; use the tokenizer the model was trained with"
+        )
+    if vocabulary.get(MEDIA_PAD) != config.media_token_id:
+        raise ModelDirectoryError(
+            f"vocabulary mismatch: {MEDIA_PAD} is id {vocabulary.get(MEDIA_PAD)} in the tokenizer, the model"
+            f" expects {config.media_token_id}; use the tokenizer the model was trained with"
+        )

@@ -1,0 +1,97 @@
+"""The names and shapes that our weights have in public checkpoints, as views of our own tensors.
+
+A public tensor is a view of (part of) one of ours, so the same table writes a checkpoint and, by copying into
+the views, reads one; what is saved comes back bit for bit.
+
+| ours                                     | public (Kimi K2.5, Kimi K3, Kimi-Linear)
+                                           |
+|------------------------------------------|---------------------------------------------------------------------|
+| text model                               | language_model.model.*, language_model.lm_head.*
+                                           |
+| vision tower, projector                  | vision_tower.*, mm_projector.*
+                                           |
+| self_attn.A_log [H]                      | [1, 1, H, 1]
+                                           |
+| experts.gate_up_proj [E, 2F, D]          | experts.{e}.w1.weight [F, D] (gate), experts.{e}.w3.weight [F, D]
+                                           |
+| experts.down_proj [E, D, F]              | experts.{e}.w2.weight [D, F]
+                                           |
+| self_attention_res_query, mlp_res_query, output_attn_res_query [D] | *_res_proj.weight [1, D]
+|
+
+Source: released checkpoints and the conversion maps of transformers and vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# Longest match first: lm_head stands beside `model` in the public layout, not inside it.
+PREFIXES = (
+    ("decoder.lm_head.", "language_model.lm_head."),
+    ("decoder.", "language_model.model."),
+    ("vision_tower.", "vision_tower."),
+    ("mm_projector.", "mm_projector."),
+)
+FP32_SUFFIXES = ("A_log", "dt_bias", "e_score_correction_bias")  # stay fp32 whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class PublicTensor:
+    """One tensor of a public checkpoint: its name, the name of our tensor it is part of, and how to see it
+    there."""
+
+    name: str
+    ours: str
+    view: Callable[[Tensor], Tensor]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _expert(index: int, part: str) -> Callable[[Tensor], Tensor]:
+    def view(tensor: Tensor) -> Tensor:
+        half = tensor.shape[1] // 2
+        return {"w1": lambda t: t[index, :half], "w3": lambda t: t[index, half:], "w2": lambda t: t[index]}[
+            part
+        ](tensor)
+
+    return view
+
+
+def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTensor]:
+    """The public tensors behind (our name, our tensor) pairs; tensors may be on the meta device.
+
+    Raises KeyError for a name outside the text model, the vision tower and the projector.
+    """
+    for ours, tensor in shapes:
+        prefix = next((pair for pair in PREFIXES if ours.startswith(pair[0])), None)
+        if prefix is None:
+            raise KeyError(
+                f"{ours}: no public name is known for it; add its module to PREFIXES in model/hub/names.py"
+            )
+        name = prefix[1] + ours.removeprefix(prefix[0])
+        if name.endswith(".experts.gate_up_proj"):
+            for e in range(tensor.shape[0]):
+                for part in ("w1", "w3"):
+                    yield PublicTensor(
+                        f"{name.removesuffix('gate_up_proj')}{e}.{part}.weight", ours, _expert(e, part)
+                    )
+        elif name.endswith(".experts.down_proj"):
+            for e in range(tensor.shape[0]):
+                yield PublicTensor(f"{name.removesuffix('down_proj')}{e}.w2.weight", ours, _expert(e, "w2"))
+        elif name.endswith("_res_query"):
+            yield PublicTensor(name.removesuffix("_query") + "_proj.weight", ours, lambda t: t.view(1, -1))
+        elif name.endswith(".A_log"):
+            yield PublicTensor(name, ours, lambda t: t.view(1, 1, -1, 1))
+        else:
+            yield PublicTensor(name, ours, _whole)
+
+
+def keeps_fp32(name: str) -> bool:
+    """Whether a tensor (ours or public) stays fp32 in a model of another dtype."""
+    return name.endswith(FP32_SUFFIXES)

@@ -1,0 +1,125 @@
+"""Shards made for measuring: pictures with captions, and short clips.
+
+Pictures are photo-like (waves, edges, grain) or come from a folder; a few dozen different ones are written
+again and again under new keys, so that making a shard costs little and reading it costs what it always does.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from PIL import Image as PILImage
+
+from earlyfusion.data.errors import DataError
+
+DIFFERENT = 32
+"""Different pictures in a set of shards."""
+SIDES = (1024, 768)
+"""Width and height of the pictures in the comparison of decoding."""
+CLIPS = {
+    "h264": ("libx264", "mp4"),
+    "vp9": ("libvpx-vp9", "webm"),
+    "av1": ("libsvtav1", "mp4"),
+    "gif": ("gif", "gif"),
+}
+"""Name -> (encoder, container)."""
+WORDS = (
+    "a red kite over the harbour two boats wait near an old wall under low clouds while gulls circle".split()
+)
+
+
+def photo(width: int, height: int, seed: int) -> PILImage.Image:
+    """A picture that compresses like a photograph."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width] / max(width, height)
+    waves = [
+        127 + 100 * np.sin(x * rng.uniform(3, 20) + y * rng.uniform(3, 20) + channel) for channel in range(3)
+    ]
+    pixels = np.stack(waves, -1) + rng.normal(0, 6, (height, width, 3))
+    for _ in range(20):
+        left, top = rng.integers(0, width), rng.integers(0, height)
+        pixels[top : top + rng.integers(10, 200), left : left + rng.integers(10, 200)] = rng.integers(
+            0, 256, 3
+        )
+    return PILImage.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def pictures(folder: str | None, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+    """JPEGs of quality 85, one for each of `sizes` (w, h): photo-like, or the pictures of `folder`
+    resized."""
+    found: list[Path] = []
+    if folder is not None:
+        found = sorted(
+            p for p in Path(folder).iterdir() if p.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")
+        )
+        if not found:
+            raise DataError(f"{folder}: no .jpg, .png or .webp in it")
+    encoded = []
+    for number, (width, height) in enumerate(sizes):
+        if found:
+            image = PILImage.open(found[number % len(found)]).convert("RGB")
+            image = image.resize((width, height), PILImage.Resampling.LANCZOS)
+        else:
+            image = photo(width, height, number)
+        out = io.BytesIO()
+        image.save(out, "JPEG", quality=85)
+        encoded.append(out.getvalue())
+    return encoded
+
+
+def write_shards(
+    folder: Path, count: int, *, mixed: bool, source: str | None = None, per_shard: int = 500
+) -> list[str]:
+    """`count` samples (jpg, txt) in tar files below `folder`; returns their paths.
+
+    `mixed`: sides from 128 to 1024 and captions of 4 to 300 words, as a mix has; otherwise all of SIDES, 12
+    words.
+    """
+    rng = Random(0)
+    sides = [128, 224, 256, 336, 448, 512, 640, 768, 1024]
+    sizes = [(rng.choice(sides), rng.choice(sides)) if mixed else SIDES for _ in range(DIFFERENT)]
+    jpegs = pictures(source, sizes)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for first in range(0, count, per_shard):
+        path = folder / f"{'mixed' if mixed else 'plain'}-{first // per_shard:04d}.tar"
+        with tarfile.open(path, "w") as tar:
+            for number in range(first, min(first + per_shard, count)):
+                words = round(4 * 75 ** rng.random()) if mixed else 12
+                caption = " ".join(rng.choice(WORDS) for _ in range(words))
+                for ending, body in ((".jpg", jpegs[number % DIFFERENT]), (".txt", caption.encode())):
+                    info = tarfile.TarInfo(f"{number:08d}{ending}")
+                    info.size = len(body)
+                    tar.addfile(info, io.BytesIO(body))
+        paths.append(str(path))
+    return paths
+
+
+def clip(
+    name: str, seed: int, *, frames: int = 8, width: int = 160, height: int = 120, fps: int = 4
+) -> bytes | None:
+    """A short clip of one of CLIPS; None where PyAV, or its encoder, is not there."""
+    encoder, container = CLIPS[name]
+    try:
+        import av
+    except ModuleNotFoundError:
+        return None
+    if encoder not in av.codecs_available:
+        return None
+    still = np.asarray(photo(width + frames, height, seed))
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as output:
+        stream: Any = output.add_stream(encoder, rate=fps)
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "rgb8" if name == "gif" else "yuv420p"
+        for number in range(frames):
+            pixels = np.ascontiguousarray(still[:, number : number + width])
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(stream.encode())
+    return out.getvalue()

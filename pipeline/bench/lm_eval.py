@@ -1,0 +1,134 @@
+"""How much quicker the letter form of MMLU-Pro is here than with lm-evaluation-harness: one process, one
+model, the same requests in turn, tokenisation included, task building left out on both sides.
+
+    python -m earlyfusion.pipeline.bench.lm_eval --model PATH --data mmlu_pro --categories 2 --questions 30
+    --out ratio.json
+
+PATH is a transformers checkpoint or a .gguf file. The gain comes from the five examples, which all questions
+of a category share: the more questions a category has (the set has 381 to 1351), the larger it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.eval.answers import best_choice
+from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
+from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
+from earlyfusion.eval.models.base import open_model
+from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
+from earlyfusion.eval.results import write_json
+
+
+def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreRequest]]:
+    """The requests of the first `questions` questions of the first `categories` categories, one list a
+    question."""
+    task = MmluPro(TaskOptions(data=data, form="mcf"))
+    found: dict[str, list[list[ScoreRequest]]] = {}
+    for question in task.questions(None, None, 0):
+        if question.category not in found and len(found) == categories:
+            continue
+        rows = found.setdefault(question.category, [])
+        if len(rows) < questions:
+            rows.append([r for r in task.requests(question, 0) if isinstance(r, ScoreRequest)])
+    return [row for rows in found.values() for row in rows]
+
+
+def compare(
+    model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int, rounds: int
+) -> dict[str, Any]:
+    """Seconds of both evaluators (the best of `rounds`, in turn), their ratio, and how far their answers
+    differ."""
+    require_lm_eval()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(
+        pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size, max_length=model.max_length
+    )
+    flat = [request for row in rows for request in row]
+    asked = [
+        Instance(request_type="loglikelihood", doc={}, arguments=(r.context, r.continuation), idx=i)
+        for i, r in enumerate(flat)
+    ]
+    model.loglikelihood(flat[:1])  # the first call of a process also reads the weights in
+    theirs.loglikelihood(asked[:1], disable_tqdm=True)
+    ours_s, theirs_s = [], []
+    for _ in range(rounds):
+        model.forget()
+        started = time.perf_counter()
+        own = model.loglikelihood(flat)
+        ours_s.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        other = theirs.loglikelihood(asked, disable_tqdm=True)
+        theirs_s.append(time.perf_counter() - started)
+    different, start = 0, 0
+    for row in rows:
+        span = slice(start, start + len(row))
+        start += len(row)
+        different += best_choice([a.sum for a in own[span]]) != best_choice(
+            [value for value, _ in other[span]]
+        )
+    return {
+        "questions": len(rows),
+        "requests": len(flat),
+        "batch_size": batch_size,
+        "ours_s": min(ours_s),
+        "lm_eval_s": min(theirs_s),
+        "ratio": min(theirs_s) / min(ours_s),
+        "all_ours_s": ours_s,
+        "all_lm_eval_s": theirs_s,
+        "largest_difference": max(abs(a.sum - value) for a, (value, _) in zip(own, other)),
+        "different_answers": different,
+        "threads": torch.get_num_threads(),
+        "device": str(model.device),
+        "dtype": str(model.model.dtype),
+        "parameters": sum(p.numel() for p in model.model.parameters()),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print one JSON object."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="transformers checkpoint or .gguf file"
+    )
+    parser.add_argument(
+        "--data", required=True, type=Path, metavar="DIR", help="MMLU-Pro test and validation"
+    )
+    parser.add_argument("--categories", type=int, default=2, help="how many categories (default 2)")
+    parser.add_argument("--questions", type=int, default=30, help="questions of each (default 30)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a call, for both (default 8)")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements, the best counts (default 1)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    options = parser.parse_args(argv)
+    model = open_model(
+        f"hf:{options.model}", device=options.device, dtype=options.dtype, batch_size=options.batch
+    )
+    result = compare(
+        model, requests_of(options.data, options.categories, options.questions), options.batch, options.rounds
+    )
+    if options.out is not None:
+        write_json(options.out, result)
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DataError as error:
+        sys.exit(f"error: {error}")

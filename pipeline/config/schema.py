@@ -1,0 +1,328 @@
+"""The schema of a training run: one pydantic model per section, unknown keys forbidden.
+
+A recipe is TOML with the sections `run tokenizer data vision model optim stages train parallel guard eval
+checkpoint track`. `pipeline/config/compose.py` merges recipes and dotted overrides into one plain dict; this
+file says what that dict may hold. The rooms own their sections: `data` is DataConfig, `vision` is
+VisionConfig, `model` is ModelConfig. TOML has no null: the string "null" stands for None everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from earlyfusion.data.config import DataConfig
+from earlyfusion.model.config import ModelConfig
+from earlyfusion.pipeline.errors import did_you_mean
+from earlyfusion.vision.config import VisionConfig
+
+
+class Section(BaseModel):
+    """Base of the sections: no unknown keys, no silent mutation, attribute docstrings become help texts."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Name of the run; names the default output folder."""
+    seed: NonNegativeInt = 0
+    """One seed for weights, data order and sampling."""
+    out: str | None = None
+    """Output folder; runs/<name> when not given."""
+    steps: PositiveInt | None = None
+    """Stop after this many steps of the recipe's schedule (the schedule itself does not change)."""
+    init_from: str | None = None
+    """Model directory for a warm start: weights only; step, optimizer and data order start afresh."""
+
+    @property
+    def directory(self) -> str:
+        """The output folder: `out` or runs/<name>."""
+        return self.out or f"runs/{self.name}"
+
+
+class TokenizerSection(Section):
+    path: str | None = None
+    """A Hugging Face tokenizer directory or tokenizer.json; None trains a byte-level BPE on the embedded
+    corpus."""
+    vocab_size: PositiveInt = 4096
+    """Size of the vocabulary to train, special tokens included; ignored when `path` is given."""
+
+
+class OptimSection(Section):
+    name: Literal["muonclip", "adamw"] = "muonclip"
+    """muonclip: Muon with QK-Clip for hidden matrices, AdamW for the rest; adamw: AdamW for everything."""
+    lr: PositiveFloat = 2e-3
+    """Learning rate; a stage may name its own."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon momentum."""
+    nesterov: bool = True
+    """Nesterov form of the Muon momentum."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moment decays."""
+    eps: PositiveFloat = 1e-8
+    """AdamW epsilon."""
+    ns: str = "polar_express"
+    """Newton-Schulz preset: polar_express, keller_jordan, deepseek_v4, cubic."""
+    rms: PositiveFloat = 0.2
+    """Root mean square that a Muon update is scaled to."""
+    qk_clip: PositiveFloat | None = 100.0
+    """Largest allowed attention logit tau; "null" turns QK-Clip off."""
+    head_group_size: PositiveInt | None = None
+    """Heads orthogonalised together; "null" treats the whole matrix as one block."""
+    muon_vision: bool = False
+    """Also use Muon for the matrices of the vision tower."""
+    overrides: dict[str, str] = {}
+    """Parameter name pattern -> family (muon or adamw), before the default routing."""
+    lr_scale: dict[str, PositiveFloat] = {}
+    """Parameter name pattern -> factor on the learning rate; the first matching pattern counts."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Global gradient norm limit; "null" turns clipping off (the norm is still measured)."""
+
+
+class MixSection(Section):
+    """A change of the mixture inside a stage ([[stages.mix]])."""
+
+    at: float = Field(ge=0, le=1)
+    """Where it happens, as a share of the stage's steps."""
+    weights: dict[str, float] = {}
+    """New mixture weights by data source; empty keeps those in force."""
+    vision_share: float | None = Field(None, ge=0, le=1)
+    """New vision_share; "null" keeps the one in force."""
+    ramp: Literal["step", "linear"] = "step"
+    """Change at once, or evenly from the point before (that named the same) up to here."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MixSection:
+        if not self.weights and self.vision_share is None:
+            raise ValueError("a mix point changes nothing: give it weights or a vision_share")
+        return self
+
+
+class StageSection(Section):
+    name: str
+    """Name of the stage; dotted overrides and overlay recipes address a stage by it."""
+    steps: PositiveInt
+    """Optimizer steps in this stage."""
+    length: PositiveInt = 1024
+    """Longest document in tokens."""
+    tokens: PositiveInt = 4096
+    """Tokens in one packed micro-batch."""
+    lanes: PositiveInt = 1
+    """Micro-batches in one optimizer step, over all ranks together."""
+    max_patches: PositiveInt = 16384
+    """Most image patches in one micro-batch."""
+    max_vision_flops: PositiveFloat | None = None
+    """Most forward FLOPs of the vision tower in one micro-batch; "null" for no limit."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Learning-rate shape after the warm-up: half cosine, or stable then linear decay."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate; "null" takes optim.lr."""
+    final_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the stage's end as a share of the peak."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear rise from zero."""
+    decay_steps: NonNegativeInt = 0
+    """wsd only: steps of linear fall at the end."""
+    weights: dict[str, float] = {}
+    """Mixture weight by data source; empty takes the weights of data.sources."""
+    vision_share: float | None = Field(None, ge=0, le=1)
+    """Share of the tokens in documents with a picture, whatever the weights; "null" lets the weights decide.
+    """
+    mix: list[MixSection] = []
+    """Changes of weights or vision_share inside the stage, in the order of `at`."""
+    skip: list[tuple[NonNegativeInt, PositiveInt]] = []
+    """Steps of the stage's data to leave out, [first, end) each, for example around a loss spike."""
+    frozen: list[str] = []
+    """What is not trained: vision, text, projector, or fnmatch patterns of parameter names."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StageSection:
+        if self.length > self.tokens:
+            raise ValueError(
+                f"length {self.length} is more than tokens {self.tokens}: raise tokens or lower length"
+            )
+        if self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} exceed steps {self.steps}"
+            )
+        if self.schedule == "cosine" and self.decay_steps:
+            raise ValueError('decay_steps is for schedule = "wsd"; a cosine decays over the whole stage')
+        for weights in (self.weights, *(point.weights for point in self.mix)):
+            if any(w < 0 for w in weights.values()):
+                raise ValueError("a mixture weight is negative; use 0 to leave a source out")
+            if weights and not any(weights.values()):
+                raise ValueError("every mixture weight is 0; give at least one source a positive weight")
+        places = [point.at for point in self.mix]
+        if places != sorted(places):
+            raise ValueError(f"mix points at {places}: put them in the order of `at`")
+        linear = [point for point in self.mix if point.vision_share is not None][:1]
+        if self.vision_share is None and linear and linear[0].ramp == "linear":
+            raise ValueError("a linear ramp of vision_share needs the stage's vision_share to start from")
+        if any(first >= end for first, end in self.skip):
+            raise ValueError(
+                f"skip = {[list(span) for span in self.skip]}: expected [first, end] with first < end"
+            )
+        return self
+
+
+class TrainSection(Section):
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Autocast dtype of the forward and backward pass."""
+    recompute: bool = False
+    """Keep no activations inside a layer (inside an AttnRes block) and compute them again in the backward
+    pass: less memory for about a third more arithmetic."""
+    threads: PositiveInt | None = None
+    """torch CPU threads; "null" keeps torch's choice."""
+    loss_weights: dict[str, float] = {}
+    """Loss multiplier by data source; 1 where not named."""
+    text_loss_weight: float = Field(1.0, ge=0)
+    """Loss multiplier of documents without an image."""
+
+
+class ParallelSection(Section):
+    exchange_pictures: Literal["auto", "on", "off"] = "auto"
+    """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
+    ranks' work differs by more than `exchange_above`; on, in every step that gets more even; off, never. One
+    process never does."""
+    exchange_above: float = Field(1.1, ge=1)
+    """auto: largest over mean vision FLOPs of the ranks above which a step exchanges pictures."""
+
+
+class GuardSection(Section):
+    policy: Literal["stop", "skip", "rollback"] = "skip"
+    """What a non-finite or spiking step does: stop the run, skip the update, go back to the last checkpoint.
+    """
+    window: int = Field(128, ge=8)
+    """Good steps that the running mean and deviation look back on."""
+    sigma: PositiveFloat = 8.0
+    """A step spikes when its loss exceeds mean + sigma * deviation."""
+    grad_norm_sigma: PositiveFloat | None = None
+    """The same for the gradient norm; "null" watches only for norms that are not finite: where gradients are
+    clipped, a large norm does no harm, and it often comes with a jump in learning."""
+    max_skips: PositiveInt = 10
+    """Most bad steps inside one window before the run stops whatever the policy."""
+    max_rollbacks: NonNegativeInt = 3
+    """Most rollbacks in a run before it stops."""
+
+
+class EvalSection(Section):
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0 evaluates only at the end."""
+    tasks: list[str] = []
+    """Evaluations to run: easy_vqa, bpb, and every task of `earlyfusion eval`, as name or name:form."""
+    data: dict[str, str] = {}
+    """Task -> file or folder with its questions, for tasks that need one."""
+    heldout: NonNegativeInt = 128
+    """Held-out samples of each source whose loss is measured, up to one micro-batch of tokens; the last
+    evaluation takes four times as many. 0: none."""
+    samples: NonNegativeInt = 4
+    """Sample pictures with answers per evaluation, one of each source at least; a text goes on for sources of
+    text."""
+    limits: dict[str, int] = {}
+    """Most examples per task, in every evaluation."""
+    limits_during: dict[str, int] = {}
+    """The same before the end of the schedule: not for the last evaluation, unless run.steps ends the run
+    early."""
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = 0
+    """Steps between training checkpoints; 0 saves only at the end and on a signal."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    keep_every: NonNegativeInt = 0
+    """Steps whose multiples are kept for good; 0 keeps none for good."""
+
+
+class TrackSection(Section):
+    log_every: PositiveInt = 10
+    """Steps between records."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (pip install 'earlyfusion[track]')."""
+    trackers: list[str] = []
+    """Further accelerate trackers by name, for example wandb or trackio."""
+
+
+class SandboxSection(Section):
+    allow_weaker: bool = False
+    """Run programs of the model although walls of the sandbox are missing on this machine
+    (eval/sandbox/walls.py); every record then names those that are missing and those that stand. Otherwise
+    that is an error."""
+
+
+class RunConfig(Section):
+    """The whole of a run. Build it with `compose.load_config`, which turns every mistake into one clear
+    line."""
+
+    run: RunSection = RunSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataConfig
+    vision: VisionConfig
+    model: ModelConfig
+    optim: OptimSection = OptimSection()
+    stages: list[StageSection] = Field(min_length=1)
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+    guard: GuardSection = GuardSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    track: TrackSection = TrackSection()
+    sandbox: SandboxSection = SandboxSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, raw: Any) -> Any:
+        """vision.preset becomes the preset's fields below the recipe's own; model.vocab_size follows the
+        tokenizer."""
+        if not isinstance(raw, dict):
+            return raw
+        raw = dict(raw)
+        vision = raw.get("vision")
+        if isinstance(vision, dict) and "preset" in vision:
+            own = {key: value for key, value in vision.items() if key != "preset"}
+            raw["vision"] = VisionConfig.preset(vision["preset"]).model_dump(mode="json") | own
+        model = raw.get("model")
+        if isinstance(model, dict) and model.get("vocab_size") is None:
+            tokenizer = raw.get("tokenizer")
+            size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+            # Token ids, like the size, come from the tokenizer at run time (with_vocabulary); these only fit.
+            ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+            raw["model"] = {**ids, **model, "vocab_size": size or TokenizerSection().vocab_size}
+        return raw
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"stages: two stages share a name: {', '.join(names)}")
+        sources = [source.name for source in getattr(self.data, "sources", [])]
+        named = [(f"stages.{stage.name}.weights", key) for stage in self.stages for key in stage.weights]
+        named += [
+            (f"stages.{stage.name}.mix.weights", k)
+            for stage in self.stages
+            for p in stage.mix
+            for k in p.weights
+        ]
+        named += [("train.loss_weights", key) for key in self.train.loss_weights]
+        for where, key in named:
+            if key not in sources:
+                raise ValueError(f"{where}: no data source {key!r}; {did_you_mean(key, sources)}")
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that this run takes: all stages, or run.steps when that is less."""
+        scheduled = sum(stage.steps for stage in self.stages)
+        return scheduled if self.run.steps is None else min(scheduled, self.run.steps)
+
+    def with_vocabulary(self, vocab_size: int, **token_ids: int) -> RunConfig:
+        """The same run with `model.vocab_size` (and any token id fields of ModelConfig) as the tokenizer has
+        them."""
+        model = self.model.model_dump(mode="json") | {"vocab_size": vocab_size, **token_ids}
+        return self.model_copy(update={"model": ModelConfig.model_validate(model)})

@@ -1,0 +1,305 @@
+"""From messages and texts to prompts: tokenising and decoding of what strangers send, where it can be
+stopped.
+
+Short texts are tokenised in a thread. Whatever holds pictures or videos, or is long, goes to one of a few
+processes with a bound of memory and time: a decoder or tokenizer that hangs, crashes or eats memory costs its
+own request, is killed, and a new process stands in its place within milliseconds (they are forked from one
+that has imported everything). Bytes come back, never pickles: a process that read a hostile file is not
+trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from earlyfusion.data.chat.template import Message, Template, encode_chat
+from earlyfusion.data.decode_config import DecodeConfig
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.loading.encode import Encoded, encode
+from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.video.readers import give_back
+from earlyfusion.model.engine.request import TokenPrompt
+from earlyfusion.pipeline.serve.schema import Refused
+from earlyfusion.vision.config import VisionConfig
+
+SHORT = 16_000
+"""Characters that are tokenised in a thread: the tokenizer holds the interpreter's lock, here for some 10 ms.
+"""
+START_S = 120.0
+"""Time that a process may take to be ready (the first imports torch)."""
+GROWTH = 128 * 2**20
+"""A process that has kept this much after a request makes room for a new one."""
+PR_SET_PDEATHSIG = 1
+
+DECODE = DecodeConfig(
+    max_pixels=25_000_000,
+    video_max_seconds=300,
+    video_max_pixels=4096 * 2304,
+    video_max_frames=20_000,
+    animation_max_pixels=200_000_000,
+    video_max_patches=1 << 16,
+)
+"""Limits of one picture or video in a request."""
+MAX_PATCHES = 1 << 17
+"""Most patches of one request."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process needs to know."""
+
+    tokenizer: Tokenizer
+    vision: VisionConfig
+    template: Template
+    memory_mb: int = 640
+
+    def encoded(self, job: str | list[Message]) -> Encoded:
+        """The open document of a text or a conversation; raises DataError."""
+        if isinstance(job, str):
+            return encode(Sample([Text(job)], "prompt", "0"), self.tokenizer, self.vision, eos=False)
+        return encode_chat(job, self.tokenizer, self.vision, template=self.template, decode=DECODE)
+
+
+def told(error: Exception) -> str:
+    """What a client is told of an error whose text speaks to somebody who prepares data: no options, no
+    sample's name."""
+    if isinstance(error, RecursionError | OverflowError):
+        return "the request is nested too deep or holds numbers that are too large"
+    text = re.sub(r"^(chat chat|prompt 0): ", "", " ".join(str(error).split()))
+    text = re.sub(r"; (mend it|raise data\.|set max_frames|check the path|decode its bytes).*", "", text)
+    return re.sub(r"(data\.decode\.)\w+( = )?", "", text)
+
+
+# ---- in the process
+# -------------------------------------------------------------------------------------------------
+
+
+def serve_jobs(pipe: Connection, setup: Setup) -> None:
+    """Answers jobs until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the server's
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.nice(5)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # what decoders print of strangers' files would fill the server's log
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Pillow's, about strangers' files
+    start = _data_bytes()
+    if start is not None:
+        most = start + setup.memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipe.send_bytes(b"ready")
+    with suppress(EOFError, OSError):
+        while (_data_bytes() or 0) <= (start or 0) + GROWTH:
+            job = pipe.recv()
+            for part in _answer(job, setup):
+                pipe.send_bytes(part)
+            job = None
+            give_back()
+
+
+def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
+    try:
+        found = setup.encoded(job)
+        if found.num_patches > MAX_PATCHES:
+            raise BadSample(
+                f"the request's pictures give {found.num_patches} patches, more than {MAX_PATCHES}"
+            )
+    except (
+        Exception
+    ) as error:  # DataError, MemoryError, torch's own, and whatever else a hostile file brings about
+        said = (
+            told(error)
+            if isinstance(error, DataError | RecursionError | OverflowError)
+            else "the request cannot be read"
+        )
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            said = f"the request takes more than {setup.memory_mb} MiB to read; send less or smaller media"
+        return [json.dumps({"refused": said}).encode()]
+    shape = None if found.patches is None else list(found.patches.shape)
+    places = found.media_positions.tolist()
+    head = {"grids": found.grids, "patches": shape, "places": places}
+    parts = [json.dumps(head).encode(), found.ids.numpy().tobytes()]
+    if found.patches is not None:
+        parts.append(found.patches.contiguous().numpy().tobytes())
+    return parts
+
+
+def _data_bytes() -> int | None:
+    """Private writable memory of this process, as RLIMIT_DATA counts it; None where /proc does not say."""
+    with suppress(OSError, AttributeError):
+        found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found.group(1)) * 1024 if found else None
+    return None
+
+
+# ---- in the server
+# --------------------------------------------------------------------------------------------------
+
+
+class _Process:
+    """One process and the server's end of its pipe; used by one thread at a time, killed from any."""
+
+    def __init__(self, setup: Setup, seconds: float) -> None:
+        self.setup, self.seconds = setup, seconds
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._starting = threading.Lock()
+        self.closed = False
+
+    def start(self) -> Connection:
+        """The pipe of a living process."""
+        with self._starting:
+            if self._pipe is not None and self._process.is_alive():
+                return self._pipe
+            self.kill()
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["earlyfusion.pipeline.serve.prepare"])
+            here, there = context.Pipe()
+            process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
+            process.start()
+            self._process = process
+            there.close()
+            if self.closed:
+                self.kill()
+            if not here.poll(START_S) or here.recv_bytes(16) != b"ready":
+                raise OSError("the process that reads media did not start")
+            self._pipe = here
+            return here
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+
+    def call(self, job: str | list[Message]) -> TokenPrompt:
+        """The prompt of a job; raises Refused."""
+        for last in (False, True):
+            if self.closed:
+                break
+            try:
+                pipe = self.start()
+                pipe.send(job)
+            except (
+                OSError,
+                EOFError,
+            ):  # it was killed, or had grown and ended, while nothing was asked of it
+                self._pipe = None
+                if last:
+                    break
+                continue
+            return self._received(pipe)
+        raise Refused("the server is stopping or cannot read requests now", status=503, code="stopping")
+
+    def _received(self, pipe: Connection) -> TokenPrompt:
+        end = time.monotonic() + self.seconds
+        try:
+            if not pipe.poll(self.seconds):
+                raise Refused(
+                    f"the request takes more than {self.seconds:g} s to read; send less or smaller media"
+                )
+            head = json.loads(pipe.recv_bytes(1 << 24))
+            if "refused" in head:
+                raise Refused(str(head["refused"]), param="messages")
+            ids = np.frombuffer(pipe.recv_bytes(1 << 26), np.int64)
+            patches = None
+            if head["patches"] is not None and pipe.poll(max(end - time.monotonic(), 1.0)):
+                patches = torch.frombuffer(bytearray(pipe.recv_bytes(1 << 30)), dtype=torch.uint8).view(
+                    head["patches"]
+                )
+        except (EOFError, OSError):
+            self._pipe = None
+            text = (
+                f"the request cannot be read, or takes more than {self.setup.memory_mb} MiB; send less or"
+                " smaller media"
+            )
+            raise Refused(text, param="messages") from None
+        except Refused as error:
+            if error.param is None:
+                self.kill()
+                self._pipe = None
+            raise
+        grids = tuple((int(t), int(h), int(w)) for t, h, w in head["grids"])
+        return TokenPrompt(torch.from_numpy(ids.copy()), patches, grids, tuple(head["places"]))
+
+
+class Preparer:
+    """Makes prompts, at most `processes` at a time outside; more than `line` waiting are refused.
+
+    seconds: time of one request in a process. close() ends everything.
+    """
+
+    def __init__(self, setup: Setup, *, processes: int = 2, seconds: float = 20.0, line: int = 64) -> None:
+        self.setup, self.line, self._waiting = setup, line, 0
+        self._all = [_Process(setup, seconds) for _ in range(processes)]
+        self._free, self._room = list(self._all), asyncio.Semaphore(processes)
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="prepare")
+        for process in self._all:
+            self._threads.submit(process.start)
+
+    async def prompt(self, job: str | Sequence[Message], characters: int) -> TokenPrompt:
+        """The prompt of a text or a conversation of so many characters; raises Refused. Cancelling it frees
+        its process."""
+        media = not isinstance(job, str) and any(
+            not isinstance(s, Text) for message in job for s in message.content
+        )
+        given = job if isinstance(job, str) else list(job)
+        if not media and characters <= SHORT:
+            try:
+                found = await asyncio.to_thread(self.setup.encoded, given)
+            except (DataError, RecursionError, OverflowError) as error:
+                raise Refused(told(error)) from None
+            return TokenPrompt(found.ids)
+        if self._waiting >= self.line:
+            raise Refused(
+                f"{self.line} requests wait for their media to be read; try later",
+                status=429,
+                code="queue_full",
+            )
+        self._waiting += 1
+        try:
+            await self._room.acquire()
+        finally:
+            self._waiting -= 1
+        process = self._free.pop()
+        call = asyncio.get_running_loop().run_in_executor(self._threads, process.call, given)
+        call.add_done_callback(lambda done: self._give(process, done))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+
+    def _give(self, process: _Process, done: asyncio.Future[Any]) -> None:
+        done.exception()  # looked at, in case nobody waits any more
+        self._free.append(process)
+        self._room.release()
+
+    def close(self) -> None:
+        """Kill all processes; whoever waits is refused."""
+        for process in self._all:
+            process.closed = True
+            process.kill()
+        self._threads.shutdown(wait=False, cancel_futures=False)

@@ -1,0 +1,186 @@
+"""Rollouts: groups of samples from the engine, and what a trainer needs to know about them.
+
+    groups = rollout(engine, prompts, group_size=8, params=SamplingParams(256, logprobs=True))
+    row, places = pack(model, groups[0])    # one packed row; places of the generated tokens in it
+    with used_experts(model, places):       # the experts that the engine used
+        hidden_TD = model.hidden(row)
+
+A prompt is read once for all samples of its group.
+
+Shapes: T tokens of a packed row, M generated tokens in it, L MoE layers, J experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.request import Completion, Prompt, Request, SamplingParams
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import Row, pack_prompts
+from earlyfusion.model.moe import replaying_routing
+
+UNKNOWN = -1
+"""Routing entry of a token that the engine never fed: the trainer chooses for itself."""
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """Tokens that somebody else put into an answer, such as what a tool said, behind the first `at` generated
+    ones."""
+
+    at: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of a group, with the prompt it answers.
+
+    The completion holds generated tokens alone, so lengths, log-probabilities, entropies and losses are
+    theirs. inserted: what stands between them, in order; it is read and never trained. shown: the whole
+    answer as people read it, "" where that is the completion's text.
+    """
+
+    prompt: Prompt
+    completion: Completion
+    inserted: tuple[Inserted, ...] = ()
+    shown: str = ""
+
+    @property
+    def ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.completion.ids
+
+    @property
+    def text(self) -> str:
+        """The whole answer as people read it; what a reward sees is `answer`."""
+        return self.shown or self.completion.text
+
+    @property
+    def ended(self) -> bool:
+        """Whether the policy ended its answer itself: no limit cut it off, and it was not stopped for running
+        in circles."""
+        return self.completion.finish_reason == "stop"
+
+    @property
+    def answer(self) -> str:
+        """What a reward reads: the completion's text, and "" where it did not end. Paying for the beginning
+        of an answer that a limit cut off would reward not stopping."""
+        return self.completion.text if self.ended else ""
+
+    @property
+    def tail(self) -> list[int]:
+        """All tokens behind the prompt, in order."""
+        out, start = [], 0
+        for part in self.inserted:
+            out += [*self.ids[start : part.at], *part.ids]
+            start = part.at
+        return [*out, *self.ids[start:]]
+
+    @property
+    def trained(self) -> Tensor:
+        """bool [tail]: which tokens behind the prompt were generated."""
+        mask, start = [], 0
+        for part in self.inserted:
+            mask += [True] * (part.at - start) + [False] * len(part.ids)
+            start = part.at
+        return torch.tensor(mask + [True] * (len(self.ids) - start), dtype=torch.bool)
+
+    @property
+    def total(self) -> int:
+        """Tokens of prompt and answer."""
+        return int(self.prompt.ids.shape[0]) + len(self.ids) + sum(len(part.ids) for part in self.inserted)
+
+
+def rollout(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    group_size: int,
+    params: SamplingParams,
+    capture_routing: bool = False,
+    name: str = "rollout",
+) -> list[list[Trajectory]]:
+    """`group_size` samples of every prompt, grouped by prompt, in order.
+
+    params: `n` is overruled by group_size and log-probabilities are always kept. name: part of the request
+    ids and so of the random numbers; give every training step its own. Raises RuntimeError while the engine
+    has other work.
+    """
+    if engine.has_work:
+        raise RuntimeError("rollout() needs an idle engine: other requests are unfinished")
+    params = replace(params, n=group_size, logprobs=True)
+    requests = [Request(f"{name}/{i}", prompt, params, capture_routing) for i, prompt in enumerate(prompts)]
+    done = engine.generate(requests)
+    groups: list[list[Trajectory]] = []
+    for index, prompt in enumerate(prompts):
+        part = done[index * group_size : (index + 1) * group_size]
+        groups.append([Trajectory(prompt, completion) for completion in part])
+    return groups
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the generated tokens stand (inserted ones have no place). positions_M: row positions whose logits
+    choose them; ids_M: the tokens. routing_TLJ: int16 experts of the row's tokens (UNKNOWN where the engine
+    fed none), or None if not captured."""
+
+    positions_M: Tensor
+    ids_M: Tensor
+    routing_TLJ: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Prompt and answer as one document."""
+
+    ids: Tensor
+    patches: Tensor | None
+    grids: Sequence[tuple[int, int, int]]
+    media_positions: Tensor
+
+
+def pack(model: NativeFusion, trajectories: Sequence[Trajectory]) -> tuple[Row, Places]:
+    """Trajectories as the documents of one packed row. Raises ValueError for none."""
+    documents, positions, routing, start = [], [], [], 0
+    for trajectory in trajectories:
+        prompt = trajectory.prompt
+        answer = torch.tensor(trajectory.tail, dtype=torch.long)
+        places = torch.as_tensor(prompt.media_positions).long()
+        ids = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), answer])
+        documents.append(_Whole(ids, prompt.patches, prompt.grids, places))
+        first = start + int(prompt.ids.shape[0]) - 1
+        positions.append(first + trajectory.trained.nonzero().flatten())
+        routing.append(_document_routing(trajectory))
+        start += trajectory.total
+    row = pack_prompts(model, documents)
+    known = [part for part in routing if part is not None]
+    experts = torch.from_numpy(np.concatenate(known)) if known and len(known) == len(routing) else None
+    ids_M = torch.tensor([i for trajectory in trajectories for i in trajectory.ids], dtype=torch.long)
+    device = row.ids.device
+    return row, Places(torch.cat(positions).to(device), ids_M.to(device), experts)
+
+
+def _document_routing(trajectory: Trajectory) -> np.ndarray | None:
+    routing = trajectory.completion.routing
+    if routing is None:
+        return None
+    missing = trajectory.total - len(routing)
+    return np.pad(routing.astype(np.int16), ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN)
+
+
+@contextmanager
+def used_experts(model: NativeFusion, places: Places) -> Iterator[None]:
+    """Replay the captured routing while open; nothing if none was captured."""
+    if places.routing_TLJ is None:
+        yield
+    else:
+        with replaying_routing(model, places.routing_TLJ):
+            yield
