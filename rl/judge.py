@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from earlyfusion.data.sample import Image, Text
+from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.models.http import content_parts
 from earlyfusion.rl.rewards import RewardError
-from earlyfusion.rl.tasks.problem import Problem
 
 MAX_BYTES = 2**20
 MAX_ANSWER_CHARS = 8000

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.data.tasks.registry import TASKS
 from earlyfusion.pipeline.config.schema import (
     CheckpointSection,
     GuardSection,
@@ -49,7 +50,6 @@ from earlyfusion.rl.config import (
     ToggleConfig,
     check_together,
 )
-from earlyfusion.rl.tasks.registry import TASKS
 
 SHORTEST_CALL = 32
 """Tokens of the shortest call of a tool, markup included, and its end."""
@@ -59,7 +59,7 @@ class TaskEntry(Section):
     """One kind of prompt."""
 
     name: str
-    """Task of rl/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
+    """Task of data/tasks: counting, colour_shape, relation, grounding, pointing, polygon, ocr, chart_value,
     jigsaw, maze, odd_one_out, geometry, arithmetic or text_math."""
     difficulty: NonNegativeInt = 0
     """Level of the task."""

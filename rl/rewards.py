@@ -9,7 +9,7 @@
 A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the
 lowest of the declared range, 0 by default) and a count, never the run; one outside the declared range stands,
 and is counted. Three ways to run a function:
-    inline    in this thread: for rewards known to return (the tasks of rl/tasks)
+    inline    in this thread: for rewards known to return (the tasks of data/tasks)
     threads   side by side with a deadline: for rewards that wait for a server (rl/judge.py)
     process   in worker processes that are killed at the deadline and started anew: for everything else;
               `memory_mb` bounds what a worker may allocate beyond its imports (Linux)
@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeAlias
 
 from earlyfusion.data.errors import DataError, did_you_mean
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.rl.tasks.problem import Problem, Task
+from earlyfusion.data.tasks.problem import Problem, Task
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
 Isolation: TypeAlias = Literal["inline", "threads", "process"]

@@ -156,7 +156,7 @@ class ToolTalkOptions(Options):
 
 class ProblemsOptions(Options):
     tasks: dict[str, float] = Field(min_length=1)
-    """Task -> weight: verifiable tasks of rl/tasks, such as { counting = 2, relation = 1 }."""
+    """Task -> weight: verifiable tasks of data/tasks, such as { counting = 2, relation = 1 }."""
     difficulty: int | dict[str, int] = 0
     """Level of all tasks, or by task (0 where not named)."""
     forms: dict[Literal["picture", "twin", "rendered"], float] = {"picture": 1.0}

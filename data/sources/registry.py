@@ -26,7 +26,7 @@ KINDS = {
     "synth_clips": "earlyfusion.data.sources.synth:SynthClips",
     "zero_vision": "earlyfusion.data.sources.zero_vision:ZeroVision",
     "chat_scenes": "earlyfusion.data.sources.zero_vision:ChatScenes",
-    "problems": "earlyfusion.rl.tasks.source:Problems",
+    "problems": "earlyfusion.data.sources.problems:Problems",
     "folder": "earlyfusion.data.sources.folder:Folder",
     "webdataset": "earlyfusion.data.sources.shards:WebDataset",
     "text_files": "earlyfusion.data.sources.text_files:TextFiles",

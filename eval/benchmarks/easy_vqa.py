@@ -19,10 +19,10 @@ import numpy as np
 
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.easy_vqa import answer_text, load_split, picture_of, question_text
+from earlyfusion.data.tasks.scoring.text import first_line, normalise
 from earlyfusion.eval.benchmarks.easy_vqa_probe import ANSWERS, majority_answers, questions_of
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, views_of, whole
-from earlyfusion.eval.metrics import first_line, normalise
 from earlyfusion.eval.protocol import EvalError, Model, Question, Record, Request, ScoreRequest, TaskOptions
 
 FORMS = ("generate", "choice")

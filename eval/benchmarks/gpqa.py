@@ -25,14 +25,14 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from earlyfusion.eval.answers import LETTERS, answer_line_letter, parenthesised_letter
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.tasks.scoring.answers import LETTERS, answer_line_letter, parenthesised_letter
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     choice_requests,
     data_files,
     lettered,
     need,
-    read_rows,
     request_seed,
     rows_hash,
     sampling,

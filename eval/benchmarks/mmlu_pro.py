@@ -23,7 +23,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.eval.answers import LETTERS, mmlu_pro_letter, published_guess
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.tasks.scoring.answers import LETTERS, mmlu_pro_letter, published_guess
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     choice_requests,
@@ -32,7 +33,6 @@ from earlyfusion.eval.benchmarks.base import (
     lettered,
     mean,
     need,
-    read_rows,
     request_seed,
     rows_hash,
     sampling,

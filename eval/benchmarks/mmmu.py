@@ -24,12 +24,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.easy_vqa import question_text
-from earlyfusion.eval.benchmarks.base import read_rows
+from earlyfusion.data.tasks.scoring.open_answers import open_match
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, views_of
-from earlyfusion.eval.metrics_open import open_match
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Question, Record, TaskOptions
 
 LETTERS = "ABCDEFGHIJ"

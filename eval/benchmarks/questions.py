@@ -18,12 +18,12 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Image, Video
 from earlyfusion.data.synth import describe
-from earlyfusion.data.synth.charts import Chart, chart_questions, draw_chart, make_chart
-from earlyfusion.data.synth.clips import Clip, clip_questions, draw_clip, make_clip
-from earlyfusion.data.synth.grid import Board, board_questions, draw_board, make_board
-from earlyfusion.data.synth.scene import Scene, draw_scene, make_scene
-from earlyfusion.data.synth.words import Sign, draw_sign, make_sign, sign_questions
-from earlyfusion.eval.benchmarks.twins import Graph
+from earlyfusion.data.synth.charts import chart_questions, make_chart
+from earlyfusion.data.synth.clips import clip_questions, make_clip
+from earlyfusion.data.synth.graphs import Graph, render
+from earlyfusion.data.synth.grid import board_questions, make_board
+from earlyfusion.data.synth.scene import Scene, make_scene
+from earlyfusion.data.synth.words import make_sign, sign_questions
 
 MIN_SIDE, MAX_SIDE, MAX_OBJECTS = 40, 96, 5
 GREY = 128
@@ -51,21 +51,6 @@ class Item:
         """A grey picture (clip) of the same size: the same number of image tokens that tell nothing but the
         size."""
         return grey(self.media())
-
-
-def render(graph: Graph) -> Image | Video:
-    """The graph drawn."""
-    if isinstance(graph, Clip):
-        return Video(draw_clip(graph), graph.timestamps)
-    if isinstance(graph, Scene):
-        return Image(draw_scene(graph))
-    if isinstance(graph, Chart):
-        return Image(draw_chart(graph))
-    if isinstance(graph, Sign):
-        return Image(draw_sign(graph))
-    if isinstance(graph, Board):
-        return Image(draw_board(graph))
-    raise TypeError(f"{type(graph).__name__} cannot be drawn; expected Scene, Board, Chart, Sign or Clip")
 
 
 def grey(media: Image | Video, level: int = GREY) -> Image | Video:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import did_you_mean
-from earlyfusion.eval.answers import bbh_answer, best_choice, first_line, gsm8k_number, same_words
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.tasks.scoring.answers import (
+    bbh_answer,
+    best_choice,
+    first_line,
+    gsm8k_number,
+    same_words,
+)
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     choice_requests,
@@ -31,7 +38,6 @@ from earlyfusion.eval.benchmarks.base import (
     grouped,
     mean,
     need,
-    read_rows,
     request_seed,
     rows_hash,
     sampling,

@@ -20,6 +20,7 @@ from typing import Any
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.formats.build import PICTURES, VIDEOS, ending
 from earlyfusion.data.prepare.rows import MEDIA_FIELDS
+from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Text
 from earlyfusion.data.shards.fetch import TAR_ENDS
 from earlyfusion.data.sources.registry import build_source
@@ -28,7 +29,6 @@ from earlyfusion.eval.benchmarks.base import (
     choice_requests,
     data_files,
     need,
-    read_rows,
     rows_hash,
     score_choices,
     spread,

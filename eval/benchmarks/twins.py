@@ -1,11 +1,5 @@
 """Text twins: a picture's graph told in words, with everything in it that a question may ask for.
 
-    scene   "picture 64 x 48, white background" and one line an object: "small red circle [12, 30, 24, 42]"
-    board   "board of 2 rows and 3 columns" and "a red square at row 1, column 2", one line a cell
-    chart   "bar chart with 3 values" and "A has the value 4", one line a value
-    sign    the text in quotes, its colour and ground
-    clip    one line a frame: its time and where every object is
-
 The same question has the same answer with the picture and with its twin; the difference of the two scores is
 what reading the picture costs, and a model trained on pictures that gets better on twins has carried
 something over. The task `twins` asks the questions of all visual tasks in words alone, so that a model
@@ -18,58 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from earlyfusion.data.sources.easy_vqa import question_text
-from earlyfusion.data.synth import describe
-from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.clips import Clip
-from earlyfusion.data.synth.grid import Board
-from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.synth.words import Sign
+from earlyfusion.data.synth.graphs import Graph, twin
 from earlyfusion.eval.protocol import GenerateRequest, Question, Record, TaskOptions
-
-Graph = Scene | Board | Chart | Sign | Clip
-
-
-def twin(graph: Graph) -> str:
-    """The graph in words. Raises TypeError for anything that is no graph of data/synth."""
-    if isinstance(graph, Scene):
-        return describe.twin(graph)  # the form that training uses in a picture's place
-    for kind, tell in ((Board, _board), (Chart, _chart), (Sign, _sign), (Clip, _clip)):
-        if isinstance(graph, kind):
-            return tell(graph)  # type: ignore[arg-type]
-    raise TypeError(f"{type(graph).__name__} has no text twin; expected Scene, Board, Chart, Sign or Clip")
-
-
-def _board(board: Board) -> str:
-    lines = [f"board of {board.rows} rows and {board.columns} columns"]
-    for r, row in enumerate(board.cells):
-        lines += [
-            f"{describe.article(colour)} square at row {r + 1}, column {c + 1}"
-            for c, colour in enumerate(row)
-        ]
-    return "\n".join(lines)
-
-
-def _chart(chart: Chart) -> str:
-    lines = [f"{chart.kind} chart with {len(chart.values)} values"]
-    return "\n".join(
-        lines + [f"{label} has the value {value}" for label, value in zip(chart.labels, chart.values)]
-    )
-
-
-def _sign(sign: Sign) -> str:
-    return (
-        f'the text "{sign.text}" in {sign.colour} letters on {describe.article(sign.background)} background'
-    )
-
-
-def _clip(clip: Clip) -> str:
-    lines = [f"clip {clip.width} x {clip.height}, {clip.background} background"]
-    standing = ""
-    if clip.standing is not None and clip.standing_box is not None:
-        standing = f"; {' '.join(clip.standing)} {describe.pixels(clip.standing_box)}"
-    for time, box in zip(clip.timestamps, clip.boxes):
-        lines.append(f"{time:.1f} s: {clip.name} {describe.pixels(box)}{standing}")
-    return "\n".join(lines)
 
 
 def twin_prompt(graph: Graph, question: str) -> str:

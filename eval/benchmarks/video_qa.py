@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from earlyfusion.data.tasks.scoring.text import exact_match, first_line, parse_count
 from earlyfusion.eval.benchmarks.questions import Item
 from earlyfusion.eval.benchmarks.visual_base import PictureTask, answer_line
-from earlyfusion.eval.metrics import exact_match, first_line, parse_count
 from earlyfusion.eval.protocol import TaskOptions
 
 DISTANCE_TOLERANCE = 0.1

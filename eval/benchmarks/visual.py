@@ -15,9 +15,8 @@ from statistics import median
 from typing import Any
 
 from earlyfusion.data.synth.scene import Scene
-from earlyfusion.eval.benchmarks.questions import Item
-from earlyfusion.eval.benchmarks.visual_base import PictureTask, aggregate, answer_line
-from earlyfusion.eval.metrics import (
+from earlyfusion.data.tasks.scoring.boxes import Box, grounding_scores, iou, parse_boxes
+from earlyfusion.data.tasks.scoring.text import (
     anls,
     character_error_rate,
     contains,
@@ -27,7 +26,8 @@ from earlyfusion.eval.metrics import (
     relaxed_match,
     word_error_rate,
 )
-from earlyfusion.eval.metrics_boxes import Box, grounding_scores, iou, parse_boxes
+from earlyfusion.eval.benchmarks.questions import Item
+from earlyfusion.eval.benchmarks.visual_base import PictureTask, aggregate, answer_line
 from earlyfusion.eval.protocol import Question, Record, TaskOptions
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.tasks.scoring.text import first_line
 from earlyfusion.eval.benchmarks.base import request_seed, sampling, standard_error
 from earlyfusion.eval.benchmarks.questions import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Item, make_items
 from earlyfusion.eval.benchmarks.twins import twin_prompt
-from earlyfusion.eval.metrics import first_line
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.eval.answers import best_choice
+from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model

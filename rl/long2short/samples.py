@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from earlyfusion.data.loading.encode import Encoded
+from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Completion, SamplingParams
@@ -36,7 +37,6 @@ from earlyfusion.rl.rollouts.experience import build_rewards, score
 from earlyfusion.rl.rollouts.packing import Trajectory, rollout
 from earlyfusion.rl.rollouts.prompts import Ask, PromptBook
 from earlyfusion.rl.rollouts.sampling import temperature
-from earlyfusion.rl.tasks.problem import Problem
 
 FILE = "samples.jsonl"
 PART = 64

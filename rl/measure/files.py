@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.tasks.problem import FORMS, Form, Problem, Split
+from earlyfusion.data.tasks.registry import TASKS, make_task
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.records import Measured
-from earlyfusion.rl.tasks.problem import FORMS, Form, Problem, Split
-from earlyfusion.rl.tasks.registry import TASKS, make_task
 
 
 def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:

@@ -16,9 +16,9 @@ from typing import Literal, TypeAlias, get_args
 
 from earlyfusion.data.errors import DataError, did_you_mean
 from earlyfusion.data.sample import Image, Segment
+from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.rl.recipe import TaskEntry
-from earlyfusion.rl.tasks.problem import Problem
 
 Pictures: TypeAlias = Literal["true", "grey", "swapped", "none"]
 PICTURES: tuple[Pictures, ...] = get_args(Pictures)

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import Encoded
+from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.fusion import NativeFusion
@@ -46,8 +48,6 @@ from earlyfusion.rl.measure.pictures import Pictures, pictures_of, suffix_of, wa
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.records import Measured
 from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.tasks.problem import Problem, Task
-from earlyfusion.rl.tasks.registry import make_task
 
 SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""

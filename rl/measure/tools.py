@@ -18,6 +18,7 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import Encoded
+from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
@@ -32,7 +33,6 @@ from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.rollouts.tool_desk import ToolDesk
 from earlyfusion.rl.rollouts.tool_prompts import tool_files
 from earlyfusion.rl.rollouts.tools import ToolRollouts
-from earlyfusion.rl.tasks.problem import Problem, Task
 
 PAGE = 16
 

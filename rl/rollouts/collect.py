@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.paused import PausedRequest
 from earlyfusion.model.engine.request import Handle, Request, SamplingParams
@@ -35,7 +36,6 @@ from earlyfusion.rl.rollouts.prompts import Ask, PromptBook
 from earlyfusion.rl.rollouts.tool_desk import NAMES, ToolDesk
 from earlyfusion.rl.rollouts.tool_prompts import tool_files
 from earlyfusion.rl.rollouts.tools import ToolRollouts, Turn
-from earlyfusion.rl.tasks.problem import Problem
 
 LOOK_EVERY = 8
 """Tokens between two looks for an answer that runs in circles."""

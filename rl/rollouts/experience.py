@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.sample import Text
+from earlyfusion.data.tasks.problem import Task
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.judge import Judge
 from earlyfusion.rl.objectives.advantages import advantages, informative
@@ -27,8 +29,6 @@ from earlyfusion.rl.records import AnswerRecord, GroupRecord
 from earlyfusion.rl.rewards import OnTop, Range, Rewards, Scored, make_reward
 from earlyfusion.rl.rollouts.collect import Asked
 from earlyfusion.rl.rollouts.prompts import prompt_segments
-from earlyfusion.rl.tasks.problem import Task
-from earlyfusion.rl.tasks.rendering import render_text
 
 RIGHT = 0.999
 """Scores from this share of their range on count as right answers (length reward, Toggle)."""

@@ -23,13 +23,13 @@ from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.rl.measure.pictures import replaced
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.rollouts.sampling import draw, prompt_weights
 from earlyfusion.rl.rollouts.tool_prompts import tool_messages
-from earlyfusion.rl.tasks.problem import Problem, Task
-from earlyfusion.rl.tasks.registry import make_task
 from earlyfusion.vision.config import VisionConfig
 
 KEPT_BYTES = 1 << 30

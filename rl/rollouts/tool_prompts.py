@@ -15,9 +15,9 @@ from PIL import Image as PILImage
 from earlyfusion.data.chat.template import Message
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.zero_vision import SYSTEM
+from earlyfusion.data.tasks.problem import Form, Problem
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tool_tasks import FILE
-from earlyfusion.rl.tasks.problem import Form, Problem
-from earlyfusion.rl.tasks.rendering import render_text
 
 PLAIN_SYSTEM = "Answer with the tool python(code)."
 """The system message where there is no picture at all."""

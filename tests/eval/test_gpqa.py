@@ -10,6 +10,7 @@ import sys
 import pytest
 from eval_cases import Scripted, hf_folder
 
+from earlyfusion.data.errors import DataError
 from earlyfusion.eval.benchmarks.gpqa import COLUMNS, Gpqa, permutation
 from earlyfusion.eval.harness import RunOptions, run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
@@ -110,7 +111,7 @@ def test_broken_files_are_refused_without_quoting_them(tmp_path):
         task(path).rows()
     assert "secretword" not in str(error.value)
     path.write_text('{"Question": "secretword"\n')
-    with pytest.raises(EvalError, match="not valid JSON") as error:
+    with pytest.raises(DataError, match="not valid JSON") as error:
         task(path).rows()
     assert "secretword" not in str(error.value)
 

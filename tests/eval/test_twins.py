@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from earlyfusion.data.synth.graphs import twin
 from earlyfusion.eval.benchmarks.questions import KINDS, make_items
-from earlyfusion.eval.benchmarks.twins import twin
 from earlyfusion.eval.protocol import Generation, TaskOptions, build_task
 
 

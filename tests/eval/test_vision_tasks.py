@@ -10,12 +10,13 @@ import pytest
 from eval_cases import own_model
 from PIL import Image as PilImage
 
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Text, Video
 from earlyfusion.data.sources.easy_vqa import load_split, question_text
 from earlyfusion.data.synth.palette import pairs
+from earlyfusion.data.tasks.scoring.boxes import parse_boxes
 from earlyfusion.eval.benchmarks.mmmu import parse_choice
 from earlyfusion.eval.benchmarks.questions import KINDS, make_items
-from earlyfusion.eval.metrics_boxes import parse_boxes
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -418,7 +419,7 @@ def test_broken_exams_are_named(exam, tmp_path):
         with pytest.raises(EvalError, match=message):
             list(build_task("mmmu", TaskOptions(data=path)).questions(None, None, 0))
     path.write_text("{")
-    with pytest.raises(EvalError, match="not valid JSON"):
+    with pytest.raises(DataError, match="not valid JSON"):
         list(build_task("mmmu", TaskOptions(data=path)).questions(None, None, 0))
 
 

@@ -12,13 +12,13 @@ from engine_cases import TOKENIZER, model
 from rl_cases import trained_logprobs
 from safetensors.torch import load_file
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.model.engine.request import Completion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.rl.long2short import cmd as long2short
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
 from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.tasks.registry import make_task
 
 SHORT, LONG = " yes", " no no no no"
 TASKS = ("colour_shape/0/twin", "odd_one_out/0/picture")

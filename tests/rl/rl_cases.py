@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model, tokens
 from torch import Tensor
 
+from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.hub.folder import save_model
@@ -19,7 +20,6 @@ from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.rl import parts, train
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.packing import Places, Trajectory, used_experts
-from earlyfusion.rl.tasks.problem import Problem
 
 
 def model_directory(folder: Path, seed: int = 0) -> Path:

@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
+from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.rl.config import ObjectiveConfig
 from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.records import AnswerRecord, GroupRecord, Measured
 from earlyfusion.rl.rollouts.log import RolloutLog
-from earlyfusion.rl.tasks.problem import Problem
-from earlyfusion.rl.tasks.registry import make_task
-from earlyfusion.rl.tasks.rendering import render_text
 
 ENTRIES = (
     ("counting", 0, "picture"),

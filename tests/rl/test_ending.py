@@ -6,6 +6,7 @@ import pytest
 import torch
 from rl_cases import config, model_directory, run
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.request import Completion, TokenPrompt
 from earlyfusion.pipeline.track import read_metrics
@@ -15,7 +16,6 @@ from earlyfusion.rl.rollouts.collect import Asked
 from earlyfusion.rl.rollouts.experience import experience, score
 from earlyfusion.rl.rollouts.packing import Trajectory
 from earlyfusion.rl.rollouts.prompts import Ask
-from earlyfusion.rl.tasks.registry import make_task
 
 LIMIT = 6
 TASK = make_task("odd_one_out")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.rl.judge import CORRECT, HONEST, RUBRICS, Judge, JudgeError, Rubric, read_score
 from earlyfusion.rl.rewards import RewardError, Rewards
-from earlyfusion.rl.tasks.registry import make_task
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -16,6 +16,8 @@ from tool_cases import TOKENIZER as CHAT
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
+from earlyfusion.data.tasks.problem import BaseTask
+from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import evaluating, pack_prompts
@@ -28,8 +30,6 @@ from earlyfusion.rl.measure.forward import Reading, Written
 from earlyfusion.rl.measure.pairs import paired
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.tasks.problem import BaseTask
-from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
 TOKENIZER = tiny_tokenizer()
 CLOSE = 2e-5  # nats, fp32: another batch and another kernel of the same sums

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.rl.long2short.heldout import _judged
 from earlyfusion.rl.measure.forward import Written
 from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward
-from earlyfusion.rl.tasks.registry import make_task
 
 TIMEOUT_S = 0.5
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
@@ -10,7 +11,6 @@ from earlyfusion.pipeline.errors import UserError
 from earlyfusion.rl.measure.run import measure, summary
 from earlyfusion.rl.parts import start_directory
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
-from earlyfusion.rl.tasks.registry import make_task
 
 
 @pytest.mark.parametrize("name", recipe_names(RL_RECIPES))

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from synthetic_run import ENTRIES, group, measure, metrics, rollouts, shown, synthetic_run
 
+from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.report.run import read_run
 from earlyfusion.rl.report import cmd as gallery_cmd
@@ -25,7 +26,6 @@ from earlyfusion.rl.report.gallery import data_uri, flips, gallery_part, later_h
 from earlyfusion.rl.report.measured import change, changes, label_of, measured_part, read_measured, redraw
 from earlyfusion.rl.report.run import phase_seconds, task_options, write_rl_report
 from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
-from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
 
 EXACT = 1e-12  # the same formula in float64, added up in another order
 

@@ -7,9 +7,9 @@ import math
 import pytest
 from PIL import Image
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.rl.records import AnswerRecord, GroupRecord
 from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
-from earlyfusion.rl.tasks.registry import make_task
 
 
 def group(update: int, seed: int = 0, **changes) -> GroupRecord:

@@ -10,6 +10,7 @@ from rl_cases import model_directory
 from study_world import study
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.statistics.distributions import t_quantile
 from earlyfusion.model.engine.sequence import house_of
@@ -21,7 +22,6 @@ from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
 from earlyfusion.rl.study.transfer.plan import measured_file, probe_file
 from earlyfusion.rl.study.transfer.probe import probe_part, read_probes
-from earlyfusion.rl.tasks.registry import make_task
 
 
 @pytest.fixture(scope="module")

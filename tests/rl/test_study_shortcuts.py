@@ -7,12 +7,12 @@ import random
 
 import pytest
 
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.rl.records import Measured
 from earlyfusion.rl.study.shortcuts import shortcut
 from earlyfusion.rl.study.transfer.analysis import analyse
 from earlyfusion.rl.study.transfer.plan import START, measured_file
 from earlyfusion.rl.study.transfer.report import headline, write_report
-from earlyfusion.rl.tasks.registry import make_task
 from tests.rl.study_world import plant, study
 
 TWIN = "counting/0/twin"

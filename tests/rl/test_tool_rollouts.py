@@ -23,6 +23,7 @@ from tool_cases import (
 
 from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
 from earlyfusion.data.sample import Text
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.request import TokenPrompt
 from earlyfusion.model.generate import Row
@@ -33,7 +34,6 @@ from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
 from earlyfusion.rl.rollouts.packing import Inserted, Trajectory, pack, used_experts
 from earlyfusion.rl.rollouts.tool_prompts import tool_messages
-from earlyfusion.rl.tasks.rendering import render_text
 
 GRAD_RTOL = 2e-4
 """As in test_learn: fp32 sums in another order."""

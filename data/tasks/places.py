@@ -10,9 +10,9 @@ from typing import Any
 from earlyfusion.data.synth import describe
 from earlyfusion.data.synth.palette import corners, pairs
 from earlyfusion.data.synth.scene import Scene, Thing
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem, list_pixels
-from earlyfusion.rl.tasks.scenes import on_side, pair_key, scene_drawn, scene_of
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem, list_pixels
+from earlyfusion.data.tasks.scenes import on_side, pair_key, scene_drawn, scene_of
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 Found = tuple[str, list[Thing], str]
 """(what is asked for, the things, the combination)"""

@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.describe import article
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, paint, pairs
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 Pair = tuple[str, str]
 """(colour, shape)"""

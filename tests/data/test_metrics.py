@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from earlyfusion.eval import metrics, metrics_boxes
-from earlyfusion.eval.metrics_open import candidates, numbers_in, open_match
+from earlyfusion.data.tasks.scoring import boxes as metrics_boxes
+from earlyfusion.data.tasks.scoring import text as metrics
+from earlyfusion.data.tasks.scoring.open_answers import candidates, numbers_in, open_match
 
 
 def test_counts_are_read_from_digits_and_words_and_nothing_else():

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS
-from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
-from earlyfusion.rl.tasks.rendering import MARGIN, SIZE, cell_of, draw_glyph, render_text
+from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
+from earlyfusion.data.tasks.rendering import MARGIN, SIZE, cell_of, draw_glyph, render_text
 
 SEEDS = range(30)
 POSITION = re.compile(r"row (\d+), column (\d+)")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from earlyfusion.eval.answers import (
+from earlyfusion.data.tasks.scoring.answers import (
     answer_line_letter,
     bbh_answer,
     best_choice,

@@ -1,6 +1,6 @@
 """A page of problems to look at: every task, level and split with its three forms and its answer.
 
-python -m earlyfusion.rl.tasks.gallery --tasks maze,ocr --each 2 --out tasks.html
+python -m earlyfusion.data.tasks.gallery --tasks maze,ocr --each 2 --out tasks.html
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.tasks.problem import SPLITS, Problem
-from earlyfusion.rl.tasks.registry import PROCEDURAL, make_task
-from earlyfusion.rl.tasks.rendering import render_text
+from earlyfusion.data.tasks.problem import SPLITS, Problem
+from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
+from earlyfusion.data.tasks.rendering import render_text
 
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Tasks</title><style>
 body{font:14px system-ui;margin:2em;color:#222}table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:6px;
@@ -69,7 +69,7 @@ def page(names: Sequence[str], each: int, seed: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; 2 for an unknown task."""
     parser = argparse.ArgumentParser(
-        prog="python -m earlyfusion.rl.tasks.gallery",
+        prog="python -m earlyfusion.data.tasks.gallery",
         description=__doc__.splitlines()[0] if __doc__ else "",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

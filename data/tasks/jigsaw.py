@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 FRAME = "gray"
 INNER = ("red", "green", "blue", "yellow", "purple", "orange", "teal", "brown")

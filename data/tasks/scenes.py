@@ -15,8 +15,8 @@ from typing import Any
 from earlyfusion.data.synth import describe
 from earlyfusion.data.synth.palette import COLOURS, SHAPES, pairs
 from earlyfusion.data.synth.scene import Scene, Thing, draw_scene, make_scene, relation
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 

@@ -4,7 +4,7 @@
                   as a word
     value         the same for numbers with a fraction (chart values: relative error)
     number        1 for the number itself, 0 for any other
-    words         1 for the words themselves without case, article and closing punctuation (eval/metrics.py)
+    words         1 for the words themselves without case, article and closing punctuation (text.py)
     reading       1 - Levenshtein distance / longer length, blanks squeezed
     boxes         F1 with soft matches: 2 * sum of IoU over the best matching / (boxes said + boxes in gold)
     points        the same with exp(-d^2 / 2 sigma^2), sigma relative to the object
@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from earlyfusion.data.formats.grounding import parse_regions
-from earlyfusion.eval.answers import normal_number
-from earlyfusion.eval.metrics import levenshtein, normalise, parse_count
-from earlyfusion.eval.metrics_boxes import Box, best_assignment, centre, matched_f1, parse_boxes, tame
+from earlyfusion.data.tasks.scoring.answers import normal_number
+from earlyfusion.data.tasks.scoring.boxes import Box, best_assignment, centre, matched_f1, parse_boxes, tame
+from earlyfusion.data.tasks.scoring.text import levenshtein, normalise, parse_count
 
 Point = tuple[float, float]
 MAX_CHARS = 4096
@@ -171,7 +171,7 @@ def _within_reach(numbers: Sequence[float], width: float, height: float) -> bool
 
 
 def boxes(said: str, gold: Sequence[Box], width: float, height: float, units: str = "auto") -> float:
-    """See the file's head; gold in pixels, `units` as in eval/metrics_boxes.parse_boxes."""
+    """See the file's head; gold in pixels, `units` as in data/tasks/scoring/boxes.parse_boxes."""
     found = parse_boxes(tame(said), width, height, units)
     if not gold:
         return float(not found and says_none(said))

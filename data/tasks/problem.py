@@ -33,8 +33,8 @@ from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene
-from earlyfusion.rl.tasks.rendering import render_text
-from earlyfusion.rl.tasks.scoring import final_answer
+from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.data.tasks.scoring.rewards import final_answer
 
 Split: TypeAlias = Literal["train", "test"]
 Form: TypeAlias = Literal["picture", "twin", "rendered"]

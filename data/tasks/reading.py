@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 
 from earlyfusion.data.synth.charts import chart_questions, draw_chart, make_chart
+from earlyfusion.data.synth.graphs import twin
 from earlyfusion.data.synth.words import draw_sign, make_sign
-from earlyfusion.eval.benchmarks.twins import twin
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 ASK_TEXT = "what does the text say?"
 

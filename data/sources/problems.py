@@ -22,8 +22,8 @@ from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Sample, Segment, Text
 from earlyfusion.data.sources.options import ProblemsOptions
 from earlyfusion.data.sources.registry import Source
-from earlyfusion.rl.tasks.problem import Form, Problem, Split
-from earlyfusion.rl.tasks.registry import make_task
+from earlyfusion.data.tasks.problem import Form, Problem, Split
+from earlyfusion.data.tasks.registry import make_task
 
 _VERSION = 1
 """Part of the fingerprint: raise it when the tasks draw something else than before."""

@@ -12,9 +12,9 @@ from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.synth.words import vocabulary
-from earlyfusion.rl.tasks.problem import Problem, Task, TaskError
-from earlyfusion.rl.tasks.registry import PROCEDURAL, TASKS, make_task
-from earlyfusion.rl.tasks.text_math import TextMath
+from earlyfusion.data.tasks.problem import Problem, Task, TaskError
+from earlyfusion.data.tasks.registry import PROCEDURAL, TASKS, make_task
+from earlyfusion.data.tasks.text_math import TextMath
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 WANTED = (
@@ -126,7 +126,7 @@ def test_training_signs_hold_no_test_word():
 
 
 def test_turned_and_mirrored_mazes_are_one_combination():
-    from earlyfusion.rl.tasks.maze import canonical, carve, door
+    from earlyfusion.data.tasks.maze import canonical, carve, door
 
     for seed in range(20):
         rng = random.Random(seed)
@@ -274,7 +274,7 @@ def test_gsm8k_is_read_with_its_own_split():
 
 
 def test_the_gallery_shows_every_level(tmp_path, capsys):
-    from earlyfusion.rl.tasks.gallery import main
+    from earlyfusion.data.tasks.gallery import main
 
     out = tmp_path / "tasks.html"
     assert main(["--tasks", "maze,arithmetic", "--out", str(out)]) == 0

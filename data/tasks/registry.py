@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from earlyfusion.data.errors import did_you_mean
-from earlyfusion.rl.tasks.calculation import Arithmetic, Geometry
-from earlyfusion.rl.tasks.jigsaw import Jigsaw
-from earlyfusion.rl.tasks.maze import Maze
-from earlyfusion.rl.tasks.odd_one_out import OddOneOut
-from earlyfusion.rl.tasks.places import Grounding, Pointing, Polygon
-from earlyfusion.rl.tasks.problem import Task, TaskError
-from earlyfusion.rl.tasks.reading import ChartValue, Ocr
-from earlyfusion.rl.tasks.scenes import ColourShape, Counting, Relation
-from earlyfusion.rl.tasks.text_math import TextMath
+from earlyfusion.data.tasks.calculation import Arithmetic, Geometry
+from earlyfusion.data.tasks.jigsaw import Jigsaw
+from earlyfusion.data.tasks.maze import Maze
+from earlyfusion.data.tasks.odd_one_out import OddOneOut
+from earlyfusion.data.tasks.places import Grounding, Pointing, Polygon
+from earlyfusion.data.tasks.problem import Task, TaskError
+from earlyfusion.data.tasks.reading import ChartValue, Ocr
+from earlyfusion.data.tasks.scenes import ColourShape, Counting, Relation
+from earlyfusion.data.tasks.text_math import TextMath
 
 PROCEDURAL: dict[str, Callable[[], Task]] = {
     kind.name: kind

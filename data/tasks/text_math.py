@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from earlyfusion.eval.answers import gsm8k_number
-from earlyfusion.eval.benchmarks.base import read_rows
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem, TaskError
-from earlyfusion.rl.tasks.scoring import MAX_CHARS, ends, tame
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem, TaskError
+from earlyfusion.data.tasks.scoring.answers import gsm8k_number
+from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends, tame
 
 QUESTIONS, ANSWERS = ("question", "problem", "prompt"), ("answer", "solution", "target")
 ASK = "what is the answer, as a number?"

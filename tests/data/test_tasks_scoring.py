@@ -12,11 +12,11 @@ from PIL import Image, ImageDraw
 from earlyfusion.data.formats.grounding import write_regions
 from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.synth.palette import SHAPES, corners, paint
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.calculation import evaluate
-from earlyfusion.rl.tasks.jigsaw import solutions, solved_board
-from earlyfusion.rl.tasks.maze import carve, distances, parse_moves, shortest, walk
-from earlyfusion.rl.tasks.registry import make_task
+from earlyfusion.data.tasks.calculation import evaluate
+from earlyfusion.data.tasks.jigsaw import solutions, solved_board
+from earlyfusion.data.tasks.maze import carve, distances, parse_moves, shortest, walk
+from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 EXACT = 1e-9  # the same sums in another order
 # share of pixels that painted shapes and masks must agree on; shapes of 9 pixels are mostly boundary

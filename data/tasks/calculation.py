@@ -14,9 +14,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.rl.tasks import scoring
-from earlyfusion.rl.tasks.problem import BaseTask, Drawn, Problem
-from earlyfusion.rl.tasks.rendering import render_text
+from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.data.tasks.scoring import rewards as scoring
 
 TRIPLES = (
     (3, 4, 5),
