@@ -18,23 +18,21 @@ from typing import Any
 import numpy as np
 
 from earlyfusion.eval.compare.load import Arm, TaskRun, aligned
-from earlyfusion.eval.statistics.design import (
-    holm,
-    mcnemar,
-    questions_and_seeds,
-    sampling_variance,
-    seed_estimate,
-    smallest_delta,
-    smallest_delta_of_se,
-)
-from earlyfusion.eval.statistics.paired import (
+from earlyfusion.eval.stats import (
     Array,
     Estimate,
     bootstrap_interval,
     clustered_estimate,
     correlation,
+    holm,
+    mcnemar,
     mean_estimate,
+    questions_and_seeds,
+    sampling_variance,
+    seed_estimate,
     sign_flip_p,
+    smallest_delta,
+    smallest_delta_of_se,
     unpaired_se,
 )
 

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from earlyfusion.eval.compare.text import Unit, chart_label
-from earlyfusion.eval.statistics.design import power_curve
+from earlyfusion.eval.stats import power_curve
 
 INK, MUTED, GRID, BLUE, GREEN, RED, SAND = (
     "#1d2433",

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from earlyfusion.data.errors import DataError, one_line
-from earlyfusion.eval.statistics.paired import Array
+from earlyfusion.eval.stats import Array
 
 VIEWS = {"blind": "blind_score", "words": "words_score", "seeing": ""}
 """Further lines of a task: name -> key of the record (seeing: score - blind_score)."""

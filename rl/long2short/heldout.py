@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.statistics.paired import mean_estimate
+from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.statefile import write_text

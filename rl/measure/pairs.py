@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.eval.statistics.design import holm
-from earlyfusion.eval.statistics.paired import mean_estimate, sign_flip_p
+from earlyfusion.eval.stats import holm, mean_estimate, sign_flip_p
 from earlyfusion.rl.measure.run import solved
 from earlyfusion.rl.records import Measured
 

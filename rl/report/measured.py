@@ -25,8 +25,7 @@ from earlyfusion.data.tasks.problem import THOUGHT_CUE, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.eval.compare.text import p_text
-from earlyfusion.eval.statistics.design import holm
-from earlyfusion.eval.statistics.paired import Estimate, clustered_estimate, sign_flip_p
+from earlyfusion.eval.stats import Estimate, clustered_estimate, holm, sign_flip_p
 from earlyfusion.pipeline.report.charts import Series, line_chart
 from earlyfusion.pipeline.report.run import is_chartable
 

@@ -13,7 +13,7 @@ import pytest
 from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.eval.compare.analysis import Options, compare_arms, verdict
 from earlyfusion.eval.compare.load import CompareError, load_arm
-from earlyfusion.eval.statistics.paired import mean_estimate
+from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline.cli import guarded
 
 CATEGORIES = ("math", "law", "physics")

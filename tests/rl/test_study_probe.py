@@ -12,7 +12,7 @@ from study_world import study
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.statistics.distributions import t_quantile
+from earlyfusion.eval.stats import t_quantile
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.generate import evaluating
 from earlyfusion.model.hub.folder import load_model

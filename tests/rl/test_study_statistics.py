@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from earlyfusion.eval.statistics.paired import mean_estimate
+from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.rl.study.transfer.statistics import (
     adjusted,
     bootstrap_means,

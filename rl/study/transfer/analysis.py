@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.eval.statistics.design import holm
-from earlyfusion.eval.statistics.paired import Estimate
+from earlyfusion.eval.stats import Estimate, holm
 from earlyfusion.rl.measure.pairs import by_problem
 from earlyfusion.rl.measure.run import ece, load_measured, sampled_pass, summary
 from earlyfusion.rl.records import Measured

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.eval.statistics.paired import mean_estimate
+from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.rl.study.transfer.plan import START, StudyConfig, measured_file, probe_file
 
 Depths = dict[str, np.ndarray]

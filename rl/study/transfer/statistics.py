@@ -33,8 +33,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from earlyfusion.eval.statistics.design import holm
-from earlyfusion.eval.statistics.paired import Estimate, interval
+from earlyfusion.eval.stats import Estimate, holm, interval
 
 Array = NDArray[np.float64]
 DRAWS = 2000
