@@ -24,8 +24,8 @@ from pydantic import (
 )
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.sources.options import OPTIONS, PATH_KINDS, Options
+from earlyfusion.kernels.errors import did_you_mean
 
 TEXT_KINDS = frozenset({"pydoc", "stdlib_code", "text_files", "zero_vision"})
 """Kinds without pictures, unless a source says otherwise."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from earlyfusion.kernels.errors import UserError, one_line
 
-class DataError(ValueError):
+
+class DataError(UserError, ValueError):
     """Data or its configuration cannot be used. The message is one line and names the file, source or
     option."""
 
@@ -69,21 +70,5 @@ def told(reasons: Counter[str]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
 
 
-def one_line(error: object, limit: int = 300) -> str:
-    """The text of `error` on one line, at most `limit` characters of it, without what a terminal would
-    obey."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= limit else f"{text[:limit]} ..."
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 class DataExhausted(DataError):
     """Every source with a positive weight has reached its `max_epochs` and the packing pool is empty."""
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """The end of an error line: the nearest of `choices`, then all of them."""
-    listed = sorted(set(choices))
-    near = difflib.get_close_matches(word, listed, n=1, cutoff=0.4)
-    known = f"known: {', '.join(listed)}" if listed else "nothing is known here"
-    return f"did you mean {near[0]!r}? ({known})" if near else known

@@ -25,7 +25,7 @@ from rich.tree import Tree
 
 from earlyfusion.data.config import DataConfig, SourceConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
-from earlyfusion.data.errors import BadSample, DataError, did_you_mean, one_line, one_sample
+from earlyfusion.data.errors import BadSample, DataError, one_sample
 from earlyfusion.data.examples import write_examples
 from earlyfusion.data.formats.build import describe
 from earlyfusion.data.prepare.work import open_tokenizer
@@ -37,6 +37,7 @@ from earlyfusion.data.sources.shards import WebDataset
 from earlyfusion.data.sources.text_files import LINES, TABLES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically
 from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

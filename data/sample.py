@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 from PIL import Image as PILImage
 
 from earlyfusion.data.decode import Picture, open_picture
-from earlyfusion.data.errors import BadSample, one_line
+from earlyfusion.data.errors import BadSample
+from earlyfusion.kernels.errors import one_line
 
 __all__ = [
     "Image",

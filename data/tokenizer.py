@@ -21,7 +21,8 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from earlyfusion.data.errors import BadSample, DataError, one_line
+from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.kernels.errors import one_line
 
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"

@@ -21,8 +21,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, VideoFile
+from earlyfusion.kernels.errors import did_you_mean
 
 Prompt: TypeAlias = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""

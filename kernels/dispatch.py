@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from earlyfusion.kernels.errors import UserError, did_you_mean
 
 BACKENDS = ("naive", "torch", "triton")  # from the simplest to the most special
 ENVIRONMENT = "EF_KERNELS"
@@ -111,24 +112,20 @@ REGISTRY: dict[str, dict[str, str]] = {
 }
 
 
-def _nearest(given: str, choices: tuple[str, ...]) -> str:
-    close = get_close_matches(given, choices, n=1, cutoff=0.0)
-    return close[0] if close else choices[0]
+class BackendError(UserError, ValueError):
+    """An operation or a value of EF_KERNELS that is not known."""
 
 
 def requested_backend() -> str:
     """The value of ``EF_KERNELS``, ``auto`` if unset.
 
     Raises:
-        ValueError: it names no backend.
+        BackendError: it names no backend.
     """
     value = os.environ.get(ENVIRONMENT, "auto").strip().lower() or "auto"
     choices = ("auto", *BACKENDS)
     if value not in choices:
-        raise ValueError(
-            f"{ENVIRONMENT}={value!r} names no kernel backend; choose one of {', '.join(choices)} "
-            f"(did you mean {_nearest(value, choices)!r}?)"
-        )
+        raise BackendError(f"{ENVIRONMENT}={value!r} names no kernel backend; {did_you_mean(value, choices)}")
     return value
 
 
@@ -141,21 +138,17 @@ def pick(op: str, device: torch.device | str) -> str:
     """Name of the backend ``resolve`` uses for ``op`` on ``device``.
 
     Raises:
-        ValueError: ``op`` or ``EF_KERNELS`` is unknown; the nearest valid name is given.
+        BackendError: ``op`` or ``EF_KERNELS`` is unknown; the nearest valid name is given.
     """
     if op not in REGISTRY:
-        known = tuple(REGISTRY)
-        raise ValueError(
-            f"unknown operation {op!r}; known: {', '.join(known)} (did you mean {_nearest(op, known)!r}?). "
-            "Operations are listed in kernels/dispatch.py."
-        )
+        raise BackendError(f"unknown operation {op!r}; {did_you_mean(op, REGISTRY)} (kernels/dispatch.py)")
     wanted = requested_backend()
     if wanted == "auto":
         wanted = "triton" if torch.device(device).type == "cuda" else "torch"
     for backend in reversed(BACKENDS[: BACKENDS.index(wanted) + 1]):
         if backend in REGISTRY[op] and (backend != "triton" or _has_triton()):
             return backend
-    raise ValueError(
+    raise BackendError(
         f"operation {op!r} has no backend at or below {wanted!r}; it has {', '.join(REGISTRY[op])}"
     )
 

@@ -18,6 +18,7 @@ from torch import nn
 from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -25,7 +26,6 @@ from earlyfusion.model.moe import Router, moe_layers, update_router_biases
 from earlyfusion.pipeline.config.compose import dump
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.config.toml_text import to_toml
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip

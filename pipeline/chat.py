@@ -26,13 +26,14 @@ from earlyfusion.data.sources.folder import PICTURES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically
 from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_turns import answer_calls, picture_files
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Event, Request, RequestError, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 

@@ -31,8 +31,8 @@ import torch
 from safetensors import SafetensorError
 
 from earlyfusion.data.prepare.write import sha256_of
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.compose import explain_refusal, refused_on_resume
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
 from earlyfusion.pipeline.statefile import fsync, load_tree, save_tree, tree_bytes, write_text
 

@@ -21,14 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from earlyfusion.pipeline.errors import (
-    EXIT_FAILURE,
-    EXIT_OK,
-    EXIT_USER,
-    UserError,
-    did_you_mean,
-    require_python,
-)
+from pydantic_core import ValidationError
+
+from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
+from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, TrainingStopped, require_python
 
 EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM)
@@ -179,8 +175,8 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def guarded(call: object) -> int:
     """Call a verb; exceptions that are the user's to mend become one line and exit code 2, others pass.
 
-    Recognised without importing their homes: anything with an integer `exit_code`, every class named
-    DataError, pydantic's ValidationError, and what the system says of a path (PLACES).
+    The user's are UserError (every room's errors derive from it), pydantic's ValidationError and what the
+    system says of a path (PLACES).
     """
     try:
         code = _called(call)
@@ -200,7 +196,7 @@ def guarded(call: object) -> int:
             raise
         if os.environ.get("EF_DEBUG") == "1":
             traceback.print_exc()
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {error_line(error)}", file=sys.stderr)
         return found
 
 
@@ -218,23 +214,23 @@ def _called(call: object) -> int:
 
 def exit_code_of(error: BaseException) -> int | None:
     """The exit code of an error that needs no traceback; None for every other error."""
-    code = getattr(error, "exit_code", None)
-    if isinstance(code, int):
-        return code
+    if isinstance(error, UserError | TrainingStopped):
+        return error.exit_code
+    if isinstance(error, ValidationError):
+        return EXIT_USER
     if isinstance(error, OSError) and (error.errno in FULL or (error.errno in PLACES and error.filename)):
         return EXIT_USER
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return EXIT_USER if names & {"DataError", "ValidationError"} else None
+    return None
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The message on one line; of the system's errors the path and the reason, of a full disk what to do."""
-    text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
-        if error.errno in FULL:
-            text += "; free disk space (or take another --out) and start the same command again"
-    return text
+    if not isinstance(error, OSError) or not error.strerror:
+        return one_line(error, limit=4000)
+    text = f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
+    if error.errno in FULL:
+        text += "; free disk space (or take another --out) and start the same command again"
+    return one_line(text, limit=4000)
 
 
 if __name__ == "__main__":

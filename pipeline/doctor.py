@@ -22,9 +22,10 @@ from rich.table import Table
 from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.cpu.build import status
 from earlyfusion.kernels.dispatch import table
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.products import quick
 from earlyfusion.pipeline.doctor_cases import CASES, TOLERANCE, TOLERANCES, disagreement
-from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.runtime import check_versions, installed
 
 PACKAGES = (

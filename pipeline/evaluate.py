@@ -34,10 +34,10 @@ from earlyfusion.eval.protocol import TASKS as BENCHMARKS
 from earlyfusion.eval.protocol import TaskOptions
 from earlyfusion.eval.results import save_result, write_json
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.errors import UserError, did_you_mean
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 
 PROJECT = "earlyfusion"
 THERE = frozenset({"torch", "triton", "torchvision"})

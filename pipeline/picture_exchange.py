@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids, supports_all_to_all
 from earlyfusion.pipeline.config.schema import ParallelSection
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
 

@@ -28,7 +28,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, gather_object
 
 from earlyfusion.kernels.dispatch import requested_backend
-from earlyfusion.pipeline.errors import UserError, require_python
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.errors import require_python
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -45,10 +46,7 @@ def check_versions(torch_version: str = torch.__version__) -> None:
     if found and tuple(map(int, found.groups())) < MIN_TORCH:
         need = ".".join(map(str, MIN_TORCH))
         raise UserError(f"torch {torch_version} is too old: earlyfusion needs torch {need} or newer")
-    try:
-        requested_backend()
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    requested_backend()
 
 
 def launcher_words() -> list[str]:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import load_config, model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.errors import UserError
 
 VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of the text model that follow the tokenizer."""

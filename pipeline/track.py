@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from earlyfusion.pipeline.errors import UserError, did_you_mean
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.runtime import Runtime
 
 FILE = "metrics.jsonl"

@@ -34,8 +34,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.pipeline.errors import did_you_mean
 
 _K: dict[str, Any] = {"baseline": "mean", "divide_by_std": False}
 _CLIP: dict[str, Any] = {"term": "clip", "ratio": "token", "baseline": "mean", "divide_by_std": True}

@@ -16,6 +16,7 @@ from rich.console import Console
 from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
@@ -24,7 +25,6 @@ from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.config.compose import dump, render
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.statefile import write_text

@@ -81,7 +81,7 @@ class TaskEntry(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from earlyfusion.pipeline.errors import did_you_mean
+        from earlyfusion.kernels.errors import did_you_mean
 
         if name not in TASKS:
             raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")

@@ -33,9 +33,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeAlias
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.kernels.errors import did_you_mean
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
 Isolation: TypeAlias = Literal["inline", "threads", "process"]

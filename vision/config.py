@@ -6,10 +6,11 @@ section 4.2, Kimi K3 report section 2.4); `VisionConfig.preset` gives each with 
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from earlyfusion.kernels.errors import did_you_mean
 
 # `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is
 # another
@@ -110,10 +111,7 @@ class VisionConfig(BaseModel):
         Raises ValueError for an unknown name, naming the nearest preset.
         """
         if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"unknown vision preset {name!r}; nearest is {near!r}, all are {sorted(PRESETS)}"
-            )
+            raise ValueError(f"unknown vision preset {name!r}; {did_you_mean(name, PRESETS)}")
         return cls(**{**PRESETS[name], **overrides})
 
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat.template import ROLES, Message, call_from, tools_message
-from earlyfusion.data.errors import BadSample, DataError, did_you_mean
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile, file_below
+from earlyfusion.kernels.errors import did_you_mean
 
 ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "developer": "system", "function": "tool"}
 """Names of roles in other datasets."""

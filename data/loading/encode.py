@@ -23,7 +23,7 @@ from torch import Tensor
 
 from earlyfusion.data.decode import Media, decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.errors import BadSample, did_you_mean
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.grounding import write_regions
 from earlyfusion.data.sample import (
     Image,
@@ -38,6 +38,7 @@ from earlyfusion.data.sample import (
 )
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video.read import decode_video
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, navit_size, num_patches, num_tokens, orientation, prepare_frames
 

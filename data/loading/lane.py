@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from earlyfusion.data.errors import DataError, DataExhausted, one_line, told
+from earlyfusion.data.errors import DataError, DataExhausted, told
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.mixture import Blend
 from earlyfusion.data.loading.pack import PackedBatch, assemble, choose
 from earlyfusion.data.loading.stream import Reference, Spec, Stream
 from earlyfusion.data.loading.watch import Watch
 from earlyfusion.data.sources.registry import Source
+from earlyfusion.kernels.errors import one_line
 
 _KEPT_WHOLE = 8
 """Documents of a restored pool kept whole while their other pieces may still be wanted."""

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.errors import did_you_mean
 
 VISION, TEXT = "vision", "text"
 _BLANK_LIMIT = 256

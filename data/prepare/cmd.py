@@ -34,7 +34,7 @@ from rich.progress import (
 from rich.table import Table
 
 from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
-from earlyfusion.data.errors import DataError, one_line
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.formats.build import BUILDERS
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.prepare import inputs as prepare_inputs
@@ -43,6 +43,7 @@ from earlyfusion.data.prepare.work import Job, Outcome, Worker, open_tokenizer, 
 from earlyfusion.data.prepare.write import ShardSet, verify, write_json
 from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
 from earlyfusion.data.tables import print_table
+from earlyfusion.kernels.errors import one_line
 from earlyfusion.vision.config import PRESETS
 
 CHUNK = 32

@@ -40,7 +40,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import BadSample, DataError, one_line
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats.build import CODE, PICTURES, TEXTS, VIDEOS, chosen_format, most_bytes
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.prepare.rows import MEDIA_FIELDS, RowMembers
@@ -51,6 +51,7 @@ from earlyfusion.data.shards.read import Shards
 from earlyfusion.data.shards.tar import split_name
 from earlyfusion.data.sources.text_files import LINES, TextTable, find_files
 from earlyfusion.data.vocabulary import cache_root
+from earlyfusion.kernels.errors import one_line
 
 _KNOWN = {*PICTURES, *VIDEOS, *CODE, *TEXTS, "json", "py"}
 

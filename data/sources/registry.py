@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import DataError, did_you_mean, one_line
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Sample, Text
+from earlyfusion.kernels.errors import did_you_mean, one_line
 
 KINDS = {
     "easy_vqa": "earlyfusion.data.sources.easy_vqa:EasyVqa",

@@ -21,13 +21,14 @@ from typing import IO, Any
 import numpy as np
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import BadSample, DataError, one_line
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, within
 from earlyfusion.data.shards.fetch import as_local, braces, locked, plain_copy, short_names, stamp
 from earlyfusion.data.shards.split import Split
 from earlyfusion.data.sources.registry import Source
 from earlyfusion.data.vocabulary import cache_root
+from earlyfusion.kernels.errors import one_line
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 TABLES = (".parquet",)

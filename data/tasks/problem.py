@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
@@ -35,6 +35,7 @@ from earlyfusion.data.synth.palette import HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tasks.scoring.rewards import final_answer
+from earlyfusion.kernels.errors import did_you_mean
 
 Split: TypeAlias = Literal["train", "test"]
 Form: TypeAlias = Literal["picture", "twin", "rendered"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.tasks.calculation import Arithmetic, Geometry
 from earlyfusion.data.tasks.jigsaw import Jigsaw
 from earlyfusion.data.tasks.maze import Maze
@@ -19,6 +18,7 @@ from earlyfusion.data.tasks.problem import Task, TaskError
 from earlyfusion.data.tasks.reading import ChartValue, Ocr
 from earlyfusion.data.tasks.scenes import ColourShape, Counting, Relation
 from earlyfusion.data.tasks.text_math import TextMath
+from earlyfusion.kernels.errors import did_you_mean
 
 PROCEDURAL: dict[str, Callable[[], Task]] = {
     kind.name: kind

@@ -22,10 +22,11 @@ import torch
 
 from earlyfusion.data.decode import Media
 from earlyfusion.data.decode_config import VIDEO_BACKENDS, DecodeConfig
-from earlyfusion.data.errors import BadSample, DataError, did_you_mean
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import VideoFile
 from earlyfusion.data.video.backends import Reader, problem
 from earlyfusion.data.video.readers import READERS
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, grid_of, navit_size, num_patches, prepare_clip
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.errors import BadSample, did_you_mean
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.build import BUILDERS, Group, build
 from earlyfusion.data.inspect_cmd import kind_of
 from earlyfusion.data.loading.encode import encode
@@ -39,6 +39,7 @@ from earlyfusion.eval.benchmarks.visual_base import generate_request
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
 from earlyfusion.eval.samples import first_picture, has_media, prompted, thumbnail
+from earlyfusion.kernels.errors import did_you_mean
 
 _INPUT = tuple(item.name for item in fields(InputOptions))
 KNOWN = ("val_fraction", "shown", "length", "format", *_INPUT)

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.tasks.scoring.answers import (
     bbh_answer,
@@ -45,6 +44,7 @@ from earlyfusion.eval.benchmarks.base import (
     summarize,
 )
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Question, Record, Request, TaskOptions
+from earlyfusion.kernels.errors import did_you_mean
 
 BBH_SHOTS, GSM8K_SHOTS = 3, 5
 MOST_TARGETS = (

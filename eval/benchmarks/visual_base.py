@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from earlyfusion.data.errors import did_you_mean
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.easy_vqa import question_text
 from earlyfusion.data.tasks.scoring.text import first_line
@@ -34,6 +33,7 @@ from earlyfusion.eval.protocol import (
     Record,
     TaskOptions,
 )
+from earlyfusion.kernels.errors import did_you_mean
 
 VIEWS = ("blind", "words")
 DEFAULT_QUESTIONS = 600

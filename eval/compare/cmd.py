@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from earlyfusion.data.errors import DataError, one_line
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.compare.report import write_html
 from earlyfusion.eval.compare.text import Unit, p_text
 from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.errors import one_line
 
 STYLES = {"gain": "green", "loss": "red"}
 

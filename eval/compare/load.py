@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.data.errors import DataError, one_line
+from earlyfusion.data.errors import DataError
 from earlyfusion.eval.stats import Array
+from earlyfusion.kernels.errors import one_line
 
 VIEWS = {"blind": "blind_score", "words": "words_score", "seeing": ""}
 """Further lines of a task: name -> key of the record (seeing: score - blind_score)."""

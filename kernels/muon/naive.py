@@ -12,10 +12,10 @@ Shapes: B matrices, m rows, n columns.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 import torch
 from torch import Tensor
+
+from earlyfusion.kernels.errors import did_you_mean
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -57,10 +57,7 @@ def coefficients(preset: str) -> Coefficients:
         ValueError: no such preset; the nearest name is given.
     """
     if preset not in PRESETS:
-        near = get_close_matches(preset, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"unknown Newton-Schulz preset {preset!r}; choose one of {', '.join(PRESETS)} (nearest: {near})"
-        )
+        raise ValueError(f"unknown Newton-Schulz preset {preset!r}; {did_you_mean(preset, PRESETS)}")
     return PRESETS[preset]
 
 

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from earlyfusion.kernels.errors import UserError
+
 if TYPE_CHECKING:
     from earlyfusion.model.engine.paused import PausedSample
 
@@ -31,7 +33,7 @@ grammar failed or allowed no token (`Completion.error` says how). An admitted re
 memory: its pages are promised when it is admitted."""
 
 
-class RequestError(ValueError):
+class RequestError(UserError, ValueError):
     """A request that can never be served: an option out of range, a prompt longer than the memory, an id in
     use."""
 

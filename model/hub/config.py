@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 
 MODEL_TYPE = "earlyfusion"
@@ -19,11 +20,9 @@ _MOST_BYTES = 48 << 20
 """Most bytes of a JSON file of a model directory: the index of half a million tensors."""
 
 
-class ModelDirectoryError(ValueError):
+class ModelDirectoryError(UserError, ValueError):
     """A model directory cannot be written or read; one line: what was found, what was expected, what to
     do."""
-
-    exit_code = 2  # the user's to mend: command lines print the message alone
 
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"

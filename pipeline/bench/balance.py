@@ -32,11 +32,12 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import ParallelSection, RunConfig
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.statefile import write_text

@@ -9,8 +9,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.cli import wrapped
-from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK
 
 # what -> (module with main(argv) -> int, one line); offered where the module exists
 BENCHES: dict[str, tuple[str, str]] = {

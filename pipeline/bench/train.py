@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.bench.record import SideFailed, new_record, run_side, save_record
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from earlyfusion.data.sources import options
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.config.compose import compose
-from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK
 
 FLAGS = {
     "resume": (

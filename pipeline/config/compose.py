@@ -21,9 +21,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.config.toml_text import to_toml
-from earlyfusion.pipeline.errors import UserError, did_you_mean
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RL_RECIPES = Path(__file__).parents[2] / "rl" / "recipes"

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.model.config import ModelConfig
-from earlyfusion.pipeline.errors import did_you_mean
 from earlyfusion.vision.config import VisionConfig
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from earlyfusion.pipeline.errors import UserError
+from earlyfusion.kernels.errors import UserError
 
 BlockSpec = list[int]
 

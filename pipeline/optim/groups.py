@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from earlyfusion.pipeline.errors import did_you_mean
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.pipeline.optim.blocks import (
     BlockSpec,
     RoutingError,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
-from earlyfusion.pipeline.errors import did_you_mean
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.pipeline.optim.blocks import (
     BlockSpec,
     RoutingError,

@@ -22,11 +22,12 @@ from typing import Any
 from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import load_config
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.config.compose import diff
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.rl.long2short.preferences import average_weights
 
 

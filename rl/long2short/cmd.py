@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
-from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, UserError
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
 
 
 class Parser(argparse.ArgumentParser):

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.loading.order import digest64
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.learn import Learner, Piece, rows
 from earlyfusion.rl.long2short.preferences import LONGER, dpo_loss, preference_pairs

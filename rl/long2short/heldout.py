@@ -19,8 +19,8 @@ from rich.table import Table
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.stats import mean_estimate
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.measure.forward import Written
 from earlyfusion.rl.measure.run import ask, solved

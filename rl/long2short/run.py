@@ -13,13 +13,14 @@ from rich.console import Console
 from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.config.compose import dump
-from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped, UserError
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.runtime import Runtime, seed_everything

@@ -27,7 +27,8 @@ from rich.table import Table
 
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.results import write_json
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 
 SHOWN = ("n", "accuracy", "ended", "accuracy_4x", "ended_4x", "p_target", "ece", "entropy")

@@ -16,9 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.problem import FORMS, Form, Problem, Split
 from earlyfusion.data.tasks.registry import TASKS, make_task
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.records import Measured
 

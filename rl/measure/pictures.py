@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
-from earlyfusion.data.errors import DataError, did_you_mean
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.eval.benchmarks.questions import grey
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.rl.recipe import TaskEntry
 
 Pictures: TypeAlias = Literal["true", "grey", "swapped", "none"]

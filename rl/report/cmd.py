@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from earlyfusion.pipeline.errors import UserError
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.report.measured import by_label, read_measured
 from earlyfusion.rl.report.run import write_rl_report
 from earlyfusion.rl.rollouts.log import FILE, read_rollouts

@@ -9,7 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK
 
 STUDIES = {
     "transfer": (

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 import torch
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench.data import energon as bench_energon
 from earlyfusion.pipeline.bench.data import plain as bench_plain
 from earlyfusion.pipeline.bench.data import run as bench_data
 from earlyfusion.pipeline.bench.data.shards import write_shards
-from earlyfusion.pipeline.errors import UserError
 
 BASE = {"patch_limit": 300}
 

@@ -9,9 +9,9 @@ import exchange_cases as cases
 import torch
 import torch.distributed as dist
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids, supports_all_to_all
 from earlyfusion.pipeline.config.schema import ParallelSection
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
 

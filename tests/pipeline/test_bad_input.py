@@ -10,9 +10,10 @@ import tiny_run
 from tiny_run import finish, run_here, start
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.arguments import parse_arguments
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER, UserError
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.runtime import check_launcher
 
 

@@ -6,9 +6,9 @@ import json
 import pytest
 from tiny_run import forget_processes
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench import balance as bench_balance
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.errors import UserError
 
 
 def bench(recipe, out, *words: str) -> dict:

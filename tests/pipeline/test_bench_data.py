@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench import waiting as bench_waiting
 from earlyfusion.pipeline.bench.cmd import main
 from earlyfusion.pipeline.bench.data import run as bench_data
-from earlyfusion.pipeline.errors import UserError
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import types
 import pytest
 import torch
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench import timing as bench
 from earlyfusion.pipeline.bench.kernels import kda as bench_kernels_kda
 from earlyfusion.pipeline.bench.kernels import residual as bench_kernels_residual
 from earlyfusion.pipeline.bench.kernels import run as bench_kernels
 from earlyfusion.pipeline.bench.kernels.case import Case, Setting, errors, leaf, measure
-from earlyfusion.pipeline.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.build import scale_lr, set_lr
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 

@@ -16,10 +16,10 @@ from serve_model import write_model
 from earlyfusion.data.chat.template import Message, encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.generate import generate
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import chat
-from earlyfusion.pipeline.errors import UserError
 
 
 @pytest.fixture(scope="module")

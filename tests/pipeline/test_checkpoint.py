@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import checkpoint as module
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts, completed, latest
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime, StopFlag, rng_state, seed_everything, set_rng_state
 from earlyfusion.pipeline.statefile import load_tree, save_tree
 
@@ -344,7 +344,7 @@ TWO_RANKS = textwrap.dedent("""
     import os, signal, sys
     import torch
     from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
-    from earlyfusion.pipeline.errors import UserError
+    from earlyfusion.kernels.errors import UserError
     from earlyfusion.pipeline.guard import Guard
     from earlyfusion.pipeline.runtime import Runtime, seed_everything
 

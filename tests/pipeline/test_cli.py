@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from earlyfusion.data.errors import BadSample
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import cli
-from earlyfusion.pipeline.errors import TrainingStopped, UserError, require_python
+from earlyfusion.pipeline.errors import TrainingStopped, require_python
 from earlyfusion.pipeline.runtime import check_versions
 
 
@@ -55,14 +57,6 @@ def test_version_is_that_of_the_distribution(capsys):
 
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == f"earlyfusion {version('earlyfusion')}"
-
-
-class DataError(ValueError):
-    """Stands for the data room's error: recognised by name, so the entry needs no import."""
-
-
-class BadSample(DataError):
-    pass
 
 
 @pytest.mark.parametrize(

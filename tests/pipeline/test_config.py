@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_run import whole_recipes
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.arguments import describe, help_text, parse_arguments
 from earlyfusion.pipeline.config.compose import (
     compose,
@@ -23,7 +24,6 @@ from earlyfusion.pipeline.config.compose import (
 )
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.config.toml_text import to_toml
-from earlyfusion.pipeline.errors import UserError
 
 BASE = """
 [run]

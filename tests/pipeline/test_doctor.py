@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from earlyfusion.kernels import dispatch
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import doctor
 from earlyfusion.pipeline.doctor_cases import CASES, disagreement
-from earlyfusion.pipeline.errors import UserError
 
 CPU = torch.device("cpu")
 

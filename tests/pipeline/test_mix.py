@@ -9,8 +9,8 @@ from tiny_run import MEASURED, numbers, tiny_recipe, write_recipe
 from earlyfusion.data.loading.ledger import read_skipped
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.stage_data import describe_mix, mix_schedule
 from earlyfusion.pipeline.track import read_metrics

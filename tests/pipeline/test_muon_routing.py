@@ -10,9 +10,9 @@ from tiny_mla import TinyModel, fill_gradients
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.optim.blocks import RoutingError
 from earlyfusion.pipeline.optim.muonclip import MuonClip, build_param_groups
 

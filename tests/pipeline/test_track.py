@@ -9,8 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import track
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.track import Tracker, duration, read_metrics, truncate_metrics
 

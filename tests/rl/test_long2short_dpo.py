@@ -17,9 +17,9 @@ from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
 from long2short_cases import LONG, REWARD, SHORT, answer, call, lines, told, toy_directory, weights, words
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.errors import UserError
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards
 from earlyfusion.rl.long2short.cmd import build_parser, recipe_of

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 from study_world import plant, study
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.config.compose import compose, validate
-from earlyfusion.pipeline.errors import EXIT_REQUEUE, UserError
+from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.study import runner as running
 from earlyfusion.rl.study.runner import Runner

@@ -30,6 +30,7 @@ from typing import Any
 from rich.console import Console
 
 from earlyfusion.data.tables import print_table
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.bench.data.tables import (
     DECODERS,
@@ -38,7 +39,7 @@ from earlyfusion.pipeline.bench.data.tables import (
     loading_table,
     memory_table,
 )
-from earlyfusion.pipeline.errors import EXIT_OK, UserError
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.statefile import write_text
 
 _PLAIN_SAMPLES, _MIXED_SAMPLES = 320, 2000

@@ -22,13 +22,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.bench import timing as bench
 from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.bench.kernels import kda as bench_kernels_kda
 from earlyfusion.pipeline.bench.kernels import products as bench_kernels_products
 from earlyfusion.pipeline.bench.kernels import residual as bench_kernels_residual
 from earlyfusion.pipeline.bench.kernels.case import Case, Setting, errors, measure
-from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.runtime import installed
 from earlyfusion.pipeline.statefile import write_text
 

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.eval.results import write_json
-from earlyfusion.pipeline.errors import EXIT_OK, UserError, did_you_mean
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.rl.study.runner import Runner
 from earlyfusion.rl.study.transfer.analysis import analyse
 from earlyfusion.rl.study.transfer.plan import Stage, StudyConfig, read_study, stages, write_recipes

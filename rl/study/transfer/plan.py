@@ -25,10 +25,10 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_
 
 from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.pipeline.errors import UserError, did_you_mean
 from earlyfusion.rl.measure.files import entry_of
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 

@@ -1,0 +1,72 @@
+"""One way to write a file so that a reader sees the old one or the new one, never half of one.
+
+For every room; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: str | Path, sync: bool = True) -> Iterator[Path]:
+    """A temporary path beside `path`; what the block wrote there takes its place when the block ends well.
+
+    Else the temporary is removed and the old file stays, also on a full disk. Folders above are made. sync:
+    the bytes are on the disk before the name is, so that a crash of the machine leaves no empty file; off for
+    what can be made again.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The process in the name: two writers of one file do not tear each other's temporary.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if sync:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, content: str | bytes, sync: bool = True) -> Path:
+    """Write a file whole or not at all; returns its path. Text is UTF-8 with its line ends as they are.
+
+    Half a character (a lone surrogate, which names and JSON may hold) is written as its escape.
+    """
+    raw = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    with replacing(path, sync) as temporary:
+        temporary.write_bytes(raw)
+    return Path(path)
+
+
+def write_json(path: str | Path, value: Any, **options: Any) -> Path:
+    """Write `value` as JSON, whole or not at all; returns the path. options: of json.dumps."""
+    return write_atomic(path, json.dumps(value, **{"indent": 1, "ensure_ascii": False, **options}) + "\n")
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines; [] when there is no file.
+
+    Other lines are left out: a kill in the middle of a write tears the last one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+
+    records = []
+    # Split at "\n" alone: a text inside may hold any other line end.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
