@@ -27,10 +27,10 @@ from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
+from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start
 from earlyfusion.pipeline.stage_data import describe_mix
-from earlyfusion.pipeline.track import duration
 
 VISION_ROOMS = ("vision", "projector")
 USUAL_MFU = 0.3

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
 
 FILE = "metrics.jsonl"
@@ -100,6 +99,7 @@ class Tracker:
         out: output folder. total_steps: for the ETA. start_step: finished updates (0: a fresh run, the file
         is begun
             anew; s > 0: records up to s are kept).
+        unit: what a step is called on the terminal.
         tensorboard: also write events below <out>/tensorboard. trackers: accelerate tracker names (runtime's
         list).
     """
@@ -116,12 +116,13 @@ class Tracker:
         recipe: Mapping[str, Any] | None = None,
         name: str = "earlyfusion",
         console: Console | None = None,
+        unit: str = "step",
     ):
-        self.main, self.total_steps, self.step = runtime.is_main, total_steps, start_step
+        self.main = runtime.is_main
         self.path = Path(out) / FILE
-        self.console = console or Console(file=sys.stderr, highlight=False, quiet=not self.main)
-        self._shown: dict[str, Any] = {}
-        self._live: Live | None = None
+        console = console or Console(file=sys.stderr, highlight=False, quiet=not self.main)
+        self.progress = Progress(console, total_steps, unit=unit, title=name)
+        self.progress.step = start_step
         self._file: Any = None
         self._board: Any = None
         self._accelerator = runtime.accelerator if trackers else None
@@ -160,8 +161,8 @@ class Tracker:
         self._write(step, "train", numbers)
         self._send(step, numbers)
         self.tick(step, numbers)
-        if self._live is None:
-            self.say(self.line())
+        if not self.progress.console.is_terminal:
+            self.say(self.progress.line())
 
     def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
         """The plain numbers to TensorBoard and the trackers."""
@@ -179,7 +180,7 @@ class Tracker:
         if kind == "eval":
             self._send(step, flatten(fields))
         if fields.get("message"):
-            self.say(f"[{kind}] step {step}: {fields['message']}")
+            self.say(f"[{kind}] {self.progress.unit} {step}: {fields['message']}")
 
     def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -191,77 +192,28 @@ class Tracker:
                 raise self._unwritable(error) from None
 
     def tick(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Refresh the live line; cheap enough for every step. `numbers` adds to what is shown."""
-        self.step = step
-        self._shown |= numbers
-        if self.main and self.console.is_terminal:
-            self._draw(self.line(self.console.width))
+        """Show the numbers of a step and write nothing; cheap enough for every step."""
+        if self.main:
+            self.progress.update(step, numbers)
 
     def busy(self, text: str, done: int = 0, total: int = 0) -> None:
-        """What goes on between two steps, in place of the live line until the next `tick`; `done` of `total`
-        of it."""
-        if self.main and self.console.is_terminal:
-            self._draw(
-                f"step {self.step}/{self.total_steps} | {text} " + (f"{done:,}/{total:,}" if total else "...")
-            )
-        elif not total:
-            self.say(f"{text} ...")
-
-    def _draw(self, text: str) -> None:
-        if self._live is None:
-            self._live = Live(console=self.console, transient=True, refresh_per_second=4)
-            self._live.start()
-        self._live.update(Text(text, overflow="ellipsis", no_wrap=True))
-
-    def line(self, width: int | None = None) -> str:
-        """The progress line: step, stage, losses, learning rate, rates, MFU, memory, time left.
-
-        With a width, the parts that fit in it, taken in the order of what one looks for; none is cut.
-        """
-        shown = self._shown
-        number = {key: float(value) for key, value in shown.items() if is_number(value)}
-        rank = {"loss": "loss", "loss/image": "img", "loss/text": "txt", "grad_norm": "|g|"}
-        parts = {"step": f"step {self.step}/{self.total_steps}"}
-        if "stage" in shown:
-            parts["stage"] = str(shown["stage"])
-        parts |= {key: f"{label} {number[key]:.3f}" for key, label in rank.items() if key in number}
-        for key, form in (
-            ("lr", "lr {:.2e}"),
-            ("tokens_per_s", "{:,.0f} tok/s"),
-            ("patches_per_s", "{:,.0f} patch/s"),
-        ):
-            if key in number:
-                parts[key] = form.format(number[key])
-        if "mfu" in number:
-            parts["mfu"] = f"MFU {100 * number['mfu']:.1f}%"
-        if "memory_gib" in number:
-            parts["memory"] = f"{number['memory_gib']:.2f} GiB"
-        if "step_s" in number:
-            parts["eta"] = f"ETA {duration(number['step_s'] * max(0, self.total_steps - self.step))}"
-        if width is not None:
-            first = ("step", "loss", "eta", "tokens_per_s", "loss/image", "loss/text", "stage")
-            kept: list[str] = []
-            for key in dict.fromkeys((*first, *parts)):
-                if key in parts and len(" | ".join(parts[k] for k in (*kept, key))) <= width:
-                    kept.append(key)
-            parts = {key: text for key, text in parts.items() if key in kept}
-        return " | ".join(parts.values())
+        """What goes on between two steps, until the next `tick`; `done` of `total` of it."""
+        if self.main:
+            self.progress.busy(text, done, total)
 
     def say(self, text: str) -> None:
-        """One line on the terminal (rank 0), above the live line."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """One line on the terminal (rank 0), above the progress."""
+        self.progress.say(text)
 
     def rewind(self, step: int) -> None:
         """Forget records after `step`: the run went back to a checkpoint."""
-        self.step = step
+        self.progress.step = step
         if self._file is not None:
             self._file.close()
             self._open(step)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self.progress.close()
         for sink in (self._file, self._board):
             if sink is not None:
                 sink.close()
@@ -304,13 +256,3 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 3m20s or 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

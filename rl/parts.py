@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
@@ -31,7 +30,6 @@ from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.pipeline.step import drop_frozen_gradients
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.rl.learn import Learner, Sums
-from earlyfusion.rl.live import LiveView
 from earlyfusion.rl.measure import run as measure
 from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RLConfig
@@ -105,7 +103,6 @@ class Kit:
         self.generator = torch.Generator().manual_seed(config.run.seed + 7919 * runtime.rank)
         self.loader: Loader | None = self._loader()
         self.rollouts: RolloutLog | None = None
-        self._live: LiveView | None = None
         self._tracker: Tracker | None = None
 
     def _engine(self) -> Engine:
@@ -223,7 +220,6 @@ class Kit:
     def open_log(self, update: int) -> None:
         """Begin (or go on with) metrics.jsonl and rollouts.jsonl; write recipe.toml."""
         config = self.config
-        quiet = Console(quiet=True)
         self._tracker = Tracker(
             self.out,
             self.runtime,
@@ -233,27 +229,21 @@ class Kit:
             trackers=config.track.trackers,
             recipe=dump(config),
             name=config.run.name,
-            console=quiet,
+            unit="update",
         )
         if self.runtime.is_main:
             build.write_recipe(self.out, config)  # type: ignore[arg-type]
-            console = Console(stderr=True, highlight=False)
-            self._live = LiveView(console, total=config.total_updates, title=config.run.name)
             self.rollouts = RolloutLog(self.out, start_update=update)
 
     def show(self, update: int, record: Mapping[str, Any], write: bool) -> None:
         """Numbers of an update: on the live view, and in metrics.jsonl when it is time."""
-        if self._tracker is not None and write:
-            self._tracker.log(update, record)
-        if self._live is not None and (write or self._live.console.is_terminal):
-            self._live.update(update, dict(record))
+        if self._tracker is not None:
+            (self._tracker.log if write else self._tracker.tick)(update, record)
 
     def say(self, update: int, message: str) -> None:
         """An event in words."""
         if self._tracker is not None:
             self._tracker.event(update, "note", message=message)
-        if self._live is not None:
-            self._live.say(f"update {update}: {message}")
 
     def measure(self, update: int) -> dict[str, Any]:
         """Answers to held-out problems, dealt over the processes; written to eval/update-NNNNNN.jsonl by rank
@@ -288,8 +278,7 @@ class Kit:
                 self._tracker.event(
                     update, "eval", **{label: dict(row) for label, row in found.items()}, **weaker
                 )
-            if self._live is not None:
-                self._live.say(f"update {update}: greedy accuracy on held-out problems: {told}")
+                self._tracker.say(f"update {update}: greedy accuracy on held-out problems: {told}")
         return found
 
     def _of_all(self, own: Sequence[Measured]) -> list[Measured]:
@@ -399,14 +388,11 @@ class Kit:
         write_text(self.out / "facts.json", json.dumps(facts_shown, indent=1))
         if self._tracker is not None:
             self._tracker.close()
-            self._tracker = None
-        report = write_rl_report(self.out)
-        if self._live is not None:
-            self._live.say(f"model directory: {directory}")
-            self._live.say(f"report: {report}")
+            self._tracker.say(f"model directory: {directory}")
+            self._tracker.say(f"report: {write_rl_report(self.out)}")
 
     def close(self) -> None:
-        for thing in (self.loader, self.rewards, self.collector, self._live, self._tracker):
+        for thing in (self.loader, self.rewards, self.collector, self._tracker):
             if thing is not None:
                 thing.close()
         self.runtime.close()

@@ -2,7 +2,7 @@
 
     write_rl_report(out) -> Path        reads what is there, leaves out what is not, needs no model
 
-Reads metrics.jsonl (events "train", keys as in rl/live.py), eval/update-*.jsonl, rollouts.jsonl with its
+Reads metrics.jsonl (events "train", keys as in pipeline/progress.py), eval/update-*.jsonl, rollouts.jsonl with its
 pictures, and the recipe.toml, versions.json and facts.json that every run writes.
 """
 
@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.report.charts import Series, line_chart
 from earlyfusion.pipeline.report.run import STYLE as HOUSE_STYLE
 from earlyfusion.pipeline.report.run import Run, diary_part, image_source, read_run, recipe_part
-from earlyfusion.pipeline.track import duration
-from earlyfusion.rl.live import PHASES
 from earlyfusion.rl.report.gallery import STYLE, data_uri, gallery_part
 from earlyfusion.rl.report.measured import (
     ALL,
@@ -33,6 +32,7 @@ from earlyfusion.rl.report.measured import (
 )
 from earlyfusion.rl.rollouts.log import read_rollouts
 
+PHASES = ("rollout", "score", "train", "other")
 _SPLIT_COLOURS = {"rollout": "#3aa6c2", "score": "#8b5cc7", "train": "#2a9d6e", "other": "#8a93a5"}
 CHARTS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
     ("Length of an answer, tokens", "tokens", ("length", "length_max"), False),

@@ -1,0 +1,159 @@
+"""The view of a running loop: a block that stays in place on a terminal, or one plain line."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from earlyfusion.pipeline import progress
+from earlyfusion.pipeline.progress import BLOCKS, REMEMBERED, Progress, duration, sparkline
+
+PRETRAINING = {
+    "stage": "joint",
+    "loss": 1.5,
+    "loss/image": 1.25,
+    "loss/text": 2.0,
+    "lr": 1e-3,
+    "tokens_per_s": 12345.0,
+    "patches_per_s": 678.0,
+    "mfu": 0.256,
+    "memory_gib": 1.5,
+    "step_s": 2.0,
+}
+RL = {
+    "reward": 0.5,
+    "reward/counting/0/picture": 0.75,
+    "reward/ocr/1/twin": 0.25,
+    "length": 4.25,
+    "cut": 0.015,
+    "mismatch_kl": 1.2e-4,
+    "time/train_s": 0.8,
+    "rewards/timeout": 3.0,
+    "prompts/too_long": 2.0,
+    "step_s": 2.0,
+}
+
+
+def terminal(width: int = 100, height: int = 40) -> Console:
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=True, legacy_windows=False)
+
+
+def screen(view: Progress, width: int, height: int = 40) -> str:
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(view.view())
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("unit", "record", "line"),
+    [
+        (
+            "step",
+            PRETRAINING,
+            "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s | 678 patch/s"
+            " | MFU 25.6% | 1.50 GiB | ETA 3m00s",
+        ),
+        (
+            "update",
+            RL,
+            "update 10/100 | reward 0.500 | length 4.2 | cut 1.5% | mismatch KL 1.2e-04 | train 0.80s"
+            " | prompts/too_long 2 | rewards/timeout 3 | counting/0/picture 0.75 | ocr/1/twin 0.25 | ETA 3m00s",
+        ),
+        (
+            "step",
+            {"loss": float("nan"), "entropy": None, "length": 3.0, "cut": True},
+            "step 10/100 | length 3.0",
+        ),
+    ],
+)
+def test_a_record_is_one_plain_line_and_holds_what_is_a_number(unit, record, line):
+    view = Progress(Console(file=io.StringIO()), 100, unit=unit)
+    view.update(10, record)
+    assert view.line() == line
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 16), (80, 24), (200, 50)])
+@pytest.mark.parametrize("record", [PRETRAINING, RL])
+def test_no_number_is_cut_whatever_the_screen(record, width, height):
+    view = Progress(terminal(width, height), 100, title="a run [red]")
+    rewards = {f"reward/odd_one_out/{i}/rendered": i / 30 for i in range(30)} if record is RL else {}
+    view.update(10, record | rewards)
+    shown = screen(view, width, height)
+    assert all(len(line) <= width for line in shown.splitlines())
+    words = " ".join(shown.split())
+    assert all(fact in words for fact in [*view.facts(), "a run [red] step 10/100", "ETA 3m00s"])
+    if record is RL:
+        assert ("more" in words) == (height < 50)
+
+
+def test_messages_stand_above_and_the_last_state_stays():
+    view = Progress(terminal(), 3, title="t")
+    view.update(1, {"reward/maze": 0.125})
+    view.say("checkpoint [bold]saved[/bold]")
+    view.update(2, {"reward/maze": 0.875})
+    view.close()
+    view.close()
+    text = view.console.file.getvalue()
+    assert "checkpoint [bold]saved[/bold]" in text and "step 2/3" in text[text.index("saved") :]
+    assert "▂█  0.88  0.12" in screen(view, 100), "the curve, the latest value and the first"
+
+
+def test_it_draws_at_most_four_times_a_second(monkeypatch):
+    now, drawn = [100.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    view = Progress(terminal(), 1000)
+    monkeypatch.setattr(view, "view", lambda: drawn.append(view.step) or "")
+    for step in range(1, 101):
+        now[0] += 0.01
+        view.update(step, {"loss": 0.5})
+    assert 4 <= len(drawn) <= 5
+
+
+def test_one_slow_step_does_not_throw_the_time_left_off():
+    view = Progress(Console(file=io.StringIO()), 100)
+    assert view.seconds_left() is None
+    for step in range(1, 51):
+        view.update(step, {"step_s": 1.0})
+    assert view.seconds_left() == pytest.approx(50)
+    view.update(51, {"step_s": 10.0})  # an evaluation
+    assert 49 < view.seconds_left() < 2 * 49
+
+
+def test_an_evaluation_shows_how_far_it_is():
+    log, screen_ = Console(file=io.StringIO()), terminal(80)
+    for console in (log, screen_):
+        view = Progress(console, 10)
+        view.busy("evaluating easy_vqa (1/2)")
+        view.busy("evaluating easy_vqa (1/2)", 3200, 9673)
+        view.close()
+    assert log.file.getvalue() == "evaluating easy_vqa (1/2) ...\n", "a log gets one line"
+    assert "evaluating easy_vqa (1/2) 3,200/9,673" in screen_.file.getvalue()
+
+
+def test_a_quiet_console_of_another_process_shows_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
+    view = Progress(console, 3)
+    view.update(1, RL)
+    view.say("nothing")
+    view.close()
+    assert console.file.getvalue() == ""
+
+
+def test_a_sparkline_is_the_mean_of_each_share_on_a_common_scale():
+    assert sparkline([0.0, 1.0], 10) == BLOCKS[0] + BLOCKS[-1]
+    assert sparkline([0, 0, 0, 1, 1, 1, 0.5, 0.5, 0.5], 3) == BLOCKS[0] + BLOCKS[-1] + BLOCKS[4]
+    assert sparkline([0.50, 0.51], 5) == BLOCKS[4] * 2  # noise is not blown up
+    assert sparkline([-1.0, 0.0, 1.0], 5) == BLOCKS[0] + BLOCKS[4] + BLOCKS[-1]  # what lies outside widens it
+    assert sparkline([], 5) == ""
+
+
+def test_a_long_run_needs_no_more_memory():
+    view = Progress(Console(file=io.StringIO()), 10)
+    for step in range(REMEMBERED + 9):
+        view.update(step, {"reward/maze": step})
+    assert len(view.rewards["maze"]) == REMEMBERED
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
+def test_durations_read_naturally(seconds, text):
+    assert duration(seconds) == text
