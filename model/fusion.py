@@ -105,13 +105,24 @@ class NativeFusion(nn.Module):
         features = self.mm_projector(self.vision_tower(patches, grid))
         return features if route is None else route.bring_home(features)
 
-    def embed(self, batch: Prompt, route: Route | None = None) -> Tensor:
-        """Decoder input [T, D]: token embeddings with image features in their places. route: see
-        `encode_images`.
+    def embed(self, batch: Prompt, route: Route | None = None, feature_of_M: Tensor | None = None) -> Tensor:
+        """Decoder input [T, D]: token embeddings with image features in their places.
+
+        route: see `encode_images`. feature_of_M: for documents that share pictures, as the answers to one
+        prompt do. int64 [M], the feature that belongs at each media position; `patches` and `grids` then hold
+        every picture once, and a row without pictures leaves the tower alone. None: feature i belongs at
+        position i.
 
         Raises ValueError if the number of features is not the number of media positions.
         """
+        x_TD = self.decoder.embed_tokens(batch.ids)
+        if feature_of_M is not None and not len(batch.grids):
+            return x_TD
+
         features_MD = self.encode_images(batch.patches, batch.grids, route)
+        if feature_of_M is not None:
+            features_MD = features_MD.index_select(0, feature_of_M)
+
         positions_M = batch.media_positions
         if features_MD.shape[0] != positions_M.shape[0]:
             raise ValueError(
@@ -119,7 +130,6 @@ class NativeFusion(nn.Module):
                 f" <|media_pad|> positions (grids {list(batch.grids)[:4]}); encode text and images with the"
                 " same vision configuration (patch_size, merge_kernel_size)"
             )
-        x_TD = self.decoder.embed_tokens(batch.ids)
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
 
     def hidden(self, batch: Prompt, cache: Cache | None = None, route: Route | None = None) -> Tensor:

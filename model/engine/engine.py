@@ -3,6 +3,13 @@
 A step reads at most one chunk of prompts and advances every running sample by one token, then looks once at
 the host what was chosen (the only host sync of a step; a grammar, captured routing and recorded features add
 theirs). See model/engine/request.py for how to use it.
+
+Given answers are judged without sampling:
+
+    engine = Engine(model, tokenizer, max_slots=16, prefix_cache=4)
+    requests = [ScoreRequest(prompt, [(17,), (18, 4)], shared=640), ...]
+    scores = engine.score(requests)              # scores[i][c].logprobs, .likeliest, .greedy
+    scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]; engine.logits(states) [.., V]
 """
 
 from __future__ import annotations
@@ -23,9 +30,19 @@ from earlyfusion.model.engine.memory import Pools
 from earlyfusion.model.engine.paused import PausedRequest, PausedSample, narrow
 from earlyfusion.model.engine.prefill import Part
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import Completion, EngineFull, Event, Handle, Request, RequestError
+from earlyfusion.model.engine.request import (
+    Completion,
+    EngineFull,
+    Event,
+    Handle,
+    Request,
+    RequestError,
+    Score,
+    ScoreRequest,
+)
 from earlyfusion.model.engine.runner import Runner
 from earlyfusion.model.engine.scheduler import Scheduler
+from earlyfusion.model.engine.score import Scorer
 from earlyfusion.model.engine.sequence import Decodes, Sample, Ticket, house_of, make_ticket
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
@@ -173,6 +190,34 @@ class Engine:
         while self.has_work:
             self.step()
         return [completion for handle in handles for completion in handle.completions]
+
+    def score(
+        self,
+        requests: Sequence[ScoreRequest],
+        *,
+        states: bool = False,
+        banned_ids: Sequence[int] = (),
+    ) -> list[list[Score]]:
+        """Judge given continuations: result[i][c] is that of continuation c of request i.
+
+        What a request gets does not depend, bit for bit, on the others of the call. A prompt is read once for
+        all its continuations, and what requests share (`ScoreRequest.shared`) once for all of them. states:
+        keep hidden states, too. banned_ids: do not compete in `Score.likeliest`; they keep their share of the
+        probability.
+
+        Raises RuntimeError while requests are unfinished, RequestError for a prompt that is empty, does not
+        fit its pictures or needs more pages than there are, and for ids outside the vocabulary.
+        """
+        if self.has_work:
+            raise RuntimeError("score() needs an idle engine: other requests are unfinished")
+        scorer = Scorer(self.ledger, self.house, states, banned_ids)
+        with self._inference():
+            return scorer.score(requests, self._begin)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Next-token logits [R, V] of hidden states [R, D], a row's bits independent of the others."""
+        with self._inference():
+            return self.runner.logits(states)
 
     # ---- one step
     # -----------------------------------------------------------------------------------------------

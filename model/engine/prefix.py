@@ -70,8 +70,8 @@ class PrefixCache:
         last = (prompt - 1) // self.pools.page_size * self.pools.page_size
         return bool(self.limit) and 0 < position < prompt and (position % self.every == 0 or position == last)
 
-    def find(self, key_ids: np.ndarray, most: int) -> Checkpoint | None:
-        """The longest known beginning of at most `most` tokens, now the most recently used."""
+    def find(self, key_ids: np.ndarray, most: int, least: int = 1) -> Checkpoint | None:
+        """The longest known beginning of `least` to `most` tokens, now the most recently used."""
         if not self.limit:
             return None
         state, done, best = hashlib.blake2b(digest_size=16), 0, None
@@ -79,7 +79,7 @@ class PrefixCache:
             state.update(key_ids[done:length].tobytes())
             done = length
             digest = state.digest()
-            if digest in self._entries:
+            if digest in self._entries and length >= least:
                 best = digest
         if best is None:
             self.misses += 1

@@ -153,6 +153,38 @@ class Request:
     keep_state: bool = False
 
 
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A prompt (at least one token) and continuations of it, each judged by itself; an empty one is certain.
+
+    shared: leading prompt tokens that other requests of the same call begin with, too. They are read once for
+    all of them, in whole pages, where the engine has a prefix cache with room for them.
+    """
+
+    prompt: Prompt
+    continuations: Sequence[Sequence[int]]
+    shared: int = 0
+
+
+@dataclass(eq=False)
+class Score:
+    """What the model makes of one continuation, one entry for each of its tokens.
+
+    logprobs: ln p over the whole vocabulary at temperature 1. likeliest: whether the token is the argmax.
+    states: hidden states [tokens, D] that choose the tokens (`model.logits` turns them into logits), only
+    where they were asked for.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    likeliest: list[bool] = field(default_factory=list)
+    states: Tensor | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether greedy decoding would write this continuation."""
+        return all(self.likeliest)
+
+
 class Token(NamedTuple):
     """One generated token. logprob: under the distribution it was drawn from (temperature, top-p, min-p,
     bans; 0 when greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both

@@ -344,6 +344,32 @@ class Runner:
         hidden_RD = self.lean.read(x_TD, segments, plan, filled)
         return hidden_RD[: len(ends)] if ends else None
 
+    def read(self, parts: Sequence[Part], rows: Sequence[int]) -> Tensor:
+        """Read the parts (all fresh, or none); hidden states [R, D] of the given rows, counted through the
+        parts' tokens."""
+        self.pools.settle()
+        rows_R = torch.tensor(rows, dtype=torch.long, device=self.device)
+        if self.compiled is None:
+            segments, plan = prefill_plan(parts, self.pools, self.device)
+            x_TD = embed(parts, segments.total, self.model)
+            return self.model.decoder(x_TD, segments, PooledCache(self.pools.layers, plan))[rows_R]
+        self.page_tables([part.sample for part in parts])
+        about = Reading.of(parts)
+        places_T = torch.full_like(about.places_T, -1)
+        places_T[rows_R] = torch.arange(len(rows))
+        where = (about.slots_T, about.positions_T, places_T, about.starts)
+        x_TD = embed(parts, about.starts[-1], self.model)
+        return self.compiled.run(x_TD, *where, self.table_SP, len(rows))
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Next-token logits [R, V], a row's bits independent of the others."""
+        if self.compiled is not None:
+            return self.compiled.logits(hidden_RD)
+        rows = hidden_RD.shape[0]
+        return self.model.logits(torch.nn.functional.pad(hidden_RD, (0, 0, 0, whole_rows(rows) - rows)))[
+            :rows
+        ]
+
     def choose_first(self, hidden_ND: Tensor, samples: Sequence[Sample], rows: Sequence[int]) -> Tensor:
         """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3,
         N]."""

@@ -76,7 +76,10 @@ class Scheduler:
         fresh = [sample for sample in ticket.alive if sample.saved is None]
         hit = None
         if fresh and not ticket.request.capture_routing:  # routing of cached tokens is not known
-            hit = self.prefix.find(ticket.key_ids, len(ticket.ids) - 1)
+            if ticket.shared is None:
+                hit = self.prefix.find(ticket.key_ids, len(ticket.ids) - 1)
+            elif ticket.shared:
+                hit = self.prefix.find(ticket.key_ids, ticket.shared, least=ticket.shared)
         if hit is not None:
             self.pools.share(hit.pages)  # pinned before anything is evicted
         shares = list(self._shares(ticket, hit.length if hit is not None else 0))
@@ -200,12 +203,18 @@ class Scheduler:
                 continue
             stop = min(sample.target, (start // self.chunk + 1) * self.chunk)
             if start < len(sample.ticket.ids):
-                stop = min(stop, self.prefix.boundary(start, len(sample.ticket.ids)))
+                stop = min(stop, self._border(sample.ticket, start))
             if parts and stop - start > room:
                 continue
             parts.append(Part(sample, start, stop))
             room -= stop - start
         return parts
+
+    def _border(self, ticket: Ticket, start: int) -> int:
+        """Where reading a prompt pauses after `start`: at a checkpoint to be kept, or at its end."""
+        if ticket.shared is None:
+            return self.prefix.boundary(start, len(ticket.ids))
+        return ticket.shared if start < ticket.shared else len(ticket.ids)
 
     def fork(self, lead: Sample) -> list[Sample]:
         """Give the lead's siblings copies of its state and shares in its pages; all of them, lead first."""

@@ -126,6 +126,8 @@ class Ticket:
     foreseen: bool = False
     """Whether the device can tell by itself where a sample ends: by its length, or at one of up to STOPS ids.
     """
+    shared: int | None = None
+    """Of a prompt that is only scored: its first tokens that are kept for others (see score.py)."""
 
     @property
     def longest(self) -> int:

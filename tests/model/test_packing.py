@@ -198,3 +198,23 @@ def test_recomputed_activations_change_nothing():
         model(batch).loss_sum.backward()
         for name, gradient in gradients(model).items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-12)
+
+
+def test_documents_may_share_a_picture_that_is_encoded_once():
+    config = tiny_fusion()
+    model = build(config, 0, torch.float64)
+    first, second = document(9, [(1, 2, 4)], config, 0), document(17, [(1, 4, 4)], config, 1)
+    twice = pack([first, second, first])
+    once = replace(pack([first, second]), ids=twice.ids, media_positions=twice.media_positions)
+    own_M = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1])
+    encoded = []
+    model.vision_tower.register_forward_pre_hook(lambda module, inputs: encoded.append(inputs[0].shape[0]))
+    torch.testing.assert_close(model.embed(once, feature_of_M=own_M), model.embed(twice))
+    assert encoded == [24, 32]
+    text = text_documents([5], config)
+    torch.testing.assert_close(
+        model.embed(text, feature_of_M=torch.empty(0, dtype=torch.long)), model.embed(text)
+    )
+    assert encoded == [24, 32, 0]  # the first did not call the tower
+    with pytest.raises(ValueError, match="media_pad"):
+        model.embed(once, feature_of_M=own_M[:-1])

@@ -1,0 +1,90 @@
+"""Judging given continuations: what the training forward says, the same bits alone and among others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import TOKENIZER, all_returned, model, pictured, tokens, trained_logits
+
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.request import Request, RequestError, SamplingParams, ScoreRequest, TokenPrompt
+
+FORMS = pytest.mark.parametrize("kernels", ["auto", "torch"])  # compiled, and the modules
+TOLERANCE = 1.3e-5  # nats; fp32, two orders of summation
+
+
+def engine(seed: int = 0, **options) -> Engine:
+    sizes = {"max_slots": 4, "page_size": 8, "prefill_chunk": 32, "prefix_cache": 2, **options}
+    return Engine(model(seed), TOKENIZER, **sizes)
+
+
+def requests() -> list[ScoreRequest]:
+    """Letters after prompts with a common beginning, longer answers, pictures, and an empty continuation."""
+    start = tokens(41).ids
+    letters = [[20], [21], [22]]
+    asked = [
+        ScoreRequest(TokenPrompt(torch.cat([start, tokens(n, seed=1).ids])), letters, shared=40)
+        for n in (1, 9, 30, 17)
+    ]
+    longer = [[30, 31, 32], [33], [], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49], [50, 51], [52, 53], [54, 55]]
+    return [*asked, ScoreRequest(tokens(7), longer), ScoreRequest(pictured(3), longer[:2])]
+
+
+@FORMS
+def test_scores_are_those_of_the_training_forward(kernels, monkeypatch):
+    monkeypatch.setenv("EF_KERNELS", kernels)
+    serving = engine()
+    asked = requests()
+    result = serving.score(asked, states=True, banned_ids=[20])
+    for request, scores in zip(asked, result):
+        for ids, score in zip(request.continuations, scores):
+            assert len(score.logprobs) == len(score.likeliest) == len(ids)
+            if not ids:
+                assert score.greedy and score.states is None
+                continue
+            logits = trained_logits(serving.model, request.prompt, list(ids))
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+            torch.testing.assert_close(torch.tensor(score.logprobs), expected, rtol=0, atol=TOLERANCE)
+            best = logits.index_fill(1, torch.tensor([20]), float("-inf")).argmax(-1)
+            assert score.likeliest == (best == torch.tensor(ids)).tolist()
+            torch.testing.assert_close(serving.logits(score.states), logits, rtol=1e-4, atol=1e-4)
+    serving.prefix.clear()
+    all_returned(serving)
+
+
+@FORMS
+def test_alone_and_among_others_the_bits_are_the_same(kernels, monkeypatch):
+    monkeypatch.setenv("EF_KERNELS", kernels)
+    together = engine().score(requests())
+    for request, scores in zip(requests(), together):
+        (alone,) = engine(max_slots=7).score([request])
+        assert [score.logprobs for score in alone] == [score.logprobs for score in scores]
+        assert [score.likeliest for score in alone] == [score.likeliest for score in scores]
+
+
+def test_what_is_shared_is_read_once():
+    serving = engine()
+    serving.score(requests()[:4])
+    lengths = [42, 50, 71, 58]
+    assert serving.stats()["read_tokens"] == sum(lengths) - 3 * 40
+    before = serving.stats()["read_tokens"]
+    (greedy,) = serving.generate([Request("g", tokens(7), SamplingParams(5, temperature=0, ignore_eos=True))])
+    (scores,) = serving.score([ScoreRequest(tokens(7), [greedy.ids, [*greedy.ids[:-1], 5]])])
+    assert scores[0].greedy and not scores[1].greedy
+    assert serving.stats()["read_tokens"] - before == 7 + 7 + 4 + 4
+
+
+def test_what_cannot_be_judged_is_refused_and_leaves_the_engine_idle():
+    serving = engine(max_pages=8)
+    with pytest.raises(RequestError, match="pages"):
+        serving.score([ScoreRequest(tokens(65), [[3]])])
+    with pytest.raises(RequestError, match=r"0\.\."):
+        serving.score([ScoreRequest(tokens(5), [[TOKENIZER.vocab_size]])])
+    with pytest.raises(RequestError, match="no tokens"):
+        serving.score([ScoreRequest(TokenPrompt(torch.zeros(0, dtype=torch.long)), [[3]])])
+    serving.submit(Request("r", tokens(5), SamplingParams(2)))
+    with pytest.raises(RuntimeError, match="idle"):
+        serving.score([])
+    while serving.has_work:
+        serving.step()
+    all_returned(serving)
