@@ -11,95 +11,12 @@ options = { questions_per_image = 6 }
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from earlyfusion.data.decode_config import DecodeConfig
-from earlyfusion.data.sources.options import OPTIONS, PATH_KINDS, Options
-from earlyfusion.kernels.errors import did_you_mean
-
-TEXT_KINDS = frozenset({"pydoc", "stdlib_code", "text_files", "zero_vision"})
-"""Kinds without pictures, unless a source says otherwise."""
-
-
-class SourceConfig(BaseModel):
-    """One source of documents."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    name: str
-    """Name in reports, mixture weights and checkpoints."""
-    kind: str
-    """easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words, synth_grid, synth_clips,
-    zero_vision, chat_scenes, problems, folder, webdataset, text_files or chat_files."""
-    path: str | None = None
-    """What to read (kind = "folder", "webdataset", "text_files", "chat_files")."""
-    weight: float = Field(1.0, ge=0)
-    """Share of the tokens, relative to the other sources; 0 keeps the source for evaluation only."""
-    max_epochs: float | None = Field(None, gt=0)
-    """Most passes over the source; "null" means no limit."""
-    vision: bool | None = None
-    """Whether its documents hold pictures, for `vision_share`; "null" goes by the kind (all but text hold
-    some)."""
-    options: dict[str, Any] = {}
-    """Options of the kind."""
-
-    @field_validator("kind")
-    @classmethod
-    def _known(cls, kind: str) -> str:
-        if kind not in OPTIONS:
-            raise ValueError(f"unknown kind of source {kind!r}; {did_you_mean(kind, OPTIONS)}")
-        return kind
-
-    @model_validator(mode="after")
-    def _check(self) -> SourceConfig:
-        if self.kind in PATH_KINDS and self.path is None and not self.options.get("shards"):
-            raise ValueError(
-                f"source {self.name!r}: kind = {self.kind!r} needs path = '<{PATH_KINDS[self.kind]}>'"
-            )
-        if self.kind not in PATH_KINDS and self.path is not None:
-            kinds = ", ".join(repr(kind) for kind in PATH_KINDS)
-            raise ValueError(f"source {self.name!r}: path is for kind = {kinds}; {self.kind} takes none")
-        try:
-            resolved = OPTIONS[self.kind].model_validate(self.options)
-        except ValidationError as error:
-            raise ValueError(
-                f"source {self.name!r} ({self.kind}): {_explain(error, OPTIONS[self.kind])}"
-            ) from None
-        object.__setattr__(self, "options", resolved.model_dump())
-        return self
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether the source counts as one of pictures when a stage has a vision_share."""
-        return self.kind not in TEXT_KINDS if self.vision is None else self.vision
-
-    @property
-    def typed(self) -> Any:
-        """The options as the model of this kind (see OPTIONS)."""
-        return OPTIONS[self.kind].model_validate(self.options)
-
-
-def _explain(error: ValidationError, model: type[Options]) -> str:
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "options"
-        if item["type"] == "extra_forbidden":
-            lines.append(f"unknown option {key!r}; {did_you_mean(key, model.model_fields)}")
-        else:
-            lines.append(
-                f"option {key}: {item['msg'].removeprefix('Value error, ')} (given {item.get('input')!r})"
-            )
-    return "; ".join(lines)
+from earlyfusion.data.sources.base import SourceConfig
 
 
 class DataConfig(BaseModel):

@@ -15,9 +15,9 @@ from html import escape
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.decode import open_picture
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode, timestamp
+from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig

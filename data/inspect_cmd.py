@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.contact_sheet import Card, bad_card, make_card, sheet
 from earlyfusion.data.errors import BadSample, DataError, one_sample
 from earlyfusion.data.examples import write_examples
@@ -31,8 +31,8 @@ from earlyfusion.data.formats.build import describe
 from earlyfusion.data.prepare.work import open_tokenizer
 from earlyfusion.data.shards.fetch import TABLES as COUNTED
 from earlyfusion.data.shards.fetch import TAR_ENDS, TOTALS, as_local, braces, is_url
+from earlyfusion.data.sources.base import Source, SourceConfig, build_source
 from earlyfusion.data.sources.folder import Folder
-from earlyfusion.data.sources.registry import Source, build_source
 from earlyfusion.data.sources.shards import WebDataset
 from earlyfusion.data.sources.text_files import LINES, TABLES
 from earlyfusion.data.tokenizer import Tokenizer, write_atomically

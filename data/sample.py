@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.decode import Picture, open_picture
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.picture import Picture, open_picture
 from earlyfusion.kernels.errors import one_line
 
 __all__ = [

@@ -17,9 +17,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.shards.fetch import cache_root
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 _FORMAT = 2
@@ -48,11 +48,6 @@ def embedded_tokenizer(vocab_size: int = 4096) -> Tokenizer:
             lambda path: train_bpe(texts, vocab_size).save(path),
         )
     )
-
-
-def cache_root() -> Path:
-    """Where derived files live: $EF_CACHE, else ~/.cache/earlyfusion."""
-    return Path(os.environ.get("EF_CACHE") or Path.home() / ".cache" / "earlyfusion")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

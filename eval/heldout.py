@@ -31,7 +31,7 @@ from earlyfusion.data.loading.encode import Encoded, cuts, encode, refuse_longer
 from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.loading.pack import PackedBatch, pack_all
 from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating

@@ -7,7 +7,7 @@ the result.
 Four things are asked of a model, each only counted where the one before it held:
 
     well_formed   its first message keeps the form: every element closed, the message ended
-                  (data/chat/parse.py)
+                  (data/chat/tokens.py)
     called        that message calls python(code) with a string
     ran           the program ended in the sandbox by itself, without an error
     result        what the program says last is what the right program says last
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earlyfusion.data.chat.parse import Parsed, parse_assistant
-from earlyfusion.data.chat.template import Message, encode_chat
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.zero_vision import Talk
 from earlyfusion.data.tokenizer import Tokenizer

@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.stream import Channel, ChatStream
-from earlyfusion.data.chat.template import Message, Template, encode_chat, template_of
+from earlyfusion.data.chat.template import Message, Template, template_of
+from earlyfusion.data.chat.tokens import Channel, ChatStream, encode_chat, parse_assistant
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.sources.folder import PICTURES

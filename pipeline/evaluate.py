@@ -19,11 +19,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.sources.registry import Source, build_source
+from earlyfusion.data.sources.base import Source, SourceConfig, build_source, kind_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.benchmarks.bpb import bits_per_byte
@@ -44,11 +44,6 @@ from earlyfusion.pipeline.runtime import Runtime
 TASKS = ("easy_vqa", "bpb")
 FINAL = 4
 """How many times more of its held-out samples a source is measured on in the last evaluation."""
-LICENCES = {
-    "easy_vqa": ("MIT", "pictures and questions of the PyPI package easy-vqa"),
-    "pydoc": ("PSF-2.0", "topics of the installed Python's reference manual"),
-    "stdlib_code": ("PSF-2.0", "sources of the installed Python's standard library"),
-}
 
 
 class Evaluator:
@@ -214,9 +209,7 @@ class Evaluator:
         return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]
 
     def _attnres(self, step: int, loader: Any) -> None:
-        pictures = [
-            s.name for s in self.config.data.sources if s.kind == "easy_vqa" or s.kind.startswith("synth_")
-        ]
+        pictures = [source.name for source in self.config.data.sources if source.has_pictures]
         for name in pictures[:1]:
             for batch in loader.heldout_batches(name, 1):
                 weights = attnres_weights(self.fusion, batch.to(self.runtime.device))
@@ -274,10 +267,8 @@ def run_facts(
     sources = {
         source.name: {
             "share": shares.get(source.name),
-            "licence": LICENCES.get(source.kind, ("", ""))[0],
-            "note": LICENCES.get(
-                source.kind, ("", "rendered by the project" if "synth" in source.kind else "")
-            )[1],
+            "licence": kind_of(source.kind).licence,
+            "note": kind_of(source.kind).note,
         }
         for source in config.data.sources
     }

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.template import Message, encode_chat, template_of
+from earlyfusion.data.chat.template import Message, template_of
+from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture

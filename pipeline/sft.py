@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat.template import ChatTokenizer, template_of
+from earlyfusion.data.sources.base import kind_of
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline import build, evaluate
@@ -34,9 +35,6 @@ from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.pretrain import Pretraining
 from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
-
-CHAT_KINDS = frozenset({"chat_files", "chat_scenes", "zero_vision"})
-"""Sources of conversations."""
 
 
 class FineTuning(Pretraining):
@@ -62,7 +60,7 @@ class FineTuning(Pretraining):
         """Whether the model that is written speaks the chat form: a source teaches it, or the start spoke
         it."""
         taught = (
-            source.kind in CHAT_KINDS and getattr(source.typed, "template", "chat") == "chat"
+            kind_of(source.kind).chat and getattr(source.typed, "template", "chat") == "chat"
             for source in self.config.data.sources
         )
         return any(taught) or template_of(self._start()) == "chat"

@@ -16,10 +16,8 @@ that need them):
     role="tool" tool="python" index="1"<|sep|> ... <|close|>message<|sep|><|end_of_msg|>
 
 Only what the assistant says has loss weight, with the tokens that end its message; what a tool says has none.
-Strings that look like special tokens inside a message stay text. data/chat/parse.py reads an assistant's
+Strings that look like special tokens inside a message stay text. data/chat/tokens.py reads an assistant's
 message back.
-
-Legend: n tokens, P patches.
 """
 
 from __future__ import annotations
@@ -31,13 +29,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.sample import Image, Regions, Sample, Segment, Special, Text, Video, VideoFile
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, write_atomically
-from earlyfusion.vision.config import VisionConfig
 
 Template = Literal["chat", "qa"]
 Wording = Literal["chat", "qa", "plain"]
@@ -124,34 +119,6 @@ def template_of(model_dir: str | Path) -> Template:
     return "chat" if (Path(model_dir) / TEMPLATE_FILE).is_file() else "qa"
 
 
-def encode_chat(
-    messages: Sequence[Message],
-    tokenizer: Tokenizer,
-    vision: VisionConfig,
-    *,
-    template: Template = "chat",
-    add_generation_prompt: bool = True,
-    key: str = "chat",
-    decode: DecodeConfig | None = None,
-) -> Encoded:
-    """Messages -> Encoded (ids int64 [n], uint8 patches [P, 3, p, p]).
-
-    With `add_generation_prompt` the document stays open where the assistant is to speak; without it, it is
-    closed with [EOS], for training. Raises DataError without a message, BadSample for media that cannot be
-    read.
-    """
-    sample = chat_sample(messages, source="chat", key=key, template=template)
-    if not add_generation_prompt:
-        return encode(sample, tokenizer, vision, decode=decode)
-    if template == "chat":
-        sample = replace(sample, segments=[*sample.segments, *_opening(Message("assistant", ()))])
-    elif messages[-1].role != "user":
-        raise DataError(
-            f"the last message is of role {messages[-1].role!r}; the model answers a user's message"
-        )
-    return encode(sample, tokenizer, vision, eos=False, decode=decode)
-
-
 def chat_sample(messages: Sequence[Message], *, source: str, key: str, template: Wording = "chat") -> Sample:
     """A whole conversation as one Sample, for sources: `encode` adds [BOS] and [EOS] and needs to know
     nothing of chat.
@@ -187,10 +154,11 @@ def _chat_parts(message: Message) -> list[Segment]:
             body += _element("tools", calls, loss)
     else:
         body = content
-    return [*_opening(message), *body, *_end("message", loss), Special(END_OF_MSG, loss)]
+    return [*opening(message), *body, *_end("message", loss), Special(END_OF_MSG, loss)]
 
 
-def _opening(message: Message) -> list[Segment]:
+def opening(message: Message) -> list[Segment]:
+    """What stands before the content of a message."""
     header = f'message role="{message.role}"'
     if message.tool:
         header += f' tool="{message.tool}" index="{message.index}"'

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from earlyfusion.data.decode import open_header
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.picture import open_header
 from earlyfusion.data.sample import Image, Region, Regions, Segment, Text
 
 if TYPE_CHECKING:

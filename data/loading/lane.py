@@ -22,7 +22,7 @@ from earlyfusion.data.loading.mixture import Blend
 from earlyfusion.data.loading.pack import PackedBatch, assemble, choose
 from earlyfusion.data.loading.stream import Reference, Spec, Stream
 from earlyfusion.data.loading.watch import Watch
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Source
 from earlyfusion.kernels.errors import one_line
 
 _KEPT_WHOLE = 8

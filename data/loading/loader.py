@@ -27,7 +27,7 @@ from earlyfusion.data.loading.mixture import Mixture, Schedule
 from earlyfusion.data.loading.pack import PackedBatch, pack_all
 from earlyfusion.data.loading.prefetch import DirectFeed, Feed, ProcessFeed, ThreadFeed
 from earlyfusion.data.loading.stream import Geometry, Spec, geometry_identity
-from earlyfusion.data.sources.registry import find_source
+from earlyfusion.data.sources.base import find_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 

@@ -15,7 +15,7 @@ from earlyfusion.data.loading.encode import Encoded, encode, next_cut, refuse_lo
 from earlyfusion.data.loading.mixture import Schedule
 from earlyfusion.data.loading.order import Permutation
 from earlyfusion.data.loading.watch import Watch
-from earlyfusion.data.sources.registry import Source, build_source
+from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig

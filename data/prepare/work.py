@@ -19,7 +19,7 @@ from earlyfusion.data.formats.regions import picture_size
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.inputs import InputOptions, open_input
 from earlyfusion.data.sample import Image, Sample, Text
-from earlyfusion.data.sources.options import ShardsOptions
+from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import VisionConfig

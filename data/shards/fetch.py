@@ -39,6 +39,11 @@ _RATIO, _FREE = 100, 256 << 20
 LOG = logging.getLogger("earlyfusion.data")
 
 
+def cache_root() -> Path:
+    """Where derived files live: $EF_CACHE, else ~/.cache/earlyfusion."""
+    return Path(os.environ.get("EF_CACHE") or Path.home() / ".cache" / "earlyfusion")
+
+
 def is_url(path: str) -> bool:
     """Whether `path` is a URL and not a local path (file:// counts as a URL)."""
     return "://" in path

@@ -21,6 +21,7 @@ from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
     LOG,
     as_local,
+    cache_root,
     expand,
     is_folder,
     locked,
@@ -40,7 +41,6 @@ from earlyfusion.data.shards.tar import (
     stated_samples,
     write_index,
 )
-from earlyfusion.data.vocabulary import cache_root
 
 OPEN_SHARDS = 64
 """Open files and indexes kept at a time."""

@@ -10,18 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveInt
 
 from earlyfusion.data.chat.rows import Media, messages_of, parse_row
 from earlyfusion.data.chat.template import Wording, chat_sample
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.shards.fetch import as_local, short_names
+from earlyfusion.data.shards.fetch import as_local, cache_root, short_names
 from earlyfusion.data.shards.split import Split
+from earlyfusion.data.sources.base import Options, SourceConfig, source
 from earlyfusion.data.sources.text_files import LINES, RowFiles, TextTable, find_files
-from earlyfusion.data.vocabulary import cache_root
 
 
+class ChatFilesOptions(Options):
+    media: str | None = None
+    """Folder that pictures and videos are named in; "null" takes the folder of the file that names them."""
+    max_frames: PositiveInt | None = None
+    """Most frames of a video; "null" means no limit."""
+    fps: float = Field(2.0, gt=0)
+    """Frames taken in a second of video, at most the native rate."""
+    cache_dir: str | None = None
+    """Where unpacked files and line positions lie; "null" takes $EF_CACHE/text."""
+    template: Literal["chat", "qa", "plain"] = "chat"
+    """How messages stand in a document: in the chat form, with the marks "Q:" and "A:" of pretraining, or as
+    they are, one after the other (for rows that hold the marks themselves)."""
+
+
+@source("chat_files", ChatFilesOptions, pictures=True, path="files", chat=True)
 class ChatFiles(RowFiles):
     """One conversation a line, in the form of the option `template`; only the assistant's messages are
     learned."""

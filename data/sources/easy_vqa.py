@@ -16,11 +16,18 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image as PILImage
+from pydantic import Field
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+
+
+class EasyVqaOptions(Options):
+    questions_per_image: int = Field(6, ge=0)
+    """Questions drawn for one image each epoch, in random order; 0 takes all (19 or 20 for most images)."""
+    question_loss: float = Field(0.0, ge=0)
+    """Loss weight of the question text; answers have 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,13 @@ def picture_of(entry: Picture) -> Image:
     return Image(PILImage.fromarray(_pixels(entry.path)))
 
 
+@source(
+    "easy_vqa",
+    EasyVqaOptions,
+    pictures=True,
+    licence="MIT",
+    note="pictures and questions of the PyPI package easy-vqa",
+)
 class EasyVqa(Source):
     """One picture, then `questions_per_image` of its questions with answers, in an order of the epoch's
     own."""

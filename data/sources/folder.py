@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.config import SourceConfig
+from pydantic import Field
+
 from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import TEXT_BYTES, Image, Sample, Segment, Text, file_below, within
 from earlyfusion.data.shards.fetch import LOG
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
-from earlyfusion.data.sources.registry import Source
 from earlyfusion.data.sources.text_files import lines_of
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -41,6 +42,12 @@ class _Item:
     """Byte position of a .jsonl line; -1 for whole files."""
 
 
+class FolderOptions(Options):
+    text_loss: float = Field(1.0, ge=0)
+    """Loss weight of the text."""
+
+
+@source("folder", FolderOptions, pictures=True, path="directory")
 class Folder(Source):
     """Files below `path`; items are held out by the hash of their relative name."""
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
-from typing import cast
+from typing import Literal, cast
 
-from earlyfusion.data.config import SourceConfig
+from pydantic import Field, PositiveInt, model_validator
+
 from earlyfusion.data.sample import Sample, Segment, Text
-from earlyfusion.data.sources.options import ProblemsOptions
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.data.tasks.problem import Form, Problem, Split
 from earlyfusion.data.tasks.registry import make_task
 
@@ -29,6 +29,31 @@ _VERSION = 1
 """Part of the fingerprint: raise it when the tasks draw something else than before."""
 
 
+class ProblemsOptions(Options):
+    tasks: dict[str, float] = Field(min_length=1)
+    """Task -> weight: verifiable tasks of data/tasks, such as { counting = 2, relation = 1 }."""
+    difficulty: int | dict[str, int] = 0
+    """Level of all tasks, or by task (0 where not named)."""
+    forms: dict[Literal["picture", "twin", "rendered"], float] = {"picture": 1.0}
+    """Form -> weight: the picture, its description in words, or that description drawn as a picture."""
+    thought: float = Field(0.0, ge=0, le=1)
+    """Share of the documents whose answer tells what there is before it answers."""
+    count: PositiveInt = 100_000
+    """Problems of one epoch; the next epoch makes new ones."""
+    heldout_count: PositiveInt = 512
+    """Problems held out."""
+    question_loss: float = Field(0.0, ge=0)
+    """Loss weight of descriptions and questions; answers have 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ProblemsOptions:
+        for name, weights in (("tasks", self.tasks), ("forms", self.forms)):
+            if not weights or min(weights.values()) < 0 or not any(weights.values()):
+                raise ValueError(f"{name} {dict(weights)}: expected no weight below 0 and at least one above")
+        return self
+
+
+@source("problems", ProblemsOptions, pictures=True)
 class Problems(Source):
     """See the file's head. Raises TaskError for an unknown task, difficulty or form."""
 

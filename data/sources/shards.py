@@ -7,16 +7,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
-from earlyfusion.data.config import SourceConfig
+from pydantic import Field, PositiveInt
+
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats.build import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.read import Shards
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 
 
+class ShardsOptions(Options):
+    shards: list[str] = []
+    """Shards one by one, in place of `path`: paths, globs, braces, URLs, pipe:command."""
+    format: Literal[
+        "auto", "caption", "qa", "conversation", "interleaved", "grounding", "ocr", "video", "code", "text"
+    ] = "auto"
+    """What the samples are; "auto" tells it for each by its members (data/formats/build.py)."""
+    text_loss: float = Field(1.0, ge=0)
+    """Loss weight of captions, answers, regions and documents."""
+    question_loss: float = Field(0.0, ge=0)
+    """Loss weight of questions and of what the system says."""
+    text_fields: list[str] = ["caption", "text"]
+    """Fields of a .json that may hold the text; the first that is there counts, before a .txt."""
+    boxes: Literal["absolute", "normalized", "both"] = "both"
+    """How regions are written for the model: pixels, shares of the sides, or both."""
+    box_format: Literal["xyxy", "xywh"] = "xyxy"
+    """Corners, or corner and size (COCO); a .json may say it by "box_format"."""
+    box_input: Literal["auto", "absolute", "normalized"] = "auto"
+    """Units in the files; "auto" takes numbers that are all within 0..1 as shares. A .json may say
+    "coordinates"."""
+    max_images: PositiveInt | None = None
+    """An interleaved document ends before the picture that is one too many; "null" keeps all."""
+    max_frames: PositiveInt | None = None
+    """Most frames of a video; "null" means no limit."""
+    fps: float = Field(2.0, gt=0)
+    """Frames taken in a second of video, at most the native rate."""
+    video_backend: Literal["decord", "pyav", "torchcodec"] | None = None
+    """Video reader; "null" leaves it to data.decode."""
+    remote: Literal["cache", "ranges"] = "cache"
+    """Remote shards: stream each once into the cache, or fetch byte ranges (needs plain .tar with an index
+    beside it)."""
+    cache_dir: str | None = None
+    """Where streamed shards and indexes lie; "null" takes $EF_CACHE/shards."""
+
+
+@source("webdataset", ShardsOptions, pictures=True, path="shards")
 class WebDataset(Source):
     """The samples of all shards in the order of the tar files."""
 

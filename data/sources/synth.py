@@ -13,16 +13,51 @@ from random import Random
 from typing import Any
 
 from PIL import Image as PILImage
+from pydantic import Field, PositiveInt, model_validator
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Image, Sample, Segment, Text, Video
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
-from earlyfusion.data.sources.registry import Source
 from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
 
 CAPTION_SHARE = 0.35
 _VERSION = 1
 """Part of the fingerprint: raise it when a generator draws something else than before."""
+
+
+class SynthOptions(Options):
+    count: PositiveInt = 100_000
+    """Samples of one epoch; the next epoch makes new ones."""
+    heldout_count: PositiveInt = 512
+    """Samples held out."""
+    min_side: int = Field(40, ge=32)
+    """Shortest picture side in pixels."""
+    max_side: PositiveInt = 96
+    """Longest picture side in pixels."""
+    questions: int = Field(3, ge=0)
+    """Most questions asked about one picture."""
+    question_loss: float = Field(0.0, ge=0)
+    """Loss weight of the question text; answers have 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SynthOptions:
+        if self.min_side > self.max_side:
+            raise ValueError(f"min_side {self.min_side} is more than max_side {self.max_side}")
+        return self
+
+
+class SynthScenesOptions(SynthOptions):
+    text_twin: float = Field(0.15, ge=0, le=1)
+    """Share of the samples in which a written list of the objects takes the picture's place."""
+    max_objects: int = Field(4, ge=1, le=9)
+    """Most objects of one scene."""
+
+
+class SynthClipsOptions(SynthOptions):
+    frames: int = Field(6, ge=5, le=16)
+    """Frames of one clip."""
+    fps: float = Field(2.0, gt=0)
+    """Frames in a second; sets the timestamps."""
 
 
 class Synth(Source):
@@ -94,6 +129,7 @@ class Synth(Source):
         return [text.text for text in self._written(self.make(rng, False), rng)]
 
 
+@source("synth_scenes", SynthScenesOptions, pictures=True, note="rendered by the project")
 class SynthScenes(Synth):
     """Shapes in places: captions, colours, counts, relations, sizes, boxes; some samples are text twins."""
 
@@ -117,6 +153,7 @@ class SynthScenes(Synth):
         return [describe.twin(made), *(text.text for text in self._written(made, rng))]
 
 
+@source("synth_charts", SynthOptions, pictures=True, note="rendered by the project")
 class SynthCharts(Synth):
     """Bar and line charts: tables, single values, extremes, sums."""
 
@@ -130,6 +167,7 @@ class SynthCharts(Synth):
         return charts.chart_table(made), charts.chart_questions(made, rng, self.options.questions)
 
 
+@source("synth_words", SynthOptions, pictures=True, note="rendered by the project")
 class SynthWords(Synth):
     """Rendered words: reading, colour of the text, first character."""
 
@@ -143,6 +181,7 @@ class SynthWords(Synth):
         return f"text: {made.text}", words.sign_questions(made, rng, self.options.questions)
 
 
+@source("synth_grid", SynthOptions, pictures=True, note="rendered by the project")
 class SynthGrid(Synth):
     """Boards of coloured cells: rows, columns, single cells."""
 
@@ -156,6 +195,7 @@ class SynthGrid(Synth):
         return grid.board_rows(made), grid.board_questions(made, rng, self.options.questions)
 
 
+@source("synth_clips", SynthClipsOptions, pictures=True, note="rendered by the project")
 class SynthClips(Synth):
     """Moving shapes: what moves, which way, how far."""
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from earlyfusion.data.config import SourceConfig
+from pydantic import PositiveInt
+
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64, held_out
 from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 
 
+@source("pydoc", pictures=False, licence="PSF-2.0", note="topics of the installed Python's reference manual")
 class Pydoc(Source):
     """The topics of `pydoc_data` (79 chapters of the language reference, 465 kB), about `val_fraction` of the
     bytes held out."""
@@ -105,6 +107,20 @@ _EXCLUDED = {
 _EXCLUDED |= {"encodings", "turtledemo", "ensurepip"}
 
 
+class StdlibCodeOptions(Options):
+    total_bytes: PositiveInt = 4_000_000
+    """Files are taken in a fixed random order until they hold this many bytes."""
+    chunk_bytes: PositiveInt = 8_192
+    """A file becomes documents of about this size, cut at line ends."""
+
+
+@source(
+    "stdlib_code",
+    StdlibCodeOptions,
+    pictures=False,
+    licence="PSF-2.0",
+    note="sources of the installed Python's standard library",
+)
 class StdlibCode(Source):
     """Python sources of the running standard library, as chunks of about `chunk_bytes`; files are held out by
     name."""

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from pydantic import Field
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, within
-from earlyfusion.data.shards.fetch import as_local, braces, locked, plain_copy, short_names, stamp
+from earlyfusion.data.shards.fetch import as_local, braces, cache_root, locked, plain_copy, short_names, stamp
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.registry import Source
-from earlyfusion.data.vocabulary import cache_root
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.kernels.errors import one_line
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
@@ -261,6 +260,18 @@ class RowFiles(Source):
         """The sample of row `position` of a file."""
 
 
+class TextFilesOptions(Options):
+    text_field: str = "text"
+    """Field of a JSON line or column of a parquet file that holds the text."""
+    chunk_bytes: int = Field(0, ge=0)
+    """Plain text: cut at line ends into documents of about this size; 0 makes every file one document."""
+    text_loss: float = Field(1.0, ge=0)
+    """Loss weight of the text."""
+    cache_dir: str | None = None
+    """Where unpacked files and line positions lie; "null" takes $EF_CACHE/text."""
+
+
+@source("text_files", TextFilesOptions, pictures=False, path="files")
 class TextFiles(RowFiles):
     """One document a line (.jsonl), row (.parquet), file or chunk of a file (plain text)."""
 

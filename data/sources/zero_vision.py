@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from random import Random
 
 from PIL import Image as PILImage
+from pydantic import Field, PositiveInt, model_validator
 
 from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.programs import run_own
 from earlyfusion.data.sample import Image, Sample, Segment, Text
-from earlyfusion.data.sources.registry import Source
+from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.data.synth.scene import make_scene
 from earlyfusion.data.tool_tasks import FILE, Subject, Task, describe, draw, make_grid, make_task
 
@@ -49,6 +49,30 @@ class Talk:
     messages: tuple[Message, ...]
 
 
+class ToolTalkOptions(Options):
+    count: PositiveInt = 50_000
+    """Conversations of one epoch; the next epoch makes new ones."""
+    heldout_count: PositiveInt = 512
+    """Conversations held out."""
+    min_side: int = Field(32, ge=32)
+    """Shortest picture side in pixels."""
+    max_side: PositiveInt = 64
+    """Longest picture side in pixels."""
+    max_objects: int = Field(4, ge=1, le=9)
+    """Most objects of one scene."""
+    arrays: float = Field(0.5, ge=0, le=1)
+    """Share of conversations about a small array of grey values; the others are about scenes."""
+    questions: PositiveInt = 2
+    """Most questions asked about one picture."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolTalkOptions:
+        if self.min_side > self.max_side:
+            raise ValueError(f"min_side {self.min_side} is more than max_side {self.max_side}")
+        return self
+
+
+@source("zero_vision", ToolTalkOptions, pictures=False, chat=True)
 class ZeroVision(Source):
     """Scenes and arrays in words."""
 
@@ -122,6 +146,7 @@ class ZeroVision(Source):
         return chat_sample(self.talk(index, heldout=True).messages, source=self.name, key=f"heldout/{index}")
 
 
+@source("chat_scenes", ToolTalkOptions, pictures=True, chat=True)
 class ChatScenes(ZeroVision):
     """The same conversations over real pictures."""
 

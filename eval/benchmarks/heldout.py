@@ -23,7 +23,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.build import BUILDERS, Group, build
 from earlyfusion.data.inspect_cmd import kind_of
@@ -32,8 +31,8 @@ from earlyfusion.data.loading.order import Permutation, digest64
 from earlyfusion.data.prepare.inputs import InputOptions, open_input
 from earlyfusion.data.prepare.work import key_of
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.sources.options import ShardsOptions
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
+from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.benchmarks.visual_base import generate_request
 from earlyfusion.eval.heldout import Loss

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.formats.build import PICTURES, VIDEOS, ending
 from earlyfusion.data.prepare.rows import MEDIA_FIELDS
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Text
 from earlyfusion.data.shards.fetch import TAR_ENDS
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import (
     BaseTask,
     choice_requests,

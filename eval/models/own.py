@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.data.chat.stream import ChatStream
-from earlyfusion.data.chat.template import Message, encode_chat, template_of
+from earlyfusion.data.chat.template import Message, template_of
+from earlyfusion.data.chat.tokens import ChatStream, encode_chat
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Segment, Text

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from earlyfusion.data.sources import options
+from earlyfusion.data.sources.base import KINDS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.config.compose import compose
@@ -237,9 +237,9 @@ def help_text(schema: type[BaseModel], *, verb: str, about: str) -> str:
 def source_options() -> list[str]:
     """The options of every kind of source with their defaults, for the help."""
     lines = []
-    for kind, model in options.OPTIONS.items():
-        keys = [f"{name} [{default}]" for name, _, default, _ in describe(model)]
-        lines.append(f"          {kind}: {', '.join(keys) or 'none'}")
+    for kind in KINDS.values():
+        keys = [f"{name} [{default}]" for name, _, default, _ in describe(kind.options)]
+        lines.append(f"          {kind.name}: {', '.join(keys) or 'none'}")
     return lines
 
 

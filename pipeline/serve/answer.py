@@ -12,9 +12,8 @@ from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.stream import ChatStream
 from earlyfusion.data.chat.template import Template
+from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.engine.request import Completion, Event, Request, RequestError
 from earlyfusion.pipeline.serve.engine import EngineStopped, EngineWorker

@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from earlyfusion.data.chat.template import Message, Template, encode_chat
+from earlyfusion.data.chat.template import Message, Template
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded, encode

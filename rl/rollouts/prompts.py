@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earlyfusion.data.chat.template import encode_chat
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.loading.order import digest64

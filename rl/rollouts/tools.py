@@ -26,8 +26,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from earlyfusion.data.chat.parse import Parsed, parse_assistant
-from earlyfusion.data.chat.template import Message, encode_chat
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import ProgramResult

@@ -2,7 +2,8 @@
 
 import pytest
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
+from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import VisionConfig
 

@@ -3,9 +3,8 @@
 import hashlib
 import json
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.prepare.cmd import main
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 
 
 def prepare(tmp_path, source, out="out", *options, workers=1):

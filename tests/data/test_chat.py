@@ -4,15 +4,8 @@ import pytest
 import torch
 from jinja2 import Template as Jinja
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.template import (
-    Message,
-    ToolCall,
-    chat_sample,
-    encode_chat,
-    messages_from,
-    template_of,
-)
+from earlyfusion.data.chat.template import Message, ToolCall, chat_sample, messages_from, template_of
+from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text

@@ -12,11 +12,11 @@ import pytest
 import torch
 from PIL import Image as PILImage
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.vision.config import VisionConfig

@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.stream import ChatStream
-from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.tokens import ChatStream, encode_chat, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe

@@ -1,13 +1,37 @@
 import pytest
 from pydantic import ValidationError
 
-from earlyfusion.data.config import DataConfig, SourceConfig
-from earlyfusion.data.sources.options import OPTIONS
-from earlyfusion.data.sources.registry import KINDS
+from earlyfusion.data.config import DataConfig
+from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.sources.base import KINDS, Source, SourceConfig, build_source, source
 
 
-def test_every_kind_with_options_has_a_class():
-    assert set(OPTIONS) == set(KINDS)
+@source("counted", pictures=False)
+class Counted(Source):
+    """A kind of one's own."""
+
+    def __len__(self):
+        return 3
+
+    def get(self, index, epoch):
+        return Sample([Text(f"{index} of {epoch}")], self.name, str(index))
+
+    def heldout_len(self):
+        return 0
+
+    def heldout(self, index):
+        raise IndexError(index)
+
+
+KINDS.pop("counted")  # no part of the project knows of it
+
+
+def test_a_class_of_ones_own_is_a_source_by_its_place():
+    config = SourceConfig(name="own", kind=f"{__name__}:Counted")
+    assert build_source(config).get(2, 1).text == "2 of 1" and not config.has_pictures
+    for wrong in (f"{__name__}:Counte", "no.such.module:Counted", "math:pi"):
+        with pytest.raises(ValidationError, match="no class with @source there"):
+            SourceConfig(name="own", kind=wrong)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +48,7 @@ def test_every_kind_with_options_has_a_class():
             "min_side 90 is more than max_side 64",
         ),
         ({"kind": "folder"}, "needs path"),
-        ({"kind": "pydoc", "path": "/tmp"}, "path is for kind = 'folder'"),
+        ({"kind": "pydoc", "path": "/tmp"}, "path is for kind = .*'folder'.*pydoc takes none"),
         ({"kind": "pydoc", "weight": -1}, "greater than or equal to 0"),
         ({"kind": "pydoc", "wieght": 1}, "wieght"),
     ],

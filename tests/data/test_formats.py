@@ -7,13 +7,13 @@ import random
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.formats.build import Group, build, describe
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Regions, Text, VideoFile
+from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.data.sources.easy_vqa import answer_text, question_text
-from earlyfusion.data.sources.options import ShardsOptions
+from earlyfusion.data.sources.shards import ShardsOptions
 
 from .shard_files import SHARED, dump, picture
 
@@ -395,7 +395,7 @@ def test_every_format_reaches_tokens(tokenizer, vision):
 
 
 def test_a_shard_of_every_format_is_read_as_a_source(tmp_path, monkeypatch):
-    from earlyfusion.data.sources.registry import build_source
+    from earlyfusion.data.sources.base import build_source
 
     from .shard_files import write_tar
 

@@ -8,11 +8,10 @@ import tarfile
 import numpy as np
 import pytest
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.shards.read import Shards
 from earlyfusion.data.shards.tar import scan_tar
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import captions, picture, write_tar
 
@@ -30,8 +29,6 @@ def watch(event, args):
     if event in ("os.mkdir", "os.symlink", "os.link", "os.mknod", "os.rename", "os.remove", "os.chmod"):
         if not os.path.realpath(os.fsdecode(args[0])).startswith(cache):
             print(event, args); os._exit(9)
-from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.sources.registry import build_source
 import webdataset
 sys.dont_write_bytecode = True
 sys.addaudithook(watch)

@@ -5,10 +5,11 @@ import json
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import REASONS, DataError
 from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.sources.base import SourceConfig
 
 SHAPE = {"length": 64, "tokens": 128, "max_patches": 64}
 BAD = {

@@ -6,10 +6,11 @@ import pytest
 import torch
 from PIL import Image as PILImage
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError, DataExhausted
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.loader import Loader, merge_states
+from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.vision.patches import num_patches, num_tokens
 
 SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}

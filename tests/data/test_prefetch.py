@@ -16,11 +16,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from consumer import chained
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading import transfer
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.loading.watch import Watch
+from earlyfusion.data.sources.base import SourceConfig
 
 SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}
 MIX = {"easy_vqa": 0.5, "synth_scenes": 0.3, "pydoc": 0.2}

@@ -20,7 +20,7 @@ from earlyfusion.data.prepare.inputs import InputOptions, _inside
 from earlyfusion.data.prepare.rows import RowMembers
 from earlyfusion.data.prepare.work import Job, Worker
 from earlyfusion.data.prepare.write import bin_of
-from earlyfusion.data.sources.options import ShardsOptions
+from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 

@@ -12,10 +12,11 @@ from PIL import Image as PILImage
 sys.path.insert(0, str(Path(__file__).parent))
 from consumer import Reference, chained, killed_after
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.loading.mixture import Point, Schedule
+from earlyfusion.data.sources.base import SourceConfig
 
 SHAPE = {"length": 128, "tokens": 512, "max_patches": 2048, "lanes": 2}
 MIX = {"easy_vqa": 0.5, "pydoc": 0.3, "synth_scenes": 0.2}

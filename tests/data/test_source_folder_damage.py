@@ -2,9 +2,8 @@
 
 import pytest
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import picture
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import captions, dump, picture, write_tar
 

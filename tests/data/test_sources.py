@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import Permutation, held_out
 from earlyfusion.data.sample import Image, Text
+from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source, find_source
 from earlyfusion.data.sources.easy_vqa import load_split
-from earlyfusion.data.sources.options import PATH_KINDS
-from earlyfusion.data.sources.registry import KINDS, build_source, find_source
 from earlyfusion.data.sources.text import chunks_of_lines
 
 
@@ -22,7 +20,7 @@ def source(kind, name=None, path=None, seed=0, val_fraction=0.1, **options):
     return build_source(config, seed=seed, val_fraction=val_fraction)
 
 
-EMBEDDED = [kind for kind in KINDS if kind not in PATH_KINDS]
+EMBEDDED = sorted({kind for kind in KINDS if not KINDS[kind].path} | {"problems"})
 NEEDED = {
     "problems": {"tasks": {"counting": 1, "maze": 1}, "forms": {"picture": 1, "twin": 1}, "thought": 0.5}
 }

@@ -4,9 +4,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.sample import Image, Text, Video
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, pairs
 

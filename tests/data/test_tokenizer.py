@@ -7,10 +7,9 @@ import transformers
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import answer_text, load_split
-from earlyfusion.data.sources.registry import build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from earlyfusion.data import tool_tasks
-from earlyfusion.data.chat.template import chat_sample, encode_chat
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.chat.template import chat_sample
+from earlyfusion.data.chat.tokens import encode_chat
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.palette import COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tool_tasks import CELL, FILE, Grid, describe, draw, grid_sizes

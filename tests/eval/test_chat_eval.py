@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earlyfusion.data.chat.template import ChatTokenizer, Message, encode_chat
+from earlyfusion.data.chat.template import ChatTokenizer, Message
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.easy_vqa import question_text
 from earlyfusion.eval.models.base import open_model

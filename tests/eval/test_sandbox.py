@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.sandbox import host as module
 from earlyfusion.eval.sandbox import walls as sandbox_walls
 from earlyfusion.eval.sandbox.host import REASONS, Limits, ProgramResult, Sandbox

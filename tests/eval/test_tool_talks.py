@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from earlyfusion.data.chat.parse import Parsed
 from earlyfusion.data.chat.template import Message, ToolCall
-from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.chat.tokens import Parsed
 from earlyfusion.data.sample import Text
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.sandbox.host import Limits, Sandbox
 from earlyfusion.eval.tool_talks import MEASURES, Played, _take, play_talks, summary, transcript
 

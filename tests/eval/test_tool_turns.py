@@ -6,11 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from earlyfusion.data.chat.parse import parse_assistant
-from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
-from earlyfusion.data.config import SourceConfig
+from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.eval.sandbox.host import Limits, Sandbox
 from earlyfusion.eval.tool_turns import MAX_CALLS, answer_calls, picture_files

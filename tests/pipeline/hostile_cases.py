@@ -37,11 +37,11 @@ from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
 
 from earlyfusion.data import inspect_cmd
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.stream import Geometry, Spec, Stream
 from earlyfusion.data.prepare import cmd as prepare
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.model.fusion import NativeFusion

@@ -13,7 +13,8 @@ import pytest
 from PIL import Image as PILImage
 from serve_model import write_model
 
-from earlyfusion.data.chat.template import Message, encode_chat
+from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError

@@ -11,9 +11,10 @@ from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
 from test_distributed import ACCELERATE, TORCHRUN, free_port
 from tiny_run import finish, numbers, same, start, weights, write_recipe
 
-from earlyfusion.data.chat.template import encode_chat, messages_from, template_of
+from earlyfusion.data.chat.template import messages_from, template_of
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import chat, generate_cmd, pretrain

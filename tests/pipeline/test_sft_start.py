@@ -9,10 +9,9 @@ import torch
 from chat_cases import chat_recipe, tune, write_chats, write_start
 from tiny_run import forget_processes, weights, write_recipe
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import sft

@@ -19,8 +19,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from earlyfusion.data.config import SourceConfig
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.pipeline import evaluate, pretrain
 from earlyfusion.pipeline.config.compose import compose, recipe_names

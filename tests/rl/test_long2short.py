@@ -16,9 +16,8 @@ from long2short_cases import call, lines, told, toy_directory, weights, words
 from PIL import Image
 from rl_cases import model_directory
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.hub.folder import load_model, save_model

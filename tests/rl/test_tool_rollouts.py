@@ -21,7 +21,8 @@ from tool_cases import (
     tool_training,
 )
 
-from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.kernels.segments import Segments

@@ -12,7 +12,8 @@ import torch
 from fusion_cases import TEXTS, tiny_config, tiny_model
 from rl_cases import training
 
-from earlyfusion.data.chat.template import Message, ToolCall, encode_chat
+from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.zero_vision import SYSTEM
 from earlyfusion.data.vocabulary import train_bpe

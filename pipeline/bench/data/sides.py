@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from earlyfusion.data.config import DataConfig, SourceConfig
+from earlyfusion.data.config import DataConfig
 from earlyfusion.data.decode import decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.sample import Image, Sample, Segment, Text, VideoFile
-from earlyfusion.data.sources.registry import build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.pipeline.bench.data import energon as bench_energon
 from earlyfusion.pipeline.bench.data import plain as bench_plain

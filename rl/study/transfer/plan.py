@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
 
-from earlyfusion.data.config import SourceConfig
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import merge, validate

@@ -1,0 +1,250 @@
+"""A source: a map-style collection of samples, and the one registry of the kinds of sources.
+
+A source knows its length, gives the sample of (index, epoch) without any hidden state, and holds some samples
+out. Order, sharing among ranks, packing and resuming are the business of data/loading.
+
+A kind is one file that holds the options, the class and the line that registers both:
+
+    class FolderOptions(Options):
+        text_loss: float = Field(1.0, ge=0)
+
+    @source("folder", FolderOptions, pictures=True, path="directory")
+    class Folder(Source):
+        ...
+
+A recipe names it by `kind = "folder"`; a class of yours that is not part of the project by its place,
+`kind = "my_package.my_module:MySource"`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.sample import Sample, Text
+from earlyfusion.kernels.errors import did_you_mean, one_line
+
+
+class Options(BaseModel):
+    """Base of the options of one kind of source."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a kind of source without opening one."""
+
+    name: str
+    source: type[Source]
+    options: type[Options]
+    pictures: bool
+    """Its documents hold pictures, unless a recipe says otherwise."""
+    path: str
+    """What the recipe's `path` names ("directory"); "" for kinds that take none."""
+    chat: bool
+    """Its documents are conversations in the chat form."""
+    licence: str
+    note: str
+    """Where the data comes from, for the model card."""
+
+
+KINDS: dict[str, Kind] = {}
+"""Every registered kind by its name; `data/sources/__init__.py` imports those of the project."""
+
+AnySource = TypeVar("AnySource", bound="type[Source]")
+
+
+def source(
+    name: str,
+    options: type[Options] = Options,
+    *,
+    pictures: bool,
+    path: str = "",
+    chat: bool = False,
+    licence: str = "",
+    note: str = "",
+) -> Callable[[AnySource], AnySource]:
+    """Register the decorated class as the kind `name`; see Kind for the rest."""
+
+    def register(cls: AnySource) -> AnySource:
+        cls.kind = KINDS[name] = Kind(name, cls, options, pictures, path, chat, licence, note)
+        return cls
+
+    return register
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a recipe's `kind`: a registered name, or "package.module:Class" of a class with @source.
+
+    Raises DataError with the nearest name, or with what is wrong at that place.
+    """
+    module, colon, cls = name.partition(":")
+    if colon:
+        try:
+            found: Kind = getattr(importlib.import_module(module), cls).kind
+        except (ImportError, AttributeError, ValueError) as error:
+            raise DataError(f"kind of source {name!r}: no class with @source there ({error})") from None
+        return found
+    if name not in KINDS:
+        raise DataError(f"unknown kind of source {name!r}; {did_you_mean(name, KINDS)}")
+    return KINDS[name]
+
+
+class SourceConfig(BaseModel):
+    """One source of documents."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    """Name in reports, mixture weights and checkpoints."""
+    kind: str
+    """A kind of data/sources: easy_vqa, pydoc, stdlib_code, synth_scenes, synth_charts, synth_words,
+    synth_grid, synth_clips, zero_vision, chat_scenes, problems, folder, webdataset, text_files, chat_files;
+    or "package.module:Class" of your own."""
+    path: str | None = None
+    """What to read (kind = "folder", "webdataset", "text_files", "chat_files")."""
+    weight: float = Field(1.0, ge=0)
+    """Share of the tokens, relative to the other sources; 0 keeps the source for evaluation only."""
+    max_epochs: float | None = Field(None, gt=0)
+    """Most passes over the source; "null" means no limit."""
+    vision: bool | None = None
+    """Whether its documents hold pictures, for `vision_share`; "null" goes by the kind (all but text hold
+    some)."""
+    options: dict[str, Any] = {}
+    """Options of the kind."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        kind_of(kind)
+        return kind
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceConfig:
+        kind = kind_of(self.kind)
+        if kind.path and self.path is None and not self.options.get("shards"):
+            raise ValueError(f"source {self.name!r}: kind = {self.kind!r} needs path = '<{kind.path}>'")
+        if self.path is not None and not kind.path:
+            others = ", ".join(repr(other.name) for other in KINDS.values() if other.path)
+            raise ValueError(f"source {self.name!r}: path is for kind = {others}; {self.kind} takes none")
+
+        # All options, with their defaults, so that a recipe prints whole and a fingerprint sees them.
+        try:
+            resolved = kind.options.model_validate(self.options)
+        except ValidationError as error:
+            raise ValueError(
+                f"source {self.name!r} ({self.kind}): {_explained(error, kind.options)}"
+            ) from None
+        object.__setattr__(self, "options", resolved.model_dump())
+        return self
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether the source counts as one of pictures when a stage has a vision_share."""
+        return kind_of(self.kind).pictures if self.vision is None else self.vision
+
+    @property
+    def typed(self) -> Any:
+        """The options as the model of this kind."""
+        return kind_of(self.kind).options.model_validate(self.options)
+
+
+def _explained(error: ValidationError, model: type[Options]) -> str:
+    """What is wrong with options, in one line."""
+    parts = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "options"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown option {key!r}; {did_you_mean(key, model.model_fields)}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"option {key}: {message} (given {item.get('input')!r})")
+    return "; ".join(parts)
+
+
+class Source(ABC):
+    """One source. The same (config, seed) gives the same samples in every process."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
+        self.config, self.name = config, config.name
+        self.options = config.typed
+        self.seed, self.val_fraction = seed, val_fraction
+        self.open()
+
+    def open(self) -> None:  # noqa: B027 (most generated sources have nothing to find)
+        """Find the data; raises DataError when it is missing."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Training samples of one epoch."""
+
+    @abstractmethod
+    def get(self, index: int, epoch: int) -> Sample:
+        """Training sample `index` of `epoch`; raises BadSample when this one cannot be read."""
+
+    def locate(self, index: int) -> tuple[str, str]:
+        """(shard or file, key) of training sample `index` without reading it, for the log of samples left
+        out."""
+        return "", str(index)
+
+    @abstractmethod
+    def heldout_len(self) -> int:
+        """Held-out samples."""
+
+    @abstractmethod
+    def heldout(self, index: int) -> Sample:
+        """Held-out sample `index`; never seen by `get`."""
+
+    def contents(self) -> Iterator[object]:
+        """What makes two sources different besides their config: names and sizes of files, lengths."""
+        yield len(self)
+
+    def texts(self, index: int) -> list[str]:
+        """The texts of training sample `index`, for training a tokenizer; draws no pictures."""
+        return [segment.text for segment in self.get(index, 0).segments if isinstance(segment, Text)]
+
+    def heldout_samples(self, limit: int | None = None) -> Iterator[Sample]:
+        """Held-out samples in their own order, all or the first `limit`."""
+        count = self.heldout_len()
+        for index in range(count if limit is None else min(limit, count)):
+            yield self.heldout(index)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change when samples or their order would; weight and max_epochs do not
+        count."""
+        options = sorted(self.config.options.items())
+        return f"{digest64(self.config.kind, options, self.seed, self.val_fraction, *self.contents()):016x}"
+
+
+def build_source(config: SourceConfig, *, seed: int = 0, val_fraction: float = 0.1) -> Source:
+    """The source that `config` describes; raises DataError when its data is missing or holds no training
+    sample."""
+    described = f"source {config.name!r} ({config.kind}{' ' + config.path if config.path else ''})"
+    try:
+        built = kind_of(config.kind).source(config, seed=seed, val_fraction=val_fraction)
+    except DataError:
+        raise
+    except Exception as error:  # files of others: whatever nobody thought of is one line, too
+        raise DataError(
+            f"{described} cannot be opened ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    if len(built) == 0:
+        raise DataError(f"{described} has no training sample; add data or lower data.val_fraction")
+    return built
+
+
+def find_source(sources: dict[str, Source], name: str) -> Source:
+    """`sources[name]`, or a DataError with the nearest name."""
+    if name not in sources:
+        raise DataError(f"no data source {name!r}; {did_you_mean(name, sources)}")
+    return sources[name]
