@@ -29,8 +29,10 @@ __all__ = [
     "Text",
     "Video",
     "VideoFile",
+    "answer_text",
     "file_below",
     "open_picture",
+    "question_text",
 ]
 
 TEXT_BYTES = 24 << 20
@@ -147,6 +149,16 @@ class VideoFile:
                 " positive",
                 reason="video_limit",
             )
+
+
+def question_text(question: str) -> str:
+    """How a question stands in a document, up to where the answer begins."""
+    return f"\nQ: {question}\nA:"
+
+
+def answer_text(answer: str) -> str:
+    """How an answer stands in a document: one leading space, so that most answers are one token."""
+    return f" {answer}"
 
 
 Box: TypeAlias = tuple[float, float, float, float]

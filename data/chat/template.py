@@ -30,8 +30,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.sample import Image, Regions, Sample, Segment, Special, Text, Video, VideoFile
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
+from earlyfusion.data.sample import (
+    Image,
+    Regions,
+    Sample,
+    Segment,
+    Special,
+    Text,
+    Video,
+    VideoFile,
+    answer_text,
+    question_text,
+)
 from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, write_atomically
 
 Template = Literal["chat", "qa"]

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from earlyfusion.data.sample import Segment, Text
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
+from earlyfusion.data.sample import Segment, Text, answer_text, question_text
 
 if TYPE_CHECKING:
     from earlyfusion.data.formats.build import Group

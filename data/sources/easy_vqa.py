@@ -19,7 +19,7 @@ from PIL import Image as PILImage
 from pydantic import Field
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture
+from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, open_picture, question_text
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 
 
@@ -37,16 +37,6 @@ class Picture:
     index: int
     path: Path
     questions: tuple[tuple[str, str], ...]
-
-
-def question_text(question: str) -> str:
-    """How a question stands in a document, up to where the answer begins."""
-    return f"\nQ: {question}\nA:"
-
-
-def answer_text(answer: str) -> str:
-    """How an answer stands in a document: one leading space, so that most answers are one token."""
-    return f" {answer}"
 
 
 @lru_cache(maxsize=2)

@@ -23,10 +23,19 @@ from pydantic import Field
 
 from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.loading.order import held_out
-from earlyfusion.data.sample import TEXT_BYTES, Image, Sample, Segment, Text, file_below, within
+from earlyfusion.data.sample import (
+    TEXT_BYTES,
+    Image,
+    Sample,
+    Segment,
+    Text,
+    answer_text,
+    file_below,
+    question_text,
+    within,
+)
 from earlyfusion.data.shards.fetch import LOG
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.sources.text_files import lines_of
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}

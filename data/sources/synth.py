@@ -15,9 +15,8 @@ from typing import Any
 from PIL import Image as PILImage
 from pydantic import Field, PositiveInt, model_validator
 
-from earlyfusion.data.sample import Image, Sample, Segment, Text, Video
+from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, answer_text, question_text
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
 
 CAPTION_SHARE = 0.35

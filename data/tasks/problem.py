@@ -29,8 +29,7 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
-from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
+from earlyfusion.data.sample import Image, Segment, Text, answer_text, question_text
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tasks.rendering import render_text

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.sources.easy_vqa import answer_text, load_split, picture_of, question_text
+from earlyfusion.data.sample import Image, Segment, Text, answer_text, question_text
+from earlyfusion.data.sources.easy_vqa import load_split, picture_of
 from earlyfusion.data.tasks.scoring.text import first_line, normalise
 from earlyfusion.eval.benchmarks.easy_vqa_probe import ANSWERS, majority_answers, questions_of
 from earlyfusion.eval.benchmarks.questions import grey

@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image as PilImage
 
 from earlyfusion.data.loading.encode import Encoded, encode
-from earlyfusion.data.sample import Image, Sample, Segment, Text
-from earlyfusion.data.sources.easy_vqa import answer_text, load_split, picture_of, question_text
+from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, question_text
+from earlyfusion.data.sources.easy_vqa import load_split, picture_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.scoring import Asked, Picture, Score, score_answers
 from earlyfusion.model.fusion import NativeFusion

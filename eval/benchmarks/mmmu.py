@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring.open_answers import open_match
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, views_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.sample import question_text
 from earlyfusion.data.synth.graphs import Graph, twin
 from earlyfusion.eval.protocol import GenerateRequest, Question, Record, TaskOptions
 

@@ -17,8 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from earlyfusion.data.sample import Text
-from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.sample import Text, question_text
 from earlyfusion.data.tasks.scoring.text import first_line
 from earlyfusion.eval.benchmarks.base import request_seed, sampling, standard_error
 from earlyfusion.eval.benchmarks.questions import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Item, make_items

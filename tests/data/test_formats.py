@@ -10,9 +10,8 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.formats.build import Group, build, describe
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sample import Image, Regions, Text, VideoFile
+from earlyfusion.data.sample import Image, Regions, Text, VideoFile, answer_text, question_text
 from earlyfusion.data.sources.base import SourceConfig
-from earlyfusion.data.sources.easy_vqa import answer_text, question_text
 from earlyfusion.data.sources.shards import ShardsOptions
 
 from .shard_files import SHARED, dump, picture

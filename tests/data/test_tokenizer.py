@@ -8,8 +8,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.data.sample import answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.sources.easy_vqa import answer_text, load_split
+from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
 

@@ -9,8 +9,7 @@ import pytest
 
 from earlyfusion.data.chat.template import ChatTokenizer, Message
 from earlyfusion.data.chat.tokens import encode_chat
-from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.sources.easy_vqa import question_text
+from earlyfusion.data.sample import Image, Text, question_text
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.models.own import said
 from earlyfusion.eval.protocol import GenerateRequest

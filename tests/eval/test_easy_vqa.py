@@ -9,9 +9,9 @@ import torch
 from fusion_cases import generate_ids, tiny_config, tiny_model, tiny_tokenizer
 
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.sample import Sample, Text, answer_text, question_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.sources.easy_vqa import answer_text, load_split, picture_of, question_text
+from earlyfusion.data.sources.easy_vqa import load_split, picture_of
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.eval.benchmarks import easy_vqa_probe as easy_vqa
 from earlyfusion.eval.benchmarks.easy_vqa_probe import (

@@ -11,8 +11,8 @@ from eval_cases import own_model
 from PIL import Image as PilImage
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.sample import Image, Text, Video
-from earlyfusion.data.sources.easy_vqa import load_split, question_text
+from earlyfusion.data.sample import Image, Text, Video, question_text
+from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.tasks.scoring.boxes import parse_boxes
 from earlyfusion.eval.benchmarks.mmmu import parse_choice
