@@ -42,8 +42,8 @@ def test_the_decode_kernels_give_the_tokens_of_the_torch_form(results, case):
     found = results[case]
     kernels = {
         "kda.decode:decode",
-        "attention.triton_decode:mla_decode",
-        "attention.triton_flash:attention_append",
+        "attention.triton.decode:mla_decode",
+        "attention.triton.flash:attention_append",
     }
     assert kernels <= found["called"]
     assert found["triton"].keys() == found["torch"].keys() and len(found["torch"]) == 4

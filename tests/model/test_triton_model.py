@@ -22,15 +22,15 @@ FP32_VALUES = 2e-6  # losses and log-probabilities, measured 3e-7: no cancellati
 # 11 bits, rounded at the borders of every operation and in other places by the two forms; measured 8e-3
 FP16 = 3e-2
 STEP = {
-    "kda.triton_conv:short_conv",
-    "kda.triton_kda:kda",
-    "attention.triton_flash:attention",
-    "attention.triton_max_logit:max_logit",
+    "kda.triton.conv:short_conv",
+    "kda.triton.kda:kda",
+    "attention.triton.flash:attention",
+    "attention.triton.max_logit:max_logit",
     "moe.triton_experts:moe_experts",
     "loss.triton_rows:linear_cross_entropy",
     "loss.triton_rows:token_log_probs",
 }
-IMAGES = {"attention.triton_rope:qkv_rope"}
+IMAGES = {"attention.triton.rope:qkv_rope"}
 BLOCKS = {"attnres.triton_phase1:open_block", "attnres.triton_phase1:phase1"}
 MERGE = {"attnres.triton_merge:step"}
 CALLED = {
