@@ -348,7 +348,7 @@ def test_errors_are_one_line(tmp_path, source, options, message):
 def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypatch):
     script = tmp_path / "die.py"
     script.write_text(
-        "import os\nfrom earlyfusion.data import prepare_work\nreal = prepare_work.Worker._outcome\ndef"
+        "import os\nfrom earlyfusion.data.prepare import work as prepare_work\nreal = prepare_work.Worker._outcome\ndef"
         " dying(self, number):\n    if number == 40: os._exit(9)\n    return real(self,"
         " number)\nprepare_work.Worker._outcome = dying\nfrom earlyfusion.data.prepare.cmd import"
         " main\nimport sys\nif __name__ == '__main__':\n    from earlyfusion.pipeline.cli import guarded\n   "
