@@ -241,19 +241,9 @@ TASKS: dict[str, tuple[str, str]] = {
         "loss and answers on own samples: shards, folder, jsonl, ...",
     ),
     "bits_per_byte": (
-        "earlyfusion.eval.benchmarks.text_tasks:bits_per_byte",
+        "earlyfusion.eval.benchmarks.bpb:bits_per_byte",
         "bits per byte of a text file, folder or jsonl",
     ),
-    "blimp": (
-        "earlyfusion.eval.benchmarks.text_tasks:blimp",
-        "minimal pairs: the grammatical sentence is likelier",
-    ),
-    "piqa": (
-        "earlyfusion.eval.benchmarks.text_tasks:piqa",
-        "two ways to do a thing; log-likelihood of the option text",
-    ),
-    "bbh": ("earlyfusion.eval.benchmarks.text_generate:bbh", "BIG-Bench Hard, forms mcf, direct, cot"),
-    "gsm8k": ("earlyfusion.eval.benchmarks.text_generate:gsm8k", "grade-school word problems, last number"),
     "easy_vqa": (
         "earlyfusion.eval.benchmarks.easy_vqa:easy_vqa",
         "questions about one coloured shape, real pictures",
@@ -282,8 +272,17 @@ TASKS: dict[str, tuple[str, str]] = {
 }
 
 
+HARNESS_TASKS = ("blimp", "piqa", "bbh", "gsm8k")
+"""Text benchmarks that lm-evaluation-harness asks for us (eval/benchmarks/lm_eval.py)."""
+
+
 def build_task(name: str, options: TaskOptions | None = None) -> Task:
     """The task of that name. Raises EvalError for an unknown name, or one whose module is not installed."""
+    if name in HARNESS_TASKS:
+        raise EvalError(
+            f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
+            f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
+        )
     if name not in TASKS:
         raise EvalError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
     module, _, attribute = TASKS[name][0].partition(":")

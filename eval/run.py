@@ -2,7 +2,7 @@
 
     earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out
     evals/run earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out
-    evals/gpqa earlyfusion eval --model http://localhost:8000/v1 --tasks gsm8k --data DIR --out evals/served
+    evals/gpqa earlyfusion eval --model http://localhost:8000/v1 --tasks ocr,board --out evals/served
     earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR --out
     evals/lm earlyfusion eval --rescore outputs.jsonl.gz --levels 1 earlyfusion eval --contamination SHARDS
     --tasks mmlu_pro --data DIR --out evals/overlap earlyfusion eval --list

@@ -26,12 +26,12 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source, kind_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
-from earlyfusion.eval.benchmarks.bpb import bits_per_byte
-from earlyfusion.eval.benchmarks.easy_vqa_probe import evaluate_easy_vqa
+from earlyfusion.eval.benchmarks.bpb import BitsPerByte
+from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import build_by_name, evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import TASKS as BENCHMARKS
-from earlyfusion.eval.protocol import TaskOptions
+from earlyfusion.eval.protocol import Task, TaskOptions
 from earlyfusion.eval.results import save_result, write_json
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.kernels.errors import UserError, did_you_mean
@@ -145,36 +145,40 @@ class Evaluator:
         return min((limit for limit in given if limit is not None), default=None)
 
     def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
-        result = evaluate_easy_vqa(self.fusion, self.tokens, limit=limit, progress=self._told)
-        save_result(self.out, "easy_vqa", step, result.to_dict())
-        return {"easy_vqa": result.accuracy, "easy_vqa_blind": result.blind_accuracy}
+        """The benchmark, asked as pretraining puts questions whatever the model's chat form."""
+        _, found = self._asked("easy_vqa", limit)
+        by_kind = {kind: _accuracies(entry) for kind, entry in found["by_category"].items()}
+        majority = {"majority_accuracy": found["majority"], "questions_total": len(questions_of("test"))}
+        save_result(self.out, "easy_vqa", step, {**_accuracies(found), **majority, "by_kind": by_kind})
+        return {"easy_vqa": found["score"], "easy_vqa_blind": found["blind_score"]}
 
     def _bpb(self, step: int, limit: int | None) -> dict[str, float]:
-        texts = [sample.text for sample in self._source("pydoc").heldout_samples(limit)]
-        length = max(stage.length for stage in self.config.stages)
-        result = bits_per_byte(self.fusion, self.tokens, texts, max_length=length)
-        save_result(self.out, "bpb", step, result.to_dict())
-        return {"bits_per_byte": result.bits_per_byte, "gzip_bits_per_byte": result.gzip_bits_per_byte}
+        samples = self._source("pydoc").heldout_samples(limit)
+        texts = BitsPerByte(TaskOptions(), [(sample.key, sample.text) for sample in samples])
+        window = max(stage.length for stage in self.config.stages)  # no longer context than in training
+        _, found = self._asked(texts, None, batch_tokens=window)
+        save_result(self.out, "bpb", step, found)
+        return {name: found[name] for name in ("bits_per_byte", "gzip_bits_per_byte")}
 
-    def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
+    def _asked(self, task: str | Task, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
+        """(label, metrics) of one benchmark on the weights in memory."""
         results = evaluate_in_memory(
             self.fusion,
             self.tokens,
             [task],
             limit,
             data=self.config.eval.data,
-            chat=self.chat,
             progress=self._told,
+            **settings,
         )
-        for name, metrics in results.items():
-            save_result(self.out, name, step, metrics)
-        shown = ("score", "blind_score")
-        return {
-            name if key == "score" else f"{name}_blind": float(metrics[key])
-            for name, metrics in results.items()
-            for key in shown
-            if key in metrics
-        }
+        ((label, metrics),) = results.items()
+        return label, metrics
+
+    def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
+        name, metrics = self._asked(task, limit, chat=self.chat)
+        save_result(self.out, name, step, metrics)
+        shown = {"score": name, "blind_score": f"{name}_blind"}
+        return {label: float(metrics[key]) for key, label in shown.items() if key in metrics}
 
     def _samples(self, step: int) -> None:
         if self._shown is None:
@@ -224,6 +228,15 @@ class Evaluator:
             chosen = known.get(name) or SourceConfig(name=name, kind=name)
             self._sources[name] = build_source(chosen, seed=data.seed, val_fraction=data.val_fraction)
         return self._sources[name]
+
+
+def _accuracies(found: Mapping[str, Any]) -> dict[str, float | int]:
+    """easy-VQA's scores under the names that results of it have."""
+    return {
+        "questions": found["n"],
+        "accuracy": found["score"],
+        "blind_accuracy": found["blind_score"],
+    }
 
 
 def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, float]) -> dict[str, float]:

@@ -1,17 +1,16 @@
-"""Bits per byte: how many bits the model needs for each UTF-8 byte of held-out text, beside general
-compressors.
+"""Bits per byte: how many bits a model needs for each UTF-8 byte of held-out text, beside general compressors.
 
-    bits per byte = sum over predicted tokens of -log2 p(token | context) / number of UTF-8 bytes of the
-    documents
+    bits per byte = sum over tokens of -log2 p(token | context) / number of UTF-8 bytes of the documents
 
-A document is tokenised once and cut into pieces of at most `max_length` tokens; every piece starts again from
-[BOS], so no context crosses pieces or documents. Every token of the text is paid for, and so is one [EOS] at
-the end of each document (a reader must learn where it ends); [EOS] adds bits but no bytes. The number is
-therefore an upper bound and comparable between tokenizers.
+Every token of a document is paid for once; a document longer than the model's window starts again from the model's
+beginning token there, so no context crosses windows or documents. The number is comparable between tokenizers.
 
-Compressors: gzip -9 and xz (preset 9 extreme) on all documents in one stream, each closed by one zero byte
-(their [EOS]), and gzip -9 on each document by itself (the fair rival of a model without context across
-documents).
+    --data FILE.txt | FILE.jsonl (field text) | FOLDER of such | SHARDS of texts; without --data the held-out
+    topics of the Python manual that the recipes keep out of training. Data with a picture or video is refused:
+    the task `heldout` measures it.
+
+Compressors: gzip -9 and xz (preset 9 extreme) on all documents in one stream, each closed by one zero byte,
+and gzip -9 on each document by itself (the fair rival of a model without context across documents).
 """
 
 from __future__ import annotations
@@ -19,43 +18,32 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
+from earlyfusion.data.config import DataConfig
+from earlyfusion.data.formats.build import PICTURES, VIDEOS, ending
+from earlyfusion.data.prepare.rows import MEDIA_FIELDS
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.sample import Text
+from earlyfusion.data.shards.fetch import TAR_ENDS
+from earlyfusion.data.sources.base import SourceConfig, build_source
+from earlyfusion.eval.benchmarks.base import BaseTask, data_files, need, rows_hash, spread, summarize
+from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
 
-from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.generate import evaluating
-
-
-@dataclass(frozen=True)
-class BpbResult:
-    """Bits per byte of the model and of the compressors on the same documents."""
-
-    bits_per_byte: float
-    gzip_bits_per_byte: float
-    xz_bits_per_byte: float
-    gzip_per_document_bits_per_byte: float
-    documents: int
-    bytes: int
-    tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """For `eval.results.save_result` under the name "bpb"."""
-        return asdict(self)
+Document = tuple[str, str]
+"""(id, text)"""
 
 
 def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
-    """gzip_, xz_ and gzip_per_document_bits_per_byte of the documents. Raises ValueError when they hold no
+    """gzip_, xz_ and gzip_per_document_bits_per_byte of the documents. Raises EvalError when they hold no
     byte."""
     encoded = [document.encode("utf-8") for document in documents]
     total = sum(map(len, encoded))
     if total == 0:
-        raise ValueError("the held-out documents hold no text; pass at least one that is not empty")
+        raise EvalError("bits_per_byte: the documents hold no text; give at least one that is not empty")
+
     stream = b"".join(document + b"\0" for document in encoded)
     xz = len(lzma.compress(stream, preset=9 | lzma.PRESET_EXTREME))
     alone = sum(len(gzip.compress(document, 9, mtime=0)) for document in encoded)
@@ -66,73 +54,134 @@ def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
     }
 
 
-def text_pieces(ids: Sequence[int], bos: int, eos: int, max_length: int) -> list[tuple[list[int], list[int]]]:
-    """(inputs, targets) of every piece of a document: the targets of all pieces together are ids + [eos],
-    once each."""
-    if max_length < 1:
-        raise ValueError(f"max_length={max_length}: a piece needs at least one token")
-    targets = [*ids, eos]
-    cuts = [targets[start : start + max_length] for start in range(0, len(targets), max_length)]
-    return [([bos, *cut[:-1]], cut) for cut in cuts]
+class BitsPerByte(BaseTask):
+    """See the file's head; score is the negative of bits per byte (higher is better).
 
-
-def bits_per_byte(
-    model: NativeFusion,
-    tokenizer: Tokenizer,
-    documents: Sequence[str],
-    *,
-    max_length: int = 512,
-    tokens_per_batch: int = 8192,
-) -> BpbResult:
-    """Measure `documents` (texts held out of training). max_length: tokens of context a piece may have, [BOS]
-    included.
-
-    Raises ValueError when the tokenizer does not give a document back (lost bytes would not be paid for).
+    documents: (id, text) pairs in place of --data, as the training loop gives its own held-out texts.
     """
-    compressors = compressed_bits_per_byte(documents)
-    config = model.config.text
-    pieces: list[tuple[list[int], list[int]]] = []
-    for number, document in enumerate(documents):
-        ids = tokenizer.encode(document)
-        if tokenizer.decode(ids) != document:
-            raise ValueError(
-                f"the tokenizer does not give document {number} ({document[:40]!r}...) back; bits per byte"
-                " needs a lossless tokenizer such as a byte-level BPE"
-            )
-        pieces += text_pieces(ids, config.bos_token_id, config.eos_token_id, max_length)
-    nats = _nats(model, pieces, tokens_per_batch)
-    total = sum(len(document.encode("utf-8")) for document in documents)
-    return BpbResult(
-        bits_per_byte=nats / math.log(2) / total,
-        documents=len(documents),
-        bytes=total,
-        tokens=sum(len(targets) for _, targets in pieces),
-        **compressors,
+
+    name = "bits_per_byte"
+    kind = "rolling"
+    version = "2"  # 1 gave gzip of every document alone as gzip_bits_per_byte
+
+    def __init__(self, options: TaskOptions, documents: Sequence[Document] | None = None) -> None:
+        super().__init__(options)
+        self._documents = None if documents is None else list(documents)
+
+    def documents(self) -> list[Document]:
+        """(id, text) of every document that is not empty."""
+        if self._documents is None:
+            found = self._read()
+            self._documents = [(identity, text) for identity, text in found if text]
+        if not self._documents:
+            raise EvalError(f"{self.name}: --data {self.options.data} holds no text")
+        return self._documents
+
+    def _read(self) -> list[Document]:
+        if self.options.data is None:
+            config = DataConfig(sources=[SourceConfig(name="pydoc", kind="pydoc")])
+            source = build_source(config.sources[0], seed=config.seed, val_fraction=config.val_fraction)
+            return [(f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples()]
+        path = self.data_path()
+        if _is_shards(path):
+            return _shard_texts(path)
+        _refuse_pictures(path)
+        files = data_files(path, "*.jsonl", "*.txt", "**/*.txt")
+        return [document for file in files for document in _texts(file)]
+
+    def data_hash(self) -> str:
+        """sha256 over ids and texts."""
+        return rows_hash({"id": identity, "text": text} for identity, text in self.documents())
+
+    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+        """One question per document."""
+        documents = self.documents()
+        for identity, text in spread(documents, [""] * len(documents), limit):
+            yield Question(identity, text, None, meta={"text": text})
+
+    def requests(self, question: Question, repeat: int) -> Sequence[RollingRequest]:
+        """The whole document."""
+        return [RollingRequest(question.meta["text"])]
+
+    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+        """Bits of this document."""
+        bits, size = -outputs[0].sum / math.log(2), len(question.meta["text"].encode("utf-8"))
+        return {
+            "extracted": round(bits / size, 6),
+            "score": -bits / size,
+            "bits": bits,
+            "bytes": size,
+            "predicted": outputs[0].tokens,
+        }
+
+    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""
+        total = sum(r["bytes"] for r in records)
+        bits = math.fsum(r["bits"] for r in records)
+        predicted = sum(r["predicted"] for r in records)
+        texts = dict(self.documents())
+        return {
+            **summarize(records),
+            "score": -bits / total,
+            "bits_per_byte": bits / total,
+            "bits_per_token": bits / max(predicted, 1),
+            "documents": len(records),
+            "bytes": total,
+            **compressed_bits_per_byte([texts[str(r["id"])] for r in records]),
+        }
+
+
+def _texts(file: Path) -> list[Document]:
+    if file.suffix != ".jsonl":
+        try:
+            return [(file.name, file.read_text(encoding="utf-8"))]
+        except UnicodeDecodeError:
+            raise EvalError(f"{file}: not UTF-8 text") from None
+
+    found = []
+    for number, row in enumerate(read_rows(file), 1):
+        for key in MEDIA_FIELDS & row.keys():
+            values = row[key] if isinstance(row[key], list) else [row[key]]
+            if any(ending(str(value)) in (*PICTURES, *VIDEOS) for value in values):
+                raise _pictured(f"{file}:{number}: its field {key!r} names a picture or video")
+        found.append((f"{file.name}:{number}", str(need(row, "text", f"{file}:{number}"))))
+    return found
+
+
+def _pictured(what: str) -> EvalError:
+    return EvalError(
+        f"bits_per_byte: {what}, and this task measures text alone; --tasks heldout measures both"
     )
 
 
-def _nats(model: NativeFusion, pieces: list[tuple[list[int], list[int]]], tokens_per_batch: int) -> float:
-    """Sum of -ln p over all targets; pieces go through packed, longest first so that rows fill well."""
-    total, size = 0.0, 0
-    row: list[tuple[list[int], list[int]]] = []
-    with evaluating(model):
-        for piece in sorted(pieces, key=lambda piece: -len(piece[0])):
-            if row and size + len(piece[0]) > tokens_per_batch:
-                total += _row_nats(model, row)
-                row, size = [], 0
-            row.append(piece)
-            size += len(piece[0])
-        return total + (_row_nats(model, row) if row else 0.0)
+def _is_shards(path: Path) -> bool:
+    files = [path] if path.is_file() else path.iterdir()
+    return any(file.name.endswith(TAR_ENDS) for file in files)
 
 
-def _row_nats(model: NativeFusion, pieces: list[tuple[list[int], list[int]]]) -> float:
-    weight = model.decoder.head_weight()
-    device = weight.device
-    ids = torch.tensor([i for inputs, _ in pieces for i in inputs], device=device)
-    labels = torch.tensor([i for _, targets in pieces for i in targets], device=device)
-    segments = Segments.from_lengths([len(inputs) for inputs, _ in pieces])
-    h_TD = model.decoder(model.decoder.embed_tokens(ids), segments)
-    _, nll_T = resolve("linear_cross_entropy", device)(
-        h_TD, weight, labels, torch.ones_like(labels, dtype=torch.float32)
-    )
-    return float(nll_T.sum(dtype=torch.float64))
+def _shard_texts(path: Path) -> list[Document]:
+    """Every sample of shards, which must be text alone."""
+    source = build_source(SourceConfig(name="text", kind="webdataset", path=str(path)), val_fraction=0.0)
+    found = []
+    for index in range(len(source)):
+        sample = source.get(index, 0)
+        if not all(isinstance(segment, Text) for segment in sample.segments):
+            raise _pictured(f"{path}: sample {sample.key} holds a picture, video or regions")
+        found.append((sample.key, sample.text))
+    return found
+
+
+def _refuse_pictures(path: Path) -> None:
+    """Raises EvalError for a folder with pictures or videos among its files."""
+    if not path.is_dir():
+        return
+    media = [file for file in path.rglob("*") if ending(file.name) in (*PICTURES, *VIDEOS)]
+    if media:
+        raise _pictured(
+            f"{path} holds {len(media)} pictures or videos ({min(media).relative_to(path)} is one)"
+        )
+
+
+def bits_per_byte(options: TaskOptions) -> BitsPerByte:
+    """Factory for the registry."""
+    return BitsPerByte(options)

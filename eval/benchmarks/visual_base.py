@@ -73,10 +73,7 @@ class PictureTask:
     def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
         """The first `limit` of `n` questions; categories stand in turn. Raises EvalError for shots: there are
         none."""
-        if shots:
-            raise EvalError(
-                f"{self.name}: shots={shots}; visual questions are asked without examples: leave --shots out"
-            )
+        refuse_shots(self.name, shots)
         count = self.count if limit is None else min(limit, self.count)
         for index, item in enumerate(make_items(self.name, count, self.options.seed)):
             yield Question(
@@ -116,6 +113,14 @@ class PictureTask:
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """See `aggregate`."""
         return aggregate(records, views=self.views)
+
+
+def refuse_shots(name: str, shots: int | None) -> None:
+    """Raises EvalError for worked examples: a visual task has none."""
+    if shots:
+        raise EvalError(
+            f"{name}: shots={shots}; visual questions are asked without examples: leave --shots out"
+        )
 
 
 def generate_request(

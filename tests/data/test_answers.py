@@ -7,14 +7,12 @@ import pytest
 
 from earlyfusion.data.tasks.scoring.answers import (
     answer_line_letter,
-    bbh_answer,
     best_choice,
     gsm8k_number,
     mmlu_pro_letter,
     normal_number,
     parenthesised_letter,
     published_guess,
-    same_words,
 )
 
 
@@ -115,12 +113,6 @@ def test_equal_numbers_are_equal_strings():
     assert {normal_number(x) for x in ("18", "18.0", "$18", "018", "18.")} == {"18"}
     assert normal_number("-0.0") == "0"
     assert normal_number(".") is None
-
-
-def test_bbh_answers_end_before_the_full_stop():
-    assert bbh_answer("Think. So the answer is (B).") == "(B)"
-    assert bbh_answer("no idea") is None
-    assert same_words(' "Yes". ', "yes")
 
 
 def test_the_first_of_equal_choices_is_taken():

@@ -108,9 +108,10 @@ def test_published_outputs_are_scored_without_a_model(tmp_path, capsys):
     [
         ([], "--tasks"),
         (["--tasks", "gpqa"], "did you mean"),
+        (["--tasks", "gsm8k", "--model", "x"], "--harness lm-eval"),
         (["--tasks", "mmlu_pro"], "--model is missing"),
         (["--tasks", "mmlu_pro", "--model", "/nowhere"], "not a model directory"),
-        (["--tasks", "gsm8k", "--data", "a", "--data", "b"], "TASK=PATH"),
+        (["--tasks", "mmlu_pro", "--data", "a", "--data", "b"], "TASK=PATH"),
         (["--tasks", "mmlu_pro:essay", "--model", "x"], "not one of cot, mcf, cf"),
         (["--tasks", "mmlu_pro", "--samples", "0"], "at least 1"),
         (["--rescore", "/nowhere.jsonl"], "no such file"),
@@ -126,7 +127,9 @@ def test_a_mistake_is_one_line_and_exit_code_two(arguments, said, capsys):
 def test_missing_data_is_told_before_anything_is_written(tmp_path, directory, capsys):
     out = tmp_path / "out"
     assert (
-        guarded(lambda: main(["--model", str(directory), "--tasks", "gsm8k", "--out", str(out), "--quiet"]))
+        guarded(
+            lambda: main(["--model", str(directory), "--tasks", "mmlu_pro", "--out", str(out), "--quiet"])
+        )
         == 2
     )
     assert "--data" in capsys.readouterr().err and not out.exists()

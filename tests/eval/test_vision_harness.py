@@ -5,7 +5,6 @@ import json
 import pytest
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
-from earlyfusion.eval.benchmarks.easy_vqa_probe import evaluate_easy_vqa
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.harness import RunOptions, run_task
@@ -98,15 +97,3 @@ def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words(to
         ]
         == 3
     )
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_easy_vqa_by_choice_equals_the_measurement_of_the_training_loop(tokenizer, seed):
-    """Two ways to the likeliest of 13 answers: requests through the harness, teacher forcing with shared
-    features."""
-    fusion = model_of(tokenizer, seed)
-    task = build_task("easy_vqa", TaskOptions(form="choice", extra={"views": ""}))
-    summary = run_task(OwnModel(fusion, tokenizer), task, RunOptions(limit=30))
-    inside = evaluate_easy_vqa(fusion, tokenizer, limit=30, controls=())
-    assert summary["metrics"]["score"] == pytest.approx(inside.accuracy_of_13)
-    assert summary["metrics"]["majority"] == pytest.approx(inside.majority_accuracy)

@@ -12,7 +12,6 @@ from PIL import Image as PilImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Text, Video, question_text
-from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.synth.palette import pairs
 from earlyfusion.data.tasks.scoring.boxes import parse_boxes
 from earlyfusion.eval.benchmarks.mmmu import parse_choice
@@ -21,7 +20,6 @@ from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
     Generation,
-    LogProb,
     TaskOptions,
     build_task,
     prompt_hash,
@@ -219,38 +217,6 @@ def test_wrong_options_say_what_is_known():
     with pytest.raises(EvalError, match="shots=3"):
         list(build_task("ocr").questions(2, 3, 0))
     assert build_task("ocr", TaskOptions(extra={"views": ""})).views == ()
-
-
-def test_easy_vqa_is_the_official_split():
-    task = build_task("easy_vqa")
-    records, sums = run(task, lambda q, r: f" {q.target}", 300)
-    assert sums["score"] == 1.0 and 0.3 < sums["majority"] < 0.9 and sums["chance"] is None
-    every = list(task.questions(None, None, 0))
-    assert len(every) == len({q.id for q in every}) == 9673
-    subset = {q.id for q in task.questions(300, None, 0)}
-    assert subset <= {q.id for q in every} and {r["cluster"] for r in records} <= {
-        str(e.index) for e in load_split("test")
-    }
-    seen, blind = task.requests(every[0], 0)
-    assert pixels(seen.prompt)[0].shape == (64, 64, 3) and len(np.unique(pixels(blind.prompt)[0])) == 1
-    _, wrong = run(task, lambda q, r: "purple", 20)
-    assert wrong["score"] == 0 and wrong["unextracted"] == 1
-
-
-def test_easy_vqa_by_choice():
-    task = build_task("easy_vqa", TaskOptions(form="choice"))
-    assert task.kind == "score"
-    for question in task.questions(10, None, 0):
-        requests = task.requests(question, 0)
-        assert len(requests) == 26 and all(r.continuation.startswith(" ") for r in requests)
-        gold = question.choices.index(question.target)
-        outputs = [
-            LogProb(-1.0 if i in (gold, 13 + (gold + 1) % 13) else -5.0, 1, 1, False) for i in range(26)
-        ]
-        record = task.score(question, 0, outputs)
-        assert (record["score"], record["blind_score"]) == (1.0, 0.0)
-    with pytest.raises(EvalError, match="known: generate, choice"):
-        build_task("easy_vqa", TaskOptions(form="letters"))
 
 
 # MMMU format

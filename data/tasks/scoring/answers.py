@@ -2,7 +2,7 @@
 
 MMLU-Pro: the three levels of the official script (TIGER-AI-Lab/MMLU-Pro, evaluate_from_local.py). GPQA:
 simple-evals' line "Answer: X" and lm-evaluation-harness' "(X)". GSM8K: the number after "####" or the last
-number. BBH: what follows "the answer is".
+number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _ANSWER_LINE = re.compile(r"(?i)answer[ \t]*:[ \t]*\$?\(?([A-Z])\)?\$?(?![A-Za-z
 _PARENTHESES = re.compile(r"\(([A-Z])\)")
 _HASHES = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-_THE_ANSWER_IS = re.compile(r"(?<=the answer is )(.*)(?=.)")
 
 
 def mmlu_pro_letter(text: str, levels: int = 3) -> tuple[str, int] | None:
@@ -79,26 +78,6 @@ def normal_number(text: str) -> str | None:
     whole, _, part = cleaned.lstrip("-").partition(".")
     sign = "-" if cleaned.startswith("-") and (whole.strip("0") or part) else ""
     return sign + (whole.lstrip("0") or "0") + (f".{part}" if part else "")
-
-
-def bbh_answer(text: str) -> str | None:
-    """What stands between "the answer is " and the last character of that line (its full stop); else None."""
-    match = _THE_ANSWER_IS.search(text)
-    return match.group(1).strip() if match else None
-
-
-def first_line(text: str) -> str | None:
-    """The first line that is not blank, stripped."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), None)
-
-
-def same_words(left: str, right: str) -> bool:
-    """Equality without case, outer blanks, a final full stop and quotation marks."""
-    return _plain(left) == _plain(right)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.strip().strip("\"'.").lower().split())
 
 
 def best_choice(values: Sequence[float]) -> int:
