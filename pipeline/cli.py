@@ -1,4 +1,8 @@
-"""The console entry: `earlyfusion VERB ...`. A verb's module is imported only when the verb is called.
+"""The console entry: `earlyfusion VERB ...`, one typer application whose verbs are imported when they are called.
+
+A verb is a function with typed arguments (its options, with their help in the signature) and one row of VERBS.
+Verbs that take recipes take them, and `--section.key VALUE` for every key, as pipeline/config/arguments.py reads
+them.
 
 Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A
 mistake of the user is one line on stderr; EF_DEBUG=1 shows the traceback as well. A reader that goes away (`|
@@ -8,171 +12,230 @@ head`) ends a verb without a word.
 from __future__ import annotations
 
 import argparse
-import ast
 import errno
 import importlib
-import importlib.util
+import importlib.metadata
+import inspect
 import os
-import shutil
 import sys
-import textwrap
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, NoReturn
 
+import typer
 from pydantic_core import ValidationError
+from typer.core import TyperCommand, TyperGroup
 
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
-from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER, TrainingStopped, require_python
+from earlyfusion.pipeline.config.arguments import recipe_command
+from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER
 
-EXIT_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+EXIT_INTERRUPT = 130  # 128 + SIGINT, as a shell reports it
+EXIT_PIPE = 141  # 128 + SIGPIPE
 PLACES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM)
 """Errors of a path that was given: not there, of another kind, not allowed."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that is full, over its quota, or not to be written: the user's to mend, wherever it shows."""
 
-OF_RUN_CONFIG = ("pretrain", "sft", "plan")
-"""Verbs whose help is made from pipeline/config/schema.py."""
 
-# verb -> (module with main(argv) -> int | None, one line). A verb whose module is not installed is not
-# offered.
-VERBS: dict[str, tuple[str, str]] = {
-    "pretrain": ("earlyfusion.pipeline.pretrain", "train from scratch, vision and text from step one"),
-    "sft": ("earlyfusion.pipeline.sft", "fine-tune on chats: tools, thinking, zero-vision SFT"),
-    "rl": ("earlyfusion.rl.train", "joint vision-text reinforcement learning with verifiable rewards"),
-    "measure": (
-        "earlyfusion.rl.measure.cmd",
+class Verb(NamedTuple):
+    """One row of VERBS."""
+
+    function: str
+    """"package.module:function": a function with typed arguments, a typer.Typer of several,
+    or, of a verb of recipes, a function of RecipeArguments."""
+    text: str
+    """One line for the help."""
+    schema: str = ""
+    """Of a verb of recipes: "package.module:Model", what a recipe of it may hold."""
+    recipe: str | None = None
+    """The recipe where none is named."""
+
+
+_RUN = "earlyfusion.pipeline.config.schema:RunConfig"
+VERBS = {
+    "pretrain": Verb(
+        "earlyfusion.pipeline.pretrain:run", "train from scratch, vision and text from step one", _RUN, "nano"
+    ),
+    "sft": Verb(
+        "earlyfusion.pipeline.sft:run",
+        "fine-tune on chats: tools, thinking, zero-vision SFT",
+        _RUN,
+        "sft-zero-vision",
+    ),
+    "rl": Verb(
+        "earlyfusion.rl.train:run",
+        "joint vision-text reinforcement learning with verifiable rewards",
+        "earlyfusion.rl.recipe:RLConfig",
+        "vision-rl",
+    ),
+    "measure": Verb(
+        "earlyfusion.rl.measure.cmd:main",
         "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
     ),
-    "rollouts": (
-        "earlyfusion.rl.report.cmd",
-        "the report of a reinforcement learning run, with its rollouts",
+    "rollouts": Verb(
+        "earlyfusion.rl.report.cmd:main", "the report of a reinforcement learning run, with its rollouts"
     ),
-    "long2short": (
-        "earlyfusion.rl.long2short.cmd",
-        "shorter answers: merged weights, shortest right answers, DPO",
+    "long2short": Verb(
+        "earlyfusion.rl.long2short.cmd:main", "shorter answers: merged weights, shortest right answers, DPO"
     ),
-    "study": ("earlyfusion.rl.study.study_cmd", "studies with control arms: transfer from vision RL to text"),
-    "generate": (
-        "earlyfusion.pipeline.generate_cmd",
+    "study": Verb(
+        "earlyfusion.rl.study.study_cmd:main", "studies with control arms: transfer from vision RL to text"
+    ),
+    "generate": Verb(
+        "earlyfusion.pipeline.generate_cmd:generate",
         "answer a prompt, with or without an image, from a model directory",
     ),
-    "prepare": (
-        "earlyfusion.data.prepare.cmd",
+    "prepare": Verb(
+        "earlyfusion.data.prepare.cmd:main",
         "turn folders, jsonl, parquet, datasets or videos into indexed shards",
     ),
-    "data": (
-        "earlyfusion.data.inspect_cmd",
+    "data": Verb(
+        "earlyfusion.data.inspect_cmd:main",
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
-    "chat": ("earlyfusion.pipeline.chat", "talk to a model in the terminal, images by path"),
-    "serve": ("earlyfusion.pipeline.serve.cmd", "an OpenAI-compatible endpoint"),
-    "eval": ("earlyfusion.eval.run", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
-    "compare": (
-        "earlyfusion.eval.compare.cmd",
-        "paired deltas between evaluated models, with honest statistics",
+    "chat": Verb("earlyfusion.pipeline.chat:main", "talk to a model in the terminal, images by path"),
+    "serve": Verb("earlyfusion.pipeline.serve.cmd:main", "an OpenAI-compatible endpoint"),
+    "eval": Verb("earlyfusion.eval.run:main", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
+    "compare": Verb(
+        "earlyfusion.eval.compare.cmd:main", "paired deltas between evaluated models, with honest statistics"
     ),
-    "bench": ("earlyfusion.pipeline.bench.cmd", "measure speed and memory"),
-    "plan": (
-        "earlyfusion.pipeline.plan",
+    "bench": Verb("earlyfusion.pipeline.bench.cmd:main", "measure speed and memory"),
+    "plan": Verb(
+        "earlyfusion.pipeline.plan:run",
         "print a recipe's sizes, FLOPs, routing and stages without training",
+        _RUN,
     ),
-    "doctor": ("earlyfusion.pipeline.doctor", "check versions, devices and kernels"),
+    "doctor": Verb("earlyfusion.pipeline.doctor:main", "check versions, devices and kernels"),
 }
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-def available() -> dict[str, tuple[str, str]]:
-    """The verbs whose modules exist here."""
-    return {verb: entry for verb, entry in VERBS.items() if _exists(entry[0])}
+def load(path: str) -> Any:
+    """What "package.module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that is not there
-        return False
+def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCommand | TyperGroup:
+    """The command that a function with typed arguments, or an application of several, is on the command line.
+
+    Its docstring is the help; a paragraph of commands (`earlyfusion ...`) stays as it is.
+    """
+    app = function
+    if not isinstance(app, typer.Typer):
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name, help=_help(function), context_settings=SETTINGS)(function)
+    return typer.main.get_command(app)  # type: ignore[return-value]
 
 
-def usage() -> str:
-    lines = ["usage: earlyfusion VERB [options]", "", "verbs:"]
-    for verb, (_, text) in available().items():
-        lines += textwrap.wrap(text, 79, initial_indent=f"  {verb:<10} ", subsequent_indent=" " * 13)
-    lines += ["", "earlyfusion VERB --help shows its options, earlyfusion --version the version."]
-    return "\n".join(lines)
+def _help(function: Any) -> str:
+    blocks = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    # What typer shall not wrap again begins with a line of one backspace.
+    return "\n\n".join(
+        f"\b\n{block}" if block.lstrip().startswith("earlyfusion ") else block for block in blocks
+    )
 
 
-def version() -> str:
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
+def group_of(verbs: Mapping[str, Verb], callback: Callable[..., None]) -> typer.Typer:
+    """An application of verbs whose modules are imported when one is called, and none for the list of them.
 
-    try:
-        return installed("earlyfusion")
-    except PackageNotFoundError:
-        return "0 (not installed: run from a checkout)"
+    callback: a function with the options of the group itself, and its help as docstring.
+    """
+
+    class Group(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(verbs)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name not in verbs:
+                near = did_you_mean(cmd_name, verbs)
+                raise UserError(f"unknown verb {cmd_name!r}; {near} ({ctx.command_path} --help lists all)")
+            return _command(cmd_name, verbs[cmd_name])
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            with formatter.section("verbs"):
+                formatter.write_dl([(name, verb.text) for name, verb in verbs.items()])
+
+    group = typer.Typer(add_completion=False, rich_markup_mode=None)
+    group.callback(cls=Group, context_settings=SETTINGS, subcommand_metavar="VERB ...")(callback)
+    return group
 
 
-def wrapped(lines: Sequence[str]) -> str:
-    """Help lines that fit the terminal (at most 120 columns): longer ones go on below, further in; no word is
-    cut."""
-    width = min(120, shutil.get_terminal_size().columns)
-    fitted = []
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        fitted += textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        ) or [""]
-    return "\n".join(fitted)
+def _command(name: str, verb: Verb) -> TyperCommand | TyperGroup:
+    if verb.schema:
+        # Called later: the help of a verb of recipes needs its schema alone, not torch.
+        return recipe_command(
+            name, verb.text, load(verb.schema), lambda parsed: load(verb.function)(parsed), verb.recipe
+        )
+    function = load(verb.function)
+    return _of_words(name, function) if verb.function.endswith(":main") else command_of(function, name)
+
+
+def _of_words(name: str, main: Callable[[list[str]], int | None]) -> TyperCommand:
+    """The command of a verb that still reads its words itself."""
+
+    def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {parser.prog} --help")
+
+    def call(context: typer.Context) -> int | None:
+        argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]
+        return main(context.args)
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, add_help_option=False)
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, context_settings=settings, add_help_option=False)(call)
+    return typer.main.get_command(app)  # type: ignore[return-value]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"earlyfusion {importlib.metadata.version('earlyfusion')}")
+        raise typer.Exit
+
+
+def earlyfusion(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="the version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train a natively multimodal model from step one. `earlyfusion VERB --help` shows a verb's options."""
+
+
+app = group_of(VERBS, earlyfusion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments and arguments[0] not in ("-h", "--help", "help", "-V", "--version"):
-        return run(arguments[0], arguments[1:])
-    told = f"earlyfusion {version()}" if arguments and arguments[0] in ("-V", "--version") else usage()
-    return guarded(lambda: print(told) or (EXIT_OK if arguments else EXIT_USER))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        return guarded(lambda: invoke(typer.main.get_command(app), ["--help"], "earlyfusion")) or EXIT_USER
+    return guarded(lambda: invoke(typer.main.get_command(app), words, "earlyfusion"))
 
 
-def run(verb: str, argv: Sequence[str]) -> int:
-    """Import the verb's module and call its main(argv) under `guarded`."""
-
-    def call() -> int | None:
-        require_python()
-        verbs = available()
-        if verb not in verbs:
-            raise UserError(
-                f"unknown verb {verb!r}; {did_you_mean(verb, verbs)} (earlyfusion --help lists all)"
-            )
-        argparse.ArgumentParser.error = _refuse  # type: ignore[method-assign, assignment]  # one line, for all verbs alike
-        if verb in OF_RUN_CONFIG and {"-h", "--help"} & set(argv):
-            return _recipe_help(verb, verbs[verb][0])
-        return importlib.import_module(verbs[verb][0]).main(list(argv))
-
-    return guarded(call)
+def invoke(command: Any, words: Sequence[str], name: str) -> Any:
+    """What a command returns for these words. Raises UserError for words that it does not take."""
+    try:
+        with command.make_context(name, list(words)) as context:
+            return command.invoke(context)
+    except typer.TyperException as error:
+        raise UserError(_usage_error(error, name)) from error
 
 
-def _recipe_help(verb: str, module: str) -> int:
-    """The help of a verb of RunConfig: read, not run, so that torch is not imported for it."""
-    from earlyfusion.pipeline.config.arguments import help_text
-    from earlyfusion.pipeline.config.schema import RunConfig
-
-    found = importlib.util.find_spec(module)
-    text = Path(str(found.origin)).read_text(encoding="utf-8") if found else ""
-    print(help_text(RunConfig, verb=verb, about=ast.get_docstring(ast.parse(text)) or ""))
-    return EXIT_OK
-
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    raise UserError(f"{message}; see {parser.prog} --help")
+def _usage_error(error: Any, name: str) -> str:
+    """typer's complaint as one line, with the nearest name for an unknown option and where to find help."""
+    text = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    option = getattr(error, "option_name", None)
+    if context is not None and option is not None and text.startswith("No such option"):
+        known = [word for parameter in context.command.params for word in parameter.opts]
+        text = (
+            f"no option {option}; {did_you_mean(option, [word for word in known if word.startswith('--')])}"
+        )
+    return f"{text}; see {context.command_path if context else name} --help"
 
 
-def guarded(call: object) -> int:
+def guarded(call: Callable[[], Any]) -> int:
     """Call a verb; exceptions that are the user's to mend become one line and exit code 2, others pass.
 
     The user's are UserError (every room's errors derive from it), pydantic's ValidationError and what the
@@ -183,28 +246,28 @@ def guarded(call: object) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the interpreter flushes once more at its end
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPT
     except Exception as error:
-        found = exit_code_of(error)
-        if found is None:
+        code_of_error = exit_code_of(error)
+        if code_of_error is None:
             raise
         if os.environ.get("EF_DEBUG") == "1":
             traceback.print_exc()
         print(f"error: {error_line(error)}", file=sys.stderr)
-        return found
+        return code_of_error
 
 
-def _called(call: object) -> int:
-    """The exit code of a call, also where it left by SystemExit."""
+def _called(call: Callable[[], Any]) -> int:
+    """The exit code of a call, also where it left by SystemExit or typer's Exit (after a help)."""
     try:
-        code = call()  # type: ignore[operator]
-        return EXIT_OK if code is None else int(code)
+        return int(call() or EXIT_OK)
+    except typer.Exit as leave:
+        return leave.exit_code
     except SystemExit as leave:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
@@ -214,7 +277,7 @@ def _called(call: object) -> int:
 
 def exit_code_of(error: BaseException) -> int | None:
     """The exit code of an error that needs no traceback; None for every other error."""
-    if isinstance(error, UserError | TrainingStopped):
+    if isinstance(error, UserError):
         return error.exit_code
     if isinstance(error, ValidationError):
         return EXIT_USER

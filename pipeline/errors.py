@@ -15,7 +15,7 @@ EXIT_USER = 2
 EXIT_REQUEUE = 75  # stopped by a signal with a checkpoint saved: start the same command again with --resume
 
 
-class TrainingStopped(Exception):
+class TrainingStopped(UserError):
     """The guard's policy says that training must not go on (exit code 1)."""
 
     exit_code = EXIT_FAILURE

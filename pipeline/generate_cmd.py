@@ -10,12 +10,13 @@ to standard error, so the answer can be piped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+import typer
 
 from earlyfusion.data.chat.template import Message, template_of
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
@@ -28,74 +29,61 @@ from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Options of the verb."""
-    parser = argparse.ArgumentParser(
-        prog="earlyfusion generate",
-        description="Continue a prompt, with pictures in front of it, by a model directory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        required=True,
-        help="model directory (config.json, model.safetensors), or embedded:NAME",
-    )
-    parser.add_argument(
-        "--image", metavar="FILE", action="append", default=[], help="picture file; may be given again"
-    )
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument("--prompt", metavar="TEXT", default="", help="text after the pictures, taken as it is")
-    text.add_argument(
-        "--question", metavar="TEXT", default="", help="the same, put as questions are put in training"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest mass P"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    return parser
+def generate(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR", help="model directory (config.json, model.safetensors), or embedded:NAME"
+        ),
+    ],
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="picture file; may be given again")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="text to continue")] = None,
+    question: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="ask in the form the model was trained on, in place of --prompt"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="most tokens of the answer")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="sample from the likeliest mass P")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Continue a prompt, with pictures in front of it, by a model directory.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code. Errors with an `exit_code` of 2 are for input that cannot work."""
-    options = build_parser().parse_args(argv)
-    options.model = model_folder(options.model)
-    chat = bool(options.question) and template_of(options.model) == "chat"
-    prompt_text = question_text(options.question) if options.question and not chat else options.prompt
-    if not prompt_text and not chat and not options.image:
+    earlyfusion generate --model DIR --image FILE --question "what is it?"
+    earlyfusion generate --model DIR --prompt "The import statement"
+    """
+    folder = model_folder(model)
+    if prompt is not None and question is not None:
+        raise UserError("--prompt and --question: give one of them")
+    chat = bool(question) and template_of(folder) == "chat"
+    if question and not chat:
+        prompt = question_text(question)
+    if not prompt and not chat and not image:
         raise UserError("nothing to continue: give --prompt TEXT, --question TEXT or --image FILE")
-    if options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {options.max_new_tokens}: give at least 1")
-    segments: list[Segment] = [_picture(path) for path in options.image]
-    if prompt_text:
-        segments.append(Text(prompt_text))
+
+    # Pictures are decoded before the model is loaded: what is wrong with them is told at once.
+    segments: list[Segment] = [_picture(path) for path in image or ()]
     keep_freed_memory()
-    model = load_model(options.model, device=device_of(options.device))
-    tokenizer = Tokenizer.load(options.model)
+    trained = load_model(folder, device=device_of(device))
+    tokenizer = Tokenizer.load(folder)
+
     if chat:
-        said = Message("user", (*segments, Text(options.question)))
-        prompt = encode_chat([said], tokenizer, model.config.vision)
+        message = Message("user", (*segments, Text(question or "")))
+        encoded = encode_chat([message], tokenizer, trained.config.vision)
     else:
-        prompt = encode(Sample(segments, "prompt", "0"), tokenizer, model.config.vision, eos=False)
-    try:
-        params = SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
-        engine = engine_for(model, tokenizer, [prompt], options.max_new_tokens)
-        (done,) = engine.generate([Request("0", prompt, params)])
-    except ValueError as error:
-        raise UserError(str(error)) from None
+        segments += [Text(prompt)] if prompt else []
+        encoded = encode(Sample(segments, "prompt", "0"), tokenizer, trained.config.vision, eos=False)
+
+    params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
+    engine = engine_for(trained, tokenizer, [encoded], max_new_tokens)
+    (done,) = engine.generate([Request("0", encoded, params)])
     print(_answer(done.ids, tokenizer) if chat else done.text.strip())
-    return EXIT_OK
 
 
 def _answer(ids: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -127,7 +115,3 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: not usable here ({str(error).splitlines()[0]}); try cpu") from None
     return device
-
-
-if __name__ == "__main__":
-    sys.exit(main())

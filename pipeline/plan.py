@@ -21,10 +21,9 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.config.arguments import parse_arguments
+from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
 from earlyfusion.pipeline.progress import duration
@@ -235,15 +234,8 @@ def banner(training: Any) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parsed = parse_arguments(arguments, RunConfig, verb="plan", about=__doc__ or "")
+def run(parsed: RecipeArguments) -> None:
+    """Print the plan of the recipes given."""
     tree = compose(parsed.recipes, parsed.overrides)
     # a later stage has no model of its own: it takes that of the directory it starts from
     show_plan(validate(tree if "model" in tree else with_start(tree)))
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline import build, evaluate
+from earlyfusion.pipeline import build, cli, evaluate
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
-from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
+from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.meter import Meter
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
@@ -269,18 +269,15 @@ class Pretraining:
         self.runtime.close()
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Parse, build, train; returns the exit code."""
-    parsed = parse_arguments(
-        arguments, RunConfig, verb="pretrain", about=__doc__ or "", default_recipe="nano"
-    )
+def run(parsed: RecipeArguments) -> int:
+    """Build and train; returns the exit code."""
     config = load_config(parsed.recipes, parsed.overrides)
     return launch(Pretraining, config, parsed, check=evaluate.Evaluator.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m`, `accelerate launch -m` and `earlyfusion pretrain`."""
-    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+    return cli.main(["pretrain", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.data.sources.base import kind_of
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.pipeline import build, evaluate
-from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline import build, cli, evaluate
+from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.pretrain import Pretraining
 from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
@@ -89,18 +89,15 @@ class FineTuning(Pretraining):
         return evaluate.write_outputs(self.out, self.fusion, tokenizer, facts)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Parse, build, train; returns the exit code."""
-    parsed = parse_arguments(
-        arguments, RunConfig, verb="sft", about=__doc__ or "", default_recipe="sft-zero-vision"
-    )
+def run(parsed: RecipeArguments) -> int:
+    """Build and train; returns the exit code."""
     config = validate(with_start(compose(parsed.recipes, parsed.overrides)))
     return launch(FineTuning, config, parsed, check=ChatEvaluator.check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m`, `accelerate launch -m` and `earlyfusion sft`."""
-    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+    return cli.main(["sft", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

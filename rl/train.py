@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from earlyfusion.pipeline import build
+from earlyfusion.pipeline import build, cli
 from earlyfusion.pipeline.checkpoint import Loaded
-from earlyfusion.pipeline.cli import guarded
-from earlyfusion.pipeline.config.arguments import launch, parse_arguments
+from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
+from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.meter import peak_memory_bytes
 from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
@@ -338,9 +338,8 @@ class Reinforcement:
         self.kit.close()
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Parse, build, train; returns the exit code."""
-    parsed = parse_arguments(arguments, RLConfig, verb="rl", about=__doc__ or "", default_recipe="vision-rl")
+def run(parsed: RecipeArguments) -> int:
+    """Build and train; returns the exit code."""
     config: RLConfig = validate(compose(parsed.recipes, parsed.overrides), RLConfig)
     return launch(
         Reinforcement,
@@ -353,7 +352,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `python -m`, `accelerate launch -m` and `earlyfusion rl`."""
-    return guarded(lambda: run(sys.argv[1:] if argv is None else argv))
+    return cli.main(["rl", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.pipeline.cli import wrapped
 from earlyfusion.pipeline.errors import EXIT_OK
 
 # what -> (module with main(argv) -> int, one line); offered where the module exists
@@ -27,7 +27,7 @@ class BenchFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Shows types and defaults, and keeps the lines of the description, as far as they fit the terminal."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return wrapped([indent + line for line in text.splitlines()])
+        return "\n".join(textwrap.fill(indent + line, width) for line in text.splitlines())
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = super()._get_help_string(action)

@@ -11,7 +11,8 @@ from tiny_run import finish, run_here, start
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.config.arguments import parse_arguments
+from earlyfusion.pipeline.cli import invoke
+from earlyfusion.pipeline.config.arguments import recipe_command
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.runtime import check_launcher
@@ -185,9 +186,8 @@ def test_a_resume_takes_the_run_s_own_overrides_and_refuses_others(run, recipe, 
     capsys.readouterr()
     line = refused(capsys, run(recipe, out, "--resume", "--optim.lr", "1e-3"))
     assert "optim.lr: 0.004 -> 0.001" in line and "put these back" in line
-    parsed = parse_arguments(
-        ["--out", str(out), "--resume"], RunConfig, verb="pretrain", about="", default_recipe="nano"
-    )
+    command = recipe_command("pretrain", "", RunConfig, lambda parsed: parsed, "nano")
+    parsed = invoke(command, ["--out", str(out), "--resume"], "pretrain")
     assert parsed.recipes == [str(recipe)], "without a recipe on the line it is the run's own"
     (out / "command.json").write_text("{")
     assert "command.json" in refused(capsys, run(recipe, out, "--resume"))

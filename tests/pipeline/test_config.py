@@ -9,7 +9,9 @@ import pytest
 from tiny_run import whole_recipes
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.config.arguments import describe, help_text, parse_arguments
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.cli import invoke
+from earlyfusion.pipeline.config.arguments import describe, recipe_command
 from earlyfusion.pipeline.config.compose import (
     compose,
     diff,
@@ -335,67 +337,56 @@ def test_total_steps_stop_early_without_changing_the_schedule(base):
     assert load_config([base]).total_steps == 40
 
 
+def parse(*words):
+    """What a verb of recipes is asked by these words."""
+    return invoke(recipe_command("pretrain", "about", RunConfig, lambda parsed: parsed), words, "pretrain")
+
+
 def test_arguments_are_recipes_options_flags_and_dotted_keys():
-    parsed = parse_arguments(
-        [
-            "nano",
-            "mine.toml",
-            "--steps",
-            "5",
-            "--resume",
-            "--optim.lr",
-            "-1",
-            "--train.compile",
-            "--out=7",
-            "--dry-run",
-        ],
-        RunConfig,
-        verb="pretrain",
-        about="",
+    words = (
+        "nano mine.toml --steps 5 --resume --optim.lr -1 --train.recompute --out=7 --dry-run --run.name=a.b"
     )
+    parsed = parse(*words.split())
     assert parsed.recipes == ["nano", "mine.toml"] and parsed.resume and parsed.dry_run
-    assert parsed.overrides == [
-        ("run.steps", "5"),
-        ("optim.lr", "-1"),
-        ("train.compile", "true"),
-        ("run.out", '"7"'),
-    ]
+    plain = [("run.out", '"7"'), ("run.steps", "5")]
+    assert parsed.overrides == [*plain, ("optim.lr", "-1"), ("train.recompute", "true"), ("run.name", "a.b")]
 
 
 def test_a_folder_named_like_a_number_stays_text(base):
-    parsed = parse_arguments([str(base), "--out", "2024"], RunConfig, verb="pretrain", about="")
+    parsed = parse(str(base), "--out", "2024")
     assert load_config(parsed.recipes, parsed.overrides).run.directory == "2024"
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("words", "expected"),
     [
-        (["nano", "--resum"], ["--resum", "did you mean 'resume'?"]),
-        (["nano", "--optm.lr", "1"], ["'optm'", "did you mean 'optim'?"]),
-        (["nano", "--steps"], ["--steps needs a value"]),
-        (["nano", "--resume=1"], ["takes no value"]),
-        (["nano", "-x"], ["-x"]),
-        ([], ["no recipe given"]),
+        ("nano --resum", ["--resum", "did you mean '--resume'?"]),
+        ("nano --optm.lr 1", ["'optm'", "did you mean 'optim'?"]),
+        ("nano --lr 1", ["--lr", "did you mean --optim.lr or --stages.<i>.lr?"]),
+        ("nano --steps", ["--steps", "requires an argument"]),
+        ("nano --resume=1", ["--resume", "does not take a value"]),
+        ("nano -x", ["-x"]),
+        ("", ["no recipe given"]),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(argv, words):
+def test_wrong_arguments_are_told_in_one_line(words, expected):
     with pytest.raises(UserError) as caught:
-        parse_arguments(argv, RunConfig, verb="pretrain", about="")
-    assert all(word in str(caught.value) for word in words), caught.value
+        parse(*words.split())
+    assert all(word in str(caught.value) for word in expected), caught.value
 
 
-def test_help_names_every_key_with_type_and_default(capsys):
-    text = help_text(RunConfig, verb="pretrain", about="about")
+def test_help_names_every_key_with_type_and_default(capsys, monkeypatch):
     rows = {key: (kind, default, meaning) for key, kind, default, meaning in describe(RunConfig)}
     assert rows["optim.lr"][:2] == ("float", "0.002") and rows["stages.<i>.steps"][:2] == ("int", "required")
     assert rows["optim.qk_clip"][0] == "float | null" and rows["guard.policy"][0] == "stop|skip|rollback"
-    assert all(f"--{key}" in text for key in rows)
-    assert "folder: text_loss [1.0]" in text and "pydoc: none" in text, "the options of every kind of source"
     own = [key for key in rows if key.split(".")[0] not in ("data", "vision", "model")]
     assert all(rows[key][2] for key in own), "a key of pipeline.config has no docstring"
-    with pytest.raises(SystemExit) as leave:
-        parse_arguments(["--help"], RunConfig, verb="pretrain", about="about")
-    assert leave.value.code == 0 and "usage: earlyfusion pretrain" in capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["pretrain", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"--{key}" in text for key in rows)
+    assert "text_loss [1.0]" in text and "stdlib_code:" in text, "the options of every kind of source"
 
 
 def test_strings_that_say_null_become_none_in_recipes_too():

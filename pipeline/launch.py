@@ -1,0 +1,58 @@
+"""From a checked recipe to a running stage of training: what every stage (pretrain, sft, rl) does before its loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline.config.arguments import RecipeArguments, remember
+from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.plan import banner, show_brief
+from earlyfusion.pipeline.runtime import check_launcher, tie_to_launcher
+from earlyfusion.pipeline.track import check_trackers
+
+
+def launch(
+    stage: Callable[[Any, bool], Any],
+    config: Any,
+    parsed: RecipeArguments,
+    check: Callable[[Any], object],
+    show: Callable[[Any], object] = show_brief,
+) -> int:
+    """Show the plan (--dry-run, by `show`), or build the stage and train; the exit code.
+
+    What would fail after the set-up, or hours later, is tried first: the output folder, trackers, the
+    launcher's settings, and what `check` looks at (evaluation tasks, the reward). Raises UserError.
+    """
+    check_launcher(config.train.mixed_precision)
+    check_folder(config.run.directory)
+    check_trackers(config.track.trackers, config.track.tensorboard)
+    check(config)
+    if parsed.dry_run:
+        show(config)
+        return EXIT_OK
+
+    tie_to_launcher()
+    training = stage(config, parsed.resume)
+    try:
+        if training.runtime.is_main:
+            remember(config.run.directory, parsed)
+        if (tracker := getattr(training, "tracker", None)) is not None:
+            tracker.say(banner(training))
+        return training.train()
+    finally:
+        training.close()
+
+
+def check_folder(directory: str | Path) -> None:
+    """UserError when an output folder cannot be made or written; nothing is made."""
+    path = Path(directory)
+    while not path.exists() and not path.is_symlink() and path.parent != path:
+        path = path.parent
+    if not path.is_dir():
+        raise UserError(f"--out {directory}: {path} is a file; give a folder")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UserError(f"--out {directory}: {path} cannot be written; give another folder")
