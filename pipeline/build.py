@@ -1,13 +1,12 @@
-"""From a RunConfig to the parts of a run: tokenizer, model, optimizer, data loaders, and what the loop asks
-of them."""
+"""From a recipe to the parts of a run: tokenizer, model, optimizer, costs, and the recipe as it is written
+down."""
 
 from __future__ import annotations
 
 import json
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,14 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.moe import Router, moe_layers, update_router_biases
 from earlyfusion.pipeline.config.compose import dump
-from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
 from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.runtime import Runtime, installed
-from earlyfusion.pipeline.stage_data import StageLoaders as StageLoaders
 from earlyfusion.pipeline.statefile import write_text
-
-# What stands behind the short names in `stages.frozen`.
-FROZEN_ROOMS = {"vision": ("vision_tower.*",), "projector": ("mm_projector.*",), "text": ("decoder.*",)}
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
@@ -82,9 +76,8 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     return loaded
 
 
-def optimizer(config: RunConfig, fusion: nn.Module) -> torch.optim.Optimizer:
+def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer:
     """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
-    section = config.optim
     groups = build_param_groups(
         fusion,
         section.lr,
@@ -141,82 +134,9 @@ def scale_lr(groups: Sequence[dict[str, Any]], factors: Mapping[str, float]) -> 
     return list(split.values())
 
 
-def set_lr(opt: torch.optim.Optimizer, lr: float) -> None:
-    """One learning rate for all groups (Moonlight: both families share it), but for `optim.lr_scale`."""
-    for group in opt.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-
-
 def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
     """MuonClip's own numbers; nothing for other optimizers."""
     return opt.metrics() if isinstance(opt, MuonClip) else {}
-
-
-def forget_step(fusion: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Any]:
-    """Drop what a refused step measured: a bad batch must not clip heads or move router biases. Returns no
-    metrics."""
-    clip = getattr(opt, "qk_clip", None)
-    if clip is not None:
-        clip.reset()
-    for layer in moe_layers(fusion):
-        layer.reset_counts()
-    return {}
-
-
-def balance_experts(fusion: nn.Module, runtime: Runtime) -> dict[str, Any]:
-    """Move the router biases by the step's load, summed over ranks; returns the load metrics."""
-    reduce = None if runtime.world == 1 else lambda flat: runtime.sum(flat).to(flat.dtype)
-    return update_router_biases(fusion, reduce)
-
-
-def expert_metrics(balance: dict[str, Any], fusion: NativeFusion) -> dict[str, Any]:
-    """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
-    if not balance:
-        return {}
-    layers = [i for i in range(len(fusion.decoder.layers)) if fusion.config.text.is_moe(i)]
-    shares = balance["load_share"].tolist()
-    return {
-        "expert_load": {str(layer): share for layer, share in zip(layers, shares, strict=True)},
-        "expert_max_violation": float(balance["max_violation"].max()),
-    }
-
-
-def frozen(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a parameter name is frozen: vision, projector, text, or fnmatch patterns."""
-    wanted = [pattern for name in patterns for pattern in FROZEN_ROOMS.get(name, (name,))]
-    return lambda name: any(fnmatchcase(name, pattern) for pattern in wanted)
-
-
-@contextmanager
-def held(fusion: NativeFusion, is_frozen: Callable[[str], bool]) -> Iterator[None]:
-    """Around an update: QK-Clip and the balancing of experts leave frozen weights and their routers' biases
-    alone."""
-    parameters = [parameter for name, parameter in fusion.named_parameters() if is_frozen(name)]
-    routers = [
-        module
-        for name, module in fusion.named_modules()
-        if isinstance(module, Router) and is_frozen(f"{name}.weight")
-    ]
-    biases = [router.e_score_correction_bias.clone() for router in routers]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        for router, bias in zip(routers, biases, strict=True):
-            router.e_score_correction_bias.copy_(bias)
-
-
-def check_frozen(fusion: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -> None:
-    """UserError for an entry that matches no parameter. frozen_by_key: the recipe's key -> its entries."""
-    names = [name for name, _ in fusion.named_parameters()]
-    known = f"use {', '.join(FROZEN_ROOMS)} or a pattern like {names[0]!r}"
-    for key, entries in frozen_by_key.items():
-        for entry in entries:
-            if not any(map(frozen([entry]), names)):
-                raise UserError(f"{key}: {entry!r} matches no parameter; {known}")
 
 
 class Costs:

@@ -219,7 +219,7 @@ def banner(training: Any) -> str:
     stages = StageTable(config.stages, config.optim.lr)
     tokens = flops = 0.0
     for step in range(training.step, training.total):
-        stage = config.stages[stages.place(step).index]
+        stage = config.stages[stages.index(step)]
         tokens += stage.tokens * stage.lanes
     length = config.stages[0].length
     rooms = training_flops(model.config, [length], [])

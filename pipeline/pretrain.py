@@ -5,13 +5,17 @@
     torchrun --nproc-per-node 2 -m earlyfusion.pipeline.pretrain nano
     earlyfusion pretrain nano
 
-One step: packed micro-batches -> NativeFusion -> weighted mean loss -> gradients (averaged over ranks by DDP)
--> guard -> clip -> MuonClip (or AdamW) with QK-Clip -> router biases -> meters. Everything that a resume
-needs lies in the checkpoint: weights, optimizer, data cursors, random states, meters, guard. A stopped run
-(SIGTERM, SIGINT) saves and leaves with exit code 75; `--resume` goes on bit for bit.
+One step, and where to read on:
 
-The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model directory)
-and report.html.
+    stage_data.py        packed micro-batches of this rank: documents of all sources, pictures in their places
+    step.py              model/fusion.py on each: tower, projector, decoder -> weighted mean loss -> gradients
+    update.py            clip, guard, MuonClip (or AdamW) with QK-Clip, router biases; or forget the step
+    meter.py, track.py   speed and losses, to the terminal and metrics.jsonl
+
+Everything that a resume needs lies in the checkpoint: weights, optimizer, data cursors, random states,
+meters, guard. A stopped run (SIGTERM, SIGINT) saves and leaves with exit code 75; `--resume` goes on bit for
+bit. The output folder gets metrics.jsonl, recipe.toml, checkpoints/, eval/, samples/, model/ (the model
+directory) and report.html.
 """
 
 from __future__ import annotations
@@ -30,240 +34,243 @@ from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
-from earlyfusion.pipeline.guard import Guard
+from earlyfusion.pipeline.guard import Guard, Verdict
 from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.meter import Meter
+from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
 from earlyfusion.pipeline.schedule import StageTable
-from earlyfusion.pipeline.step import LossBook, drop_frozen_gradients, forward_backward, weigh
+from earlyfusion.pipeline.stage_data import StageLoaders
+from earlyfusion.pipeline.step import LossMeter, StepLoss, forward_backward
 from earlyfusion.pipeline.track import Tracker
+from earlyfusion.pipeline.update import Update, check_frozen, expert_metrics, update
 
 
 class Pretraining:
     """The parts of a run, built in the order they need one another; `train` is the loop."""
 
     def __init__(self, config: RunConfig, resume: bool) -> None:
-        self.runtime = runtime = Runtime(
-            config.train.mixed_precision, config.train.threads, config.track.trackers
-        )
+        # Processes, seeds, and the tokenizer, which decides the size of the vocabulary.
+        train, track = config.train, config.track
+        self.runtime = runtime = Runtime(train.mixed_precision, train.threads, track.trackers)
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
-        self.config = config = self._fitted(config)
+        self.config = config = self.fit_vocabulary(config)
         self.out = Path(config.run.directory)
-        self.stages = StageTable(config.stages, config.optim.lr)
-        self.total = config.total_steps
+
+        # What a resume must agree with, and the checkpoint it goes on from.
         facts = RunFacts(dump(config), self.tokenizer.hash, self.tokenizer.vocab_size)
-        self.checkpoints = Checkpointer(
-            self.out, runtime, facts, config.checkpoint.keep, config.checkpoint.keep_every
-        )
+        keep = config.checkpoint
+        self.checkpoints = Checkpointer(self.out, runtime, facts, keep.keep, keep.keep_every)
         start = self.checkpoints.start(resume)
 
-        self.fusion = self._build_model()
-        self.fusion.decoder.recompute = config.train.recompute
-        build.check_frozen(self.fusion, {f"stages.{one.name}.frozen": one.frozen for one in config.stages})
-        self.model = runtime.prepare_model(self.fusion)
-        self.optimizer = build.optimizer(config, self.fusion)
+        # The model, spread over the ranks, and the optimizer over its parameters.
+        self.fusion = self.build_model()
+        self.fusion.decoder.recompute = train.recompute
+        check_frozen(self.fusion, {f"stages.{stage.name}.frozen": stage.frozen for stage in config.stages})
+        self.model = replicate(self.fusion, runtime)
+        self.optimizer = build.optimizer(config.optim, self.fusion)
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
-        self.meter = Meter(
-            runtime, torch.bfloat16 if config.train.mixed_precision == "bf16" else torch.float32
-        )
-        self.costs = build.Costs(self.fusion.config)
-        self.book = LossBook([source.name for source in config.data.sources])
-        self.source_weights = torch.tensor([config.train.loss_weights.get(s, 1.0) for s in self.book.sources])
-        self.step = 0
+
+        # Schedule, data, and who encodes which picture.
+        self.step, self.total = 0, config.total_steps
+        self.stages = StageTable(config.stages, config.optim.lr)
+        self.loaders = StageLoaders(config, self.tokenizer, runtime, self.out)
         self.exchange = PictureExchange(config.parallel, self.fusion.config, runtime)
-        self.loaders = build.StageLoaders(config, self.tokenizer, runtime, self.out)
+
+        # What is measured.
+        dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
+        self.meter = Meter(runtime, dtype)
+        self.costs = build.Costs(self.fusion.config)
+        self.loss_meter = LossMeter([source.name for source in config.data.sources])
         if start is not None:
-            self._restore(start)
-        self.evaluator = self._build_evaluator()
-        self.loaders.at(self.stages.place(self.step).index)  # missing data is told before anything is written
+            self.restore(start)
+        self.evaluator = self.build_evaluator()
+        self.loaders.at(self.stages.index(self.step))  # missing data is told before anything is written
+
+        # From here on a signal waits for the end of a step, and the output folder is written to.
         runtime.stop.install()
         self.tracker = Tracker(
             self.out,
             runtime,
             total_steps=self.total,
             start_step=self.step,
-            tensorboard=config.track.tensorboard,
-            trackers=config.track.trackers,
+            tensorboard=track.tensorboard,
+            trackers=track.trackers,
             recipe=dump(config),
             name=config.run.name,
         )
         if runtime.is_main:
             build.write_recipe(self.out, config)
 
-    # What a later stage builds in another way (pipeline/sft.py).
+    # What another kind of run builds in another way (pipeline/sft.py).
 
-    def _fitted(self, config: RunConfig) -> RunConfig:
-        """The recipe with the vocabulary that the model is to have."""
+    def fit_vocabulary(self, config: RunConfig) -> RunConfig:
+        """The recipe with the vocabulary that the model is to have: that of the tokenizer."""
         return build.with_tokenizer(config, self.tokenizer)
 
-    def _build_model(self) -> NativeFusion:
+    def build_model(self) -> NativeFusion:
+        """The model with the weights that the run starts from."""
         return build.model(self.config, self.tokenizer)
 
-    def _build_evaluator(self) -> evaluate.Evaluator:
+    def build_evaluator(self) -> evaluate.Evaluator:
+        """What measures the model, during the run and after it."""
         return evaluate.Evaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
 
-    def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+    def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+        """The model directory and the report, by rank 0; returns lines to show. facts: of the run."""
         return evaluate.write_outputs(self.out, self.fusion, self.tokenizer, facts)
 
-    # ------------------------------------------------------------------------------------------------------
-    # the loop
+    # ------------------------------------------------------------------------------------------- the loop
 
     @objects_at_rest()
     def train(self) -> int:
         """All steps that are left, then the last evaluation, the model directory and the report."""
+        config, runtime = self.config, self.runtime
         self.meter.restart_clock()
         while self.step < self.total:
-            place = self.stages.place(self.step)
+            index = self.stages.index(self.step)
+            stage, lr = config.stages[index], self.stages.lr(self.step)
+
+            # The next micro-batches of this rank; its wait for them is reported as data_wait.
             with self.meter.waiting():
-                given = self.loaders.at(place.index).next_step()
-                batches = [batch.to(self.runtime.device) for batch in given]
-            flops = self.costs.of(given)  # counts labels, on the host
-            for batch in batches:
-                weigh(batch, self.source_weights, self.config.train.text_loss_weight)
-            self._one_step(batches, place, flops)
-            if self.runtime.should_stop():
-                return self._leave_early()
-            self._every_so_often()
-        return self._finish()
+                on_host = self.loaders.next_step(index)
+                batches = [batch.to(runtime.device) for batch in on_host]
 
-    def _one_step(self, batches: Sequence[Any], place: Any, flops: tuple[float, float]) -> None:
-        self.model.train()
-        routes = self.exchange.routes(batches, self.config.stages[place.index].max_patches)
-        result = forward_backward(
-            self.runtime.accelerator, self.model, batches, self.book, self.runtime.sum, routes
-        )
-        frozen = build.frozen(self.config.stages[place.index].frozen)
-        drop_frozen_gradients(self.fusion, frozen)
-        limit = self.config.optim.clip_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.fusion.parameters(), float("inf") if limit is None else limit
-        )
-        grad_norm = float(norm)
-        can_roll_back = self.guard.policy == "rollback" and self.checkpoints.latest() is not None
-        verdict = self.guard.check(result.loss, grad_norm, can_roll_back=can_roll_back)
-        lr = self.stages.lr(self.step)
-        if verdict.ok:
-            build.set_lr(self.optimizer, lr)
-            with build.held(self.fusion, frozen):
-                self.optimizer.step()
-                balance = build.balance_experts(self.fusion, self.runtime)
-        else:
-            balance = build.forget_step(self.fusion, self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.meter.step(
-            tokens=sum(b.num_tokens for b in batches),
-            patches=sum(b.num_patches for b in batches),
-            samples=sum(b.segments.num for b in batches),
-            decoder_flops=flops[0],
-            vision_flops=flops[1],
-            vision_work=self.exchange.work(batches, routes),
-        )
-        self.step += 1
-        if not verdict.ok and self._react(verdict):
+            # Forward and backward; pictures may be encoded on other ranks, gradients are averaged over all.
+            self.model.train()
+            routes = self.exchange.routes(batches, stage.max_patches)
+            losses = forward_backward(runtime, self.model, batches, self.loss_meter, routes)
+
+            # Clip, let the guard look at it, step or forget.
+            step = update(
+                self.fusion,
+                self.optimizer,
+                self.guard,
+                runtime,
+                loss=losses.loss,
+                lr=lr,
+                clip_grad_norm=config.optim.clip_grad_norm,
+                frozen=stage.frozen,
+                can_roll_back=self.guard.policy == "rollback" and self.checkpoints.latest() is not None,
+            )
+
+            # Count what the step did.
+            decoder_flops, vision_flops = self.costs.of(on_host)
+            self.meter.step(
+                tokens=sum(batch.num_tokens for batch in batches),
+                patches=sum(batch.num_patches for batch in batches),
+                samples=sum(batch.segments.num for batch in batches),
+                decoder_flops=decoder_flops,
+                vision_flops=vision_flops,
+                vision_work=self.exchange.work(batches, routes),
+            )
+            self.step += 1
+
+            # Log it, unless the guard sent the run back to a checkpoint.
+            if not (step.refused and self.rolled_back(step.verdict)):
+                self.log(stage.name, losses, lr, step)
+                if self.step < self.total and self.stages.index(self.step) != index:
+                    self.guard.new_stage()
+
+            # Stop on a signal; evaluate and save every so often.
+            if runtime.should_stop():
+                return self.leave_early()
+            if self.due(config.eval.every):
+                with self.meter.paused():
+                    self.evaluator.run(self.step, self.tracker, final=False)
+            if self.due(config.checkpoint.every):
+                with self.meter.paused():
+                    self.save()
+        return self.finish()
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every so many steps (0: never) happens now; the end has its own."""
+        return every > 0 and self.step % every == 0 and self.step != self.total
+
+    def log(self, stage: str, losses: StepLoss, lr: float, step: Update) -> None:
+        """A line of the terminal at every step, a record every `track.log_every`."""
+        record: dict[str, Any] = {"stage": stage, "loss": losses.loss, "lr": lr}
+        record |= {"grad_norm": step.grad_norm, "fill": losses.fill}
+        if self.step % self.config.track.log_every and self.step != self.total:
+            self.tracker.tick(self.step, record | {"step_s": self.meter.step_s})
             return
-        shown = {
-            "stage": place.name,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "fill": result.fill,
-        }
-        if self.step % self.config.track.log_every == 0 or self.step == self.total:
-            self._log(shown, balance)
-        else:
-            self.tracker.tick(self.step, shown | {"step_s": self.meter.step_s})
-        if self.step < self.total and self.stages.place(self.step).index != place.index:
-            self.guard.new_stage()
+        record |= self.loss_meter.means(self.runtime) | self.loaders.metrics() | self.meter.snapshot()
+        self.loss_meter.clear()
+        record |= build.optimizer_metrics(self.optimizer) | expert_metrics(step.expert_load, self.fusion)
+        self.tracker.log(self.step, record)
 
-    def _log(self, shown: dict[str, Any], balance: dict[str, Any]) -> None:
-        record = shown | self.book.means(self.runtime.sum) | self.loaders.metrics(self.runtime.sum)
-        record |= self.meter.snapshot()
-        self.book.clear()
-        self.tracker.log(
-            self.step,
-            record | build.optimizer_metrics(self.optimizer) | build.expert_metrics(balance, self.fusion),
-        )
-
-    def _react(self, verdict: Any) -> bool:
-        """The guard refused the update: say so, and stop or go back when its policy asks for it. True: gone
-        back."""
-        seen, message = self.step, f"{verdict.action}: {verdict.reason}"
-        newest = self.checkpoints.intact() if verdict.action == "rollback" else None
-        if newest is not None:
-            loaded = self.checkpoints.load(newest)
-            self._restore_weights(loaded)  # the data cursors stay, so that the bad batches are passed over
+    def rolled_back(self, verdict: Verdict) -> bool:
+        """The guard refused the step: tell it, and stop or go back where its policy asks for that. True: gone
+        back, with the data cursors as they are, so that the bad batches are passed over."""
+        refused_at, message = self.step, f"{verdict.action}: {verdict.reason}"
+        if verdict.action == "rollback":
+            loaded = self.checkpoints.load(self.checkpoints.intact())
+            self.restore_weights(loaded)
             self.guard.after_rollback()
             self.step = loaded.step
             self.tracker.rewind(self.step)
-        self.tracker.event(self.step, "guard", action=verdict.action, seen_at=seen, message=message)
+        self.tracker.event(self.step, "guard", action=verdict.action, seen_at=refused_at, message=message)
         if verdict.action == "stop":
             raise TrainingStopped(f"stopped by the guard at step {self.step}: {verdict.reason}")
-        return newest is not None
+        return verdict.action == "rollback"
 
-    def _every_so_often(self) -> None:
-        every, last = self.config.eval.every, self.step == self.total
-        if every and self.step % every == 0 and not last:
-            with self.meter.paused():
-                self.evaluator.run(self.step, self.tracker, final=False)
-        if self.config.checkpoint.every and self.step % self.config.checkpoint.every == 0 and not last:
-            with self.meter.paused():
-                self._save()
+    # ------------------------------------------------------------------------------------ state, and the end
 
-    # ------------------------------------------------------------------------------------------- state, and
-    # the end
-
-    def _save(self) -> Path:
-        book = self.runtime.sum(self.book.sums).cpu()  # of all ranks: the file keeps rank 0's trainer state
-        trainer = {"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": book}
+    def save(self) -> Path:
+        """Write a checkpoint; every rank calls it."""
+        losses = self.runtime.sum(self.loss_meter.sums_S22).cpu()  # of all ranks: the file keeps rank 0's
         path = self.checkpoints.save(
             self.step,
             model=self.fusion.state_dict(),
             optimizer=self.optimizer.state_dict(),
-            trainer=trainer,
+            trainer={"guard": self.guard.state_dict(), "meter": self.meter.state_dict(), "book": losses},
             lanes=self.loaders.state_dict(),
         )
         self.tracker.event(self.step, "checkpoint", path=path.name)
         return path
 
-    def _restore_weights(self, loaded: Loaded) -> None:
+    def restore_weights(self, loaded: Loaded) -> None:
+        """Weights and optimizer of a checkpoint, nothing else."""
         self.fusion.load_state_dict(loaded.model)
         self.optimizer.load_state_dict(loaded.optimizer)
 
-    def _restore(self, loaded: Loaded) -> None:
-        self._restore_weights(loaded)
+    def restore(self, loaded: Loaded) -> None:
+        """Everything, as it was when the checkpoint was written."""
+        self.restore_weights(loaded)
         self.guard.load_state_dict(loaded.trainer["guard"])
         self.meter.load_state_dict(loaded.trainer["meter"])
-        if self.runtime.is_main:  # what is pending of all ranks; the others begin with nothing
-            self.book.sums = loaded.trainer["book"]
+        if self.runtime.is_main:  # losses of all ranks since the last record; the others begin with nothing
+            self.loss_meter.sums_S22 = loaded.trainer["book"]
         self.step = loaded.step
         self.loaders.load_state_dict(loaded.lanes)
         loaded.restore_rng(self.runtime.rank, self.config.run.seed)
 
-    def _leave_early(self) -> int:
-        path = self._save()
+    def leave_early(self) -> int:
+        """Save and leave, to be started again."""
+        path = self.save()
         reason = self.runtime.stop.received or "a signal on another rank"
-        self.tracker.event(
-            self.step, "stop", message=f"{reason}: saved {path.name}; --resume goes on from here"
-        )
+        message = f"{reason}: saved {path.name}; --resume goes on from here"
+        self.tracker.event(self.step, "stop", message=message)
         return EXIT_REQUEUE
 
-    def _finish(self) -> int:
-        # The stage of the last step taken: with run.steps it need not be the last stage, and its cursors are
-        # saved below.
-        loader = self.loaders.at(self.stages.place(max(0, self.step - 1)).index)
+    def finish(self) -> int:
+        """The last evaluation and checkpoint, the model directory and the report."""
+        # The stage of the last step taken: with run.steps it need not be the recipe's last one.
+        loader = self.loaders.at(self.stages.index(max(0, self.step - 1)))
         with self.meter.paused():
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
-            self._save()
+            self.save()
         if self.runtime.is_main:
             facts = evaluate.run_facts(self.config, self.step, self.meter, headline, loader.stats()["shares"])
-            for line in self._write_outputs(facts):
+            for line in self.write_outputs(facts):
                 self.tracker.say(line)
         self.runtime.barrier()
         return EXIT_OK
 
     def close(self) -> None:
+        """Stop threads, close files, give the signal handlers back."""
         self.loaders.close()
         self.tracker.close()
         self.runtime.close()

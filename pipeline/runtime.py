@@ -1,4 +1,4 @@
-"""Processes, devices, seeds, and the wish to stop.
+"""Processes, devices, seeds, and preemption.
 
 `Runtime` wraps accelerate's Accelerator: alone, under `accelerate launch`, or under torchrun with gloo or
 nccl. The data loader never goes through `prepare()` (accelerate would let rank 0 read everything and
@@ -247,13 +247,14 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def prepare_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model on its device, with autocast and (several processes) DDP around it."""
-        return self.accelerator.prepare_model(model)
-
     def sum(self, values: torch.Tensor | float | int) -> torch.Tensor:
         """Element-wise sum over ranks, float64, on the run's device."""
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def sum_dict(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Sums over ranks by name, in one message; every rank gives the same names in the same order."""
+        sums = self.sum(torch.tensor(list(values.values()), dtype=torch.float64)).tolist()
+        return dict(zip(values, sums, strict=True))
 
     def max(self, values: torch.Tensor | float | int) -> torch.Tensor:
         """Element-wise maximum over ranks, float64, on the run's device."""

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, and the table of stages.
+"""Every learning-rate schedule, as a pure function of the step, and the table of stages.
 
 Nothing here is stateful: a resumed run asks for step s and gets what the uninterrupted run got.
 """
@@ -7,38 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
-
-class StageLike(Protocol):
-    """The fields of a stage that a schedule reads (see pipeline.config.StageSection)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def lr(self) -> float | None: ...
-    @property
-    def final_lr_ratio(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def decay_steps(self) -> int: ...
+from earlyfusion.pipeline.config.schema import StageSection
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Linear rise: (step + 1) / warmup_steps below warmup_steps, 1 after it; the first update is never
-    zero."""
+    """Linear rise: (step + 1) / warmup_steps, then 1; the first update is never zero."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
 
 
 def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> float:
-    """Warm-up, then final + (1 - final) (1 + cos(pi u)) / 2 with u from 0 (end of warm-up) to 1 (last
-    step)."""
+    """Warm-up, then final + (1 - final) (1 + cos(pi u)) / 2, u from 0 (end of warm-up) to 1 (last step)."""
     if step < warmup_steps:
         return warmup(step, warmup_steps)
     u = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
@@ -48,8 +27,7 @@ def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.
 def wsd(
     step: int, steps: int, warmup_steps: int = 0, decay_steps: int = 0, final_ratio: float = 0.0
 ) -> float:
-    """Warm-up, stable at 1, then linear fall over the last decay_steps steps; the last step is at
-    final_ratio."""
+    """Warm-up, stable at 1, then linear over the last decay_steps; the last step is at final_ratio."""
     if step < warmup_steps:
         return warmup(step, warmup_steps)
     into_decay = step - (steps - decay_steps) + 1
@@ -58,27 +36,17 @@ def wsd(
     return 1.0 - (1.0 - final_ratio) * min(1.0, into_decay / decay_steps)
 
 
-def stage_ratio(stage: StageLike, step: int) -> float:
-    """Share of the stage's peak learning rate at its local step."""
-    if stage.schedule == "cosine":
-        return cosine(step, stage.steps, stage.warmup_steps, stage.final_lr_ratio)
-    return wsd(step, stage.steps, stage.warmup_steps, stage.decay_steps, stage.final_lr_ratio)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a global step lies: stage number, its name, the step inside it, its first global step."""
-
-    index: int
-    name: str
-    local_step: int
-    first_step: int
+def linear(peak: float, step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 1.0) -> float:
+    """The rate itself: linear rise to `peak`, then evenly towards final_ratio * peak after the last step."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    return peak * (1 - (1 - final_ratio) * (step - warmup_steps) / max(1, steps - warmup_steps))
 
 
 class StageTable:
     """Global step -> stage and learning rate. `lr` is the peak of stages that name none."""
 
-    def __init__(self, stages: Sequence[StageLike], lr: float):
+    def __init__(self, stages: Sequence[StageSection], lr: float) -> None:
         if not stages:
             raise ValueError("a run needs at least one stage")
         self.stages = list(stages)
@@ -87,19 +55,14 @@ class StageTable:
         for stage in self.stages:
             self.starts.append(self.starts[-1] + stage.steps)
 
-    @property
-    def total_steps(self) -> int:
-        return self.starts[-1]
-
-    def place(self, step: int) -> Place:
-        """The stage of a global step; the step after the last one belongs to the last stage (a finished
-        run)."""
-        if not 0 <= step <= self.total_steps:
-            raise ValueError(f"step {step} lies outside the run of {self.total_steps} steps")
+    def index(self, step: int) -> int:
+        """Number of the stage of a global step; the step after the last belongs to the last stage."""
+        if not 0 <= step <= self.starts[-1]:
+            raise ValueError(f"step {step} lies outside the run of {self.starts[-1]} steps")
         index = len(self.stages) - 1
         while step < self.starts[index]:
             index -= 1
-        return Place(index, self.stages[index].name, step - self.starts[index], self.starts[index])
+        return index
 
     def peak(self, index: int) -> float:
         """Peak learning rate of a stage."""
@@ -108,5 +71,10 @@ class StageTable:
 
     def lr(self, step: int) -> float:
         """Learning rate of the update that global step `step` makes."""
-        at = self.place(step)
-        return self.peak(at.index) * stage_ratio(self.stages[at.index], at.local_step)
+        index = self.index(step)
+        stage, inside = self.stages[index], step - self.starts[index]
+        if stage.schedule == "cosine":
+            ratio = cosine(inside, stage.steps, stage.warmup_steps, stage.final_lr_ratio)
+        else:
+            ratio = wsd(inside, stage.steps, stage.warmup_steps, stage.decay_steps, stage.final_lr_ratio)
+        return self.peak(index) * ratio

@@ -40,18 +40,18 @@ from earlyfusion.pipeline.sft_start import start_model, with_start
 class FineTuning(Pretraining):
     """The run of pretraining, from a model directory and to one that speaks chat."""
 
-    def _fitted(self, config: RunConfig) -> RunConfig:
+    def fit_vocabulary(self, config: RunConfig) -> RunConfig:
         return config  # with_start has set the vocabulary
 
     def _start(self) -> Path:
         return model_folder(str(self.config.run.init_from))
 
-    def _build_model(self) -> NativeFusion:
+    def build_model(self) -> NativeFusion:
         wanted = build.fusion_config(self.config, self.tokenizer.media_pad_id)
         model, self.growth = start_model(self._start(), wanted, self.tokenizer)
         return model
 
-    def _build_evaluator(self) -> evaluate.Evaluator:
+    def build_evaluator(self) -> evaluate.Evaluator:
         evaluator = ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
         evaluator.chat = self._speaks_chat()
         return evaluator
@@ -72,7 +72,7 @@ class FineTuning(Pretraining):
                 self.evaluator.run(0, self.tracker, final=False)
         return super().train()
 
-    def _write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
+    def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
         chat = self._speaks_chat()
         frozen = sorted({entry for stage in self.config.stages for entry in stage.frozen})
         notes = [

@@ -3,54 +3,50 @@ it gave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from earlyfusion.data.errors import REASONS
 from earlyfusion.data.loading.ledger import skip_file
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.loading.mixture import Point, Schedule
+from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.config.schema import RunConfig, StageSection
 from earlyfusion.pipeline.runtime import Runtime
 
 
 def mix_schedule(stage: StageSection, weights: dict[str, float]) -> Schedule | None:
-    """The stage's mixture by step; None where one set of weights holds throughout. `weights`: those of
-    data.sources."""
+    """The stage's mixture by step; None where one set of weights (of data.sources: `weights`) holds
+    throughout."""
     if stage.vision_share is None and not stage.mix:
         return None
     points = [Point(0.0, stage.weights or weights, stage.vision_share)]
     for change in stage.mix:
-        points.append(
-            Point(
-                change.at * stage.steps, change.weights or None, change.vision_share, change.ramp == "linear"
-            )
-        )
+        at, linear = change.at * stage.steps, change.ramp == "linear"
+        points.append(Point(at, change.weights or None, change.vision_share, linear))
     return Schedule(points)
 
 
 def describe_mix(stage: StageSection, weights: dict[str, float]) -> str:
     """The stage's mixture in words: shares of the sources, vision share, and where they change."""
 
-    def shown(weights: dict[str, float], vision: float | None) -> str:
+    def in_words(weights: dict[str, float], vision: float | None) -> str:
         whole = sum(weights.values()) or 1.0
         parts = [] if vision is None else [f"vision {100 * vision:.1f} %"]
         return " ".join(parts + [f"{name} {100 * weight / whole:.1f} %" for name, weight in weights.items()])
 
-    lines = [shown(stage.weights or weights, stage.vision_share)]
+    phrases = [in_words(stage.weights or weights, stage.vision_share)]
     for change in stage.mix:
         when = f"{'up to' if change.ramp == 'linear' else 'from'} step {change.at * stage.steps:g}"
-        lines.append(f"{when}: {shown(change.weights, change.vision_share)}")
-    return "; ".join(lines)
+        phrases.append(f"{when}: {in_words(change.weights, change.vision_share)}")
+    return "; ".join(phrases)
 
 
 class StageLoaders:
-    """The data loader of the current stage. Each stage has its own length, budget, mixture and order.
+    """The data loader of the current stage, which has its own length, budget, mixture and order.
 
     The cursors of a stage that was left are kept: a rollback into it goes on behind what was read, not from
     its start.
@@ -64,11 +60,24 @@ class StageLoaders:
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
             runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
+        factors = [config.train.loss_weights.get(source.name, 1.0) for source in config.data.sources]
+        self._loss_factor_S = torch.tensor(factors)
         self._stage = -1
         self._loader: Loader | None = None
         self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor
         self._log = None if out is None else skip_file(out, runtime.rank)
         self._fresh = True
+
+    def next_step(self, index: int) -> list[PackedBatch]:
+        """This rank's next micro-batches of stage `index`, on the host, with the recipe's loss weights."""
+        batches = self.at(index).next_step()
+        text_factor = self.config.train.text_loss_weight
+        for batch in batches:
+            batch.loss_weights = batch.loss_weights * self._loss_factor_S[batch.source_ids.long()]
+            if text_factor != 1.0:
+                scaled = batch.loss_weights * text_factor
+                batch.loss_weights = torch.where(batch.has_image, batch.loss_weights, scaled)
+        return batches
 
     def at(self, index: int) -> Loader:
         """The loader of stage `index`, going on where that stage was left (or saved) if it was ever begun."""
@@ -76,44 +85,41 @@ class StageLoaders:
             return self._loader
         self._left |= self._current()
         self.close()
-        if (
-            self._fresh and self._log is not None
-        ):  # what an earlier run in this folder left out is not this run's
-            self._log.unlink(missing_ok=True)
+        if self._fresh and self._log is not None:
+            self._log.unlink(missing_ok=True)  # what an earlier run in this folder left out is not this run's
             self._fresh = False
-        stage, runtime, data = self.config.stages[index], self.runtime, self.config.data
+
+        stage, data = self.config.stages[index], self.config.data
         schedule = mix_schedule(stage, {source.name: source.weight for source in data.sources})
-        self._stage, self._loader = (
-            index,
-            Loader(
-                data,
-                self.tokens,
-                self.config.vision,
-                length=stage.length,
-                tokens=stage.tokens,
-                max_patches=stage.max_patches,
-                max_vision_flops=stage.max_vision_flops,
-                lanes=stage.lanes,
-                rank=runtime.rank,
-                world_size=runtime.world,
-                weights=None if schedule else stage.weights or None,
-                schedule=schedule,
-                stage=index,
-                log=self._log,
-            ),
+        loader = Loader(
+            data,
+            self.tokens,
+            self.config.vision,
+            length=stage.length,
+            tokens=stage.tokens,
+            max_patches=stage.max_patches,
+            max_vision_flops=stage.max_vision_flops,
+            lanes=stage.lanes,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world,
+            weights=None if schedule else stage.weights or None,
+            schedule=schedule,
+            stage=index,
+            log=self._log,
         )
+
         cursors = self._left.pop(index, {})
         if cursors:
             head = next(iter(cursors.values()))["head"]
             lanes = {str(lane): cursor["state"] for lane, cursor in cursors.items()}
-            self._loader.load_state_dict({**head, "lanes": lanes})
+            loader.load_state_dict({**head, "lanes": lanes})
         for first, end in stage.skip:
-            self._loader.skip(range(first, end))
-        return self._loader
+            loader.skip(range(first, end))
+        self._stage, self._loader = index, loader
+        return loader
 
-    def metrics(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """What the current stage's data turned out to be so far, over all ranks (`reduce` sums); every rank
-        calls it.
+    def metrics(self) -> dict[str, float]:
+        """What the current stage's data turned out to be so far, over all ranks; every rank calls it.
 
         data/step: steps of the stage's data delivered or skipped (what stages.skip counts);
         data/share/<source>: share of the tokens; data/vision_share: of tokens in documents with a picture;
@@ -123,22 +129,27 @@ class StageLoaders:
         loader = self._loader
         if loader is None:
             return {}
-        stats, names = loader.stats(), list(loader.sources)
-        own = [stats["tokens"][name] for name in names]
-        own += [sum(stats["vision_tokens"].values()), sum(stats["media_tokens"].values()), stats["positions"]]
-        own += [stats["skipped_by_reason"].get(reason, 0) for reason in REASONS]
-        own += [stats["epochs"][name] / self.runtime.world for name in names]
-        sums = reduce(torch.tensor(own, dtype=torch.float64)).tolist()
-        count = len(names)
-        tokens, (vision, media, positions) = sums[:count], sums[count : count + 3]
-        bad, epochs = sums[count + 3 : count + 3 + len(REASONS)], sums[count + 3 + len(REASONS) :]
-        total = max(1.0, sum(tokens))
-        record: dict[str, float] = {"data/step": loader.step}
-        record |= {f"data/share/{name}": given / total for name, given in zip(names, tokens)}
-        record |= {"data/vision_share": vision / total, "data/media_share": media / total}
-        record |= {"data/fill": sum(tokens) / max(1.0, positions), "data/skipped": sum(bad)}
-        record |= {f"data/skipped/{reason}": number for reason, number in zip(REASONS, bad) if number}
-        return record | {f"data/epoch/{name}": passes for name, passes in zip(names, epochs)}
+        stats = loader.stats()
+        own = {f"share/{name}": stats["tokens"][name] for name in loader.sources}
+        own |= {
+            "vision_share": sum(stats["vision_tokens"].values()),
+            "media_share": sum(stats["media_tokens"].values()),
+            "positions": stats["positions"],
+        }
+        own |= {f"skipped/{reason}": stats["skipped_by_reason"].get(reason, 0) for reason in REASONS}
+        own |= {f"epoch/{name}": stats["epochs"][name] / self.runtime.world for name in loader.sources}
+        sums = self.runtime.sum_dict(own)
+
+        # Shares are of the tokens of all sources; reasons that never came up are left out.
+        tokens = sum(sums[f"share/{name}"] for name in loader.sources)
+        skipped = {key: count for key, count in sums.items() if key.startswith("skipped/") and count}
+        record: dict[str, float] = {"step": loader.step}
+        record |= {
+            key: sums[key] / max(1.0, tokens) for key in sums if key.partition("/")[0].endswith("share")
+        }
+        record |= {"fill": tokens / max(1.0, sums["positions"]), "skipped": sum(skipped.values())} | skipped
+        record |= {key: passes for key, passes in sums.items() if key.startswith("epoch/")}
+        return {f"data/{key}": value for key, value in record.items()}
 
     def _current(self) -> dict[int, dict[int, Any]]:
         """Cursors of the open loader's lanes, as an entry of `_left`."""
@@ -146,9 +157,8 @@ class StageLoaders:
             return {}
         state = self._loader.state_dict()
         head = {key: value for key, value in state.items() if key != "lanes"}
-        return {
-            self._stage: {int(lane): {"head": head, "state": saved} for lane, saved in state["lanes"].items()}
-        }
+        lanes = {int(lane): {"head": head, "state": saved} for lane, saved in state["lanes"].items()}
+        return {self._stage: lanes}
 
     def state_dict(self) -> dict[int, Any]:
         """Lane -> stage -> cursor, of this rank's lanes and every stage that was begun."""

@@ -330,22 +330,6 @@ class Learner:
         sums.add(ptx=loss_sum)
         return mean
 
-    def exchange(self) -> None:
-        """Sum the gradients over processes (the losses are already divided by the totals of all). A parameter
-        without a gradient on every process keeps none: for an optimizer 0 is a gradient, by which its old
-        momentum goes on."""
-        if self.runtime.world == 1:
-            return
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        known_P = grads[0].new_tensor([float(p.grad is not None) for p in trained])
-        # One message: two hundred small ones cost more than the sum.
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), known_P])
-        torch.distributed.all_reduce(flat)
-        *sums, known_P = flat.split([*(grad.numel() for grad in grads), len(trained)])
-        for parameter, part, known in zip(trained, sums, known_P.tolist()):
-            parameter.grad = part.view_as(parameter) if known else None
-
 
 def _without_patches(trajectory: Trajectory) -> Trajectory:
     """The same with a prompt whose places for features stay and whose pixels do not."""

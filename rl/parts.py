@@ -20,15 +20,15 @@ from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.config.compose import dump, render
-from earlyfusion.pipeline.guard import Guard, Verdict
+from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.schedule import linear
 from earlyfusion.pipeline.statefile import write_text
-from earlyfusion.pipeline.step import drop_frozen_gradients
 from earlyfusion.pipeline.track import Tracker
+from earlyfusion.pipeline.update import Update, check_frozen, update
 from earlyfusion.rl.learn import Learner, Sums
 from earlyfusion.rl.measure import run as measure
 from earlyfusion.rl.measure.tools import measure_tools
@@ -91,9 +91,8 @@ class Kit:
     ) -> None:
         self.config, self.runtime, self.tokenizer, self.model = config, runtime, tokenizer, model
         self.out, self.folder, self.checkpoints, self.start = out, folder, checkpoints, start
-        build.check_frozen(model, {"train.frozen": config.train.frozen})
-        self.frozen = build.frozen(config.train.frozen)
-        self.optimizer = build.optimizer(config, model)  # type: ignore[arg-type]  # reads config.optim only
+        check_frozen(model, {"train.frozen": config.train.frozen})
+        self.optimizer = build.optimizer(config.optim, model)
         self.guard = Guard(**config.guard.model_dump(), agree=runtime.agree)
         self.book = PromptBook(config, tokenizer, model.config.vision)
         self.engine = self._engine()
@@ -158,50 +157,29 @@ class Kit:
         assert self.loader is not None
         return [batch.to(self.runtime.device) for batch in self.loader.next_step()]
 
-    def set_lr(self, update: int) -> float:
+    def lr(self, update: int) -> float:
         """The learning rate of an update: linear rise, then evenly down to final_lr_ratio of it."""
-        train, peak = self.config.train, self.config.optim.lr
-        if update < train.warmup_updates:
-            lr = peak * (update + 1) / train.warmup_updates
-        else:
-            span = max(1, train.updates - train.warmup_updates)
-            lr = peak * (1 - (1 - train.final_lr_ratio) * (update - train.warmup_updates) / span)
-        build.set_lr(self.optimizer, lr)
-        return lr
+        train = self.config.train
+        return linear(self.config.optim.lr, update, train.updates, train.warmup_updates, train.final_lr_ratio)
 
-    def step(self, sums: Sums) -> tuple[float, Verdict]:
-        """Guard, clip, update: (gradient norm, verdict). Gradients are gone afterwards.
-
-        Norm 0, where no process had anything to learn: no step. Momentum and moments stand, for a step on
-        zeros would be one along an old direction, and the guard, which compares norms, does not hear of it.
-        """
-        drop_frozen_gradients(self.model, self.frozen)
-        limit = self.config.optim.clip_grad_norm
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-        )
-        if norm == 0:
-            build.forget_step(self.model, self.optimizer)
-            self.optimizer.zero_grad(set_to_none=True)
-            return norm, Verdict("go")
+    def step(self, sums: Sums, lr: float) -> Update:
+        """Guard, clip, update. Gradients are gone afterwards."""
         values = sums.reduced(self.runtime)
         loss = values["loss"] + values["ptx"]
         # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it
         # is finite does.
         watched = loss if self.config.ptx.only or not math.isfinite(loss) else 0.0
-        verdict = self.guard.check(watched, norm, can_roll_back=False)
-        if verdict.ok:
-            with build.held(self.model, self.frozen):
-                self.optimizer.step()
-                if self.config.train.balance_experts:
-                    build.balance_experts(self.model, self.runtime)
-                else:
-                    for layer in moe_layers(self.model):
-                        layer.reset_counts()
-        else:
-            build.forget_step(self.model, self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, verdict
+        return update(
+            self.model,
+            self.optimizer,
+            self.guard,
+            self.runtime,
+            loss=watched,
+            lr=lr,
+            clip_grad_norm=self.config.optim.clip_grad_norm,
+            frozen=self.config.train.frozen,
+            balance_experts=self.config.train.balance_experts,
+        )
 
     def note(self, seen: Experience) -> None:
         """Tell the curriculum how the prompts went, on all processes."""

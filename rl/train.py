@@ -34,6 +34,7 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.meter import peak_memory_bytes
+from earlyfusion.pipeline.parallel import exchange_gradients
 from earlyfusion.pipeline.runtime import objects_at_rest
 from earlyfusion.rl import parts
 from earlyfusion.rl.learn import Sums, minibatches
@@ -155,7 +156,7 @@ class Reinforcement:
         kit, train, ptx = self.kit, self.config.train, self.config.ptx
         self.model.train()
         coef = 1.0 if ptx.only else ptx.coef
-        lr = kit.set_lr(self.update)
+        lr = kit.lr(self.update)
         record: dict[str, Any] = {"lr": lr}
         gap = kit.learner.prepare(seen) if seen.answers else 0.0
         first: dict[str, float] | None = None
@@ -167,10 +168,11 @@ class Reinforcement:
                     kit.learner.gradients(seen, part, self.update, sums)
                 if coef:
                     ptx_losses.append(kit.learner.ptx_gradients(kit.curated(), coef, sums))
-                kit.learner.exchange()
-                norm, verdict = kit.step(sums)
-                empty += norm == 0
-                refused += verdict.action != "go"
+                exchange_gradients(self.model, self.runtime)
+                step = kit.step(sums, lr)
+                norm, verdict = step.grad_norm, step.verdict
+                empty += step.empty
+                refused += step.refused
                 if verdict.action == "stop":
                     raise TrainingStopped(f"stopped by the guard at update {self.update}: {verdict.reason}")
                 if not verdict.ok:

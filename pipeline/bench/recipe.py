@@ -28,7 +28,9 @@ from earlyfusion.pipeline import build
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.meter import peak_flops, peak_memory_bytes
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
-from earlyfusion.pipeline.step import LossBook, forward_backward
+from earlyfusion.pipeline.stage_data import StageLoaders
+from earlyfusion.pipeline.step import LossMeter, forward_backward
+from earlyfusion.pipeline.update import balance, set_lr
 from earlyfusion.vision.encoder import VisionTower
 from earlyfusion.vision.projector import Projector
 
@@ -116,9 +118,9 @@ def measure_recipe(recipe: str, steps: int, threads: int) -> dict[str, Any]:
     tokens = build.tokenizer(config, runtime)
     config = build.with_tokenizer(config, tokens)
     fusion = build.model(config, tokens).to(runtime.device)
-    opt = build.optimizer(config, fusion)
-    loaders = build.StageLoaders(config, tokens, runtime)
-    book = LossBook([source.name for source in config.data.sources])
+    opt = build.optimizer(config.optim, fusion)
+    loaders = StageLoaders(config, tokens, runtime)
+    meter = LossMeter([source.name for source in config.data.sources])
     costs = build.Costs(fusion.config)
     counts: dict[str, float] = defaultdict(float)
 
@@ -126,17 +128,17 @@ def measure_recipe(recipe: str, steps: int, threads: int) -> dict[str, Any]:
         with clock(seconds, "data"):
             batches = [batch.to(runtime.device) for batch in loaders.at(0).next_step()]
         with clock(seconds, "model"):
-            forward_backward(runtime.accelerator, fusion, batches, book, runtime.sum)
+            forward_backward(runtime, fusion, batches, meter)
             if timer is not None:
                 timer.close_backward()
         with clock(seconds, "optimizer"):
             torch.nn.utils.clip_grad_norm_(fusion.parameters(), 1.0)
             opt.step()
-            build.balance_experts(fusion, runtime)
+            balance(fusion, runtime)
             opt.zero_grad(set_to_none=True)
         _count(counts, batches, costs)
 
-    build.set_lr(opt, 1e-4)
+    set_lr(opt, 1e-4)
     for _ in range(3):
         step(defaultdict(float))
     counts.clear()

@@ -21,7 +21,8 @@ from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.pipeline.stage_data import StageLoaders
-from earlyfusion.pipeline.step import LossBook, forward_backward
+from earlyfusion.pipeline.step import LossMeter, forward_backward
+from earlyfusion.pipeline.update import balance, set_lr
 
 BAR = 0.02
 """Share of a step that may be spent waiting."""
@@ -65,20 +66,20 @@ def training_step_s(config: RunConfig, runtime: Runtime, steps: int) -> list[flo
     config = build.with_tokenizer(config, tokens)
     seed_everything(config.run.seed)
     fusion = build.model(config, tokens).to(runtime.device)
-    opt = build.optimizer(config, fusion)
-    build.set_lr(opt, 1e-4)
+    opt = build.optimizer(config.optim, fusion)
+    set_lr(opt, 1e-4)
     loaders = StageLoaders(config, tokens, runtime)
     ready = [loaders.at(0).next_step() for _ in range(steps)]
     loaders.close()
-    book = LossBook([source.name for source in config.data.sources])
+    meter = LossMeter([source.name for source in config.data.sources])
     taken = []
     for batches in ready:
         started = time.perf_counter()
         moved = [batch.to(runtime.device) for batch in batches]
-        forward_backward(runtime.accelerator, fusion, moved, book, runtime.sum)
+        forward_backward(runtime, fusion, moved, meter)
         torch.nn.utils.clip_grad_norm_(fusion.parameters(), 1.0)
         opt.step()
-        build.balance_experts(fusion, runtime)
+        balance(fusion, runtime)
         opt.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

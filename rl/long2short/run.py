@@ -16,16 +16,17 @@ from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.sequence import house_of
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
 from earlyfusion.pipeline.config.compose import dump
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
 from earlyfusion.pipeline.guard import Guard
 from earlyfusion.pipeline.meter import peak_memory_bytes
+from earlyfusion.pipeline.parallel import exchange_gradients
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
-from earlyfusion.pipeline.step import drop_frozen_gradients
+from earlyfusion.pipeline.schedule import linear
 from earlyfusion.pipeline.track import Tracker
+from earlyfusion.pipeline.update import check_frozen, update
 from earlyfusion.rl.learn import Learner
 from earlyfusion.rl.long2short.dpo import (
     DpoOptions,
@@ -73,10 +74,9 @@ class DpoRun:
         )
         self.start = self._start(resume)
         self.model = load_model(self.folder, self.runtime.device, torch.float32)
-        build.check_frozen(self.model, {"train.frozen": config.train.frozen})
-        self.frozen = build.frozen(config.train.frozen)
+        check_frozen(self.model, {"train.frozen": config.train.frozen})
         self.sampler = Sampler(config, self.model, self.tokenizer, self.out, self.folder, problems)
-        self.optimizer = build.optimizer(config, self.model)  # type: ignore[arg-type]  # reads config.optim only
+        self.optimizer = build.optimizer(config.optim, self.model)
         self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
         silent = sorted(house_of(self.model, self.tokenizer).silent)
         self.learner = Learner(config, self.model, self.runtime, None, silent)
@@ -216,39 +216,34 @@ class DpoRun:
 
     def _update(self, batch: list[int], total: int) -> dict[str, Any]:
         begun, config = time.perf_counter(), self.config
-        lr = self._lr(self.step, total)
-        build.set_lr(self.optimizer, lr)
+        train = config.train
         sums = self.teacher.gradients(batch[self.runtime.rank :: self.runtime.world], len(batch))
-        self.learner.exchange()
+        exchange_gradients(self.model, self.runtime)
         sums = self.runtime.sum(sums).cpu()
-        drop_frozen_gradients(self.model, self.frozen)
-        limit = config.optim.clip_grad_norm
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-        )
-        verdict = self.guard.check(float(sums[0]), norm, can_roll_back=False)
-        if verdict.action == "stop":
-            raise TrainingStopped(f"stopped by the guard at update {self.step}: {verdict.reason}")
-        if verdict.ok:
-            with build.held(self.model, self.frozen):
-                self.optimizer.step()
-                for layer in moe_layers(self.model):
-                    layer.reset_counts()
-        else:
-            build.forget_step(self.model, self.optimizer)
-            if self.tracker is not None:
-                self.tracker.event(self.step, "note", message=f"{verdict.action}: {verdict.reason}")
-        self.optimizer.zero_grad(set_to_none=True)
-        numbers = record(sums, begun) | {"lr": lr, "grad_norm": norm, "refused": float(not verdict.ok)}
-        return numbers | {"memory_gib": peak_memory_bytes(self.runtime.device) / 2**30}
 
-    def _lr(self, step: int, total: int) -> float:
-        """Linear rise, then evenly down to final_lr_ratio of the peak."""
-        train, peak = self.config.train, self.config.optim.lr
-        if step < train.warmup_updates:
-            return peak * (step + 1) / train.warmup_updates
-        share = (step - train.warmup_updates) / max(1, total - train.warmup_updates)
-        return peak * (1 - (1 - train.final_lr_ratio) * share)
+        lr = linear(config.optim.lr, self.step, total, train.warmup_updates, train.final_lr_ratio)
+        step = update(
+            self.model,
+            self.optimizer,
+            self.guard,
+            self.runtime,
+            loss=float(sums[0]),
+            lr=lr,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            frozen=train.frozen,
+            balance_experts=False,
+        )
+        if step.verdict.action == "stop":
+            raise TrainingStopped(f"stopped by the guard at update {self.step}: {step.verdict.reason}")
+        if step.refused and self.tracker is not None:
+            message = f"{step.verdict.action}: {step.verdict.reason}"
+            self.tracker.event(self.step, "note", message=message)
+        numbers = record(sums, begun) | {
+            "lr": lr,
+            "grad_norm": step.grad_norm,
+            "refused": float(step.refused),
+        }
+        return numbers | {"memory_gib": peak_memory_bytes(self.runtime.device) / 2**30}
 
     def _save(self) -> Path:
         trainer = {

@@ -14,7 +14,7 @@ from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.exchange import Route
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.pipeline.step import LossBook, forward_backward
+from earlyfusion.pipeline.step import LossMeter, forward_backward
 from earlyfusion.vision.balance import Exchange, VisionCost, exchange
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
@@ -171,5 +171,5 @@ def gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and every gradient of one step, as the optimizer would see them."""
     fusion.zero_grad(set_to_none=False)
-    result = forward_backward(runtime.accelerator, prepared, parts, LossBook(["s"]), runtime.sum, routes)
+    result = forward_backward(runtime, prepared, parts, LossMeter(["s"]), routes)
     return result.loss, {name: parameter.grad.clone() for name, parameter in fusion.named_parameters()}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids, supports_all_to_all
 from earlyfusion.pipeline.config.schema import ParallelSection
+from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -22,7 +23,7 @@ def take(
     """One step plain, planned, and with every picture sent anywhere (direct, and by pairs of sends and
     receives)."""
     fusion = cases.model(seed, dtype)
-    prepared = runtime.prepare_model(fusion)
+    prepared = replicate(fusion, runtime)
     parts = cases.batches(step, runtime.rank, seed)
     routes = exchange.routes(parts, 4096)
     out = {"routes": [route is not None for route in routes], "work": exchange.work(parts, routes)}

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.build import scale_lr, set_lr
+from earlyfusion.pipeline.build import scale_lr
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
+from earlyfusion.pipeline.update import set_lr
 
 
 class Two(torch.nn.Module):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_run import finish, forget_processes, losses, numbers, run_here, same, start, weights
 
-from earlyfusion.pipeline import build, pretrain
+from earlyfusion.pipeline import build, pretrain, update
 from earlyfusion.pipeline.checkpoint import completed, latest, step_of
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
@@ -105,15 +105,22 @@ class Interrupted(Exception):
 
 
 # where a process may die, besides between two steps
-PLACES = ["forward_backward", "set_lr", "balance_experts", "optimizer_metrics"]
+PLACES = [
+    (pretrain, "forward_backward"),
+    (update, "set_lr"),
+    (update, "balance"),
+    (build, "optimizer_metrics"),
+]
 
 
-@pytest.mark.parametrize(("place", "call"), list(zip(PLACES, (5, 8, 9, 17))))
+@pytest.mark.parametrize(
+    ("place", "call"), list(zip(PLACES, (5, 8, 9, 17))), ids=[name for _, name in PLACES]
+)
 def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
     recipe, unbroken, tmp_path, monkeypatch, place, call
 ):
-    home = pretrain if hasattr(pretrain, place) else build
-    calls, real = 0, getattr(home, place)
+    home, name = place
+    calls, real = 0, getattr(home, name)
 
     def dies(*args, **kwargs):
         nonlocal calls
@@ -123,7 +130,7 @@ def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(home, place, dies)
+        patch.setattr(home, name, dies)
         with pytest.raises(Interrupted):
             run_here(recipe, tmp_path, monkeypatch=monkeypatch)
     assert run_here(recipe, tmp_path, "--resume", monkeypatch=monkeypatch) == 0

@@ -55,9 +55,8 @@ def test_the_table_finds_stage_local_step_and_learning_rate():
     first = stage("joint", 10, warmup_steps=2, final_lr_ratio=0.1)
     second = stage("long", 6, lr=1e-4, schedule="wsd", decay_steps=3, final_lr_ratio=0.0)
     table = StageTable([first, second], lr=1e-2)
-    assert table.total_steps == 16 and table.starts == [0, 10, 16]
-    assert (table.place(9).name, table.place(9).local_step) == ("joint", 9)
-    assert (table.place(10).name, table.place(10).local_step, table.place(10).first_step) == ("long", 0, 10)
+    assert table.starts == [0, 10, 16]
+    assert [table.index(step) for step in (0, 9, 10, 15)] == [0, 0, 1, 1]
     assert table.lr(0) == pytest.approx(0.5e-2, abs=EXACT)
     assert table.lr(9) == pytest.approx(1e-3, abs=EXACT)
     assert table.lr(10) == pytest.approx(1e-4, abs=EXACT)
@@ -66,10 +65,10 @@ def test_the_table_finds_stage_local_step_and_learning_rate():
 
 def test_a_finished_run_lies_at_the_end_of_its_last_stage_and_beyond_is_an_error():
     table = StageTable([stage("a", 3), stage("b", 2)], lr=1.0)
-    assert (table.place(5).name, table.place(5).local_step) == ("b", 2)
+    assert table.index(5) == 1
     for outside in (-1, 6):
         with pytest.raises(ValueError, match="outside the run of 5 steps"):
-            table.place(outside)
+            table.index(outside)
 
 
 def test_the_learning_rate_is_a_pure_function_of_the_step():

@@ -17,7 +17,7 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline import chat, generate_cmd, pretrain
+from earlyfusion.pipeline import chat, generate_cmd, pretrain, update
 from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
 from earlyfusion.pipeline.sft_start import with_start
@@ -118,12 +118,12 @@ def test_chat_and_generate_put_a_question_as_the_stage_taught_it(unbroken, capsy
     assert "<|" not in shown, "markup is never text"
 
 
-@pytest.mark.parametrize(("place", "call"), [("forward_backward", 5), ("set_lr", 8)])
+@pytest.mark.parametrize(("place", "call"), [((pretrain, "forward_backward"), 5), ((update, "set_lr"), 8)])
 def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
     chat_file, unbroken, tmp_path, monkeypatch, place, call
 ):
-    home = pretrain if hasattr(pretrain, place) else pretrain.build
-    calls, real = 0, getattr(home, place)
+    home, name = place
+    calls, real = 0, getattr(home, name)
 
     def dies(*args, **kwargs):
         nonlocal calls
@@ -133,7 +133,7 @@ def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(home, place, dies)
+        patch.setattr(home, name, dies)
         tune(chat_file, tmp_path, monkeypatch=monkeypatch)
     assert len(numbers(tmp_path)) < STEPS
     assert tune(chat_file, tmp_path, "--resume", monkeypatch=monkeypatch) == 0

@@ -9,6 +9,7 @@ from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.recipe import measure_recipe
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.pipeline.stage_data import StageLoaders
 
 LINE = '{"reason": "kept"}\n'
 
@@ -37,7 +38,7 @@ def test_a_loader_without_a_folder_logs_nothing_and_a_new_run_starts_its_log_afr
     tokens = build.tokenizer(config, runtime)
     config = build.with_tokenizer(config, tokens)
     for out, kept in ((None, True), (log.parent, False)):
-        loaders = build.StageLoaders(config, tokens, runtime, out)
+        loaders = StageLoaders(config, tokens, runtime, out)
         assert loaders.at(0).log == (None if out is None else log)
         loaders.close()
         assert log.exists() == kept
