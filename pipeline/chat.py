@@ -10,29 +10,30 @@ terminal the arrow keys edit a line and bring back earlier ones. Lines can be pi
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, Literal, TextIO
+
+import typer
 
 from earlyfusion.data.chat.template import Message, Template, template_of
 from earlyfusion.data.chat.tokens import Channel, ChatStream, encode_chat, parse_assistant
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.sources.folder import PICTURES
-from earlyfusion.data.tokenizer import Tokenizer, write_atomically
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Event, Request, RequestError, SamplingParams
+from earlyfusion.model.engine.request import Event, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.bench.cmd import BenchFormatter
-from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
@@ -46,43 +47,10 @@ HELP = """\
 /quit          leave"""
 
 
+PAGE = 64
+"""Tokens of a page of the engine's memory."""
 TOOL_ROUNDS = 4
 """Messages of the model for one of the user, the answers of tools in between."""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Options of the verb."""
-    parser = argparse.ArgumentParser(
-        prog="earlyfusion chat", description=__doc__, formatter_class=BenchFormatter
-    )
-    add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
-    add("--image", metavar="FILE", action="append", default=[], help="picture for the first message")
-    add("--system", default="", help="system message")
-    add(
-        "--template",
-        choices=("auto", "chat", "qa"),
-        default="auto",
-        help="form of the messages; auto: as trained",
-    )
-    add(
-        "--tools",
-        action="store_true",
-        help="run the model's Python calls in the sandbox (pictures: image.png, ...)",
-    )
-    add(
-        "--sandbox.allow_weaker",
-        dest="allow_weaker",
-        action="store_true",
-        help="run them although walls of the sandbox are missing here",
-    )
-    add("--max-new-tokens", type=int, default=256, help="longest answer, in tokens")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest mass")
-    add("--seed", type=int, default=0, help="seed of the sampling")
-    add("--context", type=int, default=8192, help="longest conversation, in tokens")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    return parser
 
 
 class Printer:
@@ -124,10 +92,9 @@ class Conversation:
     ) -> None:
         self.tokenizer, self.params, self.template, self.sandbox = tokenizer, params, template, sandbox
         self.vision = model.config.vision
-        page = 64
-        self.engine = Engine(
-            model, tokenizer, max_slots=1, page_size=page, max_pages=2 * -(-context // page), prefix_cache=4
-        )
+        # Room for the conversation and for the one before it, whose pages the prefix cache still holds.
+        pages = 2 * -(-context // PAGE)
+        self.engine = Engine(model, tokenizer, max_slots=1, page_size=PAGE, max_pages=pages, prefix_cache=4)
         self.system = ""
         self.messages: list[Message] = []
         self.attached: list[Segment] = []
@@ -164,18 +131,19 @@ class Conversation:
         With a sandbox, programs that the model calls for are run and answered, and the model goes on.
         """
         words = re.sub(r"(^|\s)@(\S+)", self._take_path, text)
-        said = [Message("user", (*self.attached, Text(words.strip())))]
+        turn = [Message("user", (*self.attached, Text(words.strip())))]
         for _ in range(TOOL_ROUNDS):
-            said.append(self._answer([*self.messages, *said], out))
-            if self.sandbox is None or not said[-1].calls:
+            turn.append(self._answer([*self.messages, *turn], out))
+            if self.sandbox is None or not turn[-1].calls:
                 break
-            answers, _ = answer_calls(said[-1], self.sandbox, picture_files([*self.messages, *said]))
-            for answer in answers:
-                out.write(f"[{answer.tool}] {answer.text}\n")
-            said += answers
-        self.messages += said
+            results, _ = answer_calls(turn[-1], self.sandbox, picture_files([*self.messages, *turn]))
+            for result in results:
+                out.write(f"[{result.tool}] {result.text}\n")
+            turn += results
+
+        self.messages += turn
         self.attached = []
-        return said[-1].text
+        return turn[-1].text
 
     def _answer(self, messages: Sequence[Message], out: TextIO) -> Message:
         """One message of the model, written as it comes."""
@@ -185,6 +153,7 @@ class Conversation:
         self.engine.submit(request)
         stream = ChatStream(self.tokenizer) if self.template == "chat" else None
         printer, ids, answer = Printer(out), list[int](), ""
+
         try:
             while self.engine.has_work:
                 for event in self.engine.step():
@@ -192,17 +161,15 @@ class Conversation:
                     ids += [token.id for token in event.tokens]
                     for channel, text in _pieces(event, stream):
                         printer.write(channel, text)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # the answer is given up, what there is of it stays
             self.engine.cancel(request.id)
             while self.engine.has_work:
                 self.engine.step()
             out.write(" …")
         out.write("\n")
-        return (
-            Message("assistant", (Text(answer),))
-            if stream is None
-            else parse_assistant(ids, self.tokenizer).message
-        )
+        if stream is None:
+            return Message("assistant", (Text(answer),))
+        return parse_assistant(ids, self.tokenizer).message
 
     def _take_path(self, found: re.Match[str]) -> str:
         path = found.group(2)
@@ -215,10 +182,10 @@ class Conversation:
         """The conversation as text."""
         lines = []
         for message in self.messages:
-            media = "".join(
-                f"[{type(s).__name__.lower()}] " for s in message.content if not isinstance(s, Text)
-            )
-            lines.append(f"{message.role}: {media}{message.text.strip()}")
+            media = [
+                f"[{type(part).__name__.lower()}] " for part in message.content if not isinstance(part, Text)
+            ]
+            lines.append(f"{message.role}: {''.join(media)}{message.text.strip()}")
         return "\n".join(lines) + "\n"
 
 
@@ -237,7 +204,7 @@ def obey(line: str, chat: Conversation, out: TextIO) -> bool:
             chat.system = argument
             chat.reset()
         case "save":
-            write_atomically(Path(argument).expanduser(), chat.transcript())
+            write_atomic(Path(argument).expanduser(), chat.transcript())
         case "help":
             out.write(HELP + "\n")
         case "quit" | "exit":
@@ -263,7 +230,7 @@ def converse(chat: Conversation, read: Callable[[], str], out: TextIO, *, typed:
                     return
             elif line:
                 chat.say(line, out)
-        except (UserError, DataError, RequestError, OSError) as error:
+        except (UserError, OSError) as error:
             out.write(f"error: {error}\n")
         except KeyboardInterrupt:
             if not typed:
@@ -279,50 +246,60 @@ def read_typed() -> str:
         return ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code."""
-    options = build_parser().parse_args(argv)
-    try:
-        params = SamplingParams(
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
-    except RequestError as error:
-        raise UserError(str(error)) from None
+def chat(
+    model: Annotated[str, typer.Option(metavar="DIR", help="model directory, or embedded:NAME")],
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="picture for the first message")
+    ] = None,
+    system: Annotated[str, typer.Option(help="system message")] = "",
+    template: Annotated[
+        Literal["auto", "chat", "qa"], typer.Option(help="form of the messages; auto: as trained")
+    ] = "auto",
+    tools: Annotated[
+        bool,
+        typer.Option(
+            "--tools", help="run the model's Python calls in the sandbox (pictures: image.png, ...)"
+        ),
+    ] = False,
+    allow_weaker: Annotated[
+        bool,
+        typer.Option(
+            "--sandbox.allow_weaker", help="run them although walls of the sandbox are missing here"
+        ),
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="longest answer, in tokens")] = 256,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="sample from the likeliest mass")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
+    context: Annotated[int, typer.Option(metavar="N", help="longest conversation, in tokens")] = 8192,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Talk to a model in the terminal. /help in it lists its commands; @PATH in a message is a picture."""
+    # What is wrong with the options is told before the model is loaded.
+    params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
+    folder = model_folder(model)
     keep_freed_memory()
-    options.model = model_folder(options.model)
-    model = load_model(options.model, device=device_of(options.device)).eval()
-    template = template_of(options.model) if options.template == "auto" else options.template
-    sandbox = Sandbox(allow_weaker=options.allow_weaker) if options.tools else None
-    if sandbox is not None:
-        sandbox.check()
-    chat = Conversation(
-        model,
-        Tokenizer.load(options.model),
-        params,
-        template=template,
-        context=options.context,
-        sandbox=sandbox,
-    )
-    chat.system = options.system
-    chat.reset()
-    for path in options.image:
-        chat.attach(path)
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (input() edits lines by it)
+    trained = load_model(folder, device=device_of(device)).eval()
+    form = template_of(folder) if template == "auto" else template
 
-        chat.confirm = print
-        print("/help lists the commands, Ctrl-D leaves")
-    typed = sys.stdin.isatty()
-    try:
-        converse(chat, read_typed if typed else sys.stdin.readline, sys.stdout, typed=typed)
-    finally:
-        if sandbox is not None:
-            sandbox.close()
-    return EXIT_OK
+    with ExitStack() as stack:
+        sandbox = None
+        if tools:
+            sandbox = Sandbox(allow_weaker=allow_weaker)
+            stack.callback(sandbox.close)
+            sandbox.check()
 
+        tokenizer = Tokenizer.load(folder)
+        talk = Conversation(trained, tokenizer, params, template=form, context=context, sandbox=sandbox)
+        talk.system = system
+        talk.reset()
+        for path in image or ():
+            talk.attach(path)
 
-if __name__ == "__main__":
-    sys.exit(main())
+        typed = sys.stdin.isatty()
+        if typed:
+            import readline  # noqa: F401  (input() edits lines by it)
+
+            talk.confirm = print
+            print("/help lists the commands, Ctrl-D leaves")
+        converse(talk, read_typed if typed else sys.stdin.readline, sys.stdout, typed=typed)

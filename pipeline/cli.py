@@ -94,7 +94,7 @@ VERBS = {
         "earlyfusion.data.inspect_cmd:main",
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
-    "chat": Verb("earlyfusion.pipeline.chat:main", "talk to a model in the terminal, images by path"),
+    "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
     "serve": Verb("earlyfusion.pipeline.serve.cmd:main", "an OpenAI-compatible endpoint"),
     "eval": Verb("earlyfusion.eval.run:main", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
     "compare": Verb(
@@ -106,7 +106,7 @@ VERBS = {
         "print a recipe's sizes, FLOPs, routing and stages without training",
         _RUN,
     ),
-    "doctor": Verb("earlyfusion.pipeline.doctor:main", "check versions, devices and kernels"),
+    "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
 }
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -211,6 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         return guarded(lambda: invoke(typer.main.get_command(app), ["--help"], "earlyfusion")) or EXIT_USER
     return guarded(lambda: invoke(typer.main.get_command(app), words, "earlyfusion"))
+
+
+def run_alone(function: Callable[..., Any], name: str, argv: Sequence[str] | None = None) -> int:
+    """Run a function with typed arguments that is no verb (`python -m ...`); returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: invoke(command_of(function, name), words, name))
 
 
 def invoke(command: Any, words: Sequence[str], name: str) -> Any:

@@ -7,15 +7,15 @@ except torchvision, whose import is the trap itself and is tried in a process of
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -29,24 +29,9 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.runtime import check_versions, installed
 
 PACKAGES = (
-    "earlyfusion",
-    "torch",
-    "triton",
-    "transformers",
-    "accelerate",
-    "tokenizers",
-    "safetensors",
-    "webdataset",
-    "pydantic",
-    "easy-vqa",
-    "pillow",
-    "numpy",
-    "decord",
-    "timm",
-    "torchvision",
-    "fla-core",
-    "tensorboard",
-)
+    "earlyfusion torch triton transformers accelerate tokenizers safetensors webdataset pydantic easy-vqa pillow"
+    " numpy decord timm torchvision fla-core tensorboard"
+).split()
 
 
 def torchvision_works(timeout_s: float = 60.0) -> bool:
@@ -92,6 +77,7 @@ def traps() -> list[str]:
 
 
 def versions_table() -> Table:
+    """Python and the packages that matter, each with its version."""
     out = Table(title="versions", title_justify="left", show_header=False)
     out.add_row("python", f"{platform.python_version()}  {sys.executable}")
     for package in PACKAGES:
@@ -100,6 +86,7 @@ def versions_table() -> Table:
 
 
 def devices_table() -> Table:
+    """CPU and GPUs, and what each kind of work runs on."""
     out = Table(title="devices", title_justify="left", show_header=False)
     out.add_row(
         "cpu", f"{os.cpu_count()} cores, torch threads {torch.get_num_threads()}, {platform.machine()}"
@@ -123,55 +110,42 @@ def kernels_table(device: torch.device) -> tuple[Table, list[str]]:
     )
     for column in ("operation", "verdict", "max relative error", "in", "backend", "where"):
         out.add_column(column, overflow="fold")
-    broken = []
+    broken: list[str] = []
     for op, backend, where in table(device):
-        if op not in CASES:
+        verdict, worst, tensor = "NO CASE", "-", "-"
+        if op in CASES:
+            try:
+                error, tensor = disagreement(op, device)
+                worst = f"{error:.1e}"
+                verdict = "ok" if error <= TOLERANCES.get(op, TOLERANCE) else "DISAGREES"
+            except Exception as failure:  # whatever a backend raises is its verdict
+                verdict, worst, tensor = "FAILS", type(failure).__name__, str(failure)[:80]
+        if verdict != "ok":
             broken.append(op)
-            out.add_row(op, "NO CASE", "-", "-", backend, where)
-            continue
-        try:
-            error, tensor = disagreement(op, device)
-        except Exception as failure:
-            broken.append(op)
-            out.add_row(op, "FAILS", type(failure).__name__, str(failure)[:80], backend, where)
-            continue
-        good = error <= TOLERANCES.get(op, TOLERANCE)
-        if not good:
-            broken.append(op)
-        verdict = "ok" if good else "DISAGREES"
-        out.add_row(op, verdict, f"{error:.1e}", tensor, backend, where.removeprefix("earlyfusion."))
+        out.add_row(op, verdict, worst, tensor, backend, where.removeprefix("earlyfusion."))
     return out, broken
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="earlyfusion doctor",
-        description="Check versions, devices, kernels and known traps.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda (str)")
-    options = parser.parse_args(argv)
+def doctor(
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="whose kernels; auto: the GPU's where there is one")
+    ] = "auto",
+) -> int:
+    """Check versions, devices, kernels and known traps; exit code 1 where a kernel breaks its law."""
     check_versions()
-    if options.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {options.device}: expected auto, cpu or cuda")
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    name = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    kernels, broken = kernels_table(torch.device(name))
+
+    kernels, broken = kernels_table(chosen)
     for shown in (versions_table(), devices_table(), kernels):
         print_table(console, shown)
     for trap in traps():
         console.print(f"warning: {trap}", markup=False, soft_wrap=True)
+
+    verdict = "all well: every kernel keeps its law"
     if broken:
-        console.print(
-            f"not well: {', '.join(broken)} break their law; try EF_KERNELS=naive and report it", markup=False
-        )
-        return EXIT_FAILURE
-    console.print("all well: every kernel keeps its law", markup=False)
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        verdict = f"not well: {', '.join(broken)} break their law; try EF_KERNELS=naive and report it"
+    console.print(verdict, markup=False)
+    return EXIT_FAILURE if broken else EXIT_OK

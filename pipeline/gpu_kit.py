@@ -12,19 +12,21 @@ The folder then holds the wheels, `requirements.txt` and `install.sh`.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.cli import run_alone
+from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 
 PROJECT = "earlyfusion"
 THERE = frozenset({"torch", "triton", "torchvision"})
@@ -108,37 +110,41 @@ def fetch(line: str, folder: Path, python: str, machine: str, constraints: str) 
     return (said.strip().splitlines() or ["pip failed without a word"])[-1]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 if a wheel is missing; the others stay."""
-    options = argparse.ArgumentParser(prog="make gpu-kit", description=(__doc__ or "").partition("\n\n")[0])
-    options.add_argument("--python", default="3.12", help="version of the other machine's Python")
-    options.add_argument("--machine", default="x86_64", help="its processor")
-    options.add_argument("--extras", default="dev", help="extras of the project, between commas")
-    options.add_argument("--out", type=Path, default=Path("runs/gpu-kit"), help="the folder")
-    options.add_argument(
-        "--constraints", default="constraints.txt", help="constraints file of every pip command"
-    )
-    options.add_argument("--dry-run", action="store_true", help="print the list only")
-    asked = options.parse_args(argv)
-    if not re.fullmatch(r"3\.\d+", asked.python):
-        raise UserError(f"gpu-kit: --python {asked.python!r}; give a version such as 3.12")
-    extras = [name.strip() for name in asked.extras.split(",") if name.strip()]
-    wanted = listed(PROJECT, extras, target(asked.python, asked.machine))
-    wanted |= {name: f"{name}=={version(name)}" for name in BUILDING if name not in wanted and _has(name)}
-    lines = list(wanted.values())
+def gpu_kit(
+    python: Annotated[str, typer.Option(help="version of the other machine's Python")] = "3.12",
+    machine: Annotated[str, typer.Option(help="its processor")] = "x86_64",
+    extras: Annotated[str, typer.Option(help="extras of the project, between commas")] = "dev",
+    out: Annotated[Path, typer.Option(help="the folder")] = Path("runs/gpu-kit"),
+    constraints: Annotated[
+        str, typer.Option(help="constraints file of every pip command")
+    ] = "constraints.txt",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the list only")] = False,
+) -> int:
+    """Gather the wheels; exit code 1 if one is missing, the others stay."""
+    if not re.fullmatch(r"3\.\d+", python):
+        raise UserError(f"gpu-kit: --python {python!r}; give a version such as 3.12")
+    names = [name.strip() for name in extras.split(",") if name.strip()]
+    pinned = listed(PROJECT, names, target(python, machine))
+    for name in BUILDING:
+        if name not in pinned and _has(name):
+            pinned[name] = f"{name}=={version(name)}"
+    lines = list(pinned.values())
     print("\n".join(lines))
-    if asked.dry_run:
+    if dry_run:
         return EXIT_OK
-    asked.out.mkdir(parents=True, exist_ok=True)
-    reasons = {line: fetch(line, asked.out, asked.python, asked.machine, asked.constraints) for line in lines}
-    missing = {line: reason for line, reason in reasons.items() if reason}
-    (asked.out / "requirements.txt").write_text("".join(f"{line}\n" for line in lines if line not in missing))
-    (asked.out / "install.sh").write_text(INSTALL)
-    size = sum(path.stat().st_size for path in asked.out.iterdir()) / 1e6
-    print(f"{asked.out}: {len(lines) - len(missing)} of {len(lines)} wheels, {size:.0f} MB")
-    for line, reason in missing.items():
-        print(f"missing: {line}: {reason}", file=sys.stderr)
-    return 1 if missing else EXIT_OK
+
+    out.mkdir(parents=True, exist_ok=True)
+    missing = {}
+    for line in lines:
+        reason = fetch(line, out, python, machine, constraints)
+        if reason:
+            missing[line] = reason
+            print(f"missing: {line}: {reason}", file=sys.stderr)
+    (out / "requirements.txt").write_text("".join(f"{line}\n" for line in lines if line not in missing))
+    (out / "install.sh").write_text(INSTALL)
+    size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
+    print(f"{out}: {len(lines) - len(missing)} of {len(lines)} wheels, {size:.0f} MB")
+    return EXIT_FAILURE if missing else EXIT_OK
 
 
 def _has(name: str) -> bool:
@@ -149,4 +155,4 @@ def _has(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_alone(gpu_kit, "gpu-kit"))

@@ -102,9 +102,14 @@ def test_make_gpu_takes_all_figures_although_a_test_fails_and_says_so(tmp_path):
 
 
 def test_the_kit_for_a_gpu_machine_lists_what_it_needs_and_never_torch(tmp_path, monkeypatch, capsys):
-    from earlyfusion.pipeline import gpu_kit
+    from earlyfusion.pipeline import cli, gpu_kit
 
-    assert gpu_kit.main(["--python", "3.12", "--out", str(tmp_path / "kit"), "--dry-run"]) == 0
+    assert (
+        cli.run_alone(
+            gpu_kit.gpu_kit, "gpu-kit", ["--python", "3.12", "--out", str(tmp_path / "kit"), "--dry-run"]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.split()
     names = {line.partition("==")[0] for line in lines}
     assert {
@@ -132,7 +137,9 @@ def test_the_kit_for_a_gpu_machine_lists_what_it_needs_and_never_torch(tmp_path,
         )
 
     monkeypatch.setattr(gpu_kit.subprocess, "run", fake)
-    assert gpu_kit.main(["--python", "3.12", "--out", str(tmp_path / "kit")]) == 1
+    assert (
+        cli.run_alone(gpu_kit.gpu_kit, "gpu-kit", ["--python", "3.12", "--out", str(tmp_path / "kit")]) == 1
+    )
     assert all("-c" in command and "--no-deps" in command for command in commands)
     assert all("--python-version=3.12" in command for command in commands if "download" in command)
     said = capsys.readouterr().err

@@ -234,17 +234,17 @@ def commands(folder: Path) -> dict[str, Any]:
     from PIL import Image
 
     from earlyfusion.eval import run as evaluation
-    from earlyfusion.pipeline import doctor, generate_cmd
+    from earlyfusion.pipeline import cli
     from earlyfusion.pipeline.bench.engine import run as bench_engine
     from earlyfusion.rl.measure import cmd as measure_cmd
 
     picture, model = folder / "picture.png", "embedded:skills"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
     codes = {
-        "doctor": doctor.main([]),
+        "doctor": cli.main(["doctor"]),
         "measure": measure_cmd.main(["--model", model, "--tasks", "counting/0/picture", "--problems", "3"]),
-        "generate": generate_cmd.main(
-            ["--model", model, "--image", str(picture), "--question", "what color is it?"]
+        "generate": cli.main(
+            ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
         ),
         "eval": evaluation.main(
             ["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
@@ -254,7 +254,7 @@ def commands(folder: Path) -> dict[str, Any]:
         ),
     }
     os.environ["EF_KERNELS"] = "triton"
-    return codes | {"doctor with Triton": doctor.main([])}
+    return codes | {"doctor with Triton": cli.main(["doctor"])}
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.generate import generate
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline import chat
+from earlyfusion.pipeline import chat, cli
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def picture(tmp_path):
 
 def talk(folder, monkeypatch, capsys, lines: str, *options: str) -> str:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    assert chat.main(["--model", str(folder), "--max-new-tokens", "6", *options]) == 0
+    assert cli.main(["chat", "--model", str(folder), "--max-new-tokens", "6", *options]) == 0
     return capsys.readouterr().out
 
 
@@ -85,9 +84,9 @@ def test_mistakes_are_told_and_the_chat_goes_on(folder, monkeypatch, capsys, tmp
     assert "/reset" in shown
 
 
-def test_options_out_of_range_are_refused(folder):
-    with pytest.raises(UserError, match="temperature"):
-        chat.main(["--model", str(folder), "--temperature", "-1"])
+def test_options_out_of_range_are_refused(folder, capsys):
+    assert cli.main(["chat", "--model", str(folder), "--temperature", "-1"]) == 2
+    assert "temperature" in capsys.readouterr().err
 
 
 AT_A_TERMINAL = """
@@ -170,5 +169,5 @@ def test_an_attached_picture_is_confirmed_to_a_person(folder, picture, monkeypat
     typed = iter([f"/image {picture}\n", ""])
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr(chat, "read_typed", lambda: next(typed))
-    assert chat.main(["--model", str(folder)]) == 0
+    assert cli.main(["chat", "--model", str(folder)]) == 0
     assert "attached a.png (60 x 40)" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline import chat, generate_cmd, pretrain, update
+from earlyfusion.pipeline import cli, generate_cmd, pretrain, update
 from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
 from earlyfusion.pipeline.sft_start import with_start
@@ -110,10 +110,13 @@ def test_chat_and_generate_put_a_question_as_the_stage_taught_it(unbroken, capsy
         "--device",
         "cpu",
     ]
-    assert generate_cmd.main(words) == 0
+    assert cli.main(["generate", *words]) == 0
     assert [message.text for message in asked[0]] == ["say red 3"]
     monkeypatch.setattr("sys.stdin", __import__("io").StringIO("say red 3\n"))
-    assert chat.main(["--model", str(unbroken / "model"), "--max-new-tokens", "8", "--device", "cpu"]) == 0
+    assert (
+        cli.main(["chat", "--model", str(unbroken / "model"), "--max-new-tokens", "8", "--device", "cpu"])
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "<|" not in shown, "markup is never text"
 
