@@ -42,7 +42,7 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(grads: str = "", **shapes: tuple[int, ...]) -> Callable[[Any], Any]:
+def case(grads: str = "", /, **shapes: tuple[int, ...]) -> Callable[[Any], Any]:
     """Register the decorated call as the case of the operation that it is named after."""
 
     def register(call: Any) -> Any:
