@@ -22,8 +22,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,24 @@ from safetensors import SafetensorError
 
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.pipeline.config.compose import explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
-from earlyfusion.pipeline.statefile import fsync, load_tree, save_tree, tree_bytes, write_text
+from earlyfusion.pipeline.statefile import load_tree, save_tree, tree_bytes
 
 FORMAT = 1
 FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _MARGIN_BYTES = 1 << 20
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SafetensorError,
+)  # what reading a file raises that holds something else than it should
 
 
 @dataclass(frozen=True)
@@ -78,17 +88,16 @@ class Loaded:
 def completed(folder: Path) -> list[Path]:
     """Complete checkpoints below `folder`, oldest first; half-written or damaged ones do not count."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else []:
+    for path in folder.glob("step-*"):
         match = _NAME.fullmatch(path.name)
-        if match and _is_complete(path):
+        if match and not damage(path, checksums=False):
             found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for _, _, path in sorted(found)]
+    return [path for *_, path in sorted(found)]
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    paths = completed(folder)
-    return paths[-1] if paths else None
+    return next(iter(completed(folder)[::-1]), None)
 
 
 def step_of(path: Path) -> int:
@@ -99,44 +108,21 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def _contents(path: Path) -> dict[str, tuple[int, str]]:
-    """File -> (bytes, SHA-256) as COMPLETE states them; a checkpoint of an older version has no checksums
-    ("").
+def damage(path: Path, checksums: bool = True) -> str:
+    """What is wrong with a checkpoint, by what COMPLETE says of its files; "" when it is as it was written.
 
-    Raises ValueError for a damaged COMPLETE, OSError for none.
+    checksums: read every byte of it; else sizes alone, which is quick whatever it weighs. COMPLETE of an older
+    version states sizes alone.
     """
-    found = json.loads((path / "COMPLETE").read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("COMPLETE is no object")
-    stated = {name: (entry, "") if isinstance(entry, int) else tuple(entry) for name, entry in found.items()}
-    if not all(map(_is_entry, stated.values())):
-        raise ValueError("COMPLETE holds something else than sizes and checksums")
-    return stated
-
-
-def _is_entry(entry: tuple[Any, ...]) -> bool:
-    return len(entry) == 2 and isinstance(entry[0], int) and isinstance(entry[1], str)
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether every file is there with its size: quick, whatever the checkpoint weighs."""
     try:
-        return all((path / name).stat().st_size == size for name, (size, _) in _contents(path).items())
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
-
-
-def damage(path: Path) -> str:
-    """What is wrong with a checkpoint, by its checksums; "" when it is as it was written. Reads every byte of
-    it."""
-    if not _is_complete(path):
-        return "files are missing or of another size"
-    try:
-        for name, (_, digest) in _contents(path).items():
-            if digest and sha256_of(path / name) != digest:
+        for name, entry in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
+            size, digest = (entry, "") if isinstance(entry, int) else entry
+            if (path / name).stat().st_size != size:
+                return "files are missing or of another size"
+            if checksums and digest and sha256_of(path / name) != digest:
                 return f"{name} has another checksum than when it was written"
-    except OSError as error:
-        return f"it cannot be read ({error})"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return f"files are missing or cannot be read: {error}"
     return ""
 
 
@@ -186,26 +172,28 @@ class Checkpointer:
         disk is full.
         """
         partial = self.folder / f"step-{step:06d}.tmp-partial"
-        problem: UserError | None = None
-        if self.runtime.is_main:
-            problem = self._attempt(lambda: self._prepare(partial, model, optimizer))
-        self._raise_together(problem, partial)
-        rank = self.runtime.rank
-        own = {"rng": rng_state(), "lanes": {int(lane): state for lane, state in lanes.items()}}
+        self._together(partial, lambda: self._prepare(partial, model, optimizer), only_main=True)
 
+        # Every rank writes its own state, the first one also what is the same on all.
         def write() -> None:
-            save_tree(partial / f"rank-{rank:05d}", own)
-            if rank == 0:
+            own = {"rng": rng_state(), "lanes": {int(lane): state for lane, state in lanes.items()}}
+            save_tree(partial / f"rank-{self.runtime.rank:05d}", own)
+            if self.runtime.is_main:
                 save_tree(partial / "model", dict(model))
                 save_tree(partial / "optimizer", dict(optimizer))
-                save_tree(partial / "run", self._run_tree(step, trainer))
+                run = {
+                    "format": FORMAT,
+                    "step": step,
+                    "world": self.runtime.world,
+                    "torch": torch.__version__,
+                }
+                save_tree(partial / "run", {**run, **asdict(self.facts), "trainer": dict(trainer)})
 
-        self._raise_together(self._attempt(write), partial)
+        self._together(partial, write)
+
         path = self._name(step)  # before the rename, so that every rank sees the same free name
         self.runtime.barrier()
-        if self.runtime.is_main:
-            problem = self._attempt(lambda: self._seal(partial, path))
-        self._raise_together(problem, partial)
+        self._together(partial, lambda: self._seal(partial, path), only_main=True)
         return path
 
     def _prepare(self, partial: Path, model: Any, optimizer: Any) -> None:
@@ -217,19 +205,8 @@ class Checkpointer:
         require_space(self.folder, tree_bytes(model) + tree_bytes(optimizer))
         partial.mkdir()
 
-    def _run_tree(self, step: int, trainer: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "step": step,
-            "world": self.runtime.world,
-            "torch": torch.__version__,
-            "recipe": self.facts.recipe,
-            "tokenizer_hash": self.facts.tokenizer_hash,
-            "vocab_size": self.facts.vocab_size,
-            "trainer": dict(trainer),
-        }
-
     def _name(self, step: int) -> Path:
+        """step-000300, or step-000300-1 where there is one already, and so on."""
         matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
         return self.folder / (f"step-{step:06d}-{max(attempts) + 1}" if attempts else f"step-{step:06d}")
@@ -241,39 +218,39 @@ class Checkpointer:
                 f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share"
             )
         contents = {file.name: [file.stat().st_size, sha256_of(file)] for file in sorted(partial.iterdir())}
-        write_text(partial / "COMPLETE", json.dumps(contents))
-        fsync(partial)
+        write_atomic(partial / "COMPLETE", json.dumps(contents))
+        _fsync(partial)
         os.replace(partial, path)
-        fsync(self.folder)
+        _fsync(self.folder)
         self._thin_out()
 
     def _thin_out(self) -> None:
         paths = completed(self.folder)
         newest_of_step = {step_of(path): path for path in paths}
         recent = sorted(newest_of_step)[-self.keep :]
+
         for path in paths:
             step = step_of(path)
             for_good = self.keep_every > 0 and step % self.keep_every == 0
             if path != newest_of_step[step] or not (step in recent or for_good):
-                (
-                    path / "COMPLETE"
-                ).unlink()  # first: a kill during the removal must not leave a believable rest
+                # The marker first: a kill during the removal must not leave a believable rest.
+                (path / "COMPLETE").unlink()
                 shutil.rmtree(path)
 
-    def _attempt(self, action: Any) -> UserError | None:
-        """Run one rank's part; what goes wrong is returned, so that all ranks can leave together."""
+    def _together(self, partial: Path, action: Callable[[], None], only_main: bool = False) -> None:
+        """Run this rank's part (only_main: the first rank alone has one); where it fails on any rank, all leave with a UserError and nothing is left."""
+        problem = None
         try:
-            action()
+            if self.runtime.is_main or not only_main:
+                action()
         except UserError as error:
-            return error
+            problem = error
         except (OSError, SafetensorError) as error:
-            return UserError(
+            problem = UserError(
                 f"checkpoint not written to {self.folder}: {error}; the older checkpoints are untouched; "
                 "free disk space or set run.out to another disk, then start again with --resume"
             )
-        return None
 
-    def _raise_together(self, problem: UserError | None, partial: Path) -> None:
         if not self.runtime.agree(int(problem is not None)):
             return
         self.runtime.barrier()
@@ -319,65 +296,71 @@ class Checkpointer:
         self._trusted = paths[passed]
         return paths[passed]
 
-    def load(self, path: Path, *, check: bool = True) -> Loaded:
-        """Read a checkpoint. UserError when it is damaged and, with `check`, when recipe, vocabulary or
-        layout disagree with this run."""
-        if fault := "" if path == self._trusted else damage(path):
+    def load(self, path: Path) -> Loaded:
+        """Read a checkpoint. UserError when it is damaged, and when recipe, vocabulary or layout disagree
+        with this run."""
+        fault = "" if path == self._trusted else damage(path)
+        if fault:
             raise UserError(
                 f"checkpoint {path} is incomplete or damaged ({fault}); remove it, --resume takes the one"
                 " before"
             )
         try:
-            return self._read(path, check)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            SafetensorError,
-        ) as error:
+            return self._read(path)
+        except _UNREADABLE as error:
             raise UserError(
                 f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume"
                 " takes the one before"
             ) from None
 
-    def _read(self, path: Path, check: bool) -> Loaded:
+    def _read(self, path: Path) -> Loaded:
         run = load_tree(path / "run")
         if run["format"] != FORMAT:
             raise UserError(
                 f"checkpoint {path} has format {run['format']}, this version reads format {FORMAT}"
             )
-        if check:
-            check_resume(run, self.facts, path)
+        check_resume(run, self.facts, path)
+
         ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
+        lanes: dict[int, Any] = {}
+        for rank in ranks:
+            lanes |= rank["lanes"]
         return Loaded(
             path=path,
             step=run["step"],
             model=load_tree(path / "model"),
             optimizer=load_tree(path / "optimizer"),
             trainer=run["trainer"],
-            lanes={lane: state for rank in ranks for lane, state in rank["lanes"].items()},
+            lanes=lanes,
             rng=[rank["rng"] for rank in ranks],
             world=run["world"],
         )
 
 
+def _fsync(folder: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
     """UserError when the run that wrote `run` (run.json) is not the run that `facts` describes."""
+    changes = refused_on_resume(run["recipe"], facts.recipe)
     if run["vocab_size"] != facts.vocab_size:
-        raise UserError(
-            f"cannot resume {path}: it was trained with a vocabulary of {run['vocab_size']}, the tokenizer"
-            f" given has {facts.vocab_size}; give the same tokenizer.path, or start another run (run.out)"
+        reason = (
+            f"it was trained with a vocabulary of {run['vocab_size']}, the tokenizer given has"
+            f" {facts.vocab_size}; give the same tokenizer.path, or start another run (run.out)"
         )
-    if run["tokenizer_hash"] != facts.tokenizer_hash:
-        raise UserError(
-            f"cannot resume {path}: the tokenizer differs from the one it was trained with (same size, other"
-            " tokens); give the same tokenizer.path, or start another run (run.out)"
+    elif run["tokenizer_hash"] != facts.tokenizer_hash:
+        reason = (
+            "the tokenizer differs from the one it was trained with (same size, other tokens);"
+            " give the same tokenizer.path, or start another run (run.out)"
         )
-    if changes := refused_on_resume(run["recipe"], facts.recipe):
-        raise UserError(
-            f"cannot resume {path}: {explain_refusal(changes)}, "
-            "or start another run with run.init_from and another run.out"
-        )
+    elif changes:
+        reason = f"{explain_refusal(changes)}, or start another run with run.init_from and another run.out"
+    else:
+        return
+    raise UserError(f"cannot resume {path}: {reason}")

@@ -95,7 +95,7 @@ VERBS = {
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
     "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
-    "serve": Verb("earlyfusion.pipeline.serve.cmd:main", "an OpenAI-compatible endpoint"),
+    "serve": Verb("earlyfusion.pipeline.serve.app:main", "an OpenAI-compatible endpoint"),
     "eval": Verb("earlyfusion.eval.run:main", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
     "compare": Verb(
         "earlyfusion.eval.compare.cmd:main", "paired deltas between evaluated models, with honest statistics"

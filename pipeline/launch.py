@@ -29,7 +29,7 @@ def launch(
     """
     check_launcher(config.train.mixed_precision)
     check_folder(config.run.directory)
-    check_trackers(config.track.trackers, config.track.tensorboard)
+    check_trackers(config.track.trackers)
     check(config)
     if parsed.dry_run:
         show(config)

@@ -52,8 +52,8 @@ class Pretraining:
 
     def __init__(self, config: RunConfig, resume: bool) -> None:
         # Processes, seeds, and the tokenizer, which decides the size of the vocabulary.
-        train, track = config.train, config.track
-        self.runtime = runtime = Runtime(train.mixed_precision, train.threads, track.trackers)
+        train = config.train
+        self.runtime = runtime = Runtime(train.mixed_precision, train.threads)
         seed_everything(config.run.seed)
         self.tokenizer = build.tokenizer(config, runtime)
         self.config = config = self.fit_vocabulary(config)
@@ -96,8 +96,7 @@ class Pretraining:
             runtime,
             total_steps=self.total,
             start_step=self.step,
-            tensorboard=track.tensorboard,
-            trackers=track.trackers,
+            trackers=config.track.trackers,
             recipe=dump(config),
             name=config.run.name,
         )

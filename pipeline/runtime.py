@@ -213,15 +213,12 @@ class Runtime:
     Args:
         mixed_precision: "no" or "bf16".
         threads: torch CPU threads; None keeps torch's choice.
-        trackers: accelerate tracker names; `project_dir` is where they write.
     """
 
     def __init__(
         self,
         mixed_precision: str = "no",
         threads: int | None = None,
-        trackers: Sequence[str] = (),
-        project_dir: str | None = None,
     ):
         check_versions()
         if not torch.cuda.is_available():
@@ -234,8 +231,6 @@ class Runtime:
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),
             mixed_precision=mixed_precision,
-            log_with=list(trackers) or None,
-            project_dir=project_dir,
             kwargs_handlers=[ddp],
         )
         self.rank: int = self.accelerator.process_index

@@ -13,82 +13,62 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import read_jsonl, write_atomic
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
 
 FILE = "metrics.jsonl"
 
 
-TRACKERS = {
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "comet_ml": "comet_ml",
-    "aim": "aim",
-    "clearml": "clearml",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-}
-"""accelerate's trackers -> the module each needs."""
+TRACKERS = (
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "comet_ml",
+    "aim",
+    "clearml",
+    "dvclive",
+    "swanlab",
+)
+"""accelerate's trackers; each needs the module of its name."""
 
 
-def check_trackers(trackers: Sequence[str], tensorboard: bool) -> None:
+def check_trackers(trackers: Sequence[str]) -> None:
     """UserError for a tracker that is unknown or not installed: accelerate would only warn and go on
     untracked."""
     for name in trackers:
-        if name == "tensorboard":
-            raise UserError("track.trackers: for TensorBoard set track.tensorboard = true instead")
         if name not in TRACKERS:
             raise UserError(f"track.trackers: unknown tracker {name!r}; {did_you_mean(name, TRACKERS)}")
-        if importlib.util.find_spec(TRACKERS[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"track.trackers: {name} is not installed; pip install {name}, or take it off the list"
+                " (metrics.jsonl is always written)"
             )
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UserError(NO_TENSORBOARD)
-
-
-NO_TENSORBOARD = (
-    "track.tensorboard is on but tensorboard is not installed; pip install 'earlyfusion[track]', or leave it"
-    " off (metrics.jsonl is always written)"
-)
 
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
     """The records of a metrics file, of one event when named; a torn last line (a kill mid-write) is left
     out."""
-    records = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and (event is None or record.get("event") == event):
-            records.append(record)
-    return records
+    return [record for record in read_jsonl(path) if event is None or record.get("event") == event]
 
 
 def truncate_metrics(path: Path, step: int) -> int:
     """Drop records after `step` (and torn lines), atomically; returns how many records stay."""
-    if not path.exists():
-        return 0
-    kept = [record for record in read_metrics(path) if is_number(s := record.get("step", 0)) and s <= step]
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    kept = [record for record in read_jsonl(path) if is_number(s := record.get("step", 0)) and s <= step]
+    if path.exists():
+        write_atomic(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
     return len(kept)
 
 
@@ -100,8 +80,8 @@ class Tracker:
         is begun
             anew; s > 0: records up to s are kept).
         unit: what a step is called on the terminal.
-        tensorboard: also write events below <out>/tensorboard. trackers: accelerate tracker names (runtime's
-        list).
+        trackers: accelerate's trackers by name that get the numbers too; tensorboard writes below
+            <out>/tensorboard.
     """
 
     def __init__(
@@ -111,7 +91,6 @@ class Tracker:
         *,
         total_steps: int,
         start_step: int = 0,
-        tensorboard: bool = False,
         trackers: Sequence[str] = (),
         recipe: Mapping[str, Any] | None = None,
         name: str = "earlyfusion",
@@ -124,15 +103,12 @@ class Tracker:
         self.progress = Progress(console, total_steps, unit=unit, title=name)
         self.progress.step = start_step
         self._file: Any = None
-        self._board: Any = None
-        self._accelerator = runtime.accelerator if trackers else None
-        if self._accelerator is not None:
-            self._accelerator.init_trackers(name, config=flatten(recipe or {}))
+        self._trackers = runtime.accelerator
+        if trackers:
+            start_trackers(runtime.accelerator, trackers, self.path.parent, start_step, name, recipe or {})
         if not self.main:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if tensorboard:
-            self._board = open_tensorboard(self.path.parent / "tensorboard", start_step)
         if start_step == 0:
             self.path.unlink(missing_ok=True)
         self._open(start_step)
@@ -165,13 +141,10 @@ class Tracker:
             self.say(self.progress.line())
 
     def _send(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """The plain numbers to TensorBoard and the trackers."""
+        """The plain numbers to the trackers."""
         scalars = {key: value for key, value in numbers.items() if is_number(value)}
-        if self._accelerator is not None and scalars:
-            self._accelerator.log(scalars, step=step)
-        if self._board is not None:
-            for key, value in scalars.items():
-                self._board.add_scalar(key, value, step)
+        if scalars:
+            self._trackers.log(scalars, step=step)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as
@@ -214,19 +187,27 @@ class Tracker:
 
     def close(self) -> None:
         self.progress.close()
-        for sink in (self._file, self._board):
-            if sink is not None:
-                sink.close()
-        self._file = self._board = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def open_tensorboard(folder: Path, start_step: int) -> Any:
-    """A SummaryWriter that forgets events after `start_step`; UserError when tensorboard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError(NO_TENSORBOARD) from None
-    return SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+def start_trackers(
+    accelerator: Accelerator,
+    names: Sequence[str],
+    out: Path,
+    start_step: int,
+    run: str,
+    recipe: Mapping[str, Any],
+) -> None:
+    """Let accelerate begin its trackers; TensorBoard forgets events after `start_step`."""
+    accelerator.project_configuration.set_directories(str(out))
+    loggers: list[Any] = list(names)
+    if "tensorboard" in names:
+        purge = {"purge_step": start_step + 1} if start_step else {}
+        loggers[loggers.index("tensorboard")] = TensorBoardTracker("tensorboard", out, **purge)
+    accelerator.log_with = filter_trackers(loggers, out)
+    accelerator.init_trackers(run, config=flatten(recipe))
 
 
 def clean(value: Any) -> Any:

@@ -59,7 +59,7 @@ def start_directory(config: RLConfig) -> Path:
 def build_kit(config: RLConfig, resume: bool) -> Kit:
     """Everything, ready to train. Raises UserError for what a user can get wrong, before anything is
     written."""
-    runtime = Runtime(config.train.mixed_precision, config.train.threads, config.track.trackers)
+    runtime = Runtime(config.train.mixed_precision, config.train.threads)
     seed_everything(config.run.seed)
     folder = start_directory(config)
     tokenizer = Tokenizer.load(folder)
@@ -203,7 +203,6 @@ class Kit:
             self.runtime,
             total_steps=config.total_updates,
             start_step=update,
-            tensorboard=config.track.tensorboard,
             trackers=config.track.trackers,
             recipe=dump(config),
             name=config.run.name,

@@ -243,10 +243,9 @@ class CheckpointSection(Section):
 class TrackSection(Section):
     log_every: PositiveInt = 10
     """Steps between records."""
-    tensorboard: bool = False
-    """Also write TensorBoard events (pip install 'earlyfusion[track]')."""
     trackers: list[str] = []
-    """Further accelerate trackers by name, for example wandb or trackio."""
+    """Trackers of accelerate that get the numbers too, by name: tensorboard (pip install 'earlyfusion[track]'),
+    wandb, trackio, ..."""
 
 
 class SandboxSection(Section):

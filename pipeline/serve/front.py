@@ -1,12 +1,22 @@
-"""What stands before the routes, as one plain ASGI layer: host, key, number of requests, the body, and
-callers who leave.
+"""What stands before the routes: connections with limits, then one plain ASGI layer.
+
+Connections (`guarded`, over uvicorn's h11). uvicorn bounds the length of a head and the idle time after an
+answer; a caller who sends half a head, or nothing, or reads nothing, it waits for without end, and 1,000 of
+them are all the files that a process may open. Here
+
+* a head must be there within HEAD_S seconds of the connection or of the last answer,
+* about `most` connections are open: for a new one the oldest that is not being answered goes, with a 503,
+* what is written must be taken within WRITE_S seconds,
+* a body in chunks of next to nothing is cut: each costs the parser as much as a large one.
+
+Requests (`Front`):
 
     Host     on a loopback address only loopback names are served: a page that a browser got from elsewhere
              reaches this machine under its own name (DNS rebinding)
     key      every route but /health
     number   over `most` requests at a time: 503, but /health is answered
     body     cut while it arrives: larger than `limits.body`, slower than RATE, more than all bodies together
-             may hold; then read as JSON once, and only if it has few enough values
+             may hold, more JSON values than a request needs
     leaving  a caller who hangs up ends the work, whatever it is (Starlette's own middleware hides the
              hang-up)
 
@@ -19,17 +29,27 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from earlyfusion.data.video.readers import give_back
-from earlyfusion.pipeline.serve.schema import Limits, Refused
+from earlyfusion.pipeline.serve.protocol import Limits, Refused
 
+HEAD_S, WRITE_S = 10.0, 60.0
+YOUNG_S, SPARE = 0.5, 512
+"""A connection younger than this stays, as long as no more than SPARE are open beyond the limit: its head may
+be on the way."""
+ACCEPTED, QUEUED = 128, 2048
+"""Connections accepted in one turn of the event loop (fewer than SPARE), and those that the kernel keeps
+until then."""
+SLICE = 4096
+"""Bytes that are parsed between two looks at what they held."""
+OVERHEAD = 16384
+"""Bytes of a request that may be head and chunk marks; beyond them at least half must be body."""
 BODY_S, RATE = 10.0, 65536
 """A body has BODY_S seconds, and one more for every RATE bytes of it that have come."""
 SMALL = 65536
@@ -38,6 +58,110 @@ LARGE = 4 * 2**20
 """After a request of so many bytes the C library's free memory goes back to the system."""
 VALUES = 1 << 18
 """Most values of a JSON body (counted as its commas, colons and brackets, before it is parsed)."""
+
+_BUSY = (
+    b'{"error": {"message": "too many connections; try again later", "type": "server_error", "param": null,'
+    b' "code": "busy"}}'
+)
+
+
+class Guarded(H11Protocol):
+    """One connection; `guarded` makes the class that a server's connections share."""
+
+    most: ClassVar[int]
+    head_s: ClassVar[float]
+    write_s: ClassVar[float]
+    waiting: ClassVar[dict[Guarded, None]]
+    """Connections that are not being answered, the oldest first"""
+
+    _head: asyncio.TimerHandle | None = None
+    _write: asyncio.TimerHandle | None = None
+    _wire = _body = 0
+    since = 0.0
+    """When it began to wait for a head."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        over = len(self.connections) - self.most
+        for other in list(self.waiting)[: max(over, 0)]:
+            if self.loop.time() - other.since < YOUNG_S and over <= SPARE:
+                break
+            other.turn_away(b"503 Service Unavailable", _BUSY)
+            over -= 1
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), SLICE):
+            piece = data[start : start + SLICE]
+            cycle, held = self.cycle, self._held()
+            super().data_received(piece)
+            if self.transport.is_closing():
+                break
+
+            # What came over the wire against what of it was body, counted anew for each request.
+            if self.cycle is not cycle:
+                self._wire = self._body = held = 0
+            self._wire += len(piece)
+            self._body += max(self._held() - held, 0)
+            if self._wire > OVERHEAD + 2 * self._body and self.cycle is not None and self.cycle.more_body:
+                self.transport.abort()
+                break
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.waiting.pop(self, None)
+        _cancel(self._head)
+        _cancel(self._write)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write = self._write or self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._write)
+        self._write = None
+
+    def turn_away(self, status: bytes, body: bytes = b"") -> None:
+        """Answer without having read a head, and close; whoever does not take it is dropped."""
+        self.waiting.pop(self, None)
+        if self.transport.is_closing():
+            return
+        head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: "
+        self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"%d\r\n\r\n" % len(body) + body)
+        self.transport.close()
+        self.loop.call_later(1.0, self.transport.abort)
+
+    def _held(self) -> int:
+        return 0 if self.cycle is None else len(self.cycle.body)
+
+    def _watch(self) -> None:
+        """A connection that is being answered is left alone; any other has a time to ask."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.is_closing():
+            self.waiting.pop(self, None)
+            _cancel(self._head)
+            self._head = None
+        elif self._head is None:
+            self.waiting[self], self.since = None, self.loop.time()
+            self._head = self.loop.call_later(self.head_s, self.turn_away, b"408 Request Timeout")
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def guarded(most: int, *, head_s: float = HEAD_S, write_s: float = WRITE_S) -> type[Guarded]:
+    """The protocol class of one server that keeps about `most` connections."""
+    return type(
+        "GuardedOfOne", (Guarded,), {"most": most, "head_s": head_s, "write_s": write_s, "waiting": {}}
+    )
 
 
 class Budget:
@@ -48,18 +172,18 @@ class Budget:
 
     def change(self, old: int, new: int) -> None:
         """Replace `old` bytes by `new`; raises Refused (503) when that is too many together."""
-        old, new = max(old - SMALL, 0), max(new - SMALL, 0)
-        if new > old and self.held + new - old > self.most:
+        more = max(new - SMALL, 0) - max(old - SMALL, 0)
+        if more > 0 and self.held + more > self.most:
             raise Refused("too many large requests at once; try again later", status=503, code="busy")
-        self.held += new - old
+        self.held += more
 
 
 @dataclass
-class Asked:
-    """What the front hands to a route, as scope["state"]["asked"]."""
+class Incoming:
+    """What the front hands to a route, as scope["state"]["incoming"]: the body, until it is taken."""
 
     budget: Budget
-    body: dict[str, Any] | None = None
+    body: bytes | bytearray = b""
     size: int = 0
     most: int = 0
     """The largest size that it had."""
@@ -80,18 +204,19 @@ def is_loopback(host: str) -> bool:
 
 def error_response(error: Refused) -> JSONResponse:
     """The error in OpenAI's form: one line, encodable whatever the caller sent."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    message = _line(error.message, 500)
-    body = {"error": {"message": message, "type": kind, "param": _line(error.param, 80), "code": error.code}}
+    body = {
+        "message": _line(error.message, 500),
+        "type": "invalid_request_error" if error.status < 500 else "server_error",
+        "param": None if error.param is None else _line(error.param, 80),
+        "code": error.code,
+    }
     headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
     if error.status == 408:
         headers["Connection"] = "close"
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
 
 
-def _line(text: str | None, most: int) -> str | None:
-    if text is None:
-        return None
+def _line(text: str, most: int) -> str:
     text = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())
     return text if len(text) <= most else text[:most] + "…"
 
@@ -109,25 +234,27 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        asked = Asked(self.budget)
+
+        incoming = Incoming(self.budget)
+        scope.setdefault("state", {})["incoming"] = incoming
         self.running += 1
         try:
-            self._admit(scope)
-            if scope["method"] == "POST" and not await self._read(scope, receive, asked):
+            headers = dict(scope["headers"])
+            self._admit(scope, headers)
+            if scope["method"] == "POST" and not await self._read(headers, receive, incoming):
                 return
-            scope.setdefault("state", {})["asked"] = asked
             await self._answer(scope, receive, send)
         except Refused as error:
             await error_response(error)(scope, receive, send)
         finally:
             self.running -= 1
-            asked.body = None
-            if asked.most > LARGE:
+            incoming.body = b""
+            incoming.holds(0)
+            if incoming.most > LARGE:
                 asyncio.get_running_loop().run_in_executor(None, give_back)
-            asked.holds(0)
 
-    def _admit(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raises Refused for a caller who is not served."""
         host = _host_of(headers.get(b"host", b""))
         if self.hosts is not None and host and host not in self.hosts and not is_loopback(host):
             raise Refused(
@@ -135,6 +262,7 @@ class Front:
             )
         if scope["path"] == "/health":
             return
+
         if self.key is not None:
             given = headers.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
             if not hmac.compare_digest(given, self.key.encode()):
@@ -143,19 +271,24 @@ class Front:
             raise Refused(
                 f"{self.most} requests are being answered; try again later", status=503, code="busy"
             )
+
+        # What any web page may send without being asked for leave is never of this kind.
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if (
-            scope["method"] == "POST" and kind != b"application/json"
-        ):  # what any web page may send is not of this kind
+        if scope["method"] == "POST" and kind != b"application/json":
             raise Refused("expected JSON: send the header Content-Type: application/json")
 
-    async def _read(self, scope: Scope, receive: Receive, asked: Asked) -> bool:
-        """The JSON body into `asked`; False when the caller left."""
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive, incoming: Incoming) -> bool:
+        """The body into `incoming`; False when the caller left."""
         limit, loop = self.limits.body, asyncio.get_running_loop()
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        larger = f"the request is larger than {limit} bytes; send fewer or smaller pictures"
+        too_large = Refused(
+            f"the request is larger than {limit} bytes; send fewer or smaller pictures",
+            status=413,
+            code="request_too_large",
+        )
+        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > limit:
-            raise Refused(larger, status=413, code="request_too_large")
+            raise too_large
+
         body, more, start = bytearray(), True, loop.time()
         while more:
             try:
@@ -168,9 +301,11 @@ class Front:
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if len(body) > limit:
-                raise Refused(larger, status=413, code="request_too_large")
-            asked.holds(len(body))
-        asked.body = parsed(body)
+                raise too_large
+            incoming.holds(len(body))
+
+        check_values(body)
+        incoming.body = body
         return True
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,17 +317,17 @@ class Front:
                 pass
             gone.set()
 
-        async def heard() -> Message:
+        async def hear() -> Message:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def said(message: Message) -> None:
+        async def tell(message: Message) -> None:
             nonlocal complete
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         listening = asyncio.ensure_future(listen())
-        work = asyncio.ensure_future(self.app(scope, heard, said))
+        work = asyncio.ensure_future(self.app(scope, hear, tell))
         try:
             await asyncio.wait({listening, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() and not complete:
@@ -211,17 +346,7 @@ def _host_of(value: bytes) -> str:
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
-def parsed(body: bytes | bytearray, loads: Callable[[Any], Any] = json.loads) -> dict[str, Any]:
-    """The object in a JSON body; raises Refused for anything else, before parsing where there are too many
-    values."""
+def check_values(body: bytes | bytearray) -> None:
+    """Raises Refused for a JSON body of too many values, before it is parsed."""
     if len(body) > SMALL and sum(body.count(mark) for mark in b",:[{") > VALUES:
         raise Refused(f"the body has more than {VALUES} JSON values; send fewer or shorter prompts")
-    try:
-        value = loads(body)
-    except RecursionError:
-        raise Refused("the body is nested too deep") from None
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise Refused(f"expected a JSON object, not {type(value).__name__}")
-    return value

@@ -41,7 +41,7 @@ from earlyfusion.data.sample import Sample, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video.readers import give_back
 from earlyfusion.model.engine.request import TokenPrompt
-from earlyfusion.pipeline.serve.schema import Refused
+from earlyfusion.pipeline.serve.protocol import Refused
 from earlyfusion.vision.config import VisionConfig
 
 SHORT = 16_000
@@ -82,7 +82,7 @@ class Setup:
         return encode_chat(job, self.tokenizer, self.vision, template=self.template, decode=DECODE)
 
 
-def told(error: Exception) -> str:
+def for_client(error: Exception) -> str:
     """What a client is told of an error whose text speaks to somebody who prepares data: no options, no
     sample's name."""
     if isinstance(error, RecursionError | OverflowError):
@@ -92,8 +92,7 @@ def told(error: Exception) -> str:
     return re.sub(r"(data\.decode\.)\w+( = )?", "", text)
 
 
-# ---- in the process
-# -------------------------------------------------------------------------------------------------
+# ---- In the process.
 
 
 def serve_jobs(pipe: Connection, setup: Setup) -> None:
@@ -106,14 +105,16 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
         os.dup2(nowhere.fileno(), 2)  # what decoders print of strangers' files would fill the server's log
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Pillow's, about strangers' files
+
     start = _data_bytes()
-    if start is not None:
+    if start:
         most = start + setup.memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
     pipe.send_bytes(b"ready")
     with suppress(EOFError, OSError):
-        while (_data_bytes() or 0) <= (start or 0) + GROWTH:
+        while _data_bytes() <= start + GROWTH:
             job = pipe.recv()
             for part in _answer(job, setup):
                 pipe.send_bytes(part)
@@ -122,6 +123,7 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
 
 
 def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
+    """A head in JSON, then ids and patches; or the head alone that says why not."""
     try:
         found = setup.encoded(job)
         if found.num_patches > MAX_PATCHES:
@@ -130,42 +132,41 @@ def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
             )
     except (
         Exception
-    ) as error:  # DataError, MemoryError, torch's own, and whatever else a hostile file brings about
-        said = (
-            told(error)
-            if isinstance(error, DataError | RecursionError | OverflowError)
-            else "the request cannot be read"
-        )
+    ) as error:  # DataError, MemoryError, torch's own, and what else a hostile file brings about
+        reason = "the request cannot be read"
         if isinstance(error, MemoryError) or "memory" in str(error).lower():
-            said = f"the request takes more than {setup.memory_mb} MiB to read; send less or smaller media"
-        return [json.dumps({"refused": said}).encode()]
-    shape = None if found.patches is None else list(found.patches.shape)
-    places = found.media_positions.tolist()
-    head = {"grids": found.grids, "patches": shape, "places": places}
-    parts = [json.dumps(head).encode(), found.ids.numpy().tobytes()]
-    if found.patches is not None:
-        parts.append(found.patches.contiguous().numpy().tobytes())
-    return parts
+            reason = f"the request takes more than {setup.memory_mb} MiB to read; send less or smaller media"
+        elif isinstance(error, DataError | RecursionError | OverflowError):
+            reason = for_client(error)
+        return [json.dumps({"refused": reason}).encode()]
+
+    patches = [] if found.patches is None else [found.patches.contiguous()]
+    head = {
+        "grids": found.grids,
+        "patches": [list(tensor.shape) for tensor in patches],
+        "positions": found.media_positions.tolist(),
+    }
+    tensors = [found.ids, *patches]
+    return [json.dumps(head).encode(), *(tensor.numpy().tobytes() for tensor in tensors)]
 
 
-def _data_bytes() -> int | None:
-    """Private writable memory of this process, as RLIMIT_DATA counts it; None where /proc does not say."""
-    with suppress(OSError, AttributeError):
+def _data_bytes() -> int:
+    """Private writable memory of this process, as RLIMIT_DATA counts it; 0 where /proc does not say."""
+    with suppress(OSError):
         found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found.group(1)) * 1024 if found else None
-    return None
+        return int(found.group(1)) * 1024 if found else 0
+    return 0
 
 
-# ---- in the server
-# --------------------------------------------------------------------------------------------------
+# ---- In the server.
 
 
-class _Process:
+class Reader:
     """One process and the server's end of its pipe; used by one thread at a time, killed from any."""
 
     def __init__(self, setup: Setup, seconds: float) -> None:
         self.setup, self.seconds = setup, seconds
-        self._process: Any = None
+        self.process: Any = None
         self._pipe: Connection | None = None
         self._starting = threading.Lock()
         self.closed = False
@@ -173,15 +174,16 @@ class _Process:
     def start(self) -> Connection:
         """The pipe of a living process."""
         with self._starting:
-            if self._pipe is not None and self._process.is_alive():
+            if self._pipe is not None and self.process.is_alive():
                 return self._pipe
             self.kill()
+
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["earlyfusion.pipeline.serve.prepare"])
             here, there = context.Pipe()
             process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
             process.start()
-            self._process = process
+            self.process = process  # from here on it can be killed
             there.close()
             if self.closed:
                 self.kill()
@@ -192,24 +194,21 @@ class _Process:
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
-        if self._process is not None:
-            self._process.kill()
+        self._pipe = None
+        if self.process is not None:
+            self.process.kill()
 
     def call(self, job: str | list[Message]) -> TokenPrompt:
         """The prompt of a job; raises Refused."""
-        for last in (False, True):
+        # Twice: it may have been killed, or have grown and ended, while nothing was asked of it.
+        for _ in range(2):
             if self.closed:
                 break
             try:
                 pipe = self.start()
                 pipe.send(job)
-            except (
-                OSError,
-                EOFError,
-            ):  # it was killed, or had grown and ended, while nothing was asked of it
+            except (OSError, EOFError):
                 self._pipe = None
-                if last:
-                    break
                 continue
             return self._received(pipe)
         raise Refused("the server is stopping or cannot read requests now", status=503, code="stopping")
@@ -218,32 +217,29 @@ class _Process:
         end = time.monotonic() + self.seconds
         try:
             if not pipe.poll(self.seconds):
+                self.kill()
                 raise Refused(
                     f"the request takes more than {self.seconds:g} s to read; send less or smaller media"
                 )
             head = json.loads(pipe.recv_bytes(1 << 24))
             if "refused" in head:
                 raise Refused(str(head["refused"]), param="messages")
+
             ids = np.frombuffer(pipe.recv_bytes(1 << 26), np.int64)
             patches = None
-            if head["patches"] is not None and pipe.poll(max(end - time.monotonic(), 1.0)):
-                patches = torch.frombuffer(bytearray(pipe.recv_bytes(1 << 30)), dtype=torch.uint8).view(
-                    head["patches"]
-                )
+            for shape in head["patches"]:
+                if not pipe.poll(max(end - time.monotonic(), 1.0)):
+                    raise EOFError
+                patches = torch.frombuffer(bytearray(pipe.recv_bytes(1 << 30)), dtype=torch.uint8).view(shape)
         except (EOFError, OSError):
-            self._pipe = None
-            text = (
+            self.kill()
+            raise Refused(
                 f"the request cannot be read, or takes more than {self.setup.memory_mb} MiB; send less or"
-                " smaller media"
-            )
-            raise Refused(text, param="messages") from None
-        except Refused as error:
-            if error.param is None:
-                self.kill()
-                self._pipe = None
-            raise
+                " smaller media",
+                param="messages",
+            ) from None
         grids = tuple((int(t), int(h), int(w)) for t, h, w in head["grids"])
-        return TokenPrompt(torch.from_numpy(ids.copy()), patches, grids, tuple(head["places"]))
+        return TokenPrompt(torch.from_numpy(ids.copy()), patches, grids, tuple(head["positions"]))
 
 
 class Preparer:
@@ -254,25 +250,23 @@ class Preparer:
 
     def __init__(self, setup: Setup, *, processes: int = 2, seconds: float = 20.0, line: int = 64) -> None:
         self.setup, self.line, self._waiting = setup, line, 0
-        self._all = [_Process(setup, seconds) for _ in range(processes)]
-        self._free, self._room = list(self._all), asyncio.Semaphore(processes)
+        self.readers = [Reader(setup, seconds) for _ in range(processes)]
+        self._free, self._room = list(self.readers), asyncio.Semaphore(processes)
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="prepare")
-        for process in self._all:
-            self._threads.submit(process.start)
+        for reader in self.readers:
+            self._threads.submit(reader.start)
 
     async def prompt(self, job: str | Sequence[Message], characters: int) -> TokenPrompt:
         """The prompt of a text or a conversation of so many characters; raises Refused. Cancelling it frees
         its process."""
-        media = not isinstance(job, str) and any(
-            not isinstance(s, Text) for message in job for s in message.content
-        )
         given = job if isinstance(job, str) else list(job)
-        if not media and characters <= SHORT:
+        segments = [] if isinstance(given, str) else [s for message in given for s in message.content]
+        if characters <= SHORT and all(isinstance(segment, Text) for segment in segments):
             try:
-                found = await asyncio.to_thread(self.setup.encoded, given)
+                return TokenPrompt((await asyncio.to_thread(self.setup.encoded, given)).ids)
             except (DataError, RecursionError, OverflowError) as error:
-                raise Refused(told(error)) from None
-            return TokenPrompt(found.ids)
+                raise Refused(for_client(error)) from None
+
         if self._waiting >= self.line:
             raise Refused(
                 f"{self.line} requests wait for their media to be read; try later",
@@ -284,23 +278,24 @@ class Preparer:
             await self._room.acquire()
         finally:
             self._waiting -= 1
-        process = self._free.pop()
-        call = asyncio.get_running_loop().run_in_executor(self._threads, process.call, given)
-        call.add_done_callback(lambda done: self._give(process, done))
+
+        reader = self._free.pop()
+        call = asyncio.get_running_loop().run_in_executor(self._threads, reader.call, given)
+        call.add_done_callback(lambda done: self._give(reader, done))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            process.kill()
+            reader.kill()
             raise
 
-    def _give(self, process: _Process, done: asyncio.Future[Any]) -> None:
+    def _give(self, reader: Reader, done: asyncio.Future[Any]) -> None:
         done.exception()  # looked at, in case nobody waits any more
-        self._free.append(process)
+        self._free.append(reader)
         self._room.release()
 
     def close(self) -> None:
         """Kill all processes; whoever waits is refused."""
-        for process in self._all:
-            process.closed = True
-            process.kill()
+        for reader in self.readers:
+            reader.closed = True
+            reader.kill()
         self._threads.shutdown(wait=False, cancel_futures=False)

@@ -186,7 +186,7 @@ class DpoRun:
             runtime,
             total_steps=total,
             start_step=self.step,
-            tensorboard=config.track.tensorboard,
+            trackers=config.track.trackers,
             name=config.run.name,
             console=self.console,
         )

@@ -43,7 +43,6 @@ BAD = {
     "task without its data": (("--eval.tasks", '["mmlu_pro"]'), ["mmlu_pro", "data"]),
     "unknown tracker": (("--track.trackers", '["wandbb"]'), ["wandbb", "did you mean 'wandb'?"]),
     "absent tracker": (("--track.trackers", '["aim"]'), ["aim is not installed", "pip install aim"]),
-    "tensorboard as a tracker": (("--track.trackers", '["tensorboard"]'), ["track.tensorboard = true"]),
     "an option without its section": (("--lr", "1"), ["--lr", "did you mean --optim.lr"]),
     "unknown source in a mixture": (("--stages.long.weights", "{vqs = 1.0}"), ["vqs", "did you mean 'vqa'?"]),
     "missing tokenizer": (("--tokenizer.path", "/nowhere/at/all"), ["/nowhere/at/all"]),

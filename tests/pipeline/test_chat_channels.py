@@ -14,7 +14,7 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Sandbox
-from earlyfusion.model.engine.request import Completion, Event, Request, SamplingParams, Token, TokenPrompt
+from earlyfusion.model.engine.request import Completion, Event, SamplingParams, Token
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.chat import Conversation
 from earlyfusion.vision.config import VisionConfig
@@ -51,14 +51,11 @@ def completion(ids, tokenizer):
 @pytest.fixture(scope="module")
 def answer(folder, tokenizer):
     """An HTTP answer without a server around it."""
-    serve_answer = pytest.importorskip("earlyfusion.pipeline.serve.answer")
-    from earlyfusion.pipeline.serve.schema import ChatRequest, Limits
+    protocol = pytest.importorskip("earlyfusion.pipeline.serve.protocol")
 
     def make(stop=None):
-        service = serve_answer.Service(None, None, tokenizer, "m", Limits(), template="chat")
-        body = ChatRequest(messages=[{"role": "user", "content": "x"}], stop=stop)
-        request = Request("r", TokenPrompt(None), SamplingParams())
-        return serve_answer.Answer(service, "chat.completion", [request], body, chat=True)
+        body = protocol.ChatRequest(messages=[{"role": "user", "content": "x"}], stop=stop)
+        return protocol.Answer(body, ["r"], tokenizer, "m", "chat")
 
     return make
 
@@ -66,7 +63,7 @@ def answer(folder, tokenizer):
 @pytest.mark.parametrize("message", [THOUGHT, CALLED, PLAIN], ids=["thought", "called", "plain"])
 def test_the_endpoint_gives_words_thoughts_and_calls_by_themselves(answer, tokenizer, message):
     ids = written(message, tokenizer)
-    choice = answer()._choice(0, completion(ids, tokenizer))["message"]
+    choice = answer().choice(0, completion(ids, tokenizer))["message"]
     assert choice["content"] == message.text
     assert choice.get("reasoning_content") == message.thinking
     calls = [
@@ -82,7 +79,7 @@ def test_streamed_pieces_join_to_the_whole_answer(answer, tokenizer, message):
     for number, token in enumerate(ids):
         last = completion(ids, tokenizer) if number == len(ids) - 1 else None
         event = Event("r", 0, (Token(token, 0.0, 0.0, 0),), "ignored", last)
-        delta = one._delta(0, event)["delta"]
+        delta = json.loads(one.piece(event).removeprefix("data: "))["choices"][0]["delta"]
         for key in joined:
             joined[key] += delta.get(key, "")
         calls += delta.get("tool_calls", [])
@@ -91,12 +88,12 @@ def test_streamed_pieces_join_to_the_whole_answer(answer, tokenizer, message):
 
 
 def test_a_stop_string_ends_what_is_said(answer, tokenizer):
-    choice = answer(stop=["th"])._choice(0, completion(written(THOUGHT, tokenizer), tokenizer))["message"]
+    choice = answer(stop=["th"]).choice(0, completion(written(THOUGHT, tokenizer), tokenizer))["message"]
     assert choice["content"] == "It is " and choice["reasoning_content"] == THOUGHT.thinking
 
 
 def test_tool_turns_that_a_client_sends_are_the_document_of_training(tokenizer):
-    schema = pytest.importorskip("earlyfusion.pipeline.serve.schema")
+    schema = pytest.importorskip("earlyfusion.pipeline.serve.protocol")
     turns = [
         {"role": "user", "content": "x"},
         {

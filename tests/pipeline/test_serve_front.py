@@ -18,10 +18,9 @@ from earlyfusion.data.sample import Image, Text
 uvicorn = pytest.importorskip("uvicorn")
 
 from earlyfusion.pipeline.serve import front as serve_front  # noqa: E402
-from earlyfusion.pipeline.serve.front import Budget, Front, is_loopback  # noqa: E402
+from earlyfusion.pipeline.serve.front import Budget, Front, guarded, is_loopback  # noqa: E402
 from earlyfusion.pipeline.serve.prepare import Preparer, Setup  # noqa: E402
-from earlyfusion.pipeline.serve.protocol import guarded  # noqa: E402
-from earlyfusion.pipeline.serve.schema import Limits, Refused  # noqa: E402
+from earlyfusion.pipeline.serve.protocol import Limits, Refused  # noqa: E402
 
 ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -76,7 +75,7 @@ def test_a_head_that_does_not_come_is_not_waited_for():
 
 
 def test_the_oldest_silent_callers_give_way_to_new_ones(monkeypatch):
-    monkeypatch.setattr("earlyfusion.pipeline.serve.protocol.SPARE", 0)
+    monkeypatch.setattr("earlyfusion.pipeline.serve.front.SPARE", 0)
     with listening(20) as port:
         silent = [open_link(port, b"POST /v1") for _ in range(30)]
         with open_link(port, ASK) as link:
@@ -149,8 +148,8 @@ def test_bodies_that_together_hold_too_much_are_put_off_and_small_ones_pass():
 
 def test_values_are_counted_before_they_are_parsed():
     with pytest.raises(Refused, match="JSON values"):
-        serve_front.parsed(b"[" * 300_000, loads=lambda _: pytest.fail("parsed"))
-    assert serve_front.parsed(b'{"a": "' + b"x" * 300_000 + b'"}').keys() == {"a"}
+        serve_front.check_values(b"[" * 300_000)
+    serve_front.check_values(b'{"a": "' + b"x" * 300_000 + b'"}')
 
 
 def test_a_caller_who_leaves_ends_the_work():
@@ -213,7 +212,7 @@ def test_what_takes_too_long_or_too_much_memory_is_killed_and_the_next_request_i
         try:
             with pytest.raises(Refused) as caught:
                 await preparer.prompt(job, len(job))
-            preparer._all[0].seconds = 60.0
+            preparer.readers[0].seconds = 60.0
             fine = await preparer.prompt(picture(png(40, 30)), 5)
             whole = Setup(*parts, "qa").encoded(picture(png(40, 30)))
             assert fine.ids.equal(whole.ids) and fine.patches.equal(whole.patches)
@@ -234,12 +233,12 @@ def test_a_caller_who_leaves_frees_the_process(parts):
         preparer = Preparer(Setup(*parts, "qa", memory_mb=2000), processes=1, seconds=60.0)
         try:
             await preparer.prompt(picture(png(40, 30)), 5)
-            first = preparer._all[0]._process.pid
+            first = preparer.readers[0].process.pid
             long = asyncio.ensure_future(preparer.prompt("7" * 1_000_000, 1_000_000))
             await asyncio.sleep(0.05)
             long.cancel()
             await preparer.prompt(picture(png(40, 30)), 5)
-            return first, preparer._all[0]._process.pid
+            return first, preparer.readers[0].process.pid
         finally:
             preparer.close()
 

@@ -1,10 +1,9 @@
 """One thread that drives the engine, and the way between it and asyncio.
 
     worker = EngineWorker(engine)         # starts the thread
-    async for event in worker.stream(request): ...
+    async for event in worker.stream(requests): ...
 
-Requests enter through an inbox; every event of a request goes to the asyncio queue of whoever waits for it.
-Leaving the loop early (a client that went away) cancels the request in the engine.
+Requests enter through an inbox; their events go to an asyncio queue of whoever waits for them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from earlyfusion.model.engine.engine import Engine
@@ -24,11 +23,12 @@ class EngineStopped(RuntimeError):
     """The engine takes no more requests, or has failed."""
 
 
-@dataclass
-class _Waiting:
-    loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Event | BaseException] = field(default_factory=asyncio.Queue)
-    left: int = 1
+class _Mailbox:
+    """Where the events of one HTTP request arrive, from the engine's thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
     def put(self, item: Event | BaseException) -> None:
         try:
@@ -43,11 +43,11 @@ class EngineWorker:
 
     def __init__(self, engine: Engine, *, max_open: int = 256) -> None:
         self.engine, self.max_open = engine, max_open
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], Any]] = deque()
         self._wake = threading.Condition()
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Mailbox] = {}
         self._closing = self._draining = False
-        self._failure: BaseException | None = None
+        self._failure: EngineStopped | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -61,35 +61,39 @@ class EngineWorker:
         """Whether new requests are taken."""
         return not self._draining and self._failure is None
 
-    def check_room(self) -> None:
-        """Raises EngineFull when no further request is taken now."""
-        if len(self._waiting) >= self.max_open:
+    def check_room(self, more: int = 1) -> None:
+        """Raises EngineFull when so many further requests are not taken now."""
+        if len(self._waiting) + more > self.max_open:
             raise EngineFull(self.max_open)
 
-    async def stream(self, request: Request) -> AsyncIterator[Event]:
-        """Events of the request until its last sample is complete.
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
+        """Events of the requests until the last sample of each is complete.
 
-        Raises EngineStopped, EngineFull, or what `Engine.submit` raises, before the first event.
+        Leaving the loop early (a client that went away) cancels them in the engine. Raises EngineStopped,
+        EngineFull, or what `Engine.submit` raises, before the first event.
         """
-        if self._failure is not None:
-            raise EngineStopped(f"the engine has failed: {self._failure}") from self._failure
         if not self.accepting:
-            raise EngineStopped("the server is stopping")
-        self.check_room()
-        entry = _Waiting(asyncio.get_running_loop(), left=request.params.n)
-        self._waiting[request.id] = entry
+            raise self._failure or EngineStopped("the server is stopping")
+        self.check_room(len(requests))
+        mailbox = _Mailbox()
+        self._waiting |= {request.id: mailbox for request in requests}
+        left = {request.id: request.params.n for request in requests}
         try:
-            self._send(lambda: self._submit(request, entry))
-            while entry.left:
-                item = await entry.events.get()
+            for request in requests:
+                self._send(partial(self._submit, request, mailbox))
+            while left:
+                item = await mailbox.events.get()
                 if isinstance(item, BaseException):
                     raise item
-                entry.left -= item.completion is not None
+                if item.completion is not None:
+                    left[item.request_id] -= 1
+                    if not left[item.request_id]:
+                        del left[item.request_id], self._waiting[item.request_id]
                 yield item
         finally:
-            self._waiting.pop(request.id, None)
-            if entry.left:
-                self._send(lambda: self.engine.cancel(request.id))
+            for unfinished in left:
+                self._waiting.pop(unfinished, None)
+                self._send(partial(self.engine.cancel, unfinished))
 
     def drain(self) -> None:
         """Take no new requests; those in flight go on."""
@@ -114,11 +118,11 @@ class EngineWorker:
             self._inbox.append(action)
             self._wake.notify()
 
-    def _submit(self, request: Request, entry: _Waiting) -> None:
+    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
         try:
             self.engine.submit(request)
         except Exception as error:
-            entry.put(error)
+            mailbox.put(error)
 
     def _run(self) -> None:
         try:
@@ -132,15 +136,13 @@ class EngineWorker:
                 for action in actions:
                     action()
                 for event in self.engine.step() if self.engine.has_work else ():
-                    entry = self._waiting.get(event.request_id)
-                    if entry is not None:
-                        entry.put(event)
+                    mailbox = self._waiting.get(event.request_id)
+                    if mailbox is not None:
+                        mailbox.put(event)
         except BaseException as error:  # whoever waits must learn of it
-            self._failure = error
-            self._fail_all(error)
+            self._failure = EngineStopped(f"the engine has failed: {type(error).__name__}: {error}")
+            self._fail_all(self._failure)
 
-    def _fail_all(self, error: BaseException) -> None:
-        if not isinstance(error, EngineStopped):
-            error = EngineStopped(f"the engine has failed: {type(error).__name__}: {error}")
-        for entry in list(self._waiting.values()):
-            entry.put(error)
+    def _fail_all(self, error: EngineStopped) -> None:
+        for mailbox in set(self._waiting.values()):
+            mailbox.put(error)
