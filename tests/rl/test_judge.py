@@ -196,7 +196,16 @@ def test_our_own_server_can_judge(problem, tmp_path):
     from serve_model import write_model
 
     folder = write_model(tmp_path) or tmp_path
-    command = [sys.executable, "-m", "earlyfusion.pipeline.cli", "serve", "--model", str(folder), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "earlyfusion.pipeline.cli",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
