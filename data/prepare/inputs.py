@@ -47,8 +47,8 @@ from earlyfusion.data.prepare.rows import MEDIA_FIELDS, RowMembers
 from earlyfusion.data.prepare.tables import TABLES, Rows, begins_array, json_row, names_columns
 from earlyfusion.data.sample import TEXT_BYTES, file_below, within
 from earlyfusion.data.shards.fetch import TAR_ENDS, as_local, cache_root
+from earlyfusion.data.shards.index import split_name
 from earlyfusion.data.shards.read import Shards
-from earlyfusion.data.shards.tar import split_name
 from earlyfusion.data.sources.text_files import LINES, TextTable, find_files
 from earlyfusion.kernels.errors import one_line
 

@@ -20,7 +20,7 @@ from typing import Any
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.prepare.work import Outcome, key_of
 from earlyfusion.data.shards.fetch import MANIFEST
-from earlyfusion.data.shards.tar import INDEX_SUFFIX, ShardIndex, index_lines, scan_tar, write_index
+from earlyfusion.data.shards.index import INDEX_SUFFIX, ShardIndex, index_lines, scan_tar, write_index
 
 _FACTS = (
     "tokens",

@@ -32,7 +32,7 @@ from earlyfusion.data.shards.fetch import (
     short_names,
     stamp,
 )
-from earlyfusion.data.shards.tar import (
+from earlyfusion.data.shards.index import (
     INDEX_SUFFIX,
     Pread,
     ShardIndex,

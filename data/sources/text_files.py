@@ -24,7 +24,17 @@ from pydantic import Field
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, within
-from earlyfusion.data.shards.fetch import as_local, braces, cache_root, locked, plain_copy, short_names, stamp
+from earlyfusion.data.shards.fetch import (
+    UNPACKED_FREE,
+    UNPACKED_RATIO,
+    as_local,
+    braces,
+    cache_root,
+    locked,
+    plain_copy,
+    short_names,
+    stamp,
+)
 from earlyfusion.data.shards.split import Split
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
 from earlyfusion.kernels.errors import one_line
@@ -35,8 +45,6 @@ PLAIN = (".txt", ".md", ".txt.gz", ".txt.zst", ".md.gz", ".md.zst")
 _BLOCK = 1 << 24
 _ROWS = 128
 """Rows of a parquet file held at a time."""
-_RATIO, _FREE = 100, 256 << 20
-"""As in data/shards/fetch.py: what a packed file may unpack to."""
 
 
 class TextTable:
@@ -170,7 +178,9 @@ def _unpack_parquet(path: Path, field: str, out: Path, starts: Path) -> None:
         )
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        ends = _write_column(table, field, temporary, max(_FREE, _RATIO * path.stat().st_size), path)
+        ends = _write_column(
+            table, field, temporary, max(UNPACKED_FREE, UNPACKED_RATIO * path.stat().st_size), path
+        )
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -190,7 +200,7 @@ def _write_column(table: Any, field: str, out: Path, limit: int, path: Path) -> 
                     ends.append(ends[-1] + len(raw))
                 if ends[-1] > limit:
                     raise DataError(
-                        f"{path}: its texts are more than {limit >> 20} MiB, {_RATIO} times the file"
+                        f"{path}: its texts are more than {limit >> 20} MiB, {UNPACKED_RATIO} times the file"
                     )
         except DataError:
             raise

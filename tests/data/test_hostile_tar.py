@@ -10,7 +10,7 @@ import pytest
 
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.shards.read import Shards
-from earlyfusion.data.shards.tar import scan_tar
+from earlyfusion.data.shards.index import scan_tar
 from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import captions, picture, write_tar
@@ -30,6 +30,7 @@ def watch(event, args):
         if not os.path.realpath(os.fsdecode(args[0])).startswith(cache):
             print(event, args); os._exit(9)
 import webdataset
+from earlyfusion.data.sources.base import SourceConfig, build_source
 sys.dont_write_bytecode = True
 sys.addaudithook(watch)
 source = build_source(SourceConfig(name="s", kind="webdataset", path=sys.argv[1]), val_fraction=0.0)
