@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -127,6 +128,45 @@ def test_a_header_that_claims_more_than_there_is_reserves_no_memory(tmp_path):
     path.write_bytes(good + info.tobuf(tarfile.GNU_FORMAT) + b"\0" * 2048)
     shards = Shards(str(path))
     assert shards.usable == [1] and shards.cut == [True]
+
+
+def header(name, kind, size=0):
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    raw = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    raw[124:136] = size.to_bytes(12, "big", signed=True) if size < 0 else b"%011o\0" % size
+    raw[148:156] = b"%06o\0 " % (sum(raw[:148]) + sum(raw[156:]) + 8 * ord(" "))
+    return bytes(raw)
+
+
+HOSTILE_HEADERS = {
+    "a size below zero": header("a.txt", b"0", -4096),
+    "an extension below zero": header("x", b"x", -512),
+    "extensions without end": header("x", b"x", 0) * 4000,
+    "digits without end": header("x", b"x", 1 << 19) + b"1" * (1 << 19),
+    "a large extension": header("x", b"L", 1 << 30),
+    "a sparse map without end": header("x", b"x", 44)
+    + b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
+    + bytes(468),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_HEADERS)
+def test_headers_made_to_do_harm_end_the_walk_at_once(tmp_path, kind):
+    good = write_tar(tmp_path / "a.tar", captions(1), tarfile.USTAR_FORMAT).read_bytes().rstrip(b"\0")
+    good += bytes(-len(good) % 512)
+    tail = header("b.txt", b"0", 9) + b"999999\n" + b"1\n" * (1 << 20)
+    data, reads = good + HOSTILE_HEADERS[kind] + tail, []
+
+    def pread(offset, size):
+        reads.append(size)
+        return data[offset : offset + size]
+
+    start = time.perf_counter()
+    found = scan_tar(pread, len(data))
+    # Measured below 0.1 s; without limits some of them take minutes, or never end.
+    assert found.cut and list(found.samples) == ["000000"] and time.perf_counter() - start < 2
+    assert max(reads) <= 1 << 20 and sum(reads) < 4 << 20
 
 
 @pytest.mark.parametrize("seed", range(3))
