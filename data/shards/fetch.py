@@ -399,7 +399,7 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def _unpacked(stream: io.BufferedReader) -> Any:
+def _unpacked(stream: Any) -> Any:
     """The stream behind gzip or zstd, told by its first bytes; any other stream as it is."""
     head = stream.peek(4)
     if head.startswith(_GZIP):

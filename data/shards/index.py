@@ -112,7 +112,7 @@ def scan_tar(pread: Pread, size: int) -> TarScan:
     try:
         archive = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
         while (info := archive.next()) is not None:
-            archive.members = []  # or it keeps all of them
+            archive.members = []  # type: ignore[attr-defined]  # or it keeps all of them
             headers.allowed = _HEADERS
             if info.size < 0 or archive.offset <= end:
                 raise tarfile.ReadError("a size below zero leads back")
@@ -195,20 +195,20 @@ class IndexHeader(BaseModel):
     cut: StrictBool
     refused: dict[str, Count]
 
-    @classmethod
-    def read(cls, line: bytes) -> dict[str, Any]:
-        """The header in the first line of an index; raises ValueError when it is none."""
-        try:
-            return cls.model_validate(json.loads(line)).model_dump()
-        except RecursionError:
-            raise ValueError("nested too deep") from None
+
+def _header(line: bytes) -> dict[str, Any]:
+    """The header in the first line of an index; raises ValueError when it is none."""
+    try:
+        return IndexHeader.model_validate(json.loads(line)).model_dump()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def stated_samples(index: Path) -> int | None:
     """The number of samples that the first line of an index file states; None when it is no whole header."""
     try:
         with index.open("rb") as file:
-            samples: int = IndexHeader.read(file.readline(_LONGEST_ROW))["samples"]
+            samples: int = _header(file.readline(_LONGEST_ROW))["samples"]
             return samples
     except (OSError, ValueError):
         return None
@@ -231,7 +231,7 @@ class ShardIndex:
 
         try:
             line = self._map[: min(self._map.find(b"\n") + 1, _LONGEST_ROW)]
-            self.header = IndexHeader.read(line)
+            self.header = _header(line)
         except ValueError:
             raise DataError(damaged) from None
 
