@@ -2,11 +2,10 @@
 
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out OUT
 
-Text is lower-cased and split into runs of letters and digits; an n-gram is n words in a row (13 by default,
-as in GPT-3's report, appendix C). A question shorter than n words is compared as one gram of its own length,
-but at least SHORTEST words, below which a match says nothing. What is looked for is the question and its
-options, not the shots before it. N-grams are compared by 64-bit hashes: with 10^9 training words and 10^6
-benchmark grams, a false match is expected in about one of 20,000 runs.
+Text is lower-cased and split into runs of letters and digits; an n-gram is n words in a row (13 by default, as
+in GPT-3's report, appendix C). A question shorter than n words is compared as one gram of its own length, but
+at least SHORTEST words, below which a match says nothing. What is looked for is the question and its options,
+not the shots before it.
 
 Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet (string columns), also
 .gz and .zst, tar shards of such members, and folders of them. Reports ids and shares, never text.
@@ -15,17 +14,15 @@ Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .p
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import re
 import sys
 import tarfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from earlyfusion.eval.benchmarks.base import mean
 from earlyfusion.eval.harness import label_of, read_records
@@ -35,55 +32,20 @@ from earlyfusion.eval.results import write_json
 NGRAM, SHORTEST = 13, 8
 TEXT_ENDINGS = (".txt", ".md", ".html", ".py", ".jsonl", ".json")
 _WORD = re.compile(r"[^\W_]+")
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-
-
-class WordHashes:
-    """Text -> a 64-bit number per word. The numbers are the same in every run."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-
-    def __call__(self, text: str) -> np.ndarray:
-        words = _WORD.findall(text.lower())
-        known = self._known
-        for word in words:
-            if word not in known:
-                known[word] = _fnv(word.encode())
-        return np.fromiter((known[word] for word in words), dtype=np.uint64, count=len(words))
-
-
-def _fnv(data: bytes) -> int:
-    value = 0xCBF29CE484222325
-    for byte in data:
-        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return value ^ value >> 29
-
-
-def grams(words: np.ndarray, n: int) -> np.ndarray:
-    """Hashes of all n-grams, uint64 [len - n + 1]: sum_i mix(word_i) m^(n-1-i) modulo 2^64."""
-    count = len(words) - n + 1
-    if count <= 0:
-        return np.empty(0, dtype=np.uint64)
-    mixed = words ^ (words >> np.uint64(31))
-    total = np.zeros(count, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        mixed = mixed * _MULTIPLIER
-        for offset in range(n):
-            total = total * _MULTIPLIER + mixed[offset : offset + count]
-    return total
+_PACKED = re.compile(r"\.(gz|zst)$")
 
 
 @dataclass
 class Overlap:
     """What was found. shares: question id -> share of its n-grams that stand in the training text (0 to 1).
-    too_short: ids of questions with fewer than SHORTEST words. words: of training text read."""
+    too_short: ids of questions with fewer than SHORTEST words. words: of training text read. files: name ->
+    n-grams found in it."""
 
-    shares: dict[str, float]
-    too_short: list[str]
+    shares: dict[str, float] = field(default_factory=dict)
+    too_short: list[str] = field(default_factory=list)
     words: int = 0
     documents: int = 0
-    files: dict[str, int] = field(default_factory=dict)
+    files: Counter[str] = field(default_factory=Counter)
 
     @property
     def hit(self) -> list[str]:
@@ -100,36 +62,40 @@ def find_overlap(
     """
     if n < SHORTEST:
         raise EvalError(f"--ngram {n}: give at least {SHORTEST} words; shorter runs occur everywhere")
-    hashes = WordHashes()
-    own: dict[str, np.ndarray] = {}
-    lengths: dict[str, int] = {}
-    too_short = []
+
+    # The grams of every question, and all of one length together.
+    result = Overlap()
+    own: dict[str, set[str]] = {}
+    sought: dict[int, set[str]] = defaultdict(set)
     for question in questions:
-        words = hashes(" ".join([_asked(question), *question.choices]))
+        words = _words(" ".join([_asked(question), *question.choices]))
         if len(words) < SHORTEST:
-            too_short.append(question.id)
+            result.too_short.append(question.id)
             continue
-        lengths[question.id] = min(n, len(words))
-        own[question.id] = np.unique(grams(words, lengths[question.id]))
-    wanted = {
-        k: np.unique(np.concatenate([own[i] for i in own if lengths[i] == k])) for k in set(lengths.values())
-    }
-    seen = {k: np.zeros(len(values), dtype=bool) for k, values in wanted.items()}
-    result = Overlap({}, too_short)
+        length = min(n, len(words))
+        own[question.id] = set(_grams(words, length))
+        sought[length] |= own[question.id]
+
+    found: set[str] = set()
     for name, text in documents:
-        words = hashes(text)
+        words = _words(text)
         result.words += len(words)
         result.documents += 1
-        for k, values in wanted.items():
-            places = _matches(grams(words, k), values)
-            if len(places):
-                seen[k][places] = True
-                result.files[name] = result.files.get(name, 0) + len(places)
-    for identity, values in own.items():
-        k = lengths[identity]
-        found = seen[k][np.searchsorted(wanted[k], values)]
-        result.shares[identity] = float(found.mean())
+        for length, grams in sought.items():
+            here = {gram for gram in _grams(words, length) if gram in grams}
+            found |= here
+            if here:
+                result.files[name] += len(here)
+    result.shares = {identity: len(grams & found) / len(grams) for identity, grams in own.items()}
     return result
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _grams(words: Sequence[str], n: int) -> Iterator[str]:
+    return (" ".join(words[start : start + n]) for start in range(len(words) - n + 1))
 
 
 def _asked(question: Question) -> str:
@@ -142,13 +108,7 @@ def _asked(question: Question) -> str:
     return text[head:] if isinstance(head, int) else text
 
 
-def _matches(found: np.ndarray, sorted_values: np.ndarray) -> np.ndarray:
-    """Indices into sorted_values of those that occur in found."""
-    if not len(found):
-        return np.empty(0, dtype=np.int64)
-    places = np.searchsorted(sorted_values, found)
-    places[places == len(sorted_values)] = 0
-    return np.unique(places[sorted_values[places] == found])
+# training text
 
 
 def training_texts(path: Path) -> Iterator[tuple[str, str]]:
@@ -161,28 +121,27 @@ def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     if not files:
         raise EvalError(f"--contamination {path}: holds no text, json, parquet or tar file")
     for file in files:
-        yield from _file_texts(file)
+        yield from ((file.name, text) for text in _file_texts(file))
 
 
 def _readable(name: str) -> bool:
-    bare = re.sub(r"\.(gz|zst)$", "", name.lower())
+    bare = _PACKED.sub("", name.lower())
     return bare.endswith((*TEXT_ENDINGS, ".tar", ".parquet")) and not name.endswith(".index.jsonl")
 
 
-def _file_texts(file: Path) -> Iterator[tuple[str, str]]:
-    name = file.name.lower()
-    if name.endswith(".parquet"):
-        yield from ((file.name, text) for text in _parquet_texts(file))
+def _file_texts(file: Path) -> Iterator[str]:
+    bare = _PACKED.sub("", file.name.lower())
+    if bare.endswith(".parquet"):
+        yield from _parquet_texts(file)
         return
     with _opened(file) as raw:
-        if re.search(r"\.tar(\.gz|\.zst)?$", name):
-            with tarfile.open(fileobj=raw, mode="r|") as tar:
-                for member in tar:
-                    content = tar.extractfile(member) if member.isfile() and _readable(member.name) else None
-                    if content is not None:
-                        yield from ((file.name, text) for text in _texts(member.name.lower(), content))
-        else:
-            yield from ((file.name, text) for text in _texts(name, raw))
+        if not bare.endswith(".tar"):
+            yield from _texts(bare, raw)
+            return
+        with tarfile.open(fileobj=raw, mode="r|") as tar:
+            for member in tar:
+                if member.isfile() and _readable(member.name):
+                    yield from _texts(member.name.lower(), tar.extractfile(member))  # type: ignore[arg-type]
 
 
 def _opened(file: Path) -> IO[bytes]:
@@ -198,57 +157,48 @@ def _opened(file: Path) -> IO[bytes]:
 
 
 def _texts(name: str, raw: IO[bytes]) -> Iterator[str]:
-    bare = re.sub(r"\.(gz|zst)$", "", name)
-    if bare.endswith(".jsonl"):
-        for line in io.TextIOWrapper(raw, encoding="utf-8", errors="replace"):
-            if line.strip():
-                yield from _strings(line, name)
-    else:
-        text = raw.read().decode("utf-8", "replace")
-        yield from _strings(text, name) if bare.endswith(".json") else [text]
+    """The text of a file; of JSON all strings, a line (or the file) at a time."""
+    if not name.endswith((".jsonl", ".json")):
+        yield raw.read().decode("utf-8", "replace")
+        return
+    for part in raw if name.endswith(".jsonl") else [raw.read()]:
+        if part.strip():
+            try:
+                yield "\n".join(_strings(json.loads(part.decode("utf-8", "replace"))))
+            except ValueError:
+                raise EvalError(f"{name}: not valid JSON") from None
 
 
-def _strings(text: str, name: str) -> list[str]:
-    """All strings of a JSON value as one text, in order."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise EvalError(f"{name}: not valid JSON") from None
-    found: list[str] = []
-
-    def walk(part: Any) -> None:
-        if isinstance(part, str):
-            found.append(part)
-        elif isinstance(part, dict | list):
-            for inner in part.values() if isinstance(part, dict) else part:
-                walk(inner)
-
-    walk(value)
-    return ["\n".join(found)]
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
     try:
-        import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:
         raise EvalError(f"{file}: parquet needs pyarrow; pip install 'earlyfusion[eval]'") from None
     opened = parquet.ParquetFile(str(file))
     columns = [
-        f.name
-        for f in opened.schema_arrow
-        if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)
+        column.name for column in opened.schema_arrow if str(column.type) in ("string", "large_string")
     ]
     for batch in opened.iter_batches(columns=columns):
         for row in batch.to_pylist():
             yield "\n".join(value for value in row.values() if value)
 
 
+# the verb
+
+
 def report(tasks: Sequence[Task], path: Path, n: int, limit: int | None, seed: int, out: Path | None) -> int:
     """The verb's --contamination: one line per task; details in OUT/<label>/contamination.json.
 
     Where OUT/<label>/records.jsonl stands (an evaluation has run), the score on the untouched questions is
-    told too.
+    shown too.
     """
     for task in tasks:
         questions = list(task.questions(limit, None, seed))
@@ -266,27 +216,26 @@ def report(tasks: Sequence[Task], path: Path, n: int, limit: int | None, seed: i
             "mostly_hit": sum(share > 0.5 for share in overlap.shares.values()),
             "words_read": overlap.words,
             "documents_read": overlap.documents,
-            "files": dict(sorted(overlap.files.items(), key=lambda item: -item[1])[:50]),
+            "files": dict(overlap.files.most_common(50)),
             "shares": {identity: round(overlap.shares[identity], 4) for identity in hits},
         }
-        if out is not None:
-            result |= _clean_scores(out / label_of(task) / "records.jsonl", set(hits))
-            write_json(out / label_of(task) / "contamination.json", result)
         print(
             f"{result['task']}: {len(hits)} of {len(questions)} questions share a {n}-gram with {path} "
             f"({100 * result['hit_share']:.2f} %), {result['mostly_hit']} of them more than half of theirs; "
             f"{overlap.words:,} words read, {len(overlap.too_short)} questions too short to judge"
         )
-        if "clean_score" in result:
+        if out is None:
+            continue
+
+        # What an evaluation in the same folder scored without the questions that were seen.
+        folder = out / label_of(task)
+        records = list(read_records(folder / "records.jsonl").values())
+        clean = [float(record["score"]) for record in records if record["id"] not in hits]
+        if clean:
+            result["score"] = mean([float(record["score"]) for record in records])
+            result["clean_score"] = mean(clean)
             print(f"  score {result['score']:.4f} on all, {result['clean_score']:.4f} on the untouched ones")
+        write_json(folder / "contamination.json", result)
     if out is not None:
         print(f"details: {out}", file=sys.stderr)
     return 0
-
-
-def _clean_scores(path: Path, hits: set[str]) -> dict[str, float]:
-    records = list(read_records(path).values())
-    clean = [float(r["score"]) for r in records if r["id"] not in hits]
-    if not records or not clean:
-        return {}
-    return {"score": mean([float(r["score"]) for r in records]), "clean_score": mean(clean)}

@@ -26,7 +26,7 @@ from typing import Any
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import request_seed
 from earlyfusion.eval.explain import explain
-from earlyfusion.eval.models.own import OwnModel
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -376,9 +376,9 @@ def evaluate_in_memory(
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
     tasks: "name", "name:form" or Task objects. data: task name -> path. The model's mode is restored; nothing
-    is written without `out` (a folder for this step). chat: as in OwnModel.
+    is written without `out` (a folder for this step). chat: as in EngineModel.
     """
-    wrapped = OwnModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
+    wrapped = EngineModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
     results = {}
     for given in tasks:
         task = build_by_name(given, TaskOptions(seed=seed), data or {}) if isinstance(given, str) else given

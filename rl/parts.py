@@ -15,6 +15,8 @@ import torch
 from earlyfusion.data.chat.template import ChatTokenizer
 from earlyfusion.data.loading.loader import Loader, merge_states
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measured import Measured, summary, write_measured
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
 from earlyfusion.model.fusion import NativeFusion
@@ -30,10 +32,8 @@ from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.pipeline.track import Tracker
 from earlyfusion.pipeline.update import Update, check_frozen, update
 from earlyfusion.rl.learn import Learner, Sums
-from earlyfusion.rl.measure import run as measure
 from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.records import Measured
 from earlyfusion.rl.report.run import write_rl_report
 from earlyfusion.rl.rewards import Rewards
 from earlyfusion.rl.rollouts.collect import Collector
@@ -239,17 +239,17 @@ class Kit:
         }
         measured, longest = [], config.rollout.max_new_tokens
         if plain:
-            own = measure.measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
+            own = measure(self.model, self.tokenizer, plain, max_new_tokens=longest, **shared)
             measured += self._of_all(own)
         if tools:
             shared["allow_weaker"] = config.sandbox.allow_weaker
             measured += self._of_all(
                 measure_tools(self.model, self.tokenizer, tools, config.rollout, **shared)
             )
-        found = measure.summary(measured)
+        found = summary(measured)
         weaker = next(({"sandbox": one.sandbox} for one in measured if one.sandbox), {})
         if runtime.is_main:
-            measure.write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
+            write_measured(self.out / "eval" / f"update-{update:06d}.jsonl", measured)
             told = ", ".join(f"{label} {row['accuracy']:.3f}" for label, row in found.items())
             if self._tracker is not None:
                 self._tracker.event(

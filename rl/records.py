@@ -48,38 +48,3 @@ class GroupRecord:
     def mean_score(self) -> float:
         """Mean score of the answers."""
         return sum(answer.score for answer in self.answers) / max(1, len(self.answers))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One held-out problem, answered greedily. score: the task's, in [0, 1]; solved: see measure.SOLVED_FROM;
-    p_target: probability of the target answer's tokens and the end after them; confidence: probability of the
-    greedy answer; entropy: mean over the greedy answer's tokens of the next-token entropy, nats; sampled:
-    scores of the sampled answers, if any were asked for."""
-
-    task: str
-    form: str
-    key: str
-    category: str
-    prompt: str
-    target: str
-    answer: str
-    score: float
-    solved: bool
-    p_target: float
-    confidence: float
-    entropy: float
-    sampled: tuple[float, ...] = ()
-    picture: PILImage.Image | None = None
-    label: str = ""
-    """TaskEntry.label of what was measured."""
-    ended: bool = True
-    """Whether the greedy answer ended by itself within the limit; one that was cut off counts as no answer.
-    """
-    solved_4x: bool = False
-    ended_4x: bool = True
-    """The same with a limit four times as long: a policy that does not end its answers does not gain by the
-    limit."""
-    sandbox: str = ""
-    """Of answers with tools: the walls of the sandbox that were missing and those that stood, where any was
-    missing."""

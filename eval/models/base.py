@@ -49,7 +49,7 @@ def open_model(
         raise EvalError(
             f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}"
         )
-    from earlyfusion.eval.models.own import load_own
+    from earlyfusion.eval.models.engine import load_own
 
     return _set(load_own(folder, chat=chat, **options), exact)
 

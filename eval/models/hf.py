@@ -1,107 +1,146 @@
 """Any transformers causal language model as a Model: a folder, a hub name, or a GGUF file.
 
-Sequences of one session share a key/value cache in which every row's tokens stand side by side; padding of
-the new tokens, left or right, is never stored. Models whose cache cannot be copied row by row (recurrent or
-sliding-window states) are read without a cache: every context whole, right-padded.
+Sequences of one session share a key/value cache in which every row's tokens stand side by side; the padding of
+new tokens is never stored. Models whose cache cannot be copied row by row (recurrent or sliding-window states)
+are read without a cache: every context whole, right-padded. A prefix that many prompts share is read once and
+its keys copied; a context is read once for all its continuations.
 
-In fp32 on a CPU an answer is the same, bit for bit, in any batch and with padding on either side: widths are
-whole multiples of WIDTH, one-token steps have at least ROWS rows (products of one to three rows are summed in
-another order than larger ones), and what is masked stands behind a row's own keys, which are seen in whole
-blocks of KEYS, as torch's attention takes them: a shorter last block would be summed in other parts.
+In fp32 on a CPU an answer is the same, bit for bit, in any batch: widths are whole multiples of WIDTH,
+one-token steps have at least ROWS rows (products of one to three rows are summed in another order than larger
+ones), and what is masked stands behind a row's own keys, which are seen in whole blocks of KEYS, as torch's
+attention takes them: a shorter last block would be summed in other parts.
 
-Shapes: N sequences, W new tokens (padded), L cached slots, V vocabulary.
+Shapes: N sequences, W new tokens (padded), L cached slots, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers.utils import logging
 
-from earlyfusion.eval.models.batch import Piece, TokenModel
-from earlyfusion.eval.models.own import POSITIONS, files_hash, tensors_hash
-from earlyfusion.eval.protocol import EvalError
+from earlyfusion.eval.models.tokens import (
+    Context,
+    Opening,
+    Piece,
+    Scored,
+    TokenModel,
+    files_hash,
+    tensors_hash,
+)
+from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation
 
 WIDTH, ROWS, KEYS = 16, 8, 512
+POSITIONS = 1024
+"""Positions whose logits over the vocabulary are held at once."""
+KEPT_PREFIXES = 2
 PLAIN_LAYERS = {"full_attention", "attention"}
 
 
-class HfSession:
-    """Sequences in one key/value cache (or none, for models that are read without)."""
+class RowCache(transformers.DynamicCache):
+    """Keys and values, every row's tokens side by side from slot 0, whatever the padding was.
+
+    So no hole ever stands between a row's tokens: sums over keys have the same terms in the same order for
+    every batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def expect(self, real_NW: Tensor, places_NW: Tensor, slots: int) -> None:
+        """Announce a call: which of its tokens are real, their places in their rows, how many slots it sees."""
+        self.real_NW, self.places_NW, self.slots = real_NW, places_NW, slots
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the real tokens [N, heads, W, width]; returns everything visible [N, heads, slots, width]."""
+        rows_NW = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+        at = rows_NW.expand_as(self.places_NW)[self.real_NW], self.places_NW[self.real_NW]
+        stored = []
+        for new, old in zip((key_states, value_states), self.keys_values.get(layer_idx, (None, None))):
+            if old is None or old.shape[1] < self.slots:
+                grown = self.slots if old is None else max(self.slots, old.shape[1] * 5 // 4)
+                wider = new.new_zeros(new.shape[0], grown, new.shape[1], new.shape[3])
+                if old is not None:
+                    wider[:, : old.shape[1]] = old
+                old = wider
+            old[at] = new.transpose(1, 2)[self.real_NW]
+            stored.append(old)
+        self.keys_values[layer_idx] = (stored[0], stored[1])
+        keys, values = (part[:, : self.slots].transpose(1, 2) for part in stored)
+        return keys, values
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Tokens before those of this call, in the longest row."""
+        return 0 if not self.keys_values else int(self.places_NW[:, 0].max())
+
+    def select(self, index: Tensor) -> RowCache:
+        """Copies of these rows."""
+        copied = RowCache()
+        for layer, (keys, values) in self.keys_values.items():
+            copied.keys_values[layer] = keys.index_select(0, index), values.index_select(0, index)
+        return copied
+
+
+class Session:
+    """N sequences that can be copied and read on."""
 
     def __init__(self, owner: HfModel, sequences: int) -> None:
         self.owner = owner
-        self.cache = _row_cache(sequences) if owner.cached else None
+        self.cache = RowCache() if owner.cached else None
         self.lengths = [0] * sequences
-        self.history: list[list[int]] = [[] for _ in range(sequences)]
+        self.history: list[tuple[int, ...]] = [()] * sequences  # where there is no cache
 
-    def fork(self, index: Sequence[int]) -> HfSession:
-        """See Session."""
-        made = HfSession(self.owner, len(index))
-        made.lengths = [self.lengths[i] for i in index]
-        made.history = [list(self.history[i]) for i in index]
+    def fork(self, index: Sequence[int]) -> Session:
+        """Sequence i of the new session continues this one's sequence index[i]. This one stays usable."""
+        copied = Session(self.owner, len(index))
+        copied.lengths = [self.lengths[i] for i in index]
+        copied.history = [self.history[i] for i in index]
         if self.cache is not None:
-            made.cache = self.cache.select(torch.tensor(list(index), device=self.owner.device))
-        return made
+            copied.cache = self.cache.select(torch.tensor(list(index), device=self.owner.device))
+        return copied
 
-    def extend(self, pieces: Sequence[Piece], step: bool = False) -> Tensor:
-        """See Session."""
-        hidden_NWD, last_N = self._read([list(piece.ids) for piece in pieces], step)
-        rows = torch.arange(len(pieces), device=hidden_NWD.device)
-        h_ND = hidden_NWD[rows, last_N[: len(pieces)]]
-        return self.owner.head(_padded(h_ND, ROWS))[: len(pieces)].float()
-
-    def extend_scored(
-        self, pieces: Sequence[Piece], targets: Sequence[Sequence[int]]
-    ) -> list[tuple[list[float], bool]]:
-        """See Session."""
-        hidden_NWD, last_N = self._read([list(piece.ids) for piece in pieces])
-        found = []
-        for hidden_WD, last, wanted in zip(hidden_NWD, last_N.tolist(), targets):
-            own = hidden_WD[last + 1 - len(wanted) : last + 1]
-            values: list[float] = []
-            right = True
-            for h, ids in zip(
-                own.split(POSITIONS), torch.tensor(list(wanted), device=own.device).split(POSITIONS)
-            ):
-                logits = self.owner.head(_padded(h, WIDTH))[: len(ids)].float()
-                values += logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1).tolist()
-                right &= bool((logits.argmax(-1) == ids).all())
-            found.append((values, right))
-        return found
-
-    def _read(self, rows: list[list[int]], step: bool = False) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, W, D] of the new tokens and the place of the last one of each row."""
+    def read(self, rows: Sequence[tuple[int, ...]], step: bool = False) -> list[Tensor]:
+        """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token each."""
+        count = len(rows)
         if self.cache is None:
-            self.history = [past + row for past, row in zip(self.history, rows)]
-            return self._forward(self.history, [0] * len(rows))
-        if (
-            step and self.owner.exact and len(rows) < ROWS
-        ):  # from now on the session carries rows that only fill up
-            if len(self.lengths) < ROWS:
-                index = [*range(len(rows)), *[0] * (ROWS - len(rows))]
-                self.cache = self.cache.select(torch.tensor(index, device=self.owner.device))
-                self.lengths = [self.lengths[i] for i in index]
-        rows = rows + [rows[0]] * (len(self.lengths) - len(rows))
-        found = self._forward(rows, self.lengths, step)
-        self.lengths = [past + len(row) for past, row in zip(self.lengths, rows)]
-        return found
+            self.history = [past + tuple(row) for past, row in zip(self.history, rows)]
+            hidden_NWD = self._forward(self.history, [0] * count)
+            return [
+                hidden_WD[len(past) - len(row) : len(past)]
+                for hidden_WD, past, row in zip(hidden_NWD, self.history, rows)
+            ]
 
-    def _forward(self, rows: list[list[int]], past: list[int], step: bool = False) -> tuple[Tensor, Tensor]:
+        if step and self.owner.exact and len(self.lengths) < ROWS:
+            # from now on the session carries rows that only fill up
+            filled = self.fork([*range(count), *[0] * (ROWS - count)])
+            self.cache, self.lengths = filled.cache, filled.lengths
+        rows = [*rows, *[rows[0]] * (len(self.lengths) - count)]
+        hidden_NWD = self._forward(rows, self.lengths, step)
+        self.lengths = [past + len(row) for past, row in zip(self.lengths, rows)]
+        return [hidden_NWD[n, : len(rows[n])] for n in range(count)]
+
+    def _forward(self, rows: Sequence[tuple[int, ...]], past: list[int], step: bool = False) -> Tensor:
+        """States [N, W, D] of new tokens that stand behind `past` tokens of their rows."""
         owner, device = self.owner, self.owner.device
-        width = max(map(len, rows))
-        width = 1 if step else -(-width // WIDTH) * WIDTH
-        left = owner.padding == "left" and self.cache is not None
+        width = 1 if step else -(-max(map(len, rows)) // WIDTH) * WIDTH
         new_N = torch.tensor([len(row) for row in rows])
-        offset_NW = torch.arange(width).expand(len(rows), width) - ((width - new_N)[:, None] if left else 0)
-        real_NW = (offset_NW >= 0) & (offset_NW < new_N[:, None])
+        offset_NW = torch.arange(width).expand(len(rows), width)
+        real_NW = offset_NW < new_N[:, None]
         ids_NW = torch.full((len(rows), width), owner.pad_id)
         ids_NW[real_NW] = torch.tensor([token for row in rows for token in row])
-        places_NW = torch.tensor(past)[:, None] + offset_NW.clamp(min=0).minimum(new_N[:, None] - 1)
+        places_NW = torch.tensor(past)[:, None] + offset_NW.minimum(new_N[:, None] - 1)
+
         arguments: dict[str, Any] = {"position_ids": places_NW.to(device)}
         if self.cache is None:
             arguments |= {"attention_mask": real_NW.long().to(device), "use_cache": False}
@@ -111,79 +150,72 @@ class HfSession:
             hidden_NWL = torch.arange(slots) > places_NW[:, :, None]
             mask_N1WL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
             mask_N1WL = mask_N1WL.masked_fill(hidden_NWL, torch.finfo(owner.model.dtype).min)[:, None]
-            arguments |= {
-                "attention_mask": mask_N1WL.to(device),
-                "past_key_values": self.cache,
-                "use_cache": True,
-            }
-        out = owner.body(ids_NW.to(device), **arguments)
-        last_N = torch.full((len(rows),), width - 1) if left else new_N - 1
-        return out.last_hidden_state, last_N.to(device)
+            arguments |= {"attention_mask": mask_N1WL.to(device), "past_key_values": self.cache}
+            arguments["use_cache"] = True
+        return owner.body(ids_NW.to(device), **arguments).last_hidden_state
 
 
-def _row_cache(sequences: int) -> Any:
-    """A transformers cache that keeps every row's tokens side by side from slot 0, whatever the padding was.
+class Draw:
+    """Greedy for temperature 0; otherwise softmax(logits / temperature) restricted to the smallest set of
+    likeliest tokens with mass >= top_p, by inverting its distribution function at uniform numbers from the
+    answer's own seed.
 
-    So no hole ever stands between a row's tokens: sums over keys have the same terms in the same order for
-    every batch.
+    Raises EvalError unless temperature >= 0 and 0 < top_p <= 1.
     """
-    from transformers import DynamicCache
 
-    class RowCache(DynamicCache):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
+        if not temperature >= 0:
+            raise EvalError(f"temperature {temperature}: must be at least 0 (0 is greedy)")
+        if not 0 < top_p <= 1:
+            raise EvalError(f"top-p {top_p}: must lie in (0, 1]")
+        self.temperature, self.top_p = temperature, top_p
+        self._uniform = torch.Generator().manual_seed(seed)
 
-        def expect(self, real_NW: Tensor, places_NW: Tensor, slots: int) -> None:
-            """Announce a call: which of its tokens are real, their places in their rows, how many slots it
-            sees."""
-            self.real_NW, self.places_NW, self.slots = real_NW, places_NW, slots
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-        ) -> tuple[Tensor, Tensor]:
-            """Store the real tokens [N, heads, W, width]; returns everything visible [N, heads, slots,
-            width]."""
-            rows_NW = torch.arange(key_states.shape[0], device=key_states.device)[:, None].expand_as(
-                self.places_NW
-            )
-            at = rows_NW[self.real_NW], self.places_NW[self.real_NW]
-            stored = []
-            for new, old in zip((key_states, value_states), self.keys_values.get(layer_idx, (None, None))):
-                if old is None or old.shape[1] < self.slots:
-                    grown = self.slots if old is None else max(self.slots, old.shape[1] * 5 // 4)
-                    wider = new.new_zeros(new.shape[0], grown, new.shape[1], new.shape[3])
-                    if old is not None:
-                        wider[:, : old.shape[1]] = old
-                    old = wider
-                old[at] = new.transpose(1, 2)[self.real_NW]
-                stored.append(old)
-            self.keys_values[layer_idx] = (stored[0], stored[1])
-            return tuple(part[:, : self.slots].transpose(1, 2) for part in stored)  # type: ignore[return-value]
-
-        def get_seq_length(self, *_: Any, **__: Any) -> int:
-            return 0 if not self.keys_values else int(self.places_NW[:, 0].max())
-
-        def select(self, index: Tensor) -> RowCache:
-            """Copies of these rows."""
-            made = RowCache()
-            made.keys_values = {
-                layer: (keys.index_select(0, index), values.index_select(0, index))
-                for layer, (keys, values) in self.keys_values.items()
-            }
-            return made
-
-    return RowCache()
+    def __call__(self, logits_V: Tensor) -> int:
+        """The next token's id."""
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        ordered_V, ids_V = (logits_V / self.temperature).sort(descending=True, stable=True)
+        p_V = ordered_V.double().softmax(-1)
+        before_V = p_V.cumsum(-1) - p_V  # mass of the likelier tokens; 0 for the first, so it always stays
+        mass_V = p_V.masked_fill(before_V >= self.top_p, 0.0).cumsum(-1)
+        uniform = torch.rand((), generator=self._uniform, dtype=torch.float64).to(mass_V.device)
+        rank = int(torch.searchsorted(mass_V, uniform * mass_V[-1], right=True))
+        last = int((before_V < self.top_p).sum()) - 1  # rounding may point past the last that may be drawn
+        return int(ids_V[min(rank, last)])
 
 
-def _padded(rows_ND: Tensor, multiple: int) -> Tensor:
-    """Zero rows added to a whole multiple."""
-    missing = -rows_ND.shape[0] % multiple
-    return torch.cat([rows_ND, rows_ND.new_zeros(missing, rows_ND.shape[1])]) if missing else rows_ND
+class Answer:
+    """An answer being written."""
+
+    def __init__(self, request: GenerateRequest, room: int) -> None:
+        self.stop, self.room = request.stop, room
+        self.ids: list[int] = []
+        self.draw = Draw(request.temperature, request.top_p, request.seed)
+        # a stop string of c characters ends within the last 4 c bytes, so within as many tokens, plus one cut
+        self.tail = 4 * max(map(len, request.stop), default=0) + 4
+        self.result: Generation | None = None
+
+    def take(self, logits_V: Tensor, model: HfModel) -> None:
+        """Choose and add a token; the result is there when the answer is complete."""
+        token = self.draw(logits_V)
+        if token in model.stop_ids:
+            self.result = Generation(model.decode(self.ids), len(self.ids), "stop")
+            return
+
+        self.ids.append(token)
+        if any(stop in model.decode(self.ids[-self.tail :]) for stop in self.stop):
+            text = model.decode(self.ids)
+            cuts = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+            if cuts:
+                self.result = Generation(text[: min(cuts)], len(self.ids), "stop")
+                return
+        if len(self.ids) >= self.room:
+            self.result = Generation(model.decode(self.ids), len(self.ids), "length")
 
 
 class HfModel(TokenModel):
-    """A transformers causal LM and its tokenizer. padding: "right" or "left" of the new tokens."""
+    """A transformers causal LM and its tokenizer."""
 
     def __init__(
         self,
@@ -192,32 +224,26 @@ class HfModel(TokenModel):
         *,
         name: str,
         path: Path | None = None,
-        padding: str = "right",
         chat: bool = False,
         batch_size: int = 16,
         batch_tokens: int = 4096,
     ) -> None:
         super().__init__(batch_size, batch_tokens)
-        if padding not in ("left", "right"):
-            raise ValueError(f"padding={padding!r}: must be 'left' or 'right'")
         self.model, self.tokenizer, self.name, self.path = model.eval(), tokenizer, name, path
-        self.padding, self.chat = padding, chat
+        self.chat = chat
         self.body, self.head = model.base_model, model.get_output_embeddings()
         self.device = next(model.parameters()).device
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        self.max_length = getattr(config, "max_position_embeddings", None) or getattr(
-            config, "n_positions", None
-        )
+        longest = getattr(config, "max_position_embeddings", None)
+        self.max_length = longest or getattr(config, "n_positions", None)
         self.cached = _copyable(model, config)
-        self.prefix_cache = self.cached
         self.exact = self.device.type == "cpu" and model.dtype == torch.float32
         self.key_block = KEYS if self.exact else WIDTH
         eos = getattr(model.generation_config, "eos_token_id", None)
         ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
         self._stops = frozenset(int(token) for token in ends if token is not None)
-        self.pad_id = next(
-            (int(t) for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0
-        )
+        self.pad_id = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        self._prefixes: OrderedDict[tuple[int, ...], Session] = OrderedDict()
 
     def encode(self, text: str, begin: bool) -> Sequence[int]:
         """See TokenModel; `begin` leaves it to the tokenizer which special tokens it adds."""
@@ -233,22 +259,14 @@ class HfModel(TokenModel):
             return Piece(tuple(self.encode(text, False)))
         return super().encode_prompt(prompt, shared)
 
-    def _prefix(self, prompt: Any, shared: int, context: Piece) -> tuple[int, ...]:
-        return () if self.chat else super()._prefix(prompt, shared, context)
-
     def decode(self, ids: Sequence[int]) -> str:
-        """See TokenModel."""
+        """Text of generated ids, special tokens left out."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def fresh(self, sequences: int) -> HfSession:
-        """See TokenModel."""
-        return HfSession(self, sequences)
 
     @property
     def begin_id(self) -> int:
         """The beginning token, or the end token where there is none (as lm-evaluation-harness)."""
-        ids = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, 0)
-        return int(next(token for token in ids if token is not None))
+        return _first(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, 0)
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -257,21 +275,143 @@ class HfModel(TokenModel):
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights, class, dtype, size, versions."""
-        import transformers
-
-        digest = None
-        if self.path is not None and self.path.is_dir():
-            digest = files_hash(self.path)
+        on_disk = self.path is not None and self.path.is_dir()
         return {
             "kind": "transformers",
             "path": str(self.path or self.name),
-            "weights_sha256": digest or tensors_hash(self.model),
+            "weights_sha256": files_hash(self.path) if on_disk else tensors_hash(self.model),  # type: ignore[arg-type]
             "class": type(self.model).__name__,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "chat": self.chat,
             "transformers": transformers.__version__,
         }
+
+    # batches
+
+    def _fill(self, rows: Sequence[Any], lengths: Sequence[int]) -> Iterator[list[Any]]:
+        """Batches of consecutive rows, longest first: at most batch_size of them, at most batch_tokens when
+        padded to the longest."""
+        batch: list[Any] = []
+        longest = 0
+        for row, length in zip(rows, lengths):
+            full = len(batch) == (1 if self.one_by_one else self.batch_size)
+            if batch and (full or longest * (len(batch) + 1) > self.batch_tokens):
+                yield batch
+                batch, longest = [], 0
+            batch.append(row)
+            longest = max(longest, length)
+        if batch:
+            yield batch
+
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+        """(prefix, places of pieces that begin with it), each as many as may be read at once."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place, piece in enumerate(pieces):
+            groups.setdefault(piece.ids[: piece.shared if self.cached else 0], []).append(place)
+        for prefix, places in groups.items():
+            places.sort(key=lambda place: -len(pieces[place].ids))
+            lengths = [len(pieces[place].ids) - len(prefix) for place in places]
+            for batch in self._fill(places, lengths):
+                yield prefix, batch
+
+    def _start(self, prefix: tuple[int, ...], rows: Sequence[Piece]) -> tuple[Session, list[Tensor]]:
+        """A session that has read these pieces, which begin with the prefix, and the states after the rest."""
+        if not prefix:
+            session = Session(self, len(rows))
+        else:
+            if prefix not in self._prefixes:
+                first = Session(self, 1)
+                for start in range(0, len(prefix), self.batch_tokens):
+                    first.read([prefix[start : start + self.batch_tokens]])
+                self._prefixes[prefix] = first
+                if len(self._prefixes) > KEPT_PREFIXES:
+                    self._prefixes.popitem(last=False)
+            self._prefixes.move_to_end(prefix)
+            session = self._prefixes[prefix].fork([0] * len(rows))
+        return session, session.read([piece.ids[len(prefix) :] for piece in rows])
+
+    def forget(self) -> None:
+        """Drop the cached prefixes."""
+        self._prefixes.clear()
+
+    # scoring
+
+    def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
+        """See TokenModel."""
+        results: list[list[Scored]] = [[] for _ in contexts]
+        for prefix, places in self._batches([context.piece for context in contexts]):
+            with torch.no_grad():
+                scored = self._score(prefix, [contexts[place] for place in places])
+            for place, one in zip(places, scored):
+                results[place] = one
+        return results
+
+    def _score(self, prefix: tuple[int, ...], batch: Sequence[Context]) -> list[list[Scored]]:
+        # The state after a context knows the first token of all its continuations.
+        session, states = self._start(prefix, [context.piece for context in batch])
+        logp_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS).log_softmax(-1)
+        found: list[list[Scored]] = []
+        for logp_V, best, context in zip(logp_NV, logp_NV.argmax(-1).tolist(), batch):
+            firsts = [ids[0] for ids in context.continuations]
+            values = logp_V[torch.tensor(firsts, device=logp_V.device)].tolist()
+            found.append([Scored((value,), best == first) for value, first in zip(values, firsts)])
+
+        # Longer ones are read on from copies of it.
+        rows = [(n, c, ids) for n, context in enumerate(batch) for c, ids in enumerate(context.continuations)]
+        longer = sorted((row for row in rows if len(row[2]) > 1), key=lambda row: -len(row[2]))
+        for chunk in self._fill(longer, [len(ids) for _, _, ids in longer]):
+            fork = session.fork([n for n, _, _ in chunk])
+            for (n, c, ids), own in zip(chunk, fork.read([ids[:-1] for _, _, ids in chunk])):
+                rest = self._score_tokens(own, ids[1:])
+                first = found[n][c]
+                found[n][c] = Scored([*first.values, *rest.values], first.greedy and rest.greedy)
+        return found
+
+    def _score_tokens(self, states_TD: Tensor, ids: Sequence[int]) -> Scored:
+        """Each token after the state that chooses it."""
+        values: list[float] = []
+        greedy = True
+        ids_T = torch.tensor(list(ids), device=states_TD.device)
+        for part_TD, part_T in zip(states_TD.split(POSITIONS), ids_T.split(POSITIONS)):
+            logits = self._logits(part_TD, WIDTH)
+            values += logits.log_softmax(-1).gather(1, part_T[:, None]).squeeze(1).tolist()
+            greedy &= bool((logits.argmax(-1) == part_T).all())
+        return Scored(values, greedy)
+
+    def _logits(self, h_ND: Tensor, multiple: int) -> Tensor:
+        """[N, V] fp32, computed with zero rows up to a whole multiple."""
+        rows = h_ND.shape[0]
+        return self.head(torch.nn.functional.pad(h_ND, (0, 0, 0, -rows % multiple)))[:rows].float()
+
+    # decoding
+
+    def write(self, openings: Sequence[Opening]) -> list[Generation]:
+        """See TokenModel."""
+        answers = [Answer(opening.request, opening.room) for opening in openings]
+        for prefix, places in self._batches([opening.piece for opening in openings]):
+            with torch.no_grad():
+                session, states = self._start(prefix, [openings[place].piece for place in places])
+                self._decode(session, states, [answers[place] for place in places])
+        return [answer.result for answer in answers]  # type: ignore[misc]
+
+    def _decode(self, session: Session, states: list[Tensor], alive: list[Answer]) -> None:
+        """Token by token; finished answers leave the batch at once."""
+        while True:
+            logits_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS)
+            for answer, logits_V in zip(alive, logits_NV):
+                answer.take(logits_V, self)
+            kept = [slot for slot, answer in enumerate(alive) if answer.result is None]
+            if not kept:
+                return
+            if len(kept) < len(alive):
+                session, alive = session.fork(kept), [alive[slot] for slot in kept]
+            states = session.read([(answer.ids[-1],) for answer in alive], step=True)
+
+
+def _first(*ids: int | None) -> int:
+    """The first that there is."""
+    return int(next(token for token in ids if token is not None))
 
 
 def _copyable(model: Any, config: Any) -> bool:
@@ -283,51 +423,35 @@ def _copyable(model: Any, config: Any) -> bool:
 
 
 def load_hf(
-    given: str,
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    padding: str = "right",
-    chat: bool = False,
-    **batch: int,
+    given: str, *, device: str = "cpu", dtype: torch.dtype | None = None, chat: bool = False, **batch: int
 ) -> HfModel:
     """Read a folder, a .gguf file, or a hub name with transformers (no code of the checkpoint is run).
 
     Raises EvalError when it cannot be read.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = Path(given)
     where: dict[str, Any] = {}
     place = given
-    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file() and _gguf(path)):
-        file = path if path.suffix == ".gguf" else _gguf(path)[0]
+    gguf = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    if path.suffix == ".gguf" or gguf:
+        file = gguf[0] if gguf else path
         if not file.is_file():
             raise EvalError(f"--model hf:{given}: no such file")
+        if importlib.util.find_spec("gguf") is None:
+            raise EvalError(f"--model hf:{given}: GGUF files need gguf; pip install gguf accelerate")
         place, where = str(file.parent), {"gguf_file": file.name}
-        _need("gguf", given)
     elif not path.exists() and (given.startswith((".", "/")) or os.environ.get("HF_HUB_OFFLINE") == "1"):
         raise EvalError(f"--model hf:{given}: no such folder")
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **where)
-        wanted = dtype or (torch.float32 if where else "auto")
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
+        stored = dtype or (torch.float32 if where else "auto")
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=stored, **where)
     except Exception as error:  # also UnpicklingError, and what safetensors and tokenizers raise
         what = str(error).splitlines()[:1] or [type(error).__name__]
         raise EvalError(f"--model hf:{given}: transformers cannot read it ({what[0]})") from None
+
     known = Path(place) if Path(place).is_dir() and not where else None
     model.to(device)  # type: ignore[arg-type]
-    return HfModel(model, tokenizer, name=path.stem or given, path=known, padding=padding, chat=chat, **batch)
-
-
-def _gguf(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.gguf"))
-
-
-def _need(package: str, given: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(package) is None:
-        raise EvalError(f"--model hf:{given}: GGUF files need {package}; pip install {package} accelerate")
+    return HfModel(model, tokenizer, name=path.stem or given, path=known, chat=chat, **batch)

@@ -145,7 +145,7 @@ def recipe_of(options: argparse.Namespace) -> Any:
     if options.recipe:
         base = compose([options.recipe])
     else:
-        from earlyfusion.rl.measure.files import entry_of
+        from earlyfusion.rl.entries import entry_of
 
         base = {"tasks": [entry_of(label).model_dump(mode="json") for label in options.tasks]}
     hot = {"start": options.temperature, "end": options.temperature}

@@ -18,12 +18,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import Answer, ask
+from earlyfusion.eval.measured import solved
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.statefile import write_text
-from earlyfusion.rl.measure.forward import Written
-from earlyfusion.rl.measure.run import ask, solved
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rewards import Rewards
 
@@ -68,9 +68,9 @@ def look(config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, rewards: R
 
 
 def _judged(
-    questions: Sequence[Any], answers: Sequence[Sequence[Written]], way: str, rewards: Rewards
+    questions: Sequence[Any], answers: Sequence[Sequence[Answer]], way: str, rewards: Rewards
 ) -> list[Held]:
-    items = [(question.problem, one.answer) for question, own in zip(questions, answers) for one in own]
+    items = [(question.problem, one.judged) for question, own in zip(questions, answers) for one in own]
     scored = iter(rewards(items))
     out = []
     for question, own in zip(questions, answers):

@@ -24,12 +24,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.request import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.compose import dump
-from earlyfusion.rl.measure.run import solved
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rewards import Rewards
 from earlyfusion.rl.rollouts.collect import Asked

@@ -26,10 +26,19 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import ask, match_entropy, parse_pictures
+from earlyfusion.eval.measured import load_measured, paired, summary, write_measured
 from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.rl.recipe import RolloutSection, TaskEntry
+from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.rl.entries import entry_of
+from earlyfusion.rl.measure.tools import measure_tools
+from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry
 
 SHOWN = ("n", "accuracy", "ended", "accuracy_4x", "ended_4x", "p_target", "ece", "entropy")
 TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
@@ -117,53 +126,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain, tools = ([entry for entry in entries if entry.tools is wanted] for wanted in (False, True))
     if tools and options.match_entropy is not None:
         raise UserError(
-            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave"
-            " it out"
+            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave it out"
         )
-    from earlyfusion.rl.measure.files import load_measured, write_measured
-
     against = load_measured(options.against) if options.against else None
-    from earlyfusion.data.tokenizer import Tokenizer
-    from earlyfusion.model.hub.config import model_folder
-    from earlyfusion.model.hub.folder import load_model
-    from earlyfusion.pipeline.generate_cmd import device_of
-    from earlyfusion.rl.measure.entropy import match_entropy
-    from earlyfusion.rl.measure.pictures import parse_pictures
-    from earlyfusion.rl.measure.run import ask, summary
-    from earlyfusion.rl.measure.tools import measure_tools
-
-    folder = model_folder(options.model)
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
     shared = {
         name: getattr(options, name) for name in ("problems", "seed", "samples", "temperature", "slots")
     }
     shared["pictures"] = parse_pictures(options.pictures)
+
+    # The same problems without and with the tool.
+    folder = model_folder(options.model)
+    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
     measured = []
     if plain:
         tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)
         asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
         measured += asked.measured(options.temperature)
     if tools:
-        measured += measure_tools(
-            model, tokenizer, tools, rollout, allow_weaker=weaker or options.allow_weaker, **shared
-        )
+        weaker = weaker or options.allow_weaker
+        measured += measure_tools(model, tokenizer, tools, rollout, allow_weaker=weaker, **shared)
+
+    # What is shown and kept: the table, the control for sharpening, the differences.
     result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
     console = Console()
     print_table(console, _table(f"{options.model}", result["tasks"]))
-    weaker_words = next((one.sandbox for one in measured if one.sandbox), "")
-    result |= {"sandbox": weaker_words} if weaker_words else {}
+    missing_walls = next((one.sandbox for one in measured if one.sandbox), "")
+    if missing_walls:
+        result["sandbox"] = missing_walls
     if options.match_entropy is not None:
         result["matched"] = {}
         for label in result["tasks"]:
             found = match_entropy(asked.only(label), options.match_entropy)
             about = {"temperature": found.temperature, "reached": found.reached}
             result["matched"][label] = {**summary(found.measured)[label], **about}
-        print_table(
-            console, _table(f"at entropy {options.match_entropy:g}", result["matched"], ("temperature",))
-        )
+        title = f"at entropy {options.match_entropy:g}"
+        print_table(console, _table(title, result["matched"], ("temperature",)))
     if against is not None:
-        from earlyfusion.rl.measure.pairs import paired
-
         result["against"] = {"file": str(options.against), "rows": paired(against, measured)}
         print_table(console, _paired_table(result["against"]["rows"]))
     if options.out:
@@ -179,16 +177,9 @@ def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSec
     if options.max_new_tokens is not None and options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {options.max_new_tokens}: expected at least 1")
     if options.tasks:
-        from earlyfusion.rl.measure.files import entry_of
-
-        entries, rollout = (
-            [entry_of(label) for label in options.tasks],
-            RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS),
-        )
+        entries = [entry_of(label) for label in options.tasks]
+        rollout = RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS)
     else:
-        from earlyfusion.pipeline.config.compose import compose, validate
-        from earlyfusion.rl.recipe import RLConfig
-
         config = validate(compose([options.recipe]), RLConfig)
         entries, rollout, weaker = config.measured, config.rollout, config.sandbox.allow_weaker
     if options.max_new_tokens:

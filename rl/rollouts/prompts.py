@@ -20,13 +20,13 @@ from torch import Tensor
 
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.errors import REASONS, BadSample, DataError
-from earlyfusion.data.loading.encode import Encoded, encode
+from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.sample import Image, Sample, Segment, Text
+from earlyfusion.data.sample import Image, Segment, Text
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.rl.measure.pictures import replaced
+from earlyfusion.eval.measure import plain_prompt, replaced
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 from earlyfusion.rl.rollouts.sampling import draw, prompt_weights
 from earlyfusion.rl.rollouts.tool_prompts import tool_messages
@@ -64,14 +64,13 @@ def encode_prompt(
     as in that of kind "chat_scenes" (or "zero_vision", for a form in words), open where the assistant is to
     speak.
 
-    shown: what stands in the picture's place, if not the picture (measure_pictures.py)."""
+    shown: what stands in the picture's place, if not the picture (eval/measure.py)."""
     if entry.tools:
         said = [
             replace(m, content=tuple(replaced(m.content, shown))) for m in tool_messages(problem, entry.form)
         ]
         return encode_chat(said, tokenizer, vision, key=problem.key)
-    segments = replaced(prompt_segments(problem, entry), shown)
-    return encode(Sample(segments, entry.name, problem.key), tokenizer, vision, eos=False)
+    return plain_prompt(problem, entry, tokenizer, vision, shown)
 
 
 def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:

@@ -25,10 +25,10 @@ from torch import Tensor
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.eval.measure import SEED_STEP, held_out
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating, pack_prompts
-from earlyfusion.rl.measure.files import entry_of
-from earlyfusion.rl.measure.run import SEED_STEP, held_out
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 

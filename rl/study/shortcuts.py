@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from earlyfusion.rl.records import Measured
+from earlyfusion.eval.measured import Measured
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.models.hf import HfModel
-from earlyfusion.eval.models.own import OwnModel
 from earlyfusion.eval.protocol import GenerateRequest, Generation, LogProb, RollingRequest, ScoreRequest
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 MMLU_PRO = SHARED / "data" / "mmlu_pro"
 
 
-def own_model(seed: int = 0, **batch: int) -> OwnModel:
+def own_model(seed: int = 0, **batch: int) -> EngineModel:
     """A random multimodal model in memory."""
     tokenizer = tiny_tokenizer()
-    return OwnModel(tiny_model(tiny_config(tokenizer), seed), tokenizer, **batch)
+    return EngineModel(tiny_model(tiny_config(tokenizer), seed), tokenizer, **batch)
 
 
 def hf_folder(folder: Path, kind: str = "llama", seed: int = 0, vocab_size: int = 300) -> Path:

@@ -11,7 +11,7 @@ from earlyfusion.data.chat.template import ChatTokenizer, Message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text, question_text
 from earlyfusion.eval.models.base import open_model
-from earlyfusion.eval.models.own import said
+from earlyfusion.eval.models.engine import as_message
 from earlyfusion.eval.protocol import GenerateRequest
 from earlyfusion.model.engine.request import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
@@ -39,7 +39,7 @@ def test_an_answer_is_what_the_engine_gives_for_the_users_message(directory, pro
     """Against the engine on the chat document; a random model writes no markup, so all it writes is said."""
     model = open_model(str(directory), device="cpu")
     assert model.chat and model.identity()["chat"] is True
-    parts = {str: lambda: (Text("Name a color."),), list: lambda: said(prompt)}[type(prompt)]()
+    parts = {str: lambda: (Text("Name a color."),), list: lambda: as_message(prompt)}[type(prompt)]()
     document = encode_chat([Message("user", parts)], model.tokenizer, model.model.config.vision)
     engine = engine_for(model.model, model.tokenizer, [document], 9)
     banned = tuple(model.tokenizer.special_ids.values())
@@ -50,9 +50,9 @@ def test_an_answer_is_what_the_engine_gives_for_the_users_message(directory, pro
 
 
 def test_a_question_loses_the_form_of_pretraining_and_nothing_else_does():
-    assert said([PICTURE, Text(question_text("what color?"))]) == (PICTURE, Text("what color?"))
-    assert said("\nQ: a\nA:") == (Text("a"),)
-    assert said("plain\nQ: a\nA:") == (Text("plain\nQ: a\nA:"),)
+    assert as_message([PICTURE, Text(question_text("what color?"))]) == (PICTURE, Text("what color?"))
+    assert as_message("\nQ: a\nA:") == (Text("a"),)
+    assert as_message("plain\nQ: a\nA:") == (Text("plain\nQ: a\nA:"),)
 
 
 def test_only_what_is_said_counts(directory):

@@ -8,7 +8,7 @@ from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.harness import RunOptions, run_task
-from earlyfusion.eval.models.own import OwnModel
+from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
 
 TASKS = ("counting", "grounding", "video_qa", "twins")
@@ -28,7 +28,7 @@ def folders(tokenizer, tmp_path_factory):
     """Two untrained models evaluated on a few questions of each task."""
     root = tmp_path_factory.mktemp("evals")
     for seed in (0, 1):
-        model = OwnModel(model_of(tokenizer, seed), tokenizer, name=f"tiny-{seed}")
+        model = EngineModel(model_of(tokenizer, seed), tokenizer, name=f"tiny-{seed}")
         for name in TASKS:
             run_task(
                 model,
@@ -75,7 +75,7 @@ def test_what_the_harness_leaves_can_be_compared(folders):
 
 def test_other_generated_questions_are_refused_by_compare(folders, tokenizer, tmp_path):
     """Another seed makes other pictures: the data hash says so."""
-    model = OwnModel(model_of(tokenizer, 0), tokenizer)
+    model = EngineModel(model_of(tokenizer, 0), tokenizer)
     run_task(
         model,
         build_task("counting", TaskOptions(max_new_tokens=4, seed=5)),
@@ -87,7 +87,7 @@ def test_other_generated_questions_are_refused_by_compare(folders, tokenizer, tm
 
 
 def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words(tokenizer):
-    model = OwnModel(model_of(tokenizer, 0), tokenizer)
+    model = EngineModel(model_of(tokenizer, 0), tokenizer)
     model.capabilities = frozenset({"text", "generate", "score"})
     with pytest.raises(EvalError, match="needs a model with image"):
         run_task(model, build_task("counting"), RunOptions(limit=1))

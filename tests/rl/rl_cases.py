@@ -13,6 +13,7 @@ from engine_cases import TOKENIZER, model, tokens
 from torch import Tensor
 
 from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.hub.folder import save_model
@@ -20,6 +21,12 @@ from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.rl import parts, train
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.packing import Places, Trajectory, used_experts
+
+
+def problem_of(key: str) -> Problem:
+    """The problem of a key, "counting/test/1/7"."""
+    name, split, level, seed = key.split("/")
+    return make_task(name).sample(int(seed), split, int(level))  # type: ignore[arg-type]
 
 
 def model_directory(folder: Path, seed: int = 0) -> Path:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from earlyfusion.rl.measure.run import write_measured
-from earlyfusion.rl.records import Measured
+from earlyfusion.eval.measured import Measured, write_measured
 from earlyfusion.rl.study.transfer.plan import START, StudyConfig, matched_file, measured_file
 
 Effects = Mapping[tuple[str, str], float]

@@ -14,7 +14,7 @@ from engine_cases import SHAPE, TOKENIZER, model
 from fusion_cases import TEXTS
 from long2short_cases import call, lines, told, toy_directory, weights, words
 from PIL import Image
-from rl_cases import model_directory
+from rl_cases import model_directory, problem_of
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sources.base import SourceConfig, build_source
@@ -24,9 +24,9 @@ from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import sft
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.long2short import samples as long2short_samples
 from earlyfusion.rl.long2short.preferences import average_weights
-from earlyfusion.rl.measure.files import entry_of, problem_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
 MEAN_ATOL = 1e-6

@@ -16,6 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 from engine_cases import TOKENIZER, model
 from long2short_cases import LONG, REWARD, SHORT, answer, call, lines, told, toy_directory, weights, words
+from rl_cases import problem_of
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.sequence import house_of
@@ -35,7 +36,6 @@ from earlyfusion.rl.long2short.heldout import Held, compared, fallen
 from earlyfusion.rl.long2short.run import DpoRun
 from earlyfusion.rl.long2short.samples import Answer, Answered, Sampler
 from earlyfusion.rl.long2short.shortest import lengths, shortest
-from earlyfusion.rl.measure.files import problem_of
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.prompts import Ask, encode_prompt
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.eval.measure import Answer
 from earlyfusion.rl.long2short.heldout import _judged
-from earlyfusion.rl.measure.forward import Written
 from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward
 
 TIMEOUT_S = 0.5
@@ -140,7 +140,7 @@ def test_a_second_opinion_counts_only_for_verified_answers(problem):
 def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
     """A penalty of -1 for what is wrong, 0 for what is right: the ways to shorter answers count the
     second."""
-    said = Written([1], None, problem.target), Written([1, 2], None, "no idea")
+    said = Answer([1], problem.target), Answer([1, 2], "no idea")
     asked = SimpleNamespace(problem=problem, entry=SimpleNamespace(label="arithmetic"))
     with Rewards(lambda p, text: 0.0 if text == p.target else -1.0, span=Range(-1, 0)) as rewards:
         held = _judged([asked] * 2, [[one] for one in said], "greedy", rewards)

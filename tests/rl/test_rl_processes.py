@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from test_rl_train import LIMIT, PARTIAL, PTX, assert_same, numbers, weights
 
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measured import load_measured
 from earlyfusion.pipeline.config.toml_text import to_toml
-from earlyfusion.rl.measure import run as measure
 from earlyfusion.rl.rollouts.prompts import PromptBook
 
 
@@ -135,10 +136,8 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
     made = training(folder, tmp_path / "run")
     try:
         entries, how = made.config.tasks, {"problems": 5, "seed": 1, "samples": 2}
-        whole = measure.measure(made.model, made.kit.tokenizer, entries, **how)
-        shares = [
-            measure.measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)
-        ]
+        whole = measure(made.model, made.kit.tokenizer, entries, **how)
+        shares = [measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
         assert [len(share) for share in shares] == [4, 4, 4, 3]
         monkeypatch.setattr(made.runtime, "world", 4)
         monkeypatch.setattr(made.runtime, "gather", lambda own: shares)
@@ -299,7 +298,7 @@ def lines_of(out: Path) -> list[str]:
 
 
 def eval_of(out: Path) -> list:
-    return measure.load_measured(out / "eval" / "update-000000.jsonl")
+    return load_measured(out / "eval" / "update-000000.jsonl")
 
 
 def assert_about_the_same_way(folder: Path, one: Path, other: Path) -> None:

@@ -4,11 +4,12 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measured import summary
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import RL_RECIPES, compose, recipe_names, validate
-from earlyfusion.rl.measure.run import measure, summary
 from earlyfusion.rl.parts import start_directory
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 

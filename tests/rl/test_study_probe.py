@@ -13,11 +13,10 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.stats import t_quantile
-from earlyfusion.model.engine.sequence import house_of
-from earlyfusion.model.generate import evaluating
+from earlyfusion.model.engine.request import ScoreRequest
+from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.rl.measure.files import entry_of
-from earlyfusion.rl.measure.forward import Reading
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
 from earlyfusion.rl.study.transfer.plan import measured_file, probe_file
@@ -75,11 +74,11 @@ def test_states_are_those_of_each_prompt_alone_and_the_last_chooses_the_first_to
                 # fp32 sums of packed and single prompts in another order
                 torch.testing.assert_close(left[n], right[0], atol=1e-4, rtol=1e-4)
         prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in problems]
-        with evaluating(model):
-            reading = Reading.of(
-                model, house_of(model, tokenizer), prompts
-            )  # the states that measuring answers from
-        torch.testing.assert_close(together[-1], reading.last_ND, atol=1e-4, rtol=1e-4)
+        # the states that measuring answers from
+        engine = engine_for(model, tokenizer, prompts, 1)
+        scores = engine.score([ScoreRequest(prompt, [[5]]) for prompt in prompts], states=True)
+        last_ND = torch.cat([score.states for (score,) in scores])
+        torch.testing.assert_close(together[-1], last_ND, atol=1e-4, rtol=1e-4)
 
 
 def test_the_probe_of_a_model_gives_every_pair_of_forms_at_every_depth(folder):

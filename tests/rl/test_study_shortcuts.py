@@ -8,7 +8,7 @@ import random
 import pytest
 
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.rl.records import Measured
+from earlyfusion.eval.measured import Measured
 from earlyfusion.rl.study.shortcuts import shortcut
 from earlyfusion.rl.study.transfer.analysis import analyse
 from earlyfusion.rl.study.transfer.plan import START, measured_file

@@ -27,6 +27,8 @@ from tool_cases import (
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
+from earlyfusion.eval.measure import measure
+from earlyfusion.eval.measured import summary
 from earlyfusion.eval.sandbox import host as sandbox
 from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox.host import SandboxError
@@ -35,7 +37,6 @@ from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.measure import cmd as measure_cmd
 from earlyfusion.rl.measure import tools as tool_measure
-from earlyfusion.rl.measure.run import measure, summary
 from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollouts.tool_desk import ToolDesk, kinds_of, repeatable

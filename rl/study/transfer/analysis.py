@@ -21,10 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from earlyfusion.eval.measured import Measured, by_problem, ece, load_measured, sampled_pass, summary
 from earlyfusion.eval.stats import Estimate, holm
-from earlyfusion.rl.measure.pairs import by_problem
-from earlyfusion.rl.measure.run import ece, load_measured, sampled_pass, summary
-from earlyfusion.rl.records import Measured
 from earlyfusion.rl.study.shortcuts import shortcut
 from earlyfusion.rl.study.transfer.plan import START, Arm, StudyConfig, matched_file, measured_file
 from earlyfusion.rl.study.transfer.statistics import (

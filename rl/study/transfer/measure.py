@@ -3,7 +3,7 @@
     python -m earlyfusion.rl.study.transfer.measure OUT SEED
 
 What is there already is kept, so a stopped stage goes on with the next model. For every run the start is
-measured again at the temperature that gives it the run's entropy, label by label (rl/measure/entropy.py). A
+measured again at the temperature that gives it the run's entropy, label by label (eval/measure.py). A
 linear probe reads the answer from the middle of every model (probe.py).
 """
 
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import Asked, ask, match_entropy
+from earlyfusion.eval.measured import by_problem, load_measured, write_measured
 from earlyfusion.eval.results import write_json
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.generate_cmd import device_of
-from earlyfusion.rl.measure.entropy import match_entropy
-from earlyfusion.rl.measure.files import entry_of
-from earlyfusion.rl.measure.pairs import by_problem
-from earlyfusion.rl.measure.run import Asked, ask, load_measured, write_measured
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.study.probe import probe
 from earlyfusion.rl.study.transfer.plan import (
     StudyConfig,

@@ -29,7 +29,7 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.compose import merge, validate
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.measure.files import entry_of
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
 
 FOLDER = Path(__file__).parents[1]

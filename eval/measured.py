@@ -1,0 +1,213 @@
+"""Measurements of held-out problems: their numbers, their files, and two of them paired.
+
+    accuracy    share of greedy answers that are solved (`SOLVED_FROM`); one cut off by the limit is no answer
+    ended       share of greedy answers that ended by themselves; accuracy_4x, ended_4x: with four times the limit
+    p_target    probability of exactly the target's tokens and the end after them, over the whole vocabulary
+    pass@k      1 - C(n - c, k) / C(n, k) for c solved of n samples: unbiased (Chen et al. 2021, arXiv 2107.03374)
+    ece         sum over bins of n_b / n |accuracy - confidence|, bins of equal mass (Nguyen and O'Connor 2015)
+
+A file holds one problem a line, without its picture: that can be drawn again from the key. Who measures:
+eval/measure.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image as PILImage
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.eval.stats import ALPHA, holm, mean_estimate, sign_flip_p
+from earlyfusion.kernels.files import write_atomic
+
+SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
+"""Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
+SOLVED_ELSE = 0.999
+BINS = 10
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One held-out problem, answered greedily. score: the task's, in [0, 1]; p_target: probability of the target
+    answer's tokens and the end after them; confidence: probability of the greedy answer; entropy: mean over the
+    greedy answer's tokens of the next-token entropy, nats; sampled: scores of the sampled answers, if any were
+    asked for."""
+
+    task: str
+    form: str
+    key: str
+    category: str
+    prompt: str
+    target: str
+    answer: str
+    score: float
+    solved: bool
+    p_target: float
+    confidence: float
+    entropy: float
+    sampled: tuple[float, ...] = ()
+    picture: PILImage.Image | None = None
+    label: str = ""
+    """Of the entry that was measured."""
+    ended: bool = True
+    """Whether the greedy answer ended by itself within the limit; one that was cut off counts as no answer."""
+    solved_4x: bool = False
+    ended_4x: bool = True
+    """The same with four times the limit, which shows how an answer that was cut off would have gone on."""
+    sandbox: str = ""
+    """Walls that the sandbox of its programs lacked; "" for none, or without programs."""
+
+
+def solved(task: str, score: float) -> bool:
+    """Whether a score counts as solved."""
+    return score >= SOLVED_FROM.get(task, SOLVED_ELSE)
+
+
+# numbers
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of k samples drawn without replacement from these is correct."""
+    if not 0 <= correct <= samples or not 1 <= k <= samples:
+        raise DataError(f"pass@{k} of {correct} correct among {samples}: expected 1 <= k <= samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def sampled_pass(one: Measured, k: int) -> float:
+    """pass@k of one problem's samples."""
+    return pass_at_k(len(one.sampled), sum(solved(one.task, score) for score in one.sampled), k)
+
+
+def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = BINS) -> float:
+    """Expected calibration error with bins of equal mass."""
+    sure, hit = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
+    if sure.shape != hit.shape or sure.ndim != 1 or not len(sure):
+        raise DataError(
+            f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not none"
+        )
+    order = np.argsort(sure, kind="stable")
+    parts = np.array_split(order, min(bins, len(order)))
+    return float(sum(abs(hit[part].sum() - sure[part].sum()) for part in parts) / len(sure))
+
+
+def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
+    """Label -> n, accuracy, score, p_target, confidence, ece, entropy, and with samples pass@1, pass@2, pass@4,
+    ..."""
+    by_label: dict[str, list[Measured]] = {}
+    for one in measured:
+        by_label.setdefault(one.label or f"{one.task}/{one.form}", []).append(one)
+    return {label: _summary(part) for label, part in by_label.items()}
+
+
+def _summary(part: Sequence[Measured]) -> dict[str, float]:
+    def mean(field: str) -> float:
+        return float(np.mean([float(getattr(one, field)) for one in part]))
+
+    row: dict[str, float] = {
+        "n": len(part),
+        "accuracy": mean("solved"),
+        "ended": mean("ended"),
+        "accuracy_4x": mean("solved_4x"),
+        "ended_4x": mean("ended_4x"),
+        "score": mean("score"),
+        "p_target": mean("p_target"),
+        "confidence": mean("confidence"),
+        "ece": ece([one.confidence for one in part], [one.solved for one in part]),
+        "entropy": mean("entropy"),
+    }
+    k = 1
+    while k <= min(len(one.sampled) for one in part):
+        row[f"pass@{k}"] = float(np.mean([sampled_pass(one, k) for one in part]))
+        k *= 2
+    return row
+
+
+# files
+
+
+def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:
+    """Write the records, whole or not at all; returns the path."""
+    lines = []
+    for one in measured:
+        fields = asdict(replace(one, picture=None))
+        del fields["picture"]
+        lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
+    return write_atomic(path, "".join(lines))
+
+
+def load_measured(path: str | Path) -> list[Measured]:
+    """Read the records. Raises DataError for a file that is missing or holds something else."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file; expected measurements as `earlyfusion measure --out DIR` writes them"
+        )
+    found = []
+    for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").split("\n")), 1):
+        try:
+            fields = json.loads(line)
+            if "ended" not in fields:
+                raise KeyError(
+                    "ended: it was made when answers that a limit cut off were judged by their beginning"
+                )
+            found.append(Measured(**{**fields, "sampled": tuple(fields["sampled"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path} line {number}: not a measurement ({error}); measure again") from None
+    return found
+
+
+# pairs
+
+
+def by_problem(measured: Sequence[Measured]) -> dict[str, dict[str, Measured]]:
+    """label -> key -> record."""
+    found: dict[str, dict[str, Measured]] = {}
+    for one in measured:
+        found.setdefault(one.label, {})[one.key] = one
+    return found
+
+
+def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[str, Any]]:
+    """One row for every label and metric that both hold (pass@1, the share of right samples, where samples were
+    drawn): means, difference, SE, interval, p of the sign-flip test, p_holm over all rows, and `clear`: the
+    interval excludes 0 and p_holm <= ALPHA. Only problems of both take part.
+
+    Raises DataError when they have none in common.
+    """
+    first, second = by_problem(before), by_problem(after)
+    rows: list[dict[str, Any]] = []
+    for label, records in second.items():
+        keys = [key for key in records if key in first.get(label, {})]
+        a = [_metrics(first[label][key]) for key in keys]
+        b = [_metrics(records[key]) for key in keys]
+        for metric in a[0] if keys else ():
+            if not all(metric in one for one in (*a, *b)):
+                continue
+            d = [y[metric] - x[metric] for x, y in zip(a, b)]
+            row: dict[str, Any] = {"label": label, "metric": metric}
+            row["before"] = sum(one[metric] for one in a) / len(a)
+            row["after"] = sum(one[metric] for one in b) / len(b)
+            rows.append({**row, **mean_estimate(d).to_dict(), "p": sign_flip_p(d)})
+    if not rows:
+        raise DataError("the two measurements share no problem; measure both with the same tasks and --seed")
+
+    for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
+        row["p_holm"] = adjusted
+        row["clear"] = bool(row["se"] > 0 and (row["low"] > 0 or row["high"] < 0) and adjusted <= ALPHA)
+    return rows
+
+
+def _metrics(one: Measured) -> dict[str, float]:
+    found = {
+        "accuracy": float(one.solved),
+        "accuracy_4x": float(one.solved_4x),
+        "score": one.score,
+        "p_target": one.p_target,
+    }
+    return found | ({"pass@1": sampled_pass(one, 1)} if one.sampled else {})
