@@ -40,9 +40,9 @@ from earlyfusion.eval.protocol import (
     ScoreRequest,
     Task,
     TaskOptions,
-    build_task,
     prompt_hash,
 )
+from earlyfusion.eval.registry import build_by_name
 from earlyfusion.eval.results import write_json
 from earlyfusion.model.fusion import NativeFusion
 
@@ -385,13 +385,3 @@ def evaluate_in_memory(
         options = RunOptions(limit=limit, shots=shots, seed=seed)
         results[label_of(task)] = run_task(wrapped, task, options, out=out, progress=progress)["metrics"]
     return results
-
-
-def build_by_name(given: str, options: TaskOptions, data: Mapping[str, str | Path]) -> Task:
-    """The task of "name" or "name:form", with its own data path where there is one."""
-    name, _, form = given.partition(":")
-    path = data.get(name, options.data)
-    changed = TaskOptions(
-        **{**vars(options), "form": form or options.form, "data": None if path is None else Path(path)}
-    )
-    return build_task(name, changed)

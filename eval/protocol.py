@@ -1,19 +1,17 @@
-"""What a model and a task are to the evaluator: two small protocols, the requests between them, and the task
-registry.
+"""What a model and a task are to the evaluator: two small protocols, and the requests between them.
 
     Task.questions -> Question -> Task.requests -> [GenerateRequest | ScoreRequest | RollingRequest]
         -> Model.generate | loglikelihood | rolling -> outputs -> Task.score -> one record -> Task.aggregate
         -> numbers
 
-Model adapters: eval/models/base.py. Shared behaviour of tasks: eval/benchmarks/base.py. Who runs them:
-eval/harness.py.
+Model adapters: eval/models/base.py. Shared behaviour of tasks: eval/benchmarks/base.py. Their names:
+eval/registry.py. Who runs them: eval/harness.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -23,7 +21,6 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, VideoFile
-from earlyfusion.kernels.errors import did_you_mean
 
 Prompt: TypeAlias = str | Sequence[Segment]
 """A plain text, or text, pictures and videos in order (data/sample.py)."""
@@ -164,8 +161,7 @@ what else the task's `score` returned. One record per question and repeat."""
 
 
 class Task(Protocol):
-    """One benchmark in one form. Build with `build_task`; inherit from eval.tasks.BaseTask for the shared
-    parts.
+    """One benchmark in one form. Inherit from eval.benchmarks.base.BaseTask for the shared parts.
 
     kind: "generate", "score" or "rolling": which of the model's methods answers. needs: capabilities beside
     the kind, such as frozenset({"image"}). private: question text, options and outputs must leave no trace;
@@ -222,77 +218,6 @@ class TaskOptions:
     top_p: float | None = None
     max_new_tokens: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-# task -> (module:factory, one line). A factory takes TaskOptions and returns a Task.
-TASKS: dict[str, tuple[str, str]] = {
-    "mmlu_pro": (
-        "earlyfusion.eval.benchmarks.mmlu_pro:mmlu_pro",
-        "12,032 questions, 3-10 options; forms cot, mcf, cf",
-    ),
-    "gpqa_diamond": (
-        "earlyfusion.eval.benchmarks.gpqa:diamond",
-        "198 questions, own gated file; forms cot, mcf, cf, lm_eval",
-    ),
-    "gpqa_main": ("earlyfusion.eval.benchmarks.gpqa:main", "448 questions, own gated file"),
-    "gpqa_extended": ("earlyfusion.eval.benchmarks.gpqa:extended", "546 questions, own gated file"),
-    "heldout": (
-        "earlyfusion.eval.benchmarks.heldout:heldout",
-        "loss and answers on own samples: shards, folder, jsonl, ...",
-    ),
-    "bits_per_byte": (
-        "earlyfusion.eval.benchmarks.bpb:bits_per_byte",
-        "bits per byte of a text file, folder or jsonl",
-    ),
-    "easy_vqa": (
-        "earlyfusion.eval.benchmarks.easy_vqa:easy_vqa",
-        "questions about one coloured shape, real pictures",
-    ),
-    "counting": (
-        "earlyfusion.eval.benchmarks.visual:counting",
-        "how many objects: exact, mean absolute error",
-    ),
-    "ocr": ("earlyfusion.eval.benchmarks.visual:ocr", "read a word: containment, character error rate, ANLS"),
-    "grounding": (
-        "earlyfusion.eval.benchmarks.visual:grounding",
-        "box of a named object: accuracy at IoU, centre in box",
-    ),
-    "chart": ("earlyfusion.eval.benchmarks.visual:chart", "a value in a chart: relaxed accuracy"),
-    "scene": (
-        "earlyfusion.eval.benchmarks.visual:scene",
-        "colours, shapes, relations, comparison, sorting of objects",
-    ),
-    "board": (
-        "earlyfusion.eval.benchmarks.visual:board",
-        "cells, rows and counts on boards of coloured squares",
-    ),
-    "mmmu": ("earlyfusion.eval.benchmarks.mmmu:mmmu", "exam questions with pictures, MMMU format, own file"),
-    "video_qa": ("earlyfusion.eval.benchmarks.video_qa:video_qa", "questions about rendered clips"),
-    "twins": ("earlyfusion.eval.benchmarks.twins:twins", "the visual tasks told in words alone"),
-}
-
-
-HARNESS_TASKS = ("blimp", "piqa", "bbh", "gsm8k")
-"""Text benchmarks that lm-evaluation-harness asks for us (eval/benchmarks/lm_eval.py)."""
-
-
-def build_task(name: str, options: TaskOptions | None = None) -> Task:
-    """The task of that name. Raises EvalError for an unknown name, or one whose module is not installed."""
-    if name in HARNESS_TASKS:
-        raise EvalError(
-            f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
-            f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
-        )
-    if name not in TASKS:
-        raise EvalError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
-    module, _, attribute = TASKS[name][0].partition(":")
-    try:
-        factory: Callable[[TaskOptions], Task] = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise EvalError(f"task {name!r}: its module {module} is not part of this installation") from None
-    return factory(options or TaskOptions())
 
 
 def prompt_text(prompt: Prompt) -> str:

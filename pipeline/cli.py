@@ -70,7 +70,7 @@ VERBS = {
         "vision-rl",
     ),
     "measure": Verb(
-        "earlyfusion.rl.measure.cmd:main",
+        "earlyfusion.rl.measure.cmd:measure",
         "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
     ),
     "rollouts": Verb(
@@ -96,7 +96,9 @@ VERBS = {
     ),
     "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
     "serve": Verb("earlyfusion.pipeline.serve.app:main", "an OpenAI-compatible endpoint"),
-    "eval": Verb("earlyfusion.eval.run:main", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"),
+    "eval": Verb(
+        "earlyfusion.eval.run:evaluate", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"
+    ),
     "compare": Verb(
         "earlyfusion.eval.compare.cmd:main", "paired deltas between evaluated models, with honest statistics"
     ),

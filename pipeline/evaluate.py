@@ -28,10 +28,10 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
-from earlyfusion.eval.harness import build_by_name, evaluate_in_memory
+from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
-from earlyfusion.eval.protocol import TASKS as BENCHMARKS
 from earlyfusion.eval.protocol import Task, TaskOptions
+from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.eval.results import save_result, write_json
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.kernels.errors import UserError, did_you_mean
@@ -67,7 +67,7 @@ class Evaluator:
     def check(cls, config: RunConfig) -> None:
         """What only the first evaluation would notice. Raises UserError, or EvalError for a form or data of a
         task."""
-        known = (*cls.own_tasks, *BENCHMARKS)
+        known = (*cls.own_tasks, *known_benchmarks())
         for task in config.eval.tasks:
             if task.partition(":")[0] not in known:
                 raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")

@@ -31,6 +31,7 @@ from earlyfusion.data.shards.fetch import TAR_ENDS
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.benchmarks.base import BaseTask, data_files, need, rows_hash, spread, summarize
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 Document = tuple[str, str]
 """(id, text)"""
@@ -54,6 +55,7 @@ def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
     }
 
 
+@benchmark("bits_per_byte", "bits per byte of a text file, folder or jsonl")
 class BitsPerByte(BaseTask):
     """See the file's head; score is the negative of bits per byte (higher is better).
 
@@ -180,8 +182,3 @@ def _refuse_pictures(path: Path) -> None:
         raise _pictured(
             f"{path} holds {len(media)} pictures or videos ({min(media).relative_to(path)} is one)"
         )
-
-
-def bits_per_byte(options: TaskOptions) -> BitsPerByte:
-    """Factory for the registry."""
-    return BitsPerByte(options)

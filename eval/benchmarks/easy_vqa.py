@@ -25,6 +25,7 @@ from earlyfusion.eval.benchmarks.base import BaseTask
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, refuse_shots, views_of, whole
 from earlyfusion.eval.protocol import EvalError, Question, Record, Request, ScoreRequest, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 FORMS = ("generate", "choice")
 SHAPES = ("circle", "rectangle", "triangle")
@@ -74,6 +75,7 @@ def mean_level() -> int:
     return round(float(np.mean(levels)))
 
 
+@benchmark("easy_vqa", "questions about one coloured shape, real pictures")
 class EasyVqaTask(BaseTask):
     """See the module. options.extra "views": "blind" (default) or nothing."""
 
@@ -152,8 +154,3 @@ class EasyVqaTask(BaseTask):
         majority = sum(record["majority"] for record in records) / len(records)
         chance = 1 / len(ANSWERS) if self.form == "choice" else None
         return {**aggregate(records, views=self.views), "majority": majority, "chance": chance}
-
-
-def easy_vqa(options: TaskOptions) -> EasyVqaTask:
-    """Factory for the registry."""
-    return EasyVqaTask(options)

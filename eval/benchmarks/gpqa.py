@@ -40,6 +40,7 @@ from earlyfusion.eval.benchmarks.base import (
     spread,
 )
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Question, Record, Request, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 NEW_TOKENS = 2048
@@ -150,16 +151,19 @@ def _tidy(text: Any) -> str:
     return str(text).strip().replace(" [title]", ". ").replace("  ", " ")
 
 
+@benchmark("gpqa_diamond", "198 questions, own gated file; forms cot, mcf, cf, lm_eval")
 def diamond(options: TaskOptions) -> Gpqa:
-    """Factory for the registry."""
+    """The hardest part, which is the one that is reported."""
     return Gpqa("diamond", options)
 
 
+@benchmark("gpqa_main", "448 questions, own gated file")
 def main(options: TaskOptions) -> Gpqa:
-    """Factory for the registry."""
+    """Main."""
     return Gpqa("main", options)
 
 
+@benchmark("gpqa_extended", "546 questions, own gated file")
 def extended(options: TaskOptions) -> Gpqa:
-    """Factory for the registry."""
+    """All."""
     return Gpqa("extended", options)

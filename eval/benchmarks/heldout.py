@@ -37,6 +37,7 @@ from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.benchmarks.visual_base import generate_request
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
+from earlyfusion.eval.registry import benchmark
 from earlyfusion.eval.samples import first_picture, has_media, prompted, thumbnail
 from earlyfusion.kernels.errors import did_you_mean
 
@@ -100,6 +101,7 @@ class HeldOut:
         return self.source.fingerprint()
 
 
+@benchmark("heldout", "loss and answers on own samples: shards, folder, jsonl, ...")
 class HeldoutTask(BaseTask):
     """See the module. score: minus the loss in nats a learned token (higher is better)."""
 
@@ -295,8 +297,3 @@ def _share(given: Any) -> float:
             " recipe"
         )
     return value
-
-
-def heldout(options: TaskOptions) -> HeldoutTask:
-    """Factory of the task `heldout`."""
-    return HeldoutTask(options)

@@ -253,20 +253,26 @@ def evaluate(
 
 
 def run_harness(
-    model: Model, names: Sequence[str], data: Mapping[str, Path], default: Path | None, options: Any
-) -> int:
+    model: Model,
+    names: Sequence[str],
+    data: Mapping[str, Path],
+    default: Path | None,
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
     """The verb's --harness lm-eval: run, print the harness' table, write results/lm_eval.json."""
     require_lm_eval()
     paths = dict(data) | ({"": default} if default is not None else {})
-    found = evaluate(
-        lm_eval_model(model, seed=options.seed), names, paths, limit=options.limit, shots=options.shots
-    )
+    found = evaluate(lm_eval_model(model, seed=seed), names, paths, limit=limit, shots=shots)
     from lm_eval.utils import make_table
 
     print(make_table(found))
     if found.get("groups"):
         print(make_table(found, "groups"))
-    if options.out is not None:
+    if out is not None:
         kept = {
             key: found[key]
             for key in ("results", "groups", "versions", "n-shot", "n-samples")
@@ -277,6 +283,5 @@ def run_harness(
             "model": model.identity(),
             **json.loads(json.dumps(kept, default=str)),
         }
-        path = write_json(Path(options.out) / "lm_eval.json", payload)
+        path = write_json(out / "lm_eval.json", payload)
         print(f"results: {path}", file=sys.stderr)
-    return 0

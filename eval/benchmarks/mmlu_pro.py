@@ -49,6 +49,7 @@ from earlyfusion.eval.protocol import (
     Request,
     TaskOptions,
 )
+from earlyfusion.eval.registry import benchmark
 
 HUB_NAME, HUB = "TIGER-Lab/MMLU-Pro", "hub:"
 CONTEXT, NEW_TOKENS, SHOTS = 4096, 2048, 5
@@ -61,6 +62,7 @@ INTRO = (
 SHORT_INTRO = "The following are multiple choice questions (with answers) about {category}.\n\n"
 
 
+@benchmark("mmlu_pro", "12,032 questions, 3-10 options; forms cot, mcf, cf")
 class MmluPro(BaseTask):
     """See the file's head. options.extra: "levels" (1 to 3, extraction levels of the cot form; default 3)."""
 
@@ -271,8 +273,3 @@ def _hub(revision: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         raise EvalError("--data hub:... needs datasets; pip install 'earlyfusion[eval]'") from None
     loaded = load_dataset(HUB_NAME, revision=revision)
     return list(loaded["test"]), list(loaded["validation"])
-
-
-def mmlu_pro(options: TaskOptions) -> MmluPro:
-    """Factory for the registry."""
-    return MmluPro(options)

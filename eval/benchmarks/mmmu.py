@@ -30,6 +30,7 @@ from earlyfusion.data.tasks.scoring.open_answers import open_match
 from earlyfusion.eval.benchmarks.questions import grey
 from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, views_of
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Question, Record, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 LETTERS = "ABCDEFGHIJ"
 _PICTURE_FIELDS = ("image", "images", "img", "picture", "photo", "image_path", "video", "videos")
@@ -85,6 +86,7 @@ def parse_options(written: Any) -> tuple[str, ...]:
     return tuple(str(option).strip() for option in listed)
 
 
+@benchmark("mmmu", "exam questions with pictures, MMMU format, own file")
 class MmmuTask:
     """See the module. options.extra "views": "blind" (default, grey pictures) or nothing."""
 
@@ -263,8 +265,3 @@ def _files(path: Path) -> list[Path]:
     if not found or not all(p.is_file() for p in found):
         raise EvalError(f"mmmu: {path}: no such file, or a folder without .jsonl or .parquet files")
     return found
-
-
-def mmmu(options: TaskOptions) -> MmmuTask:
-    """Factory of the task `mmmu`."""
-    return MmmuTask(options)

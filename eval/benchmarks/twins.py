@@ -14,6 +14,7 @@ from typing import Any
 from earlyfusion.data.sample import question_text
 from earlyfusion.data.synth.graphs import Graph, twin
 from earlyfusion.eval.protocol import GenerateRequest, Question, Record, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 
 def twin_prompt(graph: Graph, question: str) -> str:
@@ -85,6 +86,7 @@ class TwinsTask:
         return {name: value for name, value in aggregate(records, views=()).items() if name not in own}
 
 
+@benchmark("twins", "the visual tasks told in words alone")
 def twins(options: TaskOptions) -> TwinsTask:
     """Factory of the task `twins`."""
     return TwinsTask(options)

@@ -17,6 +17,7 @@ from earlyfusion.data.tasks.scoring.text import exact_match, first_line, parse_c
 from earlyfusion.eval.benchmarks.questions import Item
 from earlyfusion.eval.benchmarks.visual_base import PictureTask, answer_line
 from earlyfusion.eval.protocol import TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 DISTANCE_TOLERANCE = 0.1
 TIME_TOLERANCE = 0.05  # seconds
@@ -49,6 +50,7 @@ def _number(text: str) -> float | None:
     return float(found[0]) if found else None
 
 
+@benchmark("video_qa", "questions about rendered clips")
 def video_qa(options: TaskOptions) -> PictureTask:
     """Factory of the task `video_qa`."""
     return PictureTask("video_qa", options, judge_clip, media="video", max_new_tokens=24)

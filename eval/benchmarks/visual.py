@@ -29,6 +29,7 @@ from earlyfusion.data.tasks.scoring.text import (
 from earlyfusion.eval.benchmarks.questions import Item
 from earlyfusion.eval.benchmarks.visual_base import PictureTask, aggregate, answer_line
 from earlyfusion.eval.protocol import Question, Record, TaskOptions
+from earlyfusion.eval.registry import benchmark
 
 
 def judge_count(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
@@ -109,31 +110,37 @@ class GroundingTask(PictureTask):
         return {**aggregate(records, views=self.views), "majority": sum(hits) / len(hits)}
 
 
+@benchmark("counting", "how many objects: exact, mean absolute error")
 def counting(options: TaskOptions) -> PictureTask:
     """How many objects, of a shape, of a colour."""
     return PictureTask("counting", options, judge_count, max_new_tokens=8)
 
 
+@benchmark("scene", "colours, shapes, relations, comparison, sorting of objects")
 def scene(options: TaskOptions) -> PictureTask:
     """What is where: colours, shapes, sizes, existence, relations, comparison, sorting."""
     return PictureTask("scene", options, judge_words, max_new_tokens=48)
 
 
+@benchmark("ocr", "read a word: containment, character error rate, ANLS")
 def ocr(options: TaskOptions) -> PictureTask:
     """Rendered words."""
     return PictureTask("ocr", options, judge_reading, max_new_tokens=32)
 
 
+@benchmark("grounding", "box of a named object: accuracy at IoU, centre in box")
 def grounding(options: TaskOptions) -> PictureTask:
     """Boxes of named objects, in pixels and as shares."""
     return GroundingTask("grounding", options, judge_box, max_new_tokens=40)
 
 
+@benchmark("chart", "a value in a chart: relaxed accuracy")
 def chart(options: TaskOptions) -> PictureTask:
     """Values, extremes, sums and comparisons in bar and line charts."""
     return PictureTask("chart", options, judge_chart, max_new_tokens=8)
 
 
+@benchmark("board", "cells, rows and counts on boards of coloured squares")
 def board(options: TaskOptions) -> PictureTask:
     """Cells, rows and counts on boards of coloured squares."""
     return PictureTask("board", options, judge_words, max_new_tokens=24)

@@ -1,26 +1,12 @@
-"""`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks.
-
-    earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
-    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out
-    runs/after earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21 earlyfusion
-    measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none --samples 8
-
-An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by
-themselves; "acc 4x" and "end 4x" are accuracy and that share with four times the limit, where a policy that
-does not end is found out.
-
-With --out the answers are kept (measured.jsonl) with the table (summary.json). --against pairs every problem
-with an earlier measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm
-over the rows.
-"""
+"""`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks (eval/measure.py)."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +20,6 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate
-from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.measure.tools import measure_tools
@@ -52,141 +37,135 @@ HEADS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Options of the verb."""
-    parser = argparse.ArgumentParser(
-        prog="earlyfusion measure",
-        description=(
-            "Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every"
-            " model."
+def measure(
+    model: Annotated[str, typer.Option(metavar="DIR", help="model directory, or embedded:NAME")],
+    more: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="further --tasks")] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TASK", help="such as counting/1/twin: task/difficulty/form[/thought or /tools]"
         ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--tasks",
-        metavar="TASK",
-        nargs="+",
-        help="such as counting/1/twin: task/difficulty/form[/thought or /tools]",
-    )
-    what.add_argument(
-        "--recipe", metavar="RECIPE", help="measure what this reinforcement learning recipe measures"
-    )
-    parser.add_argument(
-        "--problems", type=int, default=200, metavar="N", help="held-out problems of each task"
-    )
-    parser.add_argument("--seed", type=int, default=12345, help="which problems")
-    parser.add_argument(
-        "--samples", type=int, default=0, metavar="K", help="sampled answers to each problem (pass@k)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, metavar="X", help="of samples and probabilities"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help=(
-            f"longest answer, in tokens; if not given the recipe's, or {TOKENS}, with tools"
-            f" {TOKENS_WITH_TOOLS}"
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="measure what this reinforcement learning recipe measures"),
+    ] = None,
+    problems: Annotated[int, typer.Option(metavar="N", help="held-out problems of each task")] = 200,
+    seed: Annotated[int, typer.Option(help="which problems")] = 12345,
+    samples: Annotated[int, typer.Option(metavar="K", help="sampled answers to each problem (pass@k)")] = 0,
+    temperature: Annotated[float, typer.Option(metavar="X", help="of samples and probabilities")] = 1.0,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"longest answer, in tokens; if not given the recipe's, or {TOKENS}, with tools"
+            f" {TOKENS_WITH_TOOLS}",
         ),
-    )
-    parser.add_argument(
-        "--pictures",
-        default="true",
-        metavar="LIST",
-        help=(
-            "what is shown, one after the other: true, grey, swapped (another problem's), none; tools keep"
-            " the true one"
+    ] = None,
+    pictures: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="what is shown, one after the other: true, grey, swapped (another problem's), none; tools"
+            " keep the true one",
         ),
-    )
-    parser.add_argument("--slots", type=int, default=128, metavar="N", help="answers written at a time")
-    parser.add_argument(
-        "--match-entropy", type=float, metavar="NATS", help="also at the temperature of this mean entropy"
-    )
-    parser.add_argument(
-        "--against", metavar="FILE", help="measured.jsonl of other weights, paired by problem"
-    )
-    parser.add_argument("--out", metavar="DIR", help="folder for measured.jsonl and summary.json")
-    parser.add_argument(
-        "--sandbox.allow_weaker",
-        dest="allow_weaker",
-        action="store_true",
-        help="run programs although walls of the sandbox are missing here; the records name them",
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    return parser
+    ] = "true",
+    slots: Annotated[int, typer.Option(metavar="N", help="answers written at a time")] = 128,
+    match: Annotated[
+        float | None,
+        typer.Option("--match-entropy", metavar="NATS", help="also at the temperature of this mean entropy"),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="measured.jsonl of other weights, paired by problem")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="folder for measured.jsonl and summary.json")
+    ] = None,
+    allow_weaker: Annotated[
+        bool,
+        typer.Option(
+            "--sandbox.allow_weaker",
+            help="run programs although walls of the sandbox are missing here; the records name them",
+        ),
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every model.
 
+    earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
+    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out runs/after
+    earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
+    earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none --samples 8
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code."""
-    options = build_parser().parse_args(argv)
-    entries, rollout, weaker = _asked_for(options)
-    plain, tools = ([entry for entry in entries if entry.tools is wanted] for wanted in (False, True))
-    if tools and options.match_entropy is not None:
+    An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by themselves;
+    "acc 4x" and "end 4x" are accuracy and that share with four times the limit, where a policy that does not end
+    is found out. With --out the answers are kept with the table. --against pairs every problem with an earlier
+    measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm over the rows.
+    """
+    entries, rollout, weaker = _asked_for([*(tasks or ()), *(more or ())], recipe, max_new_tokens)
+    plain = [entry for entry in entries if not entry.tools]
+    tools = [entry for entry in entries if entry.tools]
+    if tools and match is not None:
         raise UserError(
             f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave it out"
         )
-    against = load_measured(options.against) if options.against else None
-    shared = {
-        name: getattr(options, name) for name in ("problems", "seed", "samples", "temperature", "slots")
-    }
-    shared["pictures"] = parse_pictures(options.pictures)
+    earlier = load_measured(against) if against else None
+    shared: dict[str, Any] = {"problems": problems, "seed": seed, "samples": samples, "slots": slots}
+    shared |= {"temperature": temperature, "pictures": parse_pictures(pictures)}
 
     # The same problems without and with the tool.
-    folder = model_folder(options.model)
-    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    folder = model_folder(model)
+    trained, tokenizer = load_model(folder, device=device_of(device)), Tokenizer.load(folder)
     measured = []
     if plain:
-        tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)
-        asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
-        measured += asked.measured(options.temperature)
+        tokens = max_new_tokens or (rollout.max_new_tokens if recipe else TOKENS)
+        asked = ask(trained, tokenizer, plain, max_new_tokens=tokens, **shared)
+        measured += asked.measured(temperature)
     if tools:
-        weaker = weaker or options.allow_weaker
-        measured += measure_tools(model, tokenizer, tools, rollout, allow_weaker=weaker, **shared)
+        weaker = weaker or allow_weaker
+        measured += measure_tools(trained, tokenizer, tools, rollout, allow_weaker=weaker, **shared)
 
     # What is shown and kept: the table, the control for sharpening, the differences.
-    result: dict[str, Any] = {"model": str(options.model), "seed": options.seed, "tasks": summary(measured)}
+    result: dict[str, Any] = {"model": model, "seed": seed, "tasks": summary(measured)}
     console = Console()
-    print_table(console, _table(f"{options.model}", result["tasks"]))
+    print_table(console, _table(model, result["tasks"]))
     missing_walls = next((one.sandbox for one in measured if one.sandbox), "")
     if missing_walls:
         result["sandbox"] = missing_walls
-    if options.match_entropy is not None:
+    if match is not None:
         result["matched"] = {}
         for label in result["tasks"]:
-            found = match_entropy(asked.only(label), options.match_entropy)
+            found = match_entropy(asked.only(label), match)
             about = {"temperature": found.temperature, "reached": found.reached}
             result["matched"][label] = {**summary(found.measured)[label], **about}
-        title = f"at entropy {options.match_entropy:g}"
-        print_table(console, _table(title, result["matched"], ("temperature",)))
-    if against is not None:
-        result["against"] = {"file": str(options.against), "rows": paired(against, measured)}
+        print_table(console, _table(f"at entropy {match:g}", result["matched"], ("temperature",)))
+    if earlier is not None:
+        result["against"] = {"file": str(against), "rows": paired(earlier, measured)}
         print_table(console, _paired_table(result["against"]["rows"]))
-    if options.out:
-        write_measured(Path(options.out) / "measured.jsonl", measured)
-        write_json(Path(options.out) / "summary.json", result)
-        console.print(f"written: {options.out}/measured.jsonl, {options.out}/summary.json")
-    return EXIT_OK
+    if out:
+        write_measured(out / "measured.jsonl", measured)
+        write_json(out / "summary.json", result)
+        console.print(f"written: {out}/measured.jsonl, {out}/summary.json")
 
 
-def _asked_for(options: argparse.Namespace) -> tuple[list[TaskEntry], RolloutSection, bool]:
+def _asked_for(
+    labels: list[str], recipe: str | None, max_new_tokens: int | None
+) -> tuple[list[TaskEntry], RolloutSection, bool]:
     """What is measured, the limits of answers with tools, and whether the recipe allows a weaker sandbox."""
-    weaker = False
-    if options.max_new_tokens is not None and options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {options.max_new_tokens}: expected at least 1")
-    if options.tasks:
-        entries = [entry_of(label) for label in options.tasks]
-        rollout = RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS)
-    else:
-        config = validate(compose([options.recipe]), RLConfig)
+    if bool(labels) == bool(recipe):
+        raise UserError("what is to be measured? Give --tasks TASK ... or --recipe RECIPE, one of them")
+    if recipe:
+        config = validate(compose([recipe]), RLConfig)
         entries, rollout, weaker = config.measured, config.rollout, config.sandbox.allow_weaker
-    if options.max_new_tokens:
-        rollout = rollout.model_copy(update={"max_new_tokens": options.max_new_tokens})
-    labels = [entry.label for entry in entries]
-    if len(set(labels)) < len(labels):
-        raise UserError(f"--tasks: {max(labels, key=labels.count)} is given twice; name every one once")
+    else:
+        entries = [entry_of(label) for label in labels]
+        rollout, weaker = RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS), False
+    if max_new_tokens:
+        rollout = rollout.model_copy(update={"max_new_tokens": max_new_tokens})
+    names = [entry.label for entry in entries]
+    if len(set(names)) < len(names):
+        raise UserError(f"--tasks: {max(names, key=names.count)} is given twice; name every one once")
     return entries, rollout, weaker
 
 
@@ -235,11 +214,3 @@ def _paired_table(rows: Sequence[dict[str, Any]]) -> Table:
         ]
         table.add_row(row["label"], row["metric"], *cells[:-1], cells[-1] + ("*" if row["clear"] else ""))
     return table
-
-
-if __name__ == "__main__":
-    import sys
-
-    from earlyfusion.pipeline.cli import guarded
-
-    sys.exit(guarded(lambda: main(None)))

@@ -233,21 +233,24 @@ def commands(folder: Path) -> dict[str, Any]:
     """Exit codes of commands a user would run; `doctor` compares every kernel with its law on the device."""
     from PIL import Image
 
-    from earlyfusion.eval import run as evaluation
     from earlyfusion.pipeline import cli
     from earlyfusion.pipeline.bench.engine import run as bench_engine
-    from earlyfusion.rl.measure import cmd as measure_cmd
 
     picture, model = folder / "picture.png", "embedded:skills"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
     codes = {
         "doctor": cli.main(["doctor"]),
-        "measure": measure_cmd.main(["--model", model, "--tasks", "counting/0/picture", "--problems", "3"]),
+        "measure": cli.main(
+            ["measure", "--model", model, "--tasks", "counting/0/picture", "--problems", "3"]
+        ),
         "generate": cli.main(
             ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
         ),
-        "eval": evaluation.main(
-            ["--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
+        "generate": cli.main(
+            ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
+        ),
+        "eval": cli.main(
+            ["eval", "--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
         ),
         "bench engine": bench_engine.main(
             ["--sides", "", "--contexts", "64,300", "--steps", "1", "--out", str(folder / "engine.json")]

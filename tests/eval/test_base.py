@@ -3,7 +3,8 @@
 import pytest
 
 from earlyfusion.eval.benchmarks.base import grouped, spread, standard_error, summarize
-from earlyfusion.eval.protocol import HARNESS_TASKS, EvalError, build_task
+from earlyfusion.eval.protocol import EvalError
+from earlyfusion.eval.registry import HARNESS_TASKS, build_task
 
 
 @pytest.mark.parametrize("name", HARNESS_TASKS)

@@ -13,7 +13,7 @@ from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.contamination import find_overlap, training_texts
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, Question, TaskOptions
-from earlyfusion.eval.run import main
+from earlyfusion.pipeline import cli
 
 
 def words(rng, count):
@@ -100,7 +100,7 @@ def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_
         "--ngram",
         "10",
     ]
-    assert main(arguments) == 0
+    assert cli.main(["eval", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "1 of 8 questions" in shown and "score 0.1250 on all, 0.0000" in shown
     told = json.loads((out / "mmlu_pro" / "contamination.json").read_text())

@@ -14,7 +14,8 @@ from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.eval.benchmarks.easy_vqa import ANSWERS, majority_answers, questions_of
 from earlyfusion.eval.harness import RunOptions, run_task
-from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
+from earlyfusion.eval.protocol import EvalError, TaskOptions
+from earlyfusion.eval.registry import build_task
 from earlyfusion.model.generate import pack_prompts
 
 

@@ -15,7 +15,8 @@ from earlyfusion.data.prepare import cmd as prepare
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.eval.explain import explain
 from earlyfusion.eval.harness import RunOptions, run_task
-from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
+from earlyfusion.eval.protocol import EvalError, TaskOptions
+from earlyfusion.eval.registry import build_task
 from earlyfusion.eval.run import show
 
 COLOURS = ("red", "blue", "green")

@@ -11,8 +11,8 @@ from eval_cases import MMLU_PRO, hf_folder, hf_model, mmlu_pro_folder, own_model
 from earlyfusion.eval.benchmarks.base import choice_requests
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.protocol import EvalError, RollingRequest, ScoreRequest, TaskOptions
-from earlyfusion.eval.run import main
 from earlyfusion.model.hub.folder import save_model
+from earlyfusion.pipeline import cli
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 LOGPROB = 1e-4  # the bar: fp32, sums over options of several tokens
@@ -119,7 +119,7 @@ def test_a_harness_task_gives_our_numbers_on_one_of_our_directories(tmp_path, ca
         "--data",
         f"piqa={data}",
     ]
-    assert main([*arguments, "--out", str(out)]) == 0
+    assert cli.main(["eval", *arguments, "--out", str(out)]) == 0
     assert "acc_norm" in capsys.readouterr().out
     (found,) = json.loads((out / "lm_eval.json").read_text())["results"].values()
     hits, normalised = [], []

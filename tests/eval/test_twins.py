@@ -7,7 +7,8 @@ import pytest
 
 from earlyfusion.data.synth.graphs import twin
 from earlyfusion.eval.benchmarks.questions import KINDS, make_items
-from earlyfusion.eval.protocol import Generation, TaskOptions, build_task
+from earlyfusion.eval.protocol import Generation, TaskOptions
+from earlyfusion.eval.registry import build_task
 
 
 def answer_from_words(text, question):

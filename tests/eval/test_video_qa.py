@@ -10,7 +10,7 @@ from earlyfusion.data.sample import Sample, Video
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS
 from earlyfusion.eval.benchmarks.questions import make_items
 from earlyfusion.eval.benchmarks.video_qa import judge_clip
-from earlyfusion.eval.protocol import build_task
+from earlyfusion.eval.registry import build_task
 
 
 def by_category(category, seed=0):

@@ -9,7 +9,8 @@ from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.harness import RunOptions, run_task
 from earlyfusion.eval.models.engine import EngineModel
-from earlyfusion.eval.protocol import EvalError, TaskOptions, build_task
+from earlyfusion.eval.protocol import EvalError, TaskOptions
+from earlyfusion.eval.registry import build_task
 
 TASKS = ("counting", "grounding", "video_qa", "twins")
 

@@ -21,10 +21,10 @@ from earlyfusion.eval.protocol import (
     GenerateRequest,
     Generation,
     TaskOptions,
-    build_task,
     prompt_hash,
     prompt_text,
 )
+from earlyfusion.eval.registry import build_task
 
 GENERATED = ("counting", "scene", "ocr", "grounding", "chart", "board", "video_qa")
 

@@ -33,7 +33,7 @@ from earlyfusion.eval.sandbox import host as sandbox
 from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox.host import SandboxError
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.measure import cmd as measure_cmd
 from earlyfusion.rl.measure import tools as tool_measure
@@ -237,7 +237,7 @@ def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_withou
     assert all(0 < one.confidence < 1 and one.p_target == one.solved * one.confidence for one in seen)
     found = summary(seen)["counting/0/picture/tools"]
     assert found["accuracy"] == sum(one.target == "2" for one in seen) / 12 and 0 < found["accuracy"] < 1
-    with pytest.raises(DataError, match="measure_tools"):
+    with pytest.raises(DataError, match="earlyfusion measure"):
         measure(net, TOKENIZER, [entry], problems=2, seed=5)
     for wrong in ({"problems": 0}, {"samples": -1}, {"temperature": 0.0}, {"slots": 0}):
         with pytest.raises(DataError, match="expected"):
@@ -249,7 +249,7 @@ def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_withou
 def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, tmp_path, capsys):
     common = ["--model", str(folder), "--device", "cpu", "--problems", "6", "--seed", "5", "--slots", "6"]
     tasks = ["counting/0/picture/tools", "counting/0/twin"]
-    assert measure_cmd.main([*common, "--tasks", *tasks, "--samples", "2", "--out", str(tmp_path)]) == 0
+    assert cli.main(["measure", *common, "--tasks", *tasks, "--samples", "2", "--out", str(tmp_path)]) == 0
     told = json.loads((tmp_path / "summary.json").read_text())["tasks"]
     assert set(told) == set(tasks)
     rollout = RolloutSection(max_new_tokens=measure_cmd.TOKENS_WITH_TOOLS)
@@ -265,7 +265,7 @@ def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, t
     )
     assert told[tasks[0]] == json.loads(json.dumps(summary(alone)[tasks[0]]))
     capsys.readouterr()
-    assert guarded(lambda: measure_cmd.main([*common, "--tasks", tasks[0], "--match-entropy", "1"])) == 2
+    assert cli.main(["measure", *common, "--tasks", tasks[0], "--match-entropy", "1"]) == 2
     assert "counting/0/picture/tools answers with tools" in capsys.readouterr().err
 
 

@@ -1,0 +1,72 @@
+"""The benchmarks by name. A file of eval/benchmarks says its own:
+
+@benchmark("counting", "how many objects: exact, mean absolute error")
+def counting(options: TaskOptions) -> Task: ...
+
+The files are imported when a benchmark is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from earlyfusion.eval import benchmarks
+from earlyfusion.eval.protocol import EvalError, Task, TaskOptions
+from earlyfusion.kernels.errors import did_you_mean
+
+Factory = TypeVar("Factory", bound=Callable[[TaskOptions], Task])
+
+
+class Benchmark(NamedTuple):
+    """make: TaskOptions -> Task. text: one line for the list."""
+
+    make: Callable[[TaskOptions], Task]
+    text: str
+
+
+HARNESS_TASKS = ("blimp", "piqa", "bbh", "gsm8k")
+"""Text benchmarks that lm-evaluation-harness asks for us (eval/benchmarks/lm_eval.py)."""
+
+_KNOWN: dict[str, Benchmark] = {}
+
+
+def benchmark(name: str, text: str) -> Callable[[Factory], Factory]:
+    """Decorator of a class or function that makes a Task of TaskOptions."""
+
+    def add(factory: Factory) -> Factory:
+        _KNOWN[name] = Benchmark(factory, text)
+        return factory
+
+    return add
+
+
+def known_benchmarks() -> Mapping[str, Benchmark]:
+    """All benchmarks, by name."""
+    for found in pkgutil.iter_modules(benchmarks.__path__):
+        importlib.import_module(f"{benchmarks.__name__}.{found.name}")
+    return dict(sorted(_KNOWN.items()))
+
+
+def build_task(name: str, options: TaskOptions | None = None) -> Task:
+    """The task of that name. Raises EvalError for an unknown name."""
+    if name in HARNESS_TASKS:
+        raise EvalError(
+            f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
+            f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
+        )
+    known = known_benchmarks()
+    if name not in known:
+        raise EvalError(f"unknown task {name!r}; {did_you_mean(name, known)}")
+    return known[name].make(options or TaskOptions())
+
+
+def build_by_name(given: str, options: TaskOptions, data: Mapping[str, str | Path]) -> Task:
+    """The task of "name" or "name:form", with its own data path where there is one."""
+    name, _, form = given.partition(":")
+    path = data.get(name, options.data)
+    changed = {"form": form or options.form, "data": None if path is None else Path(path)}
+    return build_task(name, TaskOptions(**{**vars(options), **changed}))
