@@ -117,7 +117,7 @@ def test_published_outputs_are_scored_without_a_model(tmp_path, capsys):
         (["--tasks", "mmlu_pro", "--model", "/nowhere"], "not a model directory"),
         (["--tasks", "mmlu_pro", "--data", "a", "--data", "b"], "TASK=PATH"),
         (["--tasks", "mmlu_pro:essay", "--model", "x"], "not one of cot, mcf, cf"),
-        (["--tasks", "mmlu_pro", "--samples", "0"], "x>=1"),
+        (["--tasks", "mmlu_pro", "--samples", "0"], "greater than or equal to 1"),
         (["--rescore", "/nowhere.jsonl"], "no such file"),
         (["--tasks", "mmlu_pro", "--set", "levels"], "KEY=VALUE"),
     ],
