@@ -246,9 +246,6 @@ def commands(folder: Path) -> dict[str, Any]:
         "generate": cli.main(
             ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
         ),
-        "generate": cli.main(
-            ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
-        ),
         "eval": cli.main(
             ["eval", "--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
         ),
