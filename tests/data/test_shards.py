@@ -13,9 +13,9 @@ import webdataset
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.shards.fetch import expand
+from earlyfusion.data.shards.index import index_lines, leads_outside, scan_tar, split_name, write_index
 from earlyfusion.data.shards.read import Shards, index_name
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.shards.index import index_lines, leads_outside, scan_tar, split_name, write_index
 
 from .shard_files import captions, write_tar
 
