@@ -21,9 +21,8 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.config.compose import dump
+from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
-from earlyfusion.pipeline.config.toml_text import to_toml
 from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip

@@ -26,6 +26,7 @@ from earlyfusion.data.sources.base import KINDS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.config.compose import compose
+from earlyfusion.pipeline.config.schema import model_in
 
 STARTED = "command.json"
 """File in the output folder: {"recipes": [...], "overrides": [[key, text], ...]} of the run."""
@@ -218,7 +219,7 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
     rows = []
     for name, info in schema.model_fields.items():
         key = f"{path}.{name}" if path else name
-        inner, is_list = _inner_model(info.annotation)
+        inner, is_list = model_in(info.annotation)
         if inner is not None:
             rows += describe(inner, f"{key}.<i>" if is_list else key)
             continue
@@ -229,19 +230,6 @@ def describe(schema: type[BaseModel], path: str = "") -> list[tuple[str, str, st
             shown = "required"
         rows.append((key, _type_name(info.annotation), shown, " ".join((info.description or "").split())))
     return rows
-
-
-def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model that a field holds (directly, optionally, or in a list), and whether it is a list."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
-    origin = typing.get_origin(annotation)
-    args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
-    if origin is list and args:
-        return _inner_model(args[0])[0], True
-    if origin in (typing.Union, types.UnionType) and len(args) == 1:
-        return _inner_model(args[0])
-    return None, False
 
 
 def _type_name(annotation: Any) -> str:

@@ -12,56 +12,41 @@ import hashlib
 import json
 import re
 import tomllib
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.schema import RunConfig, model_in
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RL_RECIPES = Path(__file__).parents[2] / "rl" / "recipes"
 """Shipped recipes: of the training stages, and of reinforcement learning (rl/recipe.py)."""
 LISTS_BY_NAME = ("stages", "data.sources")
 """Dotted paths of lists whose items merge by their `name`."""
-
 MOST_BYTES = 4 << 20
 """Most bytes of a recipe: TOML is parsed in Python, at about a MB a second."""
 
-FREE_ON_RESUME = (
-    "run.name",
-    "run.out",
-    "run.steps",
-    "run.init_from",
-    "checkpoint",
-    "track",
-    "eval",
-    "parallel",
-    "data.prefetch",
-    "data.prefetch_steps",
-    "data.workers",
-    "data.stall_s",
-    "data.max_bad",
-    "data.max_bad_share",
-    "log",
+FREE_ON_RESUME = re.compile(
+    r"(run\.(name|out|steps|init_from)|checkpoint|track|eval|parallel|log"
+    r"|data\.(prefetch|prefetch_steps|workers|stall_s|max_bad|max_bad_share))(\.|$)"
 )
-"""Keys (or sections) that do not change the numbers of a run, so a resume may change them."""
+"""Keys and sections that do not change the numbers of a run, so a resume may change them."""
+ABSENT = "(absent)"
+"""Stands in a Change where a side has no such key."""
+
+Recipe = str | Path | Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Change:
-    """One difference between two resolved recipes; `missing` stands where a side has no such key."""
+class Change(NamedTuple):
+    """One difference between two resolved recipes."""
 
     key: str
     old: Any
     new: Any
-    missing = "(absent)"
 
     def __str__(self) -> str:
         return f"{self.key}: {self.old!r} -> {self.new!r}"
@@ -74,36 +59,33 @@ def recipe_names(folder: Path = RECIPES) -> list[str]:
 
 def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
     """One recipe as a plain dict: a path when it ends in .toml or holds a separator, else a shipped name."""
-    given = str(name_or_path)
-    path = Path(given)
-    if not (given.endswith(".toml") or path.parent != Path(".")):
-        found = [
-            folder / f"{given}.toml"
-            for folder in (RECIPES, RL_RECIPES)
-            if (folder / f"{given}.toml").is_file()
-        ]
-        if not found:
-            known = [*recipe_names(), *recipe_names(RL_RECIPES)]
-            raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, known)}")
-        path = found[0]
+    given, path = str(name_or_path), Path(name_or_path)
+    if not given.endswith(".toml") and path.parent == Path("."):
+        shipped = {name: folder for folder in (RL_RECIPES, RECIPES) for name in recipe_names(folder)}
+        if given not in shipped:
+            raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, shipped)}")
+        path = shipped[given] / f"{given}.toml"
+
+    return read_toml(path, "recipe")
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """A TOML file that a user names; UserError for one that cannot be read. what: the word for it in errors."""
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"recipe {given}: is no file; give a shipped name or a TOML file")
-        if path.stat().st_size > MOST_BYTES:
-            raise UserError(
-                f"recipe {given}: {path.stat().st_size} bytes, more than {MOST_BYTES}: not a recipe"
-            )
+            raise UserError(f"{what} {path}: is no file; give a shipped name or a TOML file")
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise UserError(f"{what} {path}: {size} bytes, more than {MOST_BYTES}: not a {what}")
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"recipe {given}: cannot be read ({error.strerror}); give a shipped name or a TOML file"
+            f"{what} {path}: cannot be read ({error.strerror}); give a shipped name or a TOML file"
         ) from None
     except RecursionError:
-        raise UserError(f"recipe {path}: not valid TOML: nested too deep") from None
-    except (
-        ValueError
-    ) as error:  # TOMLDecodeError, UnicodeDecodeError, numbers of thousands of digits, odd names
-        raise UserError(f"recipe {path}: not valid TOML: {error}") from None
+        raise UserError(f"{what} {path}: not valid TOML: nested too deep") from None
+    except ValueError as error:  # no TOML, no UTF-8, numbers of thousands of digits, odd names
+        raise UserError(f"{what} {path}: not valid TOML: {error}") from None
 
 
 def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -115,27 +97,32 @@ def merge(left: Mapping[str, Any], right: Mapping[str, Any], path: str = "") -> 
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             merged[key] = merge(old, value, where)
         elif where in LISTS_BY_NAME and isinstance(old, list) and isinstance(value, list):
-            merged[key] = _merge_named(old, value, where)
+            merged[key] = _merge_named(old, value)
         else:
             merged[key] = value
     return merged
 
 
-def _merge_named(left: list[Any], right: list[Any], where: str) -> list[Any]:
+def _merge_named(left: list[Any], right: list[Any]) -> list[Any]:
     merged = list(left)
-    index = {item.get("name"): i for i, item in enumerate(merged) if isinstance(item, Mapping)}
+    names = _names(left)
     for item in right:
-        at = index.get(item.get("name")) if isinstance(item, Mapping) and "name" in item else None
-        if at is None:
-            merged.append(item)
+        name = item.get("name") if isinstance(item, Mapping) else None
+        if name is not None and name in names:
+            place = names.index(name)
+            merged[place] = merge(merged[place], item)
         else:
-            merged[at] = merge(merged[at], item, where)
+            merged.append(item)
     return merged
 
 
+def _names(items: Any) -> list[Any]:
+    """The `name` of every item of a list; None where it has none."""
+    return [item.get("name") if isinstance(item, Mapping) else None for item in items]
+
+
 def parse_literal(text: str) -> Any:
-    """A command-line value as a TOML literal (1e-3, true, [1, 2], {a = 1}); anything else is the string
-    itself."""
+    """A command-line value as a TOML literal (1e-3, true, [1, 2], {a = 1}); anything else is the string itself."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -146,61 +133,62 @@ def parse_literal(text: str) -> Any:
 def override(tree: dict[str, Any], dotted: str, value: Any) -> None:
     """Set `dotted` (stages.0.steps, stages.joint.steps, optim.lr) in place; tables on the way are created."""
     node: Any = tree
-    parts = dotted.split(".")
-    for depth, part in enumerate(parts[:-1]):
-        if isinstance(node, list):
-            node = node[_list_index(node, part, ".".join(parts[:depth]))]
-        else:
-            node = node.setdefault(part, {})
+    *above, last = dotted.split(".")
+    for depth, part in enumerate(above):
+        where = ".".join(above[:depth])
+        node = node[_place(node, part, where)] if isinstance(node, list) else node.setdefault(part, {})
         if not isinstance(node, dict | list):
-            raise UserError(f"--{dotted}: {'.'.join(parts[: depth + 1])} is the value {node!r}, not a table")
-    if isinstance(node, list):
-        node[_list_index(node, parts[-1], ".".join(parts[:-1]))] = value
-    else:
-        node[parts[-1]] = value
+            raise UserError(f"--{dotted}: {where and where + '.'}{part} is the value {node!r}, not a table")
+    node[_place(node, last, ".".join(above)) if isinstance(node, list) else last] = value
 
 
-def _list_index(items: list[Any], part: str, where: str) -> int:
-    if part.lstrip("-").isdigit():
-        index = int(part)
-        if -len(items) <= index < len(items):
-            return index
-        raise UserError(f"--{where}.{part}: {where} has {len(items)} items, numbered from 0")
-    names = [str(item["name"]) for item in items if isinstance(item, dict) and "name" in item]
+def _place(items: list[Any], part: str, where: str) -> int:
+    """The index that a part of a dotted key means in a list: a number, or the name of an item."""
+    names = _names(items)
     if part in names:
         return names.index(part)
-    raise UserError(f"--{where}.{part}: nothing in {where} has that name; {did_you_mean(part, names)}")
+    if not part.lstrip("-").isdigit():
+        known = [str(name) for name in names if name is not None]
+        raise UserError(f"--{where}.{part}: nothing in {where} has that name; {did_you_mean(part, known)}")
+    if not -len(items) <= int(part) < len(items):
+        raise UserError(f"--{where}.{part}: {where} has {len(items)} items, numbered from 0")
+    return int(part)
 
 
-def _extended(recipe: str | Path | Mapping[str, Any], seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def _extended(recipe: Recipe, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """A recipe laid over the one it extends, and so on; UserError for a circle."""
     own = dict(recipe if isinstance(recipe, Mapping) else read_recipe(recipe))
     base = own.pop("extends", None)
     if base is None:
         return own
-    if str(base) in seen:
-        raise UserError(
-            f"recipe {base!r} extends itself ({' -> '.join((*seen, str(base)))}); remove one `extends`"
-        )
-    return merge(_extended(str(base), (*seen, str(base))), own)
+    chain = (*above, str(base))
+    if str(base) in above:
+        raise UserError(f"recipe {base!r} extends itself ({' -> '.join(chain)}); remove one `extends`")
+    return merge(_extended(str(base), chain), own)
 
 
-def compose(
-    recipes: Sequence[str | Path | Mapping[str, Any]], overrides: Iterable[tuple[str, Any]] = ()
-) -> dict[str, Any]:
+def compose(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
     """The merged, not yet checked recipe. String override values are read as TOML literals."""
     tree: dict[str, Any] = {}
     for recipe in recipes:
         tree = merge(tree, _extended(recipe))
+    # Plain JSON types, and nothing shared with what was given.
     tree = json.loads(json.dumps(tree, default=str))
     for dotted, value in overrides:
         override(tree, dotted, parse_literal(value) if isinstance(value, str) else value)
-    return _null_to_none(tree)
+    return _with(tree, "null", None)
 
 
-def load_config(
-    recipes: Sequence[str | Path | Mapping[str, Any]], overrides: Iterable[tuple[str, Any]] = ()
-) -> RunConfig:
+def _with(value: Any, old: Any, new: Any) -> Any:
+    """A tree in which every leaf `old` is `new`."""
+    if isinstance(value, dict):
+        return {key: _with(item, old, new) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with(item, old, new) for item in value]
+    return new if value is old or (isinstance(value, str) and value == old) else value
+
+
+def load_config(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] = ()) -> RunConfig:
     """Recipes and overrides as a checked RunConfig; raises UserError, one line, for everything a user can get
     wrong."""
     config: RunConfig = validate(compose(recipes, overrides))
@@ -208,89 +196,55 @@ def load_config(
 
 
 def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
-    """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one UserError
-    line."""
+    """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one UserError line."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, schema, tree)) from None
+        lines = [_explain(item, schema, tree) for item in error.errors()]
+        raise UserError("recipe: " + "; ".join(dict.fromkeys(lines))) from None
 
 
-def explain(error: ValidationError, model: type[BaseModel], tree: Mapping[str, Any] | None = None) -> str:
-    """One line for a pydantic report: each bad key, what was given, what was expected, the nearest known key.
+def _explain(item: Any, schema: type[BaseModel], tree: Any) -> str:
+    """One mistake of pydantic's report: the key, what was given, what was expected, the nearest known key.
 
     tree: the recipe, by which stages and sources are called by their names.
     """
-    lines = []
-    for item in error.errors():
-        loc = [part for part in item["loc"] if not (isinstance(part, str) and part.startswith("function-"))]
-        key = ".".join(str(part) for part in _named(loc, tree)) or "recipe"
-        if item["type"] == "extra_forbidden":
-            where = ".".join(str(part) for part in loc[:-1]) or "the recipe's top level"
-            lines.append(
-                f"unknown key {loc[-1]!r} in {where};"
-                f" {did_you_mean(str(loc[-1]), _fields_at(model, loc[:-1]))}"
-            )
-        elif item["type"] == "missing":
-            hint = (
-                "; lay the recipe over a whole one, such as nano (both on the line, nano first)"
-                if len(loc) == 1
-                else ""
-            )
-            lines.append(f"{key} is missing and has no default{hint}")
-        else:
-            text = item["msg"].removeprefix("Value error, ")
-            given = item.get("input")
-            shown = (
-                ""
-                if isinstance(given, Mapping | list) or isinstance(given, BaseModel)
-                else f" (given {given!r})"
-            )
-            lines.append(f"{key}: {text}{shown}" if loc else f"{text}{shown}")
-    return "recipe: " + "; ".join(dict.fromkeys(lines))
+    place = [part for part in item["loc"] if not str(part).startswith("function-")]
+    key = ".".join(str(part) for part in _named(place, tree)) or "recipe"
+    if item["type"] == "extra_forbidden":
+        where = ".".join(str(part) for part in place[:-1]) or "the recipe's top level"
+        return (
+            f"unknown key {place[-1]!r} in {where}; {did_you_mean(str(place[-1]), _keys_at(schema, place))}"
+        )
+    if item["type"] == "missing":
+        hint = "; lay the recipe over a whole one, such as nano (both on the line, nano first)"
+        return f"{key} is missing and has no default{hint if len(place) == 1 else ''}"
+
+    text = item["msg"].removeprefix("Value error, ")
+    if not isinstance(item.get("input"), Mapping | list | BaseModel):
+        text += f" (given {item.get('input')!r})"
+    return f"{key}: {text}" if place else text
 
 
-def _named(loc: Sequence[Any], tree: Any) -> list[Any]:
+def _named(place: Sequence[Any], tree: Any) -> Iterator[Any]:
     """A place in a recipe with the names of list items where they have one: stages.joint.steps."""
-    named = []
-    for part in loc:
+    for part in place:
         try:
             tree = tree[part]
         except (LookupError, TypeError):
             tree = None
         own = tree.get("name") if isinstance(tree, Mapping) and isinstance(part, int) else None
-        named.append(own or part)
-    return named
+        yield own or part
 
 
-def _fields_at(model: type[BaseModel], loc: Sequence[Any]) -> list[str]:
-    """Field names of the model that lies at `loc` below `model`."""
-    here: list[type[BaseModel]] = [model]
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        below = [
-            child
-            for m in here
-            if part in m.model_fields
-            for child in _models_in(m.model_fields[part].annotation)
-        ]
-        here = below or here
-    return [name for m in here for name in m.model_fields]
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    return [model for arg in typing.get_args(annotation) for model in _models_in(arg)]
-
-
-def _null_to_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _null_to_none(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_null_to_none(item) for item in value]
-    return None if value == "null" else value
+def _keys_at(schema: type[BaseModel], place: Sequence[Any]) -> list[str]:
+    """The keys that are known beside the last part of `place`."""
+    model = schema
+    for part in place[:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        inner = model_in(field.annotation)[0] if field else None
+        model = inner or model
+    return list(model.model_fields)
 
 
 def dump(config: BaseModel) -> dict[str, Any]:
@@ -303,56 +257,56 @@ def render(config: BaseModel) -> str:
     return to_toml(dump(config))
 
 
+def to_toml(tree: dict[str, Any]) -> str:
+    """TOML text of plain types, with None written as "null"."""
+    return tomli_w.dumps(_with(tree, None, "null"))
+
+
 def recipe_hash(config: BaseModel) -> str:
     """16 hexadecimal digits over every key that changes the numbers of a run."""
-    flat = {key: value for key, value in _flatten(dump(config)) if not _free(key)}
+    flat = {key: value for key, value in _flatten(dump(config)) if not FREE_ON_RESUME.match(key)}
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs between two resolved recipes (see `dump`), in key order."""
     left, right = dict(_flatten(old)), dict(_flatten(new))
-    keys = sorted(left.keys() | right.keys())
-    pairs = [(key, left.get(key, Change.missing), right.get(key, Change.missing)) for key in keys]
-    return [Change(key, a, b) for key, a, b in pairs if a != b]
+    changes = []
+    for key in sorted(left.keys() | right.keys()):
+        change = Change(key, left.get(key, ABSENT), right.get(key, ABSENT))
+        if change.old != change.new:
+            changes.append(change)
+    return changes
 
 
 def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, and a longer last
-    stage."""
+    """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, and a longer last stage."""
     last = f"stages.{len(new.get('stages', [])) - 1}.steps"
-    return [
-        change
-        for change in diff(old, new)
-        if not _free(change.key)
-        and not _same_place(change)
-        and not re.fullmatch(r"stages\.\d+\.skip", change.key)
-        and not (change.key == last and isinstance(change.old, int) and change.new > change.old)
-    ]
+    refused = []
+    for change in diff(old, new):
+        grown = change.key == last and isinstance(change.old, int) and change.new > change.old
+        # A path that is only written in another way: recipe.toml of a run holds it from the root.
+        paths = change.key.endswith(".path") and isinstance(change.old, str) and isinstance(change.new, str)
+        moved = paths and Path(change.old).absolute() == Path(change.new).absolute()
+        free = FREE_ON_RESUME.match(change.key) or re.fullmatch(r"stages\.\d+\.skip", change.key)
+        if not (grown or moved or free):
+            refused.append(change)
+    return refused
 
 
 def explain_refusal(changes: Sequence[Change]) -> str:
     """What `refused_on_resume` found and what to do, in one line; at most six changes are named."""
     shown = "; ".join(map(str, changes[:6])) + (f"; and {len(changes) - 6} more" if len(changes) > 6 else "")
-    told = f"the recipe changed ({shown}); put these back"
-    if any(Change.missing in (change.old, change.new) for change in changes):
-        told += (
+    text = f"the recipe changed ({shown}); put these back"
+    if any(ABSENT in (change.old, change.new) for change in changes):
+        text += (
             " (a key you did not touch is another version's of earlyfusion: go on with the one that saved it)"
         )
-    return told
+    return text
 
 
-def _same_place(change: Change) -> bool:
-    """Whether a path is only written in another way: recipe.toml of a run holds it from the root."""
-    named = change.key.endswith(".path") and isinstance(change.old, str) and isinstance(change.new, str)
-    return named and Path(change.old).absolute() == Path(change.new).absolute()
-
-
-def _free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE_ON_RESUME)
-
-
-def _flatten(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; a list without tables is a leaf."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()

@@ -8,6 +8,8 @@ VisionConfig, `model` is ModelConfig. TOML has no null: the string "null" stands
 
 from __future__ import annotations
 
+import types
+import typing
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -325,3 +327,16 @@ class RunConfig(Section):
         them."""
         model = self.model.model_dump(mode="json") | {"vocab_size": vocab_size, **token_ids}
         return self.model_copy(update={"model": ModelConfig.model_validate(model)})
+
+
+def model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The model that a field holds (directly, optionally, or in a list), and whether it is a list."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return (annotation, False) if issubclass(annotation, BaseModel) else (None, False)
+    origin = typing.get_origin(annotation)
+    args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+    if origin is list and args:
+        return model_in(args[0])[0], True
+    if origin in (typing.Union, types.UnionType) and len(args) == 1:
+        return model_in(args[0])
+    return None, False

@@ -28,7 +28,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.long2short.preferences import shortest_correct
 from earlyfusion.rl.long2short.samples import Answered

@@ -48,8 +48,7 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import exit_code_of, one_line
-from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import load_config, to_toml
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime

@@ -1,8 +1,6 @@
 """Recipes: composition, overrides, kind errors, a render that reads back, what a resume may change."""
 
 import copy
-import math
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from earlyfusion.pipeline.config.compose import (
     render,
 )
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.config.toml_text import to_toml
 
 BASE = """
 [run]
@@ -254,18 +251,6 @@ def test_every_shipped_recipe_is_valid_and_its_render_reads_back_equal(name, tmp
     path.write_text(render(config))
     again = load_config([path])
     assert again == config and recipe_hash(again) == recipe_hash(config)
-
-
-def test_the_toml_writer_and_the_standard_reader_are_inverse():
-    tree = {
-        "text": 'quote " slash \\ newline \n tab \t ünï \x7f',
-        "numbers": [1, -2, 0.1, 1e-30, 1e22, 3.0, math.inf],
-        "flags": {"on": True, "off": False, "empty": {}, "none": []},
-        "odd keys": {"a.b": 1, "c d": {"e": 2}},
-        "stages": [{"name": "x", "weights": {"a": 1.5}}, {"name": "y", "deep": [{"k": 1}]}],
-        "mixed": [{"a": 1}, 2],
-    }
-    assert tomllib.loads(to_toml(tree)) == tree
 
 
 def test_the_hash_follows_numbers_and_ignores_where_results_go(base):

@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.pipeline import evaluate, pretrain
-from earlyfusion.pipeline.config.compose import compose, recipe_names
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import compose, recipe_names, to_toml
 from earlyfusion.pipeline.track import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]

@@ -331,7 +331,7 @@ def test_answers_that_are_never_right_teach_nothing(toy, tmp_path, capsys):
 
 
 def test_a_recipe_gives_its_tasks_and_tools_are_refused(toy, tmp_path):
-    from earlyfusion.pipeline.config.toml_text import to_toml
+    from earlyfusion.pipeline.config.compose import to_toml
 
     file = tmp_path / "recipe.toml"
     tree = {

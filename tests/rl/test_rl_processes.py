@@ -19,7 +19,7 @@ from test_rl_train import LIMIT, PARTIAL, PTX, assert_same, numbers, weights
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import measure
 from earlyfusion.eval.measured import load_measured
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.rl.rollouts.prompts import PromptBook
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.pipeline.config.toml_text import to_toml
+from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
 from earlyfusion.rl.rewards import Scored

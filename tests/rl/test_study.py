@@ -365,7 +365,7 @@ for path in sys.argv[1:]:
 
 
 def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
-    from earlyfusion.pipeline.config.toml_text import to_toml
+    from earlyfusion.pipeline.config.compose import to_toml
 
     config = study(seeds=2, rl_seeds=1)
     recipe, out = tmp_path / "mine.toml", tmp_path / "out"

@@ -338,7 +338,7 @@ def _text(value: Any) -> str:
 
 def write_recipes(config: StudyConfig, out: Path) -> None:
     """Write study.toml and every run's arm.toml. Raises UserError when OUT holds another study."""
-    from earlyfusion.pipeline.config.toml_text import to_toml
+    from earlyfusion.pipeline.config.compose import to_toml
 
     out.mkdir(parents=True, exist_ok=True)
     text, path = to_toml(config.model_dump(mode="json")), out / "study.toml"
