@@ -74,7 +74,7 @@ VERBS = {
         "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
     ),
     "rollouts": Verb(
-        "earlyfusion.rl.report.cmd:main", "the report of a reinforcement learning run, with its rollouts"
+        "earlyfusion.rl.report.run:rollouts", "the report of a reinforcement learning run, with its rollouts"
     ),
     "long2short": Verb(
         "earlyfusion.rl.long2short.cmd:main", "shorter answers: merged weights, shortest right answers, DPO"

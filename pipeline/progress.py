@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -187,7 +187,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[min(top, int((mean - low) / (high - low) * len(BLOCKS)))] for mean in means)
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> TypeGuard[float]:
     """True for a number; what is beyond 1e100 is no measurement, and neither is a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 

@@ -1,6 +1,10 @@
 """One torch thread per test process: two-thread jobs collapse when both cores are busy."""
 
 import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # page_cases.py is for the tests of every room
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,71 +1,140 @@
-"""The report's section on data: what the run read, as it came out and not as it was configured."""
+"""What a run folder holds, read once into the plain dict that a template shows.
+
+Every part of a folder is optional, and nothing of another hand in it may break a page: torn lines are counted and left
+out, numbers are checked, pictures come from inside the folder only.
+"""
 
 from __future__ import annotations
 
-import html
-from typing import TYPE_CHECKING, Any
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
-from earlyfusion.pipeline.report.charts import line_chart
+from PIL import Image as PILImage
 
-if TYPE_CHECKING:
-    from earlyfusion.pipeline.report.run import Run
+from earlyfusion.kernels.files import read_jsonl
+from earlyfusion.pipeline.progress import is_finite
 
-
-def data_part(run: Run) -> str:
-    """Shares of sources and of vision over steps, passes over every source, samples left out by reason."""
-    records = [r for r in run.events("train") if any(key.startswith("data/share/") for key in r)]
-    if not records:
-        return ""
-    shares = {key.removeprefix("data/share/"): run.series(key) for key in run.keys("data/share/")}
-    kinds = {"in documents with a picture": "data/vision_share", "image features": "data/media_share"}
-    vision = {label: run.series(key) for label, key in kinds.items() if run.series(key)[0]}
-    charts = [
-        ("Shares of the tokens by source", shares, "share of the tokens of every source over steps"),
-        ("Vision among the tokens", vision, "share of vision among the tokens over steps"),
-    ]
-    figures = "".join(
-        f"<div><h3>{title}</h3>{line_chart(series, ylabel='share', size=(4.8, 2.3), description=description)}</div>"
-        for title, series, description in charts
-    )
-    last = _last_of_stages(records)
-    note = (
-        "Counted in the batches that were trained on, since the beginning of each stage; not the weights of"
-        " the recipe."
-    )
-    body = f'<div class="row">{figures}</div>{_sources_table(last)}{_skipped_table(last)}'
-    return f'<section><h2>What it read</h2><p class="note">{note}</p>{body}</section>'
+Series = tuple[list[float], list[float]]
+"""Steps, values."""
+Record = Mapping[str, Any]
 
 
-def _last_of_stages(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The last record of every stage, in order."""
-    return {str(record.get("stage", "")): record for record in records}
+def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]:
+    """A run folder as a dict: title, note, train (records), marks (steps at which the guard acted), events, results...
+
+    about: what stands below the title where facts.json says nothing. Raises FileNotFoundError when it is no folder;
+    a missing part is empty.
+    """
+    directory = Path(run_dir)
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"{directory}: not a folder; expected the output folder of a run (with metrics.jsonl)"
+        )
+    metrics = directory / "metrics.jsonl"
+    lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
+    records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
+
+    recipes = [directory / f"recipe.{kind}" for kind in ("toml", "json", "txt")]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in recipes if path.is_file()]
+    facts = read_dict(directory / "facts.json")
+    results: dict[str, list[dict[str, Any]]] = {}
+    for record in read_steps(directory / "eval"):
+        results.setdefault(str(record.get("name")), []).append(record)
+    told = [f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if key != "name"]
+    return {
+        "title": str(facts.get("name", directory.resolve().name)),
+        "note": " · ".join(told) or about,
+        "train": [record for record in records if record.get("event") == "train"],
+        "marks": [record["step"] for record in records if record.get("event") == "guard"],
+        "events": [record for record in records if isinstance(record.get("message"), str)][-200:],
+        "broken_lines": sum(bool(line.strip()) for line in lines) - len(records),
+        "results": results,
+        "samples": read_steps(directory / "samples"),
+        "folder": directory,
+        "recipe": "".join(texts[:1]),
+        "versions": read_dict(directory / "versions.json"),
+    }
 
 
-def _sources_table(last: dict[str, dict[str, Any]]) -> str:
-    rows = []
-    for stage, record in last.items():
-        for key in record:
-            if key.startswith("data/share/") and isinstance(record[key], int | float):
-                name = key.removeprefix("data/share/")
-                epochs = record.get(f"data/epoch/{name}")
-                passes = f"{epochs:.2f}" if isinstance(epochs, int | float) else "–"
-                rows.append(
-                    f"<tr><td>{html.escape(stage)}</td><td>{html.escape(name)}</td>"
-                    f"<td>{100 * record[key]:.1f} %</td><td>{passes}</td></tr>"
-                )
-    head = "<tr><th>stage</th><th>source</th><th>share of the tokens</th><th>passes</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a folder that name their step, by step."""
+    records = [read_dict(path) for path in sorted(folder.glob("*.json"))]
+    return sorted((r for r in records if is_finite(r.get("step"))), key=lambda record: record["step"])
 
 
-def _skipped_table(last: dict[str, dict[str, Any]]) -> str:
-    rows = [
-        f"<tr><td>{html.escape(stage)}</td><td>{html.escape(key.removeprefix('data/skipped/'))}</td>"
-        f"<td>{record[key]:,.0f}</td></tr>"
-        for stage, record in last.items()
-        for key in record
-        if key.startswith("data/skipped/") and isinstance(record[key], int | float)
-    ]
-    if not rows:
-        return ""
-    head = "<tr><th>stage</th><th>left out because</th><th>samples (skipped.jsonl)</th></tr>"
-    return f"<h3>Left out</h3><table>{head}{''.join(rows)}</table>"
+def read_dict(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; {} when there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def series(records: Iterable[Record], key: str) -> Series:
+    """(steps, values) of the records whose `key` is a number."""
+    kept = [record for record in records if is_finite(record.get(key))]
+    return [record["step"] for record in kept], [record[key] for record in kept]
+
+
+def curves(records: Iterable[Record], labels: Mapping[str, str]) -> dict[str, Series]:
+    """Label -> series of its key; labels: key -> label."""
+    return {label: series(records, key) for key, label in labels.items()}
+
+
+def family(records: Iterable[Record], prefix: str, without: str = " ") -> dict[str, Series]:
+    """Name -> series of every numeric key prefix + name, in order of first appearance; no name that begins `without`."""
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith(prefix))
+    found = {
+        key.removeprefix(prefix): series(records, key) for key in keys if not key.startswith(prefix + without)
+    }
+    return {name: curve for name, curve in found.items() if curve[0]}
+
+
+def by_source(records: Iterable[Record], key: str, suffix: str = "") -> dict[str, Series]:
+    """Name + suffix -> series of what the records hold of each source in their table "sources"."""
+    found = {}
+    for name in dict.fromkeys(name for record in records for name in record["sources"]):
+        rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
+        found[name + suffix] = series(rows, key)
+    return found
+
+
+def layers(records: Iterable[Record], key: str) -> list[tuple[float, dict[str, list[float]]]]:
+    """(step, layer -> numbers) of the records that hold such a table, without layers that hold anything else."""
+    found = []
+    for record in records:
+        if isinstance(record.get(key), dict) and record[key]:
+            rows = record[key].items()
+            found.append(
+                (record["step"], {layer: row for layer, row in rows if row and all(map(is_finite, row))})
+            )
+    return found
+
+
+def data_uri(picture: PILImage.Image | bytes, form: str = "png") -> str:
+    """A picture with its bytes inside, to stand in a page. bytes: of a file of that form."""
+    if isinstance(picture, PILImage.Image):
+        buffer = io.BytesIO()
+        picture.save(buffer, form, quality=85)
+        picture = buffer.getvalue()
+    return f"data:image/{form};base64,{base64.b64encode(picture).decode()}"
+
+
+def image_source(folder: Path, image: Any) -> str | None:
+    """A data URI for a picture named in a record; None when it is missing or outside `folder`."""
+    if not isinstance(image, str) or not image:
+        return None
+    if image.startswith("data:image/"):
+        return image
+    try:
+        path = (folder / image).resolve()
+        inside = path.is_relative_to(folder.resolve()) and path.is_file()
+    except (OSError, ValueError):  # a null character, half a character, a name of 5,000
+        return None
+    form = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
+    return data_uri(path.read_bytes(), form) if inside else None

@@ -1,20 +1,23 @@
-"""Curves, pictures of rollouts and costs of a study's runs, read from the runs' own folders."""
+"""Curves, rollouts and costs of a study's runs, read from the runs' own folders."""
 
 from __future__ import annotations
 
-import base64
-import html
-import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.pipeline.report.charts import Series, line_chart
-from earlyfusion.rl.study.transfer.plan import StudyConfig, run_folder
+from earlyfusion.kernels.files import read_jsonl
+from earlyfusion.pipeline.progress import is_finite
+from earlyfusion.pipeline.report.data import Series, image_source
+from earlyfusion.rl.report.gallery import group_card
+from earlyfusion.rl.report.measured import read_measured
+from earlyfusion.rl.study.transfer.plan import Arm, StudyConfig, run_folder
 
 SHOWN_GROUPS = 3
 """Groups of answers shown of an arm's first run, at its first and its last record."""
+Values = dict[int, float]
+"""Update -> number of one run."""
 
 
 def folders(config: StudyConfig, out: Path, arm: str) -> list[Path]:
@@ -23,168 +26,86 @@ def folders(config: StudyConfig, out: Path, arm: str) -> list[Path]:
     return [folder for folder in every if folder.is_dir()]
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file; torn lines are left out."""
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+def mean_curve(runs: Iterable[Values]) -> Series:
+    """Mean over the runs at every update that all of them have; runs without any are left out."""
+    known = [run for run in runs if run]
+    steps = sorted(set.intersection(*map(set, known))) if known else []
+    return [float(step) for step in steps], [statistics.fmean(run[step] for run in known) for step in steps]
 
 
-def mean_curve(runs: list[dict[int, float]]) -> Series:
-    """Mean over the runs at every step that all of them have."""
-    steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
-    return steps, [sum(run[step] for run in runs) / len(runs) for step in steps]
+def train_records(folder: Path) -> list[dict[str, Any]]:
+    """The logged updates of a run."""
+    return [record for record in read_jsonl(folder / "metrics.jsonl") if record.get("event") == "train"]
 
 
-def reward_curves(config: StudyConfig, out: Path, key: str = "score") -> dict[str, Series]:
-    """Arm -> mean over its runs of a number of metrics.jsonl."""
-    found: dict[str, Series] = {}
-    for arm in config.arms:
-        runs = []
-        for folder in folders(config, out, arm.name):
-            values = {
-                int(r["step"]): float(r[key])
-                for r in read_lines(folder / "metrics.jsonl")
-                if isinstance(r.get(key), int | float) and r.get("event") == "train"
-            }
-            if values:
-                runs.append(values)
-        found[arm.name] = mean_curve(runs)  # empty ones too: every arm keeps its colour in all charts
-    return found if any(steps for steps, _ in found.values()) else {}
+def logged(folder: Path, key: str) -> Values:
+    """A number of the logged updates of a run."""
+    return {int(r["step"]): float(r[key]) for r in train_records(folder) if is_finite(r.get(key))}
 
 
-def accuracy_curves(config: StudyConfig, out: Path, label: str) -> dict[str, Series]:
-    """Arm -> mean over its runs of the greedy accuracy measured during training."""
-    found: dict[str, Series] = {}
-    for arm in config.arms:
-        runs = []
-        for folder in folders(config, out, arm.name):
-            values: dict[int, float] = {}
-            for file in sorted((folder / "eval").glob("update-*.jsonl")):
-                hits = [float(r["solved"]) for r in read_lines(file) if r.get("label") == label]
-                if hits:
-                    values[int(file.stem.removeprefix("update-"))] = sum(hits) / len(hits)
-            if len(values) > 1:
-                runs.append(values)
-        found[arm.name] = mean_curve(runs)  # empty ones too: every arm keeps its colour in all charts
-    return found if any(steps for steps, _ in found.values()) else {}
+def accuracy(folder: Path, label: str) -> Values:
+    """Greedy accuracy of one kind of problem, measured during a run more than once."""
+    found = {}
+    for update, records in read_measured(folder).items():
+        solved = [float(record["solved"]) for record in records if record.get("label") == label]
+        if solved:
+            found[update] = statistics.fmean(solved)
+    return found if len(found) > 1 else {}
 
 
-def curves_part(config: StudyConfig, out: Path) -> str:
-    """The section with the curves."""
-    drawn = []
-    for title, ylabel, series in (
-        ("Score of the task on the arm's own prompts", "score", reward_curves(config, out)),
-        ("Reward trained on (random in the random arm)", "reward", reward_curves(config, out, "reward")),
-        (
-            f"Greedy accuracy, {config.skill}/picture",
-            "accuracy",
-            accuracy_curves(config, out, f"{config.skill}/picture"),
-        ),
-        (
-            f"Greedy accuracy, {config.skill}/twin",
-            "accuracy",
-            accuracy_curves(config, out, f"{config.skill}/twin"),
-        ),
-        ("Entropy of the next token", "nats", reward_curves(config, out, "entropy")),
-    ):
-        if series:
-            points = ylabel == "accuracy"
-            drawing = line_chart(series, description=title, ylabel=ylabel, smoothing=True, points=points)
-            drawn.append(f"<div><h3>{html.escape(title)}</h3>{drawing}</div>")
-    if not drawn:
-        return ""
-    note = (
-        "Means over all runs of an arm, at the updates that all of them logged. Accuracy: a small held-out"
-        " set of its own."
-    )
-    return (
-        f'<section><h2>Curves</h2><p class="note">{note}</p><div class="row">{"".join(drawn)}</div></section>'
-    )
+def curves(config: StudyConfig, out: Path) -> list[tuple[str, str, dict[str, Series]]]:
+    """(title, unit, arm -> mean over its runs); an arm without runs stays, so that all keep their colours."""
+
+    def of_arms(read: Callable[[Path, str], Values], key: str) -> dict[str, Series]:
+        arms = [arm.name for arm in config.arms]
+        return {arm: mean_curve(read(folder, key) for folder in folders(config, out, arm)) for arm in arms}
+
+    skill = config.skill
+    return [
+        ("Score of the task on the arm's own prompts", "score", of_arms(logged, "score")),
+        ("Reward trained on (random in the random arm)", "reward", of_arms(logged, "reward")),
+        (f"Greedy accuracy, {skill}/picture", "accuracy", of_arms(accuracy, f"{skill}/picture")),
+        (f"Greedy accuracy, {skill}/twin", "accuracy", of_arms(accuracy, f"{skill}/twin")),
+        ("Entropy of the next token", "nats", of_arms(logged, "entropy")),
+    ]
 
 
-def rollouts_part(config: StudyConfig, out: Path) -> str:
-    """What was shown and answered, early and late, in the first run of every arm."""
-    parts = []
+def rollouts(config: StudyConfig, out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Title -> cards of what was shown and answered, early and late, in the first run of every arm."""
+    cards: dict[str, list[dict[str, Any]]] = {}
     for arm in config.arms:
         for folder in folders(config, out, arm.name)[:1]:
-            records = list(read_lines(folder / "rollouts.jsonl"))
-            if not records:
-                continue
-            first, last = records[0]["update"], records[-1]["update"]
-            for update in dict.fromkeys((first, last)):
-                cards = [_card(folder, r) for r in records if r["update"] == update][:SHOWN_GROUPS]
-                title = f"{arm.name}, update {update}"
-                parts.append(f'<h3>{html.escape(title)}</h3><div class="pictures">{"".join(cards)}</div>')
-    if not parts:
-        return ""
-    note = "Prompt, target, and how often each answer was given, with its score."
-    return (
-        "<section><h2>Rollouts</h2><p"
-        f' class="note">{note}</p><details><summary>show</summary>{"".join(parts)}</details></section>'
-    )
+            records = [r for r in read_jsonl(folder / "rollouts.jsonl") if is_finite(r.get("update"))]
+            for update in dict.fromkeys(record["update"] for record in (*records[:1], *records[-1:])):
+                shown = [record for record in records if record["update"] == update][:SHOWN_GROUPS]
+                cards[f"{arm.name}, update {update}"] = [
+                    group_card(record, lambda r, folder=folder: image_source(folder, r.get("image")))  # type: ignore[misc]
+                    for record in shown
+                ]
+    return cards
 
 
-def _card(folder: Path, record: Mapping[str, Any]) -> str:
-    shown = ""
-    image = record.get("image")
-    if (
-        isinstance(image, str)
-        and (file := folder / image).is_file()
-        and file.resolve().is_relative_to(folder.resolve())
-    ):
-        data = base64.b64encode(file.read_bytes()).decode()
-        shown = f'<img style="image-rendering:pixelated" alt="prompt" src="data:image/png;base64,{data}">'
-    counts: dict[tuple[str, float], int] = {}
-    for answer in record.get("answers", []):
-        key = (str(answer.get("text", "")).strip()[:80], float(answer.get("score", 0.0)))
-        counts[key] = counts.get(key, 0) + 1
-    lines = "".join(
-        f'<div class="{"good" if score > 0.5 else "bad"}">{n} × {html.escape(text) or "(nothing)"}'
-        f" <small>{score:.2f}</small></div>"
-        for (text, score), n in sorted(counts.items(), key=lambda item: -item[1])[:5]
-    )
-    asked = html.escape(str(record.get("prompt", ""))[-200:])
-    return (
-        f'<div class="picture">{shown}<div'
-        f' class="q">{asked}</div><b>{html.escape(str(record.get("target", "")))}</b>{lines}</div>'
-    )
-
-
-def cost_table(config: StudyConfig, out: Path) -> str:
-    """What every arm cost: updates, seconds, answers and tokens of one run, as medians."""
+def costs(config: StudyConfig, out: Path) -> list[dict[str, Any]]:
+    """What every arm cost, as medians over its runs: updates, answers and seconds an update, seconds of a run."""
     seconds: dict[str, list[float]] = {}
-    for record in read_lines(out / "study.jsonl"):
+    for record in read_jsonl(out / "study.jsonl"):
         if record.get("event") == "done" and str(record.get("stage", "")).startswith("run/"):
-            seconds.setdefault(str(record["stage"]).split("/")[2], []).append(float(record["seconds"]))
-    rows = []
-    for arm in config.arms:
-        updates, answers, step_s = [], [], []
-        for folder in folders(config, out, arm.name):
-            train = [r for r in read_lines(folder / "metrics.jsonl") if r.get("event") == "train"]
-            if train:
-                updates.append(int(train[-1]["step"]))
-                answers.append(statistics.median(float(r.get("answers") or 0) for r in train))
-                step_s.append(statistics.median(float(r.get("step_s") or 0) for r in train))
-        if updates or arm.name in seconds:
-            took = f"{statistics.median(seconds[arm.name]):.0f}" if arm.name in seconds else "–"
-            middle = [f"{statistics.median(v):g}" if v else "–" for v in (updates, answers)]
-            step = f"{statistics.median(step_s):.2f}" if step_s else "–"
-            rows.append([f"<b>{arm.name}</b>", str(len(updates)), *middle, step, took])
-    if not rows:
-        return ""
-    head = "".join(
-        f"<th>{c}</th>" for c in ("arm", "runs", "updates", "answers an update", "s an update", "s a run")
-    )
-    body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
-    note = "Medians over the runs; a run's seconds hold its start, its measurements and its own report."
-    return (
-        "<section><h2>What it cost</h2><p"
-        f' class="note">{note}</p><table><tr>{head}</tr>{body}</table></section>'
-    )
+            seconds.setdefault(record["stage"].split("/")[2], []).append(float(record["seconds"]))
+    rows = [cost(config, out, arm, seconds.get(arm.name, [])) for arm in config.arms]
+    return [row for row in rows if row["runs"] or row["seconds"]]
+
+
+def cost(config: StudyConfig, out: Path, arm: Arm, seconds: list[float]) -> dict[str, Any]:
+    """One row of `costs`."""
+    runs = [records for folder in folders(config, out, arm.name) if (records := train_records(folder))]
+    row: dict[str, Any] = {"arm": arm.name, "runs": len(runs)}
+    row["updates"] = median(records[-1]["step"] for records in runs)
+    for key in ("answers", "step_s"):
+        row[key] = median(median(float(r.get(key) or 0) for r in records) for records in runs)
+    return row | {"seconds": median(seconds)}
+
+
+def median(values: Iterable[Any]) -> float | None:
+    """The median; None of nothing."""
+    found = list(values)
+    return statistics.median(found) if found else None

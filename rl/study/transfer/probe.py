@@ -1,5 +1,4 @@
-"""What the linear probes of a study found: means over runs, changes from each start, and their part of the
-page.
+"""What the linear probes of a study found: means over runs, and changes from each start.
 
     found = read_probes(config, out)          # {} where nothing was probed
     found["start"]["picture>twin"]            # accuracy by depth, mean over starts
@@ -74,53 +73,3 @@ def _change(starts: Mapping[int, Depths], runs: Mapping[int, list[Depths]], pair
         "low": [None if alone else span.low for span in spans],
         "high": [None if alone else span.high for span in spans],
     }
-
-
-def probe_part(results: Mapping[str, Any]) -> str:
-    """The section of the page; empty where nothing was probed."""
-    found = results.get("probe") or {}
-    if not found:
-        return ""
-    pairs = list(found["start"])
-    depths = len(found["start"][pairs[0]])
-    names = [f"layer {depth + 1}" for depth in range(depths - 1)] + ["output"]
-    rows = [
-        f"<tr><td>{_say(pair)}</td>"
-        + "".join(f"<td>{100 * x:.1f}</td>" for x in found["start"][pair])
-        + "</tr>"
-        for pair in pairs
-    ]
-    head = "".join(f"<th>{name}</th>" for name in ("starts, accuracy in %", *names))
-    arms = "".join(_arms(found, pair, names) for pair in pairs)
-    note = (
-        "A ridge regression from the state at the last token of the prompt to the answer, fitted on training"
-        " problems and read off held-out ones. Fitted on one form and read off the other, it asks whether"
-        " both keep the answer in the same directions. Changes from the start in points, 95 % intervals over"
-        " the starts; described, not claimed."
-    )
-    return (
-        f'<section><h2>What the middle of the model holds</h2><p class="note">{note}</p><div'
-        f' class="scroll"><table><tr>{head}'
-        f"</tr>{''.join(rows)}</table></div>{arms}</section>"
-    )
-
-
-def _say(pair: str) -> str:
-    fitted, read = pair.split(">")
-    return f"fitted on {fitted}, read off {read}"
-
-
-def _arms(found: Mapping[str, Any], pair: str, names: list[str]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("arm", *names))
-    rows = []
-    for arm, by_pair in found["arms"].items():
-        one, cells = by_pair[pair], []
-        for depth in range(len(names)):
-            low, high = one["low"][depth], one["high"][depth]
-            span = "" if low is None else f"<br><small>[{100 * low:+.1f}, {100 * high:+.1f}]</small>"
-            cells.append(f'<td class="n">{100 * one["change"][depth]:+.1f}{span}</td>')
-        rows.append(f"<tr><td><b>{arm}</b></td>{''.join(cells)}</tr>")
-    if not rows:
-        return ""
-    table = f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
-    return f"<details><summary>{_say(pair)}: changes of the arms</summary>{table}</details>"
