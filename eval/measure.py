@@ -40,7 +40,7 @@ from earlyfusion.eval.measured import Measured, solved
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Completion, Request, SamplingParams, ScoreRequest
+from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, ScoreRequest
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for, evaluating
 from earlyfusion.vision.config import VisionConfig

@@ -29,7 +29,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Sandbox
 from earlyfusion.eval.tool_turns import TOOL, answer_calls
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
 

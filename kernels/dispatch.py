@@ -1,16 +1,19 @@
 """One table of operations and their implementations, and the rule that picks one.
 
-Every operation has up to three backends with the same signature:
+Every operation has up to four backends with the same signature:
 
 * ``naive``: the definition, written to be read; the oracle of every test.
 * ``torch``: plain torch with a custom backward; quick on a CPU, correct on any device.
-* ``triton``: a GPU kernel. Where one does not exist the table has no entry, never a stub.
+* ``cpu``: for inference on a CPU in full precision, no gradient. Few operations, and a token's bits do not
+  depend on the tokens beside it.
+* ``triton``: for a GPU. Where none exists the table has no entry, never a stub.
 
-``resolve`` picks by device: on CUDA ``triton`` if there is one, else ``torch``, else ``naive``; elsewhere
-``torch``, else ``naive``. The environment variable ``EF_KERNELS`` (``auto``, ``naive``, ``torch`` or
-``triton``) caps that choice: the named backend is used where it exists and the next simpler one where it does
-not. (The engine's C++ for a CPU, kernels/cpu, stands beside this table; ``torch`` and ``naive`` turn it off.)
-Implementations are imported when first asked for, so that a CPU machine never imports triton.
+``resolve(op, x)`` picks by the tensor x that the operation works on: on CUDA ``triton``, on a CPU ``cpu``
+where nobody asks for a gradient, else ``torch``, else ``naive``; the first that the operation has. (Given a
+device alone, ``cpu`` is left out.) The environment variable ``EF_KERNELS`` caps that choice: the named
+backend is used where it exists and the next simpler one where it does not. The engine's C++ (kernels/cpu) is
+a whole decoder, not an operation; ``torch`` and ``naive`` turn it off, too. Implementations are imported when
+first asked for, so that a CPU machine never imports triton.
 """
 
 from __future__ import annotations
@@ -23,97 +26,132 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 
-BACKENDS = ("naive", "torch", "triton")  # from the simplest to the most special
+BACKENDS = ("naive", "torch", "cpu", "triton")  # from the simplest to the most special
 ENVIRONMENT = "EF_KERNELS"
-
-_ROOM = "earlyfusion.kernels"
-REGISTRY: dict[str, dict[str, str]] = {
-    "kda": {
-        "naive": f"{_ROOM}.kda.naive:kda",
-        "torch": f"{_ROOM}.kda.chunk:kda",
-        "triton": f"{_ROOM}.kda.triton.kda:kda",
-    },
-    "kda_step": {
-        "naive": f"{_ROOM}.kda.naive:kda_step",
-        "torch": f"{_ROOM}.kda.step:kda_step",
-        "triton": f"{_ROOM}.kda.decode:kda_step",
-    },
-    "short_conv": {
-        "naive": f"{_ROOM}.kda.naive:short_conv",
-        "torch": f"{_ROOM}.kda.conv:short_conv",
-        "triton": f"{_ROOM}.kda.triton.conv:short_conv",
-    },
-    "attention": {
-        "naive": f"{_ROOM}.attention.naive:attention",
-        "torch": f"{_ROOM}.attention.varlen:attention",
-        "triton": f"{_ROOM}.attention.triton.flash:attention",
-    },
-    "attention_append": {
-        "naive": f"{_ROOM}.attention.naive:attention_append",
-        "triton": f"{_ROOM}.attention.triton.flash:attention_append",
-    },
-    "qkv_rope": {
-        "naive": f"{_ROOM}.attention.rope:qkv_rope_naive",
-        "torch": f"{_ROOM}.attention.rope:qkv_rope",
-        "triton": f"{_ROOM}.attention.triton.rope:qkv_rope",
-    },
-    "mla_decode": {
-        "naive": f"{_ROOM}.attention.decode:mla_decode",
-        "triton": f"{_ROOM}.attention.triton.decode:mla_decode",
-    },
-    "max_logit": {
-        "naive": f"{_ROOM}.attention.naive:max_logit",
-        "torch": f"{_ROOM}.attention.max_logit:max_logit",
-        "triton": f"{_ROOM}.attention.triton.max_logit:max_logit",
-    },
-    "attnres_phase1": {
-        "naive": f"{_ROOM}.attnres.naive:phase1",
-        "torch": f"{_ROOM}.attnres.two_phase:phase1",
-        "triton": f"{_ROOM}.attnres.triton_phase1:phase1",
-    },
-    "attnres_merge": {
-        "naive": f"{_ROOM}.attnres.naive:merge",
-        "torch": f"{_ROOM}.attnres.two_phase:merge",
-        "triton": f"{_ROOM}.attnres.triton_merge:merge",
-    },
-    "attnres_open": {
-        "naive": f"{_ROOM}.attnres.fused:open_block_naive",
-        "torch": f"{_ROOM}.attnres.fused:open_block",
-        "triton": f"{_ROOM}.attnres.triton_phase1:open_block",
-    },
-    "attnres_step": {
-        "naive": f"{_ROOM}.attnres.fused:step_naive",
-        "torch": f"{_ROOM}.attnres.fused:step",
-        "triton": f"{_ROOM}.attnres.triton_merge:step",
-    },
-    "moe_experts": {
-        "naive": f"{_ROOM}.moe.naive:moe_experts",
-        "torch": f"{_ROOM}.moe.grouped:moe_experts",
-        "triton": f"{_ROOM}.moe.triton_experts:moe_experts",
-    },
-    "linear_cross_entropy": {
-        "naive": f"{_ROOM}.loss.naive:linear_cross_entropy",
-        "torch": f"{_ROOM}.loss.chunked_ce:linear_cross_entropy",
-        "triton": f"{_ROOM}.loss.triton_rows:linear_cross_entropy",
-    },
-    "token_log_probs": {
-        "naive": f"{_ROOM}.loss.naive:token_log_probs",
-        "torch": f"{_ROOM}.loss.chunked_ce:token_log_probs",
-        "triton": f"{_ROOM}.loss.triton_rows:token_log_probs",
-    },
-    "newton_schulz": {
-        "naive": f"{_ROOM}.muon.naive:newton_schulz",
-        "torch": f"{_ROOM}.muon.newton_schulz:newton_schulz",
-        "triton": f"{_ROOM}.muon.triton_symmetric:newton_schulz",
-    },
-}
 
 
 class BackendError(UserError, ValueError):
-    """An operation or a value of EF_KERNELS that is not known."""
+    """An operation, a backend or a value of EF_KERNELS that is not known."""
+
+
+REGISTRY: dict[str, dict[str, str]] = {}
+"""Operation -> backend -> "module:function"."""
+
+
+def register(op: str, backend: str, path: str) -> None:
+    """Add an implementation, "module:function", to the table; it replaces an older one.
+
+    Raises:
+        BackendError: the backend is unknown.
+    """
+    if backend not in BACKENDS:
+        raise BackendError(f"backend {backend!r} is unknown; {did_you_mean(backend, BACKENDS)}")
+    REGISTRY.setdefault(op, {})[backend] = path
+
+
+_OURS: dict[str, dict[str, str]] = {
+    "kda": {
+        "naive": "kda.naive:kda",
+        "torch": "kda.chunk:kda",
+        "triton": "kda.triton.kda:kda",
+    },
+    "kda_step": {
+        "naive": "kda.naive:kda_step",
+        "torch": "kda.step:kda_step",
+        "triton": "kda.decode:kda_step",
+    },
+    "short_conv": {
+        "naive": "kda.naive:short_conv",
+        "torch": "kda.conv:short_conv",
+        "triton": "kda.triton.conv:short_conv",
+    },
+    "attention": {
+        "naive": "attention.naive:attention",
+        "torch": "attention.varlen:attention",
+        "triton": "attention.triton.flash:attention",
+    },
+    "attention_append": {
+        "naive": "attention.naive:attention_append",
+        "triton": "attention.triton.flash:attention_append",
+    },
+    "qkv_rope": {
+        "naive": "attention.rope:qkv_rope_naive",
+        "torch": "attention.rope:qkv_rope",
+        "triton": "attention.triton.rope:qkv_rope",
+    },
+    "mla_decode": {
+        "naive": "attention.decode:mla_decode",
+        "torch": "attention.tiles:mla_decode",
+        "triton": "attention.triton.decode:mla_decode",
+    },
+    "max_logit": {
+        "naive": "attention.naive:max_logit",
+        "torch": "attention.max_logit:max_logit",
+        "triton": "attention.triton.max_logit:max_logit",
+    },
+    "attnres_phase1": {
+        "naive": "attnres.naive:phase1",
+        "torch": "attnres.two_phase:phase1",
+        "cpu": "attnres.cpu:phase1",
+        "triton": "attnres.triton_phase1:phase1",
+    },
+    "attnres_merge": {
+        "naive": "attnres.naive:merge",
+        "torch": "attnres.two_phase:merge",
+        "triton": "attnres.triton_merge:merge",
+    },
+    "attnres_open": {
+        "naive": "attnres.fused:open_block_naive",
+        "torch": "attnres.fused:open_block",
+        "triton": "attnres.triton_phase1:open_block",
+    },
+    "attnres_step": {
+        "naive": "attnres.fused:step_naive",
+        "torch": "attnres.fused:step",
+        "triton": "attnres.triton_merge:step",
+    },
+    "moe_experts": {
+        "naive": "moe.naive:moe_experts",
+        "torch": "moe.grouped:moe_experts",
+        "cpu": "moe.cpu:moe_experts",
+        "triton": "moe.triton_experts:moe_experts",
+    },
+    "linear_cross_entropy": {
+        "naive": "loss.naive:linear_cross_entropy",
+        "torch": "loss.chunked_ce:linear_cross_entropy",
+        "triton": "loss.triton_rows:linear_cross_entropy",
+    },
+    "token_log_probs": {
+        "naive": "loss.naive:token_log_probs",
+        "torch": "loss.chunked_ce:token_log_probs",
+        "triton": "loss.triton_rows:token_log_probs",
+    },
+    "newton_schulz": {
+        "naive": "muon.naive:newton_schulz",
+        "torch": "muon.newton_schulz:newton_schulz",
+        "triton": "muon.triton_symmetric:newton_schulz",
+    },
+    "attnres_block": {
+        "naive": "attnres.block:run_block",
+        "torch": "attnres.block:run_block",
+        "cpu": "attnres.cpu:run_block",
+        "triton": "attnres.block:run_block_fused",
+    },
+    "rms_norm": {
+        "naive": "norm:rms_norm",
+        "torch": "norm:rms_norm_closed",
+        "cpu": "norm:rms_norm",
+        "triton": "norm:rms_norm_on_gpu",
+    },
+}
+
+for _op, _entries in _OURS.items():
+    for _backend, _path in _entries.items():
+        register(_op, _backend, f"earlyfusion.kernels.{_path}")
 
 
 def requested_backend() -> str:
@@ -134,23 +172,38 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def pick(op: str, device: torch.device | str) -> str:
-    """Name of the backend ``resolve`` uses for ``op`` on ``device``.
+def _answers_alone(like: Tensor | torch.device | str) -> bool:
+    """Whether this is inference on a CPU in full precision."""
+    if not isinstance(like, Tensor) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return False
+    return like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
+
+
+def pick(op: str, like: Tensor | torch.device | str) -> str:
+    """Name of the backend ``resolve`` uses for ``op``.
 
     Raises:
         BackendError: ``op`` or ``EF_KERNELS`` is unknown; the nearest valid name is given.
     """
     if op not in REGISTRY:
         raise BackendError(f"unknown operation {op!r}; {did_you_mean(op, REGISTRY)} (kernels/dispatch.py)")
-    wanted = requested_backend()
-    if wanted == "auto":
-        wanted = "triton" if torch.device(device).type == "cuda" else "torch"
-    for backend in reversed(BACKENDS[: BACKENDS.index(wanted) + 1]):
-        if backend in REGISTRY[op] and (backend != "triton" or _has_triton()):
+    most = requested_backend()
+    if most == "auto":
+        device = like.device if isinstance(like, Tensor) else torch.device(like)
+        most = "triton" if device.type == "cuda" else "cpu"
+
+    usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton()}
+    for backend in reversed(BACKENDS[: BACKENDS.index(most) + 1]):
+        if backend in REGISTRY[op] and usable[backend]:
             return backend
     raise BackendError(
-        f"operation {op!r} has no backend at or below {wanted!r}; it has {', '.join(REGISTRY[op])}"
+        f"operation {op!r} has no backend at or below {most!r}; it has {', '.join(REGISTRY[op])}"
     )
+
+
+def has_kernel(op: str, like: Tensor | torch.device | str) -> bool:
+    """Whether ``resolve`` gives a GPU kernel, for callers that lay out their memory for it."""
+    return pick(op, like) == "triton"
 
 
 @cache
@@ -160,9 +213,9 @@ def load(path: str) -> Callable[..., Any]:
     return getattr(import_module(module), function)
 
 
-def resolve(op: str, device: torch.device | str) -> Callable[..., Any]:
-    """The implementation of ``op`` for tensors on ``device``; call it with the operation's arguments."""
-    backend = pick(op, device)
+def resolve(op: str, like: Tensor | torch.device | str) -> Callable[..., Any]:
+    """The implementation of ``op`` for a tensor like this one, or a device; call it with its arguments."""
+    backend = pick(op, like)
     return load(REGISTRY[op][backend])
 
 

@@ -10,36 +10,23 @@ block (absent for the block's first sub-layer). After the last block one more (w
 Full AttnRes is blocks of one sub-layer. The very first sub-layer has a single source, so its mix is the
 identity (and its w and g get gradients that are exactly zero, not missing ones).
 
-Schedule: phase 1 mixes the finished sources for all sub-layers of a block in one pass; each sub-layer then
-merges its row with the partial sum by an online softmax (exact). Where there is a kernel for it, running sum,
-merge and the sub-layer's pre-norm are one operation; elsewhere they run one by one. Source: Attention
-Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
+How a block is computed (phase 1 for all its sub-layers, then merges) stands in kernels/attnres/block.py.
+Source: Attention Residuals (arXiv 2603.15031) section 3, algorithm 1; Kimi K3 (arXiv 2607.24653) section 2.2.
 
 Shapes: T tokens, D hidden, S sub-layers of a block, n sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from earlyfusion.kernels.dispatch import pick, resolve
+from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.model.norm import RMSNorm, at_least_fp32
-
-
-@dataclass(frozen=True)
-class SubLayer:
-    """Pre-norm and body of a sub-layer, apart from each other so that the norm can be taken together with the
-    mix."""
-
-    norm: RMSNorm
-    body: Callable[[Tensor], Tensor]
-
-    def __call__(self, h_TD: Tensor) -> Tensor:
-        return self.body(self.norm(h_TD))
 
 
 @dataclass(frozen=True)
@@ -91,16 +78,8 @@ def mix_sources(sources: Sequence[Tensor], mix: Mix, recorder: MixRecorder | Non
     """h [T, D] for one query over finished sources."""
     if recorder is not None:
         recorder.note(mix, sources, None)
-    if (
-        recorder is None
-        and not torch.is_grad_enabled()
-        and sources[0].is_cpu
-        and pick("attnres_merge", "cpu") == "torch"
-    ):
-        return _run_block_alone(sources, [(mix, lambda h_TD: h_TD)], mix.folded().unsqueeze(0))
-    o_1TD, _ = resolve("attnres_phase1", sources[0].device)(
-        list(sources), mix.folded().unsqueeze(0), mix.norm.eps
-    )
+    qw_1D = mix.folded().unsqueeze(0)
+    o_1TD, _ = resolve("attnres_phase1", qw_1D)(list(sources), qw_1D, mix.norm.eps)
     return o_1TD[0]
 
 
@@ -110,85 +89,20 @@ def run_block(
     """Run one block's sub-layers; returns the sources of the next block: the given ones and the block's sum
     [T, D].
 
-    Go on with the returned sources: a fused phase 1 hands them through itself, and so adds the gradient of
-    all later blocks inside its own backward kernel. The sum is kept in the dtype of the embedding (source 0).
-    Nothing but `sources` is alive at the block's start, so recomputing whole blocks in the backward pass
-    needs no saved activation besides the block sums themselves.
+    Go on with the returned sources (see kernels/attnres/block.py). The sum is kept in the dtype of the
+    embedding (source 0). Nothing but `sources` is alive at the block's start, so recomputing whole blocks in
+    the backward pass needs no saved activation besides the block sums themselves.
     """
-    eps = sublayers[0][0].norm.eps
-    qw_SD = torch.stack([mix.folded() for mix, _ in sublayers])
-    if (
-        recorder is None
-        and not torch.is_grad_enabled()
-        and qw_SD.is_cpu
-        and pick("attnres_merge", "cpu") == "torch"
-    ):
-        return *sources, _run_block_alone(sources, sublayers, qw_SD)
-    o_STD, lse_ST, sources = resolve("attnres_open", qw_SD.device)(list(sources), qw_SD, eps)
-    if recorder is None and pick("attnres_step", qw_SD.device) == "triton":
-        return *sources, _fused_steps(sources[0].dtype, sublayers, o_STD, lse_ST, qw_SD)
-    merge = resolve("attnres_merge", qw_SD.device)
-    partial: Tensor | None = None
-    for (mix, sublayer), o_TD, lse_T, qw_D in zip(sublayers, o_STD, lse_ST, qw_SD.unbind()):
-        if recorder is not None:
-            recorder.note(mix, sources, partial)
-        h_TD = o_TD if partial is None else merge(o_TD, lse_T, partial, qw_D, eps)
-        out_TD = sublayer(h_TD)
-        partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
-    assert partial is not None
-    return *sources, partial
+    mixes = [mix for mix, _ in sublayers]
+    bodies = [sublayer for _, sublayer in sublayers]
+    qw_SD = torch.stack([mix.folded() for mix in mixes])
 
+    def watch(index: int, before: Sequence[Tensor], partial_TD: Tensor | None) -> None:
+        assert recorder is not None
+        recorder.note(mixes[index], before, partial_TD)
 
-def _fused_steps(
-    dtype: torch.dtype,
-    sublayers: Sequence[tuple[Mix, SubLayer]],
-    o_STD: Sequence[Tensor],
-    lse_ST: Sequence[Tensor],
-    qw_SD: Tensor,
-) -> Tensor:
-    """The sub-layers of an opened block with one kernel between two of them; returns the sum of their
-    outputs.
-
-    The newest output is added to the sum by the kernel in front of the next sub-layer, that of the last one
-    here.
-    """
-    step = resolve("attnres_step", qw_SD.device)
-    eps = sublayers[0][0].norm.eps
-    summed_TD = sublayers[0][1](o_STD[0]).to(dtype).contiguous()
-    newest_TD: Tensor | None = None
-    for (_, sublayer), o_TD, lse_T, qw_D in list(zip(sublayers, o_STD, lse_ST, qw_SD.unbind()))[1:]:
-        norm = sublayer.norm
-        summed_TD, x_TD = step(o_TD, lse_T, summed_TD, newest_TD, qw_D, norm.weight, eps, norm.eps)
-        newest_TD = sublayer.body(x_TD).contiguous()
-    return summed_TD if newest_TD is None else summed_TD + newest_TD
-
-
-def _run_block_alone(
-    sources: Sequence[Tensor], sublayers: Sequence[tuple[Mix, Callable[[Tensor], Tensor]]], qw_SD: Tensor
-) -> Tensor:
-    """The sum of `run_block` for inference on a CPU: fewer operations, and a token's bits do not depend on
-    the other tokens.
-
-    Scores of the finished sources are taken once; each sub-layer adds the score of its partial sum and takes
-    one softmax over all. Every product is one small matrix per token, every softmax one row per token.
-    """
-    eps = sublayers[0][0].norm.eps
-    v_TnD = torch.stack([at_least_fp32(source) for source in sources], dim=1)
-    r_Tn1 = torch.rsqrt(v_TnD.square().mean(-1, keepdim=True) + eps)
-    tokens, width = v_TnD.shape[0], v_TnD.shape[2]
-    s_TnS = torch.bmm(v_TnD, qw_SD.T.expand(tokens, width, -1)).mul_(r_Tn1)
-    partial: Tensor | None = None
-    for index, (_, sublayer) in enumerate(sublayers):
-        s_Tn = s_TnS[..., index]
-        if partial is None:
-            h_TD = torch.bmm(s_Tn.softmax(-1).unsqueeze(1), v_TnD).squeeze(1)
-        else:
-            fp_TD = at_least_fp32(partial)
-            s_T1 = (fp_TD * qw_SD[index]).sum(-1, keepdim=True)
-            s_T1 = s_T1 * torch.rsqrt(fp_TD.square().mean(-1, keepdim=True) + eps)
-            p_TN = torch.cat([s_Tn, s_T1], dim=1).softmax(-1)
-            h_TD = torch.bmm(p_TN[:, None, :-1], v_TnD).squeeze(1).addcmul_(p_TN[:, -1:], fp_TD)
-        out_TD = sublayer(h_TD.to(sources[0].dtype))
-        partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
-    assert partial is not None
-    return partial
+    block = resolve("attnres_block", qw_SD)
+    sources, summed_TD = block(
+        sources, bodies, qw_SD, mixes[0].norm.eps, watch if recorder is not None else None
+    )
+    return *sources, summed_TD

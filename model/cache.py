@@ -5,7 +5,7 @@ order of the sequences: any number in a prefill (also a continued one), exactly 
 
 Layers see a memory only through its methods: `read`, `write` and `joined` of a KDA memory, `append` and
 `attend` of an MLA memory. The memories here hold each sequence in a row of its own; those of the engine
-(model/engine/memory.py) hold slots and pages.
+(model/engine/cache.py) hold slots and pages.
 
 Shapes: N sequences, H heads, K key dim, V value dim, C convolution channels, W kernel width (of a
 convolution) or queries per sequence (of attention), L capacity, T new tokens, R latent rank.
@@ -13,84 +13,16 @@ convolution) or queries per sequence (of attention), L capacity, T new tokens, R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.dispatch import pick
-from earlyfusion.kernels.precision import accumulate_dtype, wide_bmm
+from earlyfusion.kernels.attention.tiles import attend_in_tiles
+from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
-
-FIRST_TILE, LAST_TILE = 128, 8192  # keys; a longer tile is at most a quarter of what stands before it
-
-
-@lru_cache(maxsize=64)
-def tiles(length: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of the key tiles that cover `length` positions; borders do not depend on `length`."""
-    borders: list[tuple[int, int]] = []
-    start = 0
-    while start < length or not borders:
-        size = FIRST_TILE
-        while size * 2 <= min(start // 4, LAST_TILE):
-            size *= 2
-        borders.append((start, start + size))
-        start += size
-    return tuple(borders)
-
-
-def attend_in_tiles(
-    query_NXR: Tensor,
-    last_NX1: Tensor,
-    length: int,
-    keys: Callable[[int, int], Tensor],
-    rank: int,
-    scale: float,
-    seen: int = 0,
-    reach: int | None = None,
-) -> Tensor:
-    """Attention of absorbed queries over latents, by an online softmax over `tiles(length)`; statistics in
-    fp32.
-
-    last_NX1: last position each query may see. keys(start, stop): latents [N, stop - start, R], any finite
-    numbers past the end. seen: keys that every query may see, which need no mask. reach: one past the last
-    key that any query may see; a tile of the first size is cut there, at a multiple of 32 (what is cut off
-    would add exact zeros). The borders do not depend on `length`, so a result does not depend, bit for bit,
-    on how long the others are. -> [N, X, rank].
-    """
-    wide = accumulate_dtype(query_NXR.dtype)
-    top = total = mixed = None
-    for start, stop in tiles(length):
-        if reach is not None and stop - start == FIRST_TILE:
-            stop = min(stop, start + -(-(reach - start) // 32) * 32)
-        keys_NLR = keys(start, stop).to(query_NXR.dtype)
-        if query_NXR.dtype == wide:
-            scores_NXL = torch.bmm(query_NXR, keys_NLR.transpose(1, 2))
-            if scale != 1.0:
-                scores_NXL.mul_(scale)
-        else:  # a logit of 20 rounded to 8 bits is off by up to 0.06, and its probability by 6 %
-            scores_NXL = wide_bmm(query_NXR, keys_NLR.transpose(1, 2), scale)
-        if stop > seen:
-            scores_NXL.masked_fill_(
-                torch.arange(start, stop, device=query_NXR.device) > last_NX1, float("-inf")
-            )
-        highest = scores_NXL.amax(-1, keepdim=True)
-        new_top = highest if top is None else torch.maximum(top, highest)
-        p_NXL = scores_NXL.sub_(new_top).exp_()
-        part = torch.bmm(p_NXL.to(query_NXR.dtype), keys_NLR[..., :rank]).to(wide)
-        mass = p_NXL.sum(-1, keepdim=True)
-        if top is None or total is None or mixed is None:
-            total, mixed = mass, part
-        else:
-            # 32 equal lanes: one number alone would be treated by other code than a vector, with other bits
-            shrink = (top - new_top).expand(-1, -1, 32).contiguous().exp_()[..., :1]
-            total, mixed = total.mul_(shrink).add_(mass), mixed.mul_(shrink).add_(part)
-        top = new_top
-    assert mixed is not None and total is not None
-    return mixed.div_(total).to(query_NXR.dtype)
 
 
 @dataclass(frozen=True)
@@ -105,7 +37,7 @@ class Reads:
     def of(cls, rows: Sequence[Tensor], device: torch.device) -> Reads | None:
         """From the latent rows of every sequence; None where no kernel takes them (`MlaStore.attend` is the
         way)."""
-        if pick("attention_append", device) != "triton":
+        if not has_kernel("attention_append", device):
             return None
         return cls(Segments(tuple(len(each) for each in rows)), torch.cat(list(rows)).to(device))
 
@@ -233,7 +165,7 @@ class MlaMemory:
             return torch.nn.functional.pad(part, (0, 0, 0, stop - start - part.shape[1]))
 
         last_NX1 = plan.last_NW.repeat_interleave(heads, dim=1).unsqueeze(-1)
-        mixed_NXR = attend_in_tiles(query_NXR, last_NX1, plan.capacity, keys, rank, scale)
+        mixed_NXR, _ = attend_in_tiles(query_NXR, last_NX1, plan.capacity, keys, rank, scale)
         return mixed_NXR.view(-1, heads, rank).index_select(0, plan.slots_T)
 
     def latents(self, plan: Plan) -> Tensor:

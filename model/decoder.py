@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.attnres import Mix, MixRecorder, SubLayer, mix_sources, run_block
+from earlyfusion.model.attnres import Mix, MixRecorder, mix_sources, run_block
 from earlyfusion.model.cache import Cache, CallPlan, DecoderCache, KdaMemory, KdaStore, MlaMemory, MlaStore
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Embedding, Linear

@@ -65,7 +65,7 @@ class Packed(Labelled, Protocol):
 
 @dataclass
 class FusionOutput:
-    """loss_sum = sum_t w_t (nll_t + z_loss lse_t^2) (scalar, differentiable); weight_sum = sum_t w_t over
+    """loss_sum = sum_t w_t nll_t (scalar, differentiable); weight_sum = sum_t w_t over
     labelled positions (scalar); nll_T detached fp32 (0 where there is no label or no weight). The mean loss
     is loss_sum / weight_sum, with both summed over micro-batches and ranks first."""
 
@@ -75,11 +75,7 @@ class FusionOutput:
 
 
 class NativeFusion(nn.Module):
-    """Tower, projector and decoder as one trainable module.
-
-    z_loss: weight of lse_t^2 beside nll_t in loss_sum (0: none); holds the softmax's normaliser near 1. Not
-    part of nll_T.
-    """
+    """Tower, projector and decoder as one trainable module."""
 
     def __init__(self, config: FusionConfig) -> None:
         super().__init__()
@@ -87,7 +83,6 @@ class NativeFusion(nn.Module):
         self.vision_tower = VisionTower(config.vision)
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
-        self.z_loss = 0.0
 
     def encode_images(
         self, patches: Tensor, grids: Sequence[tuple[int, int, int]], route: Route | None = None
@@ -163,7 +158,7 @@ class NativeFusion(nn.Module):
         `encode_images`."""
         hidden_TD = self.hidden(batch, route=route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
-            hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights, z_loss=self.z_loss
+            hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
         )
         if self.training:
             # without images no feature reaches the loss, and the vision side would get no gradient at all

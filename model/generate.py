@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Prompt, Request, SamplingParams
+from earlyfusion.model.engine.requests import Prompt, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 
 MOST_SLOTS = 64

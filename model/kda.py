@@ -17,16 +17,16 @@ width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.kda.step import conv_step
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import CallPlan, KdaStore
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear, decay_rate_, normal_, time_step_bias_
-from earlyfusion.model.norm import GatedRMSNorm, at_least_fp32
+from earlyfusion.model.norm import GatedRMSNorm
 
 
 class ShortConv(nn.Module):
@@ -136,19 +136,3 @@ class KimiDeltaAttention(nn.Module):
         if memory is not None:
             memory.write(plan, state, new_taps)
         return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(1))
-
-
-def conv_step(x_NC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of N sequences through the short convolution and SiLU -> (y_NC, the next taps_NCW1).
-
-    Sums in fp32 (fp64 for fp64), oldest input first. The taps are laid out channel-last in memory.
-    """
-    dtype = at_least_fp32(x_NC).dtype
-    weight_WC = weight_CW.to(dtype).T
-    past_NWC = taps_NCW1.transpose(1, 2)
-    y_NC = past_NWC[:, 0].to(dtype) * weight_WC[0]
-    for tap in range(1, past_NWC.shape[1]):
-        y_NC.addcmul_(past_NWC[:, tap].to(dtype), weight_WC[tap])
-    y_NC.addcmul_(x_NC.to(dtype), weight_WC[-1])
-    kept_NWC = torch.cat([past_NWC[:, 1:], x_NC.to(past_NWC.dtype).unsqueeze(1)], dim=1)
-    return F.silu(y_NC, inplace=True).to(x_NC.dtype), kept_NWC.transpose(1, 2)

@@ -27,22 +27,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earlyfusion.kernels.dispatch import pick, resolve
+from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.precision import without_autocast
-from earlyfusion.kernels.products import product
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import normal_
 from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.norm import Fp32State, at_least_fp32
 
 BINS = 1000
-FEWEST_ROWS = 4
-"""From so many rows on, a row of an fp32 product on a CPU has the same bits whatever the number of rows."""
 Reduce = Callable[[Tensor], Tensor]
 
 
@@ -113,57 +109,8 @@ class Experts(nn.Module):
         normal_(self.down_proj, self.std)
 
     def forward(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
-        if self._answers_alone(x_TD):
-            return self._without_gradient(x_TD, ids_TJ, weights_TJ)
-        return resolve("moe_experts", x_TD.device)(
-            x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj
-        )
-
-    def _answers_alone(self, x_TD: Tensor) -> bool:
-        """Inference on a CPU in full precision, where the sum order of a small product can be kept fixed."""
-        if torch.is_grad_enabled() or x_TD.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return False
-        full = x_TD.dtype in (torch.float32, torch.float64) and x_TD.dtype == self.down_proj.dtype
-        return full and pick("moe_experts", "cpu") == "torch" and x_TD.shape[0] * self.down_proj.shape[0] > 0
-
-    def _without_gradient(self, x_TD: Tensor, ids_TJ: Tensor, weights_TJ: Tensor) -> Tensor:
-        """The same mixture, a token's result bit for bit independent of the others (from four rows in all).
-
-        A CPU's matrix product sums in another order for one, two or three rows; an expert with so few takes
-        its neighbours' rows along and drops what comes of them.
-        """
-        (experts, _, width), choices = self.down_proj.shape, ids_TJ.shape[1]
-        flat_R = ids_TJ.flatten().numpy()  # numpy: a fifth of torch's time for a few rows
-        order = np.argsort(flat_R, kind="stable")
-        rows, start, parts = flat_R.shape[0], 0, []
-        for expert, count in enumerate(np.bincount(flat_R, minlength=experts).tolist()):
-            if count:
-                low = max(0, min(start, rows - FEWEST_ROWS))
-                parts.append(
-                    (expert, slice(start, start + count), slice(low, max(start + count, low + FEWEST_ROWS)))
-                )
-            start += count
-        order_R = torch.from_numpy(order)
-        h_RC = _grouped(x_TD.index_select(0, order_R // choices), self.gate_up_proj, parts)
-        weight_R1 = weights_TJ.flatten().index_select(0, order_R).to(x_TD.dtype).unsqueeze(1)
-        act_RF = F.silu(h_RC[:, :width]).mul_(h_RC[:, width:]).mul_(weight_R1)
-        y_RD = _grouped(act_RF, self.down_proj, parts)
-        place = np.empty_like(order)
-        place[order] = np.arange(rows)
-        return y_RD.index_select(0, torch.from_numpy(place)).view(*ids_TJ.shape, -1).sum(1)
-
-
-def _grouped(x_RA: Tensor, weight_EBA: Tensor, parts: list[tuple[int, slice, slice]]) -> Tensor:
-    """[R, B]: rows of every part times the transposed weight of its expert, computed over the part's wider
-    window."""
-    out_RB = x_RA.new_empty(x_RA.shape[0], weight_EBA.shape[1])
-    for expert, rows, window in parts:
-        if window == rows:
-            product(x_RA[rows], weight_EBA[expert].T, out=out_RB[rows])
-        else:
-            wide = product(x_RA[window], weight_EBA[expert].T)
-            out_RB[rows] = wide[rows.start - window.start : rows.stop - window.start]
-    return out_RB
+        experts = resolve("moe_experts", x_TD)
+        return experts(x_TD, ids_TJ, weights_TJ, self.gate_up_proj, self.down_proj)
 
 
 class MixtureOfExperts(Fp32State):

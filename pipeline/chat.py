@@ -30,7 +30,7 @@ from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Event, Request, SamplingParams
+from earlyfusion.model.engine.requests import Event, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model

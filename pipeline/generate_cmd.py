@@ -25,7 +25,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Segment, Text, open_picture, question_text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.request import TokenPrompt
+from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.runtime import Runtime

@@ -98,7 +98,7 @@ class Kit:
         self.engine = self._engine()
         self.collector = Collector(config, self.book, self.engine, runtime)
         self.rewards: Rewards = build_rewards(config.reward, self.book.tasks, config.run.seed)
-        self.learner = Learner(config, model, runtime, reference, sorted(self.engine.house.silent))
+        self.learner = Learner(config, model, runtime, reference, sorted(self.engine.rules.banned_ids))
         self.generator = torch.Generator().manual_seed(config.run.seed + 7919 * runtime.rank)
         self.loader: Loader | None = self._loader()
         self.rollouts: RolloutLog | None = None

@@ -31,7 +31,7 @@ from earlyfusion.eval.models.tokens import (
 )
 from earlyfusion.eval.protocol import EvalError, Generation, LossRequest, Prompt
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import (
+from earlyfusion.model.engine.requests import (
     Completion,
     Request,
     RequestError,
@@ -39,7 +39,7 @@ from earlyfusion.model.engine.request import (
     ScoreRequest,
     TokenPrompt,
 )
-from earlyfusion.model.engine.request import Prompt as OpenDocument
+from earlyfusion.model.engine.requests import Prompt as OpenDocument
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model
 

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.cpu.library import AT, INT, compiled, run_shared
 
 
@@ -22,6 +23,11 @@ class Sampling(ctypes.Structure):
         ("out", AT),
         ("rows", INT),
     ]
+
+
+def takes(logits_BV: Tensor) -> bool:
+    """Whether `sample` is there for these logits: fp32 on a CPU, with a compiler."""
+    return logits_BV.is_cpu and logits_BV.dtype == torch.float32 and library() is not None
 
 
 def sample(

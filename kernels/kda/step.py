@@ -1,4 +1,4 @@
-"""One decode token of Kimi Delta Attention with few, batched torch operations (no gradient).
+"""One decode token of Kimi Delta Attention and its convolution with few, batched torch operations.
 
 The state is read once for the prediction and once for the output: with u = alpha * k and w = alpha * q,
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from earlyfusion.kernels.kda.checks import check_sequences
 from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
 from earlyfusion.kernels.kda.naive import l2_normalize
+from earlyfusion.kernels.precision import accumulate_dtype
 
 
 @torch.no_grad()
@@ -61,47 +62,18 @@ def kda_step(
     return o_BGV.to(v_BGV.dtype), new_BGKV
 
 
-@torch.no_grad()
-def conv_step_(x_BC: Tensor, weight_WC: Tensor, taps_NWC: Tensor) -> Tensor:
-    """One token of each of B sequences through the short convolution and SiLU -> y_BC; the taps are advanced
-    in place.
+def conv_step(x_NC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of N sequences through the short convolution and SiLU -> (y_NC, the next taps_NCW1).
 
-    weight_WC: newest input last, in the dtype of x. taps_NWC: the last W - 1 inputs of the first N <= B rows,
-    oldest first; the rows after them are padding.
+    Sums in fp32 (fp64 for fp64), oldest input first. The taps are laid out channel-last in memory.
     """
-    live, past = taps_NWC.shape[:2]
-    y_BC = x_BC * weight_WC[past]
-    y_NC = y_BC[:live]
-    for tap in range(past):
-        y_NC.addcmul_(taps_NWC[:, tap], weight_WC[tap])
-    for tap in range(past - 1):
-        taps_NWC[:, tap].copy_(taps_NWC[:, tap + 1])
-    taps_NWC[:, past - 1].copy_(x_BC[:live])
-    return F.silu(y_BC, inplace=True)
+    dtype = accumulate_dtype(x_NC.dtype)
+    weight_WC = weight_CW.to(dtype).T
+    past_NWC = taps_NCW1.transpose(1, 2)
+    y_NC = past_NWC[:, 0].to(dtype) * weight_WC[0]
+    for tap in range(1, past_NWC.shape[1]):
+        y_NC.addcmul_(past_NWC[:, tap].to(dtype), weight_WC[tap])
+    y_NC.addcmul_(x_NC.to(dtype), weight_WC[-1])
 
-
-@torch.no_grad()
-def kda_step_(qkv_B3HK: Tensor, alpha_BHK: Tensor, beta_BH: Tensor, state_NHKV: Tensor, eps: float) -> Tensor:
-    """One token of each of B sequences, the states of the first N <= B advanced in place (the rest is
-    padding).
-
-    qkv_B3HK: after convolution and SiLU, contiguous, one dim for keys and values; alpha: decays in [0, 1];
-    beta: in [0, 1]; eps: of the norms of q and k. All in the dtype of the contiguous state. Returns o_BHV
-    without the factor K^-1/2; zeros for padding. With S := diag(alpha) S: delta = beta (v - k^T S), o = q^T S
-    + (q . k) delta, S += k delta^T.
-    """
-    rows, _, heads, dim = qkv_B3HK.shape
-    live = state_NHKV.shape[0]
-    raw = qkv_B3HK[:, :2]
-    qk_BH2K = raw.new_empty(rows, heads, 2, dim)
-    length_B2H = torch.linalg.vecdot(raw, raw).add_(eps).rsqrt_()
-    torch.mul(raw.transpose(1, 2), length_B2H.transpose(1, 2).unsqueeze(-1), out=qk_BH2K)
-    qk = qk_BH2K[:live]
-    state_NHKV.mul_(alpha_BHK[:live].unsqueeze(-1))
-    flat = state_NHKV.view(-1, *state_NHKV.shape[2:])
-    reads = torch.bmm(qk.view(-1, 2, dim), flat).view(live, heads, 2, -1)
-    delta_NHV = torch.sub(qkv_B3HK[:live, 2], reads[:, :, 1]).mul_(beta_BH[:live].unsqueeze(-1))
-    overlap_NH1 = torch.linalg.vecdot(qk[:, :, 0], qk[:, :, 1]).unsqueeze(-1)
-    o_NHV = torch.addcmul(reads[:, :, 0], overlap_NH1, delta_NHV)
-    state_NHKV.addcmul_(qk[:, :, 1].unsqueeze(-1), delta_NHV.unsqueeze(-2))
-    return o_NHV if live == rows else torch.cat([o_NHV, o_NHV.new_zeros(rows - live, *o_NHV.shape[1:])])
+    kept_NWC = torch.cat([past_NWC[:, 1:], x_NC.to(past_NWC.dtype).unsqueeze(1)], dim=1)
+    return F.silu(y_NC, inplace=True).to(x_NC.dtype), kept_NWC.transpose(1, 2)

@@ -107,7 +107,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_T: Tensor,
         loss_weights_T: Tensor,
         chunk: int,
-        z_loss: float,
         wants: tuple[bool, bool],
         rows: Rows,
     ) -> tuple[Tensor, Tensor]:
@@ -128,13 +127,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 nll_R = lse_R - picked_R
                 nll_T[rows_R] = nll_R
                 loss += torch.dot(nll_R, w_R)
-                soft_R = w_R
-                if z_loss:
-                    loss += z_loss * torch.dot(lse_R.square(), w_R)
-                    soft_R = w_R * (1 + 2 * z_loss * lse_R)
                 if any(wants):
                     gradients.add(
-                        rows_R, rows.gradient(kept_RV, lse_R, labels_R, soft_R, w_R, dtype), h_RD, weight
+                        rows_R, rows.gradient(kept_RV, lse_R, labels_R, w_R, w_R, dtype), h_RD, weight
                     )
         ctx.gradients = gradients.dh_TD, gradients.dweight_VD, weight_VD.dtype
         ctx.mark_non_differentiable(nll_T)
@@ -148,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dh_TD = dh_TD * dloss.to(dh_TD.dtype)
         if dweight_VD is not None:
             dweight_VD = (dweight_VD * dloss).to(weight_dtype)
-        return dh_TD, dweight_VD, None, None, None, None, None, None
+        return dh_TD, dweight_VD, None, None, None, None, None
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -224,19 +219,17 @@ def linear_cross_entropy(
     loss_weights_T: Tensor,
     *,
     chunk: int = 1024,
-    z_loss: float = 0.0,
     rows: Rows = TORCH_ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """sum_t w_t (nll_t + z lse_t^2) with at most ``chunk`` rows of logits alive at a time.
+    """sum_t w_t nll_t with at most ``chunk`` rows of logits alive at a time.
 
     Args:
         labels_T: int64 vocabulary ids; -100 where there is no loss.
         loss_weights_T: float32, data without a gradient; 0 skips a position.
         chunk: most rows of logits computed at once (fewer on a CPU); workspace is two float32 [chunk, V].
-        z_loss: weight of lse^2 beside the negative log-likelihood.
     Returns:
         ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
-        in nats without the z-loss, 0 at skipped positions. Without any counted position the sum is 0, its
+        in nats, 0 at skipped positions. Without any counted position the sum is 0, its
         gradients zeros.
     Raises:
         ValueError: shapes or dtypes do not belong together, or ``chunk`` is smaller than 1.
@@ -245,9 +238,7 @@ def linear_cross_entropy(
     chunk = chunk_rows(chunk, h_TD, weight_VD.shape[0])
     tracked = torch.is_grad_enabled()
     wants = (tracked and h_TD.requires_grad, tracked and weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(
-        h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, z_loss, wants, rows
-    )
+    return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, wants, rows)
 
 
 def token_log_probs(

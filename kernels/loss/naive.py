@@ -48,7 +48,6 @@ def linear_cross_entropy(
     loss_weights_T: Tensor,
     *,
     chunk: int = 1024,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Loss of a packed row with all logits in memory (``chunk`` is part of the shared signature and unused
     here).
@@ -56,11 +55,9 @@ def linear_cross_entropy(
     A position whose label is -100 or whose weight is 0 contributes nothing. ``loss_weights_T`` is data: it
     gets no gradient.
 
-    Args:
-        z_loss: weight of lse^2 beside the negative log-likelihood.
     Returns:
         ``(weighted_sum, nll_T)``: the float32 (float64 for float64) scalar and the detached per-token losses
-        in nats without the z-loss, 0 at skipped positions.
+        in nats, 0 at skipped positions.
     Raises:
         ValueError: shapes or dtypes do not belong together.
     """
@@ -71,9 +68,8 @@ def linear_cross_entropy(
         logits_TV, labels_T.where(counted_T, IGNORE), ignore_index=IGNORE, reduction="none"
     )
     weights_T = loss_weights_T.detach().to(logits_TV.dtype).where(counted_T, 0.0)
-    total_T = nll_T + z_loss * logits_TV.logsumexp(dim=-1).square() if z_loss else nll_T
     # where, not a product with 0: a skipped position may hold anything
-    loss = (torch.where(counted_T, total_T, 0.0) * weights_T).sum()
+    loss = (torch.where(counted_T, nll_T, 0.0) * weights_T).sum()
     return loss, torch.where(counted_T, nll_T, 0.0).detach()
 
 

@@ -138,13 +138,12 @@ def linear_cross_entropy(
     loss_weights_T: Tensor,
     *,
     chunk: int = 1024,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The chunked loss with fused row kernels; see
     :func:`earlyfusion.kernels.loss.chunked_ce.linear_cross_entropy`."""
     _check_labels("linear_cross_entropy", h_TD, weight_VD, labels_T)
     return chunked_ce.linear_cross_entropy(
-        h_TD, weight_VD, labels_T, loss_weights_T, chunk=chunk, z_loss=z_loss, rows=TRITON_ROWS
+        h_TD, weight_VD, labels_T, loss_weights_T, chunk=chunk, rows=TRITON_ROWS
     )
 
 

@@ -1,8 +1,8 @@
 """The engine: continuous batching over the hybrid model's slots and pages.
 
 A step reads at most one chunk of prompts and advances every running sample by one token, then looks once at
-the host what was chosen (the only host sync of a step; a grammar, captured routing and recorded features add
-theirs). See model/engine/request.py for how to use it.
+the host what was chosen (the only host sync of a step; captured routing adds its own). See
+model/engine/requests.py for how to use it.
 
 Given answers are judged without sampling:
 
@@ -14,27 +14,26 @@ Given answers are judged without sampling:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from earlyfusion.model.cache import FIRST_TILE
-from earlyfusion.model.engine import swap
+from earlyfusion.kernels.attention.tiles import FIRST_TILE
+from earlyfusion.model.engine import transfer
+from earlyfusion.model.engine.batch import Part
+from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.images import ImageMemory
-from earlyfusion.model.engine.ledger import Ledger
-from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.paused import PausedRequest, PausedSample, narrow
-from earlyfusion.model.engine.prefill import Part
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import (
+from earlyfusion.model.engine.requests import (
     Completion,
     EngineFull,
     Event,
     Handle,
+    PausedSample,
     Request,
     RequestError,
     Score,
@@ -43,10 +42,14 @@ from earlyfusion.model.engine.request import (
 from earlyfusion.model.engine.runner import Runner
 from earlyfusion.model.engine.scheduler import Scheduler
 from earlyfusion.model.engine.score import Scorer
-from earlyfusion.model.engine.sequence import Decodes, Sample, Ticket, house_of, make_ticket
+from earlyfusion.model.engine.state import Decodes, RequestState, Sample, new_state, token_rules
+from earlyfusion.model.engine.table import RequestTable
+from earlyfusion.model.engine.transfer import PausedRequest
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
 
+TakeRouting = Callable[[], Tensor]
+"""Of `recording_routing`: experts [T, L, J] chosen since the last call."""
 RUN_AHEAD = 16
 """Tokens that a sample may get on the device before the host looks at them."""
 
@@ -95,30 +98,26 @@ class Engine:
                 raise ValueError(f"{name}={value}: must be at least {least}")
         if page_size & (page_size - 1) or page_size > FIRST_TILE:
             raise ValueError(f"page_size={page_size}: must be a power of two, at most {FIRST_TILE}")
+
+        self.model, self.tokenizer = model, tokenizer
+        self.max_waiting, self.run_ahead = max_waiting, run_ahead
+        self.rules, self.has_moe = token_rules(model, tokenizer), bool(moe_layers(model))
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
         text = model.config.text
-        self.model, self.tokenizer, self.max_waiting, self.run_ahead = (
-            model,
-            tokenizer,
-            max_waiting,
-            run_ahead,
-        )
-        self.house, self.routes = house_of(model, tokenizer), bool(moe_layers(model))
         like = model.decoder.norm.weight
         self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
         self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
-        self.runner = Runner(model, self.pools, sorted(self.house.silent), pages)
+        self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
         self.images = ImageMemory(model, image_cache)
-        self.ledger = Ledger(self.scheduler, self.prefix, self.runner, version)
+        self.table = RequestTable(self.scheduler, self.prefix, self.runner, version)
 
     @property
     def version(self) -> int:
         """Of the weights that choose now."""
-        return self.ledger.version
+        return self.table.version
 
     # ---- requests
-    # -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, after: PausedSample | None = None) -> Handle:
         """Take a request. after: what a sample left behind (`Event.left`) whose prompt and tokens the prompt
@@ -126,50 +125,50 @@ class Engine:
         EngineFull (not now)."""
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
-        ticket = self._new_ticket(request)
+        state = self._new_state(request)
         if after is not None:
-            swap.go_on(self.pools, ticket, after)
-        self.scheduler.check(ticket)
-        self.ledger.tickets[request.id] = ticket
+            transfer.go_on(self.pools, state, after)
+        self.scheduler.check(state)
+        self.table.states[request.id] = state
         if request.params.max_new_tokens == 0:
-            for sample in ticket.samples:
-                self.ledger.finish(sample, "length")
+            for sample in state.samples:
+                self.table.finish(sample, "length")
         else:
-            self.scheduler.waiting.append(ticket)
-        return ticket.handle
+            self.scheduler.waiting.append(state)
+        return state.handle
 
-    def _new_ticket(self, request: Request) -> Ticket:
-        if request.id in self.ledger.tickets:
+    def _new_state(self, request: Request) -> RequestState:
+        if request.id in self.table.states:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
-        if request.capture_routing and not self.routes:
+        if request.capture_routing and not self.has_moe:
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
-        return make_ticket(request, self.house)
+        return new_state(request, self.rules)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its unfinished samples complete as "cancelled" (in the next step's events).
         False: unknown."""
-        ticket = self.ledger.tickets.get(request_id)
-        if ticket is None:
+        state = self.table.states.get(request_id)
+        if state is None:
             return False
-        self.ledger.leave_scheduler(ticket)
-        for sample in ticket.alive:
-            self.ledger.finish(sample, "cancelled")
+        self.table.leave_scheduler(state)
+        for sample in state.alive:
+            self.table.finish(sample, "cancelled")
         return True
 
     def end_sample(self, request_id: str, index: int) -> bool:
         """End one sample that is being written; it completes as "cancelled" with what it has (in the next
         step's events). False: there is none such."""
-        ticket = self.ledger.tickets.get(request_id)
-        for sample in ticket.alive if ticket is not None else ():
+        state = self.table.states.get(request_id)
+        for sample in state.alive if state is not None else ():
             if sample.index == index and sample in self.scheduler.running:
-                self.ledger.finish(sample, "cancelled")
+                self.table.finish(sample, "cancelled")
                 return True
         return False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or report something."""
-        return bool(self.ledger.tickets or self.ledger.events)
+        return bool(self.table.states or self.table.events)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve these requests and return their completions: in the given order, samples of a request in
@@ -210,7 +209,7 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("score() needs an idle engine: other requests are unfinished")
-        scorer = Scorer(self.ledger, self.house, states, banned_ids)
+        scorer = Scorer(self.table, self.rules, states, banned_ids)
         with self._inference():
             return scorer.score(requests, self._begin)
 
@@ -220,32 +219,33 @@ class Engine:
             return self.runner.logits(states)
 
     # ---- one step
-    # -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Advance everything by one forward pass of each kind; what became known, in no particular order."""
-        with self._inference(), ExitStack() as stack:
+        with self._inference():
             self._begin(self.scheduler.admit())
-            capture = any(
-                s.ticket.request.capture_routing for s in self.scheduler.running + self.scheduler.reading
-            )
-            take = stack.enter_context(recording_routing(self.model)) if capture else None
-            chosen: list[tuple[list[Sample], Tensor, bool]] = []
-            self._make_dense()
-            running = self.ledger.restrict(list(self.scheduler.running))
-            if running:
-                chosen.append(self._decode(running, take))
-            parts = self.scheduler.next_parts()
-            if parts:
-                chosen += self._read(parts, take)
+            samples = self.scheduler.running + self.scheduler.reading
+            capture = any(sample.parent.request.capture_routing for sample in samples)
+            with recording_routing(self.model) if capture else nullcontext() as take:
+                # Each entry: samples, what was chosen for them, whether their last token was fed for it.
+                chosen: list[tuple[list[Sample], Tensor, bool]] = []
+                running = list(self.scheduler.running)
+                if running:
+                    chosen.append((running, self._decode(running, take), True))
+                parts = self.scheduler.next_parts()
+                if parts:
+                    starting, chosen_13N = self._read(parts, take)
+                    if chosen_13N is not None:
+                        chosen.append((starting, chosen_13N, False))
+
             if chosen:
-                self.ledger.counts["host_syncs"] += 1
-                self.ledger.counts["steps"] += 1
+                self.table.counts["host_syncs"] += 1
+                self.table.counts["steps"] += 1
                 known = torch.cat([chosen_K3N.reshape(-1) for _, chosen_K3N, _ in chosen]).cpu().numpy()
                 for samples, chosen_K3N, fed in chosen:
-                    mine, known = known[: chosen_K3N.numel()], known[chosen_K3N.numel() :]
-                    self.ledger.accept(samples, mine.reshape(chosen_K3N.shape), fed)
-        return self.ledger.take_events()
+                    own, known = known[: chosen_K3N.numel()], known[chosen_K3N.numel() :]
+                    self.table.accept(samples, own.reshape(chosen_K3N.shape), fed)
+        return self.table.take_events()
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -254,42 +254,32 @@ class Engine:
             self.model.eval()
         try:
             # inference_mode is the quicker one; the modules cache tensors that a later training step may meet
-            with torch.inference_mode() if self.runner.lean is not None else torch.no_grad():
+            with torch.inference_mode() if self.runner.compiled is not None else torch.no_grad():
                 yield
         finally:
             if was_training:
                 self.model.train()
 
-    def _begin(self, tickets: list[Ticket]) -> None:
-        last = lambda ticket: ticket.media_positions[-1] if ticket.media_positions else -1
-        reading = {s.ticket.request.id for s in self.scheduler.reading if s.length <= last(s.ticket)}
-        new = [ticket for ticket in tickets if ticket.request.id in reading]
-        for ticket, features in zip(
-            new, self.images.features([(each.request.prompt, each.digests) for each in new])
-        ):
-            ticket.features = features
-        for ticket in tickets:
-            self.runner.seat(
-                [sample for sample in ticket.alive if self.scheduler.runs(sample)]
-            )  # state put back
+    def _begin(self, states: list[RequestState]) -> None:
+        """Requests have slots now: encode their pictures, seat the samples whose state was put back."""
+        self.images.attach(states, self.scheduler.reading)
+        for state in states:
+            self.runner.seat([sample for sample in state.alive if self.scheduler.runs(sample)])
 
-    def _make_dense(self) -> None:
-        """On a CPU running samples are kept in neighbouring slots, where their states can be worked on in
-        place."""
-        if self.runner.lean is not None:
-            self.runner.seat(self.scheduler.close_gaps())
-
-    def _decode(self, running: list[Sample], take: Any) -> tuple[list[Sample], Tensor, bool]:
+    def _decode(self, running: list[Sample], take: TakeRouting | None) -> Tensor:
+        """One token for every running sample (with graphs, several): [steps, 3, N]."""
         steps = 1 if take is not None or self.runner.graphs is None else self._steps_ahead(running)
-        moved = [
-            each for each in running if self.scheduler.make_room(each, each.length + min(steps, each.left))
-        ]
+        moved = []
+        for sample in running:
+            if self.scheduler.make_room(sample, sample.length + min(steps, sample.left)):
+                moved.append(sample)
         self.runner.page_tables(moved)
+
         chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
         if take is not None:
-            for sample, row in zip(running, narrow(take().cpu().numpy())):
+            for sample, row in zip(running, transfer.narrow(take().cpu().numpy())):
                 sample.routing.append(row[None])
-        return running, chosen_K3N, True
+        return chosen_K3N
 
     def _steps_ahead(self, running: Sequence[Sample]) -> int:
         """Steps that the device takes before the host looks at what was chosen.
@@ -298,41 +288,47 @@ class Engine:
         none, or a quarter of what has been written on average: what was long so far goes on for long. One
         while prompts are read.
         """
-        if self.run_ahead == 1 or self.scheduler.reading or not all(each.ticket.foreseen for each in running):
+        if self.run_ahead == 1 or self.scheduler.reading or not all(each.parent.foreseen for each in running):
             return 1
         left = [each.left for each in running]
-        certain = min(0 if each.ticket.stops else more for each, more in zip(running, left))
+        certain = min(0 if each.parent.stop_ids else more for each, more in zip(running, left))
         written = sum(len(each.ids) for each in running) // (4 * len(running))
         return max(1, min(self.run_ahead, max(left), max(certain, written)))
 
-    def _read(self, parts: Sequence[Part], take: Any) -> list[tuple[list[Sample], Tensor, bool]]:
+    def _read(self, parts: Sequence[Part], take: TakeRouting | None) -> tuple[list[Sample], Tensor | None]:
+        """Read parts of prompts: the samples that start to decode, and their first tokens [1, 3, N]."""
+        ends, total = [], 0
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
-        hidden_ND = self.runner.prefill(parts, recording=take is not None)
+            total += part.stop - part.start
+            if part.completes:
+                ends.append(total - 1)
+        hidden_ND = self.runner.read(parts, ends)
+        self.table.counts["read_tokens"] += total
         if take is not None:
-            routing, start = narrow(take().cpu().numpy()), 0
+            routing, start = transfer.narrow(take().cpu().numpy()), 0
             for part in parts:
                 part.sample.routing.append(routing[start : start + part.stop - part.start])
                 start += part.stop - part.start
+
+        # Keep what was read for others, and let those begin that have read to their end.
         starting: list[Sample] = []
         rows: list[int] = []
-        ends = 0
+        completed = 0
         for part in parts:
-            sample, prompt = part.sample, len(part.sample.ticket.ids)
-            completes = part.completes
+            sample, completes = part.sample, part.completes
             sample.length = part.stop
-            self.ledger.counts["read_tokens"] += part.stop - part.start
-            if self.prefix.worth_keeping(part.stop, prompt):
-                self.prefix.insert(sample.ticket.key_ids, part.stop, sample.slot, sample.pages)
+            if self.prefix.worth_keeping(part.stop, len(sample.parent.ids)):
+                self.prefix.insert(sample.parent.key_ids, part.stop, sample.slot, sample.pages)
             if completes:
-                group = self.ledger.restrict(self._read_to_the_end(sample))
+                group = self._read_to_the_end(sample)
                 starting += group
-                rows += [ends] * len(group)
-                ends += 1
+                rows += [completed] * len(group)
+                completed += 1
         self.runner.seat(starting)
-        if not starting or hidden_ND is None:
-            return []
-        return [(starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0), False)]
+        if not starting:
+            return starting, None
+        return starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0)
 
     def _read_to_the_end(self, lead: Sample) -> list[Sample]:
         """Fork the lead; samples that go on reading what they had generated before stay behind, the rest
@@ -348,14 +344,13 @@ class Engine:
         return starting
 
     # ---- pause, resume, new weights
-    # -----------------------------------------------------------------------------
 
     def pause(self, request_id: str) -> PausedRequest:
         """Take an unfinished request out, with the state of its samples that have begun to decode.
 
         Raises RequestError for an id that is not unfinished here.
         """
-        return swap.pause(self.ledger, self.pools, request_id)
+        return transfer.pause(self.table, self.pools, request_id)
 
     def resume(self, paused: PausedRequest, keep_state: bool = True) -> Handle:
         """Go on with a paused request, here or elsewhere.
@@ -367,10 +362,10 @@ class Engine:
         """
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise EngineFull(self.max_waiting)
-        return swap.resume(self.ledger, self.pools, paused, keep_state, self._new_ticket)
+        return transfer.resume(self.table, self.pools, paused, keep_state, self._new_state)
 
     def load_weights(
-        self, state_dict: Mapping[str, Tensor], version: int, paused: swap.Policy = "keep"
+        self, state_dict: Mapping[str, Tensor], version: int, paused: transfer.Policy = "keep"
     ) -> None:
         """Copy new weights into the model between two steps; tokens from here on carry `version`.
 
@@ -378,13 +373,13 @@ class Engine:
         weights, "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises
         ValueError, with nothing changed, for names or shapes that are not the model's.
         """
-        swap.load_weights(self.ledger, self.model, state_dict, version, paused)
+        transfer.load_weights(self.table, self.model, state_dict, version, paused)
         self.images.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""
         return {
-            **self.ledger.stats(self.pools),
+            **self.table.stats(self.pools),
             "images_encoded": self.images.encoded,
             "image_hits": self.images.hits,
         }

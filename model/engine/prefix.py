@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from earlyfusion.model.engine.memory import Pools
+from earlyfusion.model.engine.cache import Pools
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.cpu.build import library
-from earlyfusion.kernels.cpu.sampling import sample
+from earlyfusion.kernels.cpu.sampling import sample, takes
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -128,21 +127,6 @@ def restrict(scaled_BV: Tensor, controls: Controls) -> Tensor:
     return limited_BV.masked_fill(torch.zeros_like(outside_BV).scatter_(1, ids_BV, outside_BV), float("-inf"))
 
 
-def likeliest(scores_BV: Tensor) -> Tensor:
-    """argmax over the last dimension (the first of equals); may overwrite its argument.
-
-    On a CPU argmax runs one number at a time; comparing with the maximum and taking the largest of descending
-    numbers is half its time. (NaN anywhere in a row makes argmax point at it, the maximum equal nothing: the
-    last id.)
-    """
-    size = scores_BV.shape[-1]
-    if scores_BV.device.type != "cpu" or size >= 1 << 24:  # fp32 counts so far
-        return scores_BV.argmax(-1)
-    descending_V = torch.arange(size, 0, -1, dtype=scores_BV.dtype)
-    hits_BV = scores_BV.eq_(scores_BV.amax(-1, keepdim=True)).mul_(descending_V)
-    return (size - hits_BV.amax(-1)).long().clamp_(max=size - 1)
-
-
 def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
     """Chosen ids and their log-probabilities as one float64 tensor [3, B] (ids are exact in it; one copy to
     the host).
@@ -152,35 +136,32 @@ def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
     logits. Rows 1 and 2 are NaN unless needs.logprobs. On a CPU with a C++ compiler kernels/cpu/sample.cpp
     does this for fp32 logits; its noise differs from `gumbel` by rounding.
     """
-    if logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and library() is not None:
-        each = (
-            controls.keys_B,
-            controls.positions_B,
-            controls.temperature_B,
-            controls.top_p_B,
-            controls.min_p_B,
-        )
-        needs = controls.needs
-        return sample(logits_BV, *each, banned, drawn=needs.drawn, logprobs=needs.logprobs)
-    raw_BV, known = logits_BV.float(), controls.needs.logprobs
+    needs = controls.needs
+    if takes(logits_BV):
+        each = (controls.keys_B, controls.positions_B, controls.temperature_B, controls.top_p_B)
+        return sample(logits_BV, *each, controls.min_p_B, banned, drawn=needs.drawn, logprobs=needs.logprobs)
+
+    raw_BV, known = logits_BV.float(), needs.logprobs
     # without log-probabilities nobody looks at the logits again, and they may be overwritten
     allowed_BV = raw_BV.clone() if known else raw_BV
     if banned.dtype == torch.bool:
         allowed_BV.masked_fill_(banned, float("-inf"))
     else:
         allowed_BV.index_fill_(1, banned, float("-inf"))
-    if not controls.needs.drawn:
-        ids_B = likeliest(allowed_BV)
+
+    if not needs.drawn:
+        ids_B = allowed_BV.argmax(-1)
         scaled_BV = None
     else:
         greedy_B1 = (controls.temperature_B == 0).unsqueeze(1)
         scaled_BV = allowed_BV / controls.temperature_B.unsqueeze(1).masked_fill(greedy_B1, 1.0)
         scaled_BV = restrict(scaled_BV, controls)
         noise_BV = gumbel(controls.keys_B, controls.positions_B, raw_BV.shape[1]).masked_fill_(greedy_B1, 0.0)
-        ids_B = likeliest(noise_BV.add_(scaled_BV))
+        ids_B = noise_BV.add_(scaled_BV).argmax(-1)
+
     out_3B = torch.full((3, ids_B.shape[0]), float("nan"), dtype=torch.float64, device=ids_B.device)
     out_3B[0] = ids_B
-    if controls.needs.logprobs:
+    if known:
         at_B1 = ids_B.unsqueeze(1)
         out_3B[2] = (raw_BV.gather(1, at_B1) - raw_BV.logsumexp(-1, keepdim=True)).squeeze(1)
         if scaled_BV is None:

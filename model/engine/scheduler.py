@@ -12,49 +12,48 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
-from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.prefill import Part
+from earlyfusion.model.engine.batch import Part
+from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import RequestError
-from earlyfusion.model.engine.sequence import Sample, Ticket
+from earlyfusion.model.engine.requests import RequestError
+from earlyfusion.model.engine.state import RequestState, Sample
 
 
 class Scheduler:
-    """Samples pass from `waiting` (in tickets) to `reading` to `running`; `active` counts slots in use."""
+    """Samples pass from `waiting` (whole requests) to `reading` to `running`; `active` counts slots in use."""
 
     def __init__(self, pools: Pools, prefix: PrefixCache, max_slots: int, chunk: int) -> None:
         self.pools, self.prefix, self.max_slots, self.chunk = pools, prefix, max_slots, chunk
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[RequestState] = deque()
         self.reading: list[Sample] = []
         self.running: list[Sample] = []
         self.active = 0
 
     # ---- admission
-    # ----------------------------------------------------------------------------------------------
 
-    def check(self, ticket: Ticket) -> None:
-        """Raises RequestError if the ticket could never be admitted."""
-        name = f"request {ticket.request.id!r}"
-        if len(ticket.alive) > self.max_slots:
+    def check(self, state: RequestState) -> None:
+        """Raises RequestError if the request could never be admitted."""
+        name = f"request {state.request.id!r}"
+        if len(state.alive) > self.max_slots:
             raise RequestError(
-                f"{name}: {len(ticket.alive)} samples, but the engine has {self.max_slots} slots"
+                f"{name}: {len(state.alive)} samples, but the engine has {self.max_slots} slots"
             )
-        needed = sum(pages for _, pages in self._shares(ticket, 0))
+        needed = sum(pages for _, pages in self._shares(state, 0))
         if needed > self.pools.num_pages:
             size = self.pools.page_size
             raise RequestError(
-                f"{name}: {len(ticket.ids)} prompt tokens and up to {ticket.request.params.max_new_tokens}"
-                f" new ones in {len(ticket.alive)} samples need {needed} pages of {size} tokens, the engine"
+                f"{name}: {len(state.ids)} prompt tokens and up to {state.request.params.max_new_tokens}"
+                f" new ones in {len(state.alive)} samples need {needed} pages of {size} tokens, the engine"
                 f" has {self.pools.num_pages}; ask for fewer tokens or samples, or start the engine with more"
                 " max_pages"
             )
 
-    def _shares(self, ticket: Ticket, cached: int) -> Iterator[tuple[Sample, int]]:
+    def _shares(self, state: RequestState, cached: int) -> Iterator[tuple[Sample, int]]:
         """Pages every sample may take when the first `cached` tokens are there already."""
-        size, prompt = self.pools.page_size, len(ticket.ids)
-        whole = self.pools.pages_for(ticket.longest)
-        group = [sample for sample in ticket.alive if sample.saved is None]
-        for sample in ticket.alive:
+        size, prompt = self.pools.page_size, len(state.ids)
+        whole = self.pools.pages_for(state.longest)
+        group = [sample for sample in state.alive if sample.saved is None]
+        for sample in state.alive:
             if sample.saved is not None:
                 yield sample, whole
             elif sample is group[0]:
@@ -63,26 +62,26 @@ class Scheduler:
             else:
                 yield sample, whole - prompt // size
 
-    def admit(self) -> list[Ticket]:
-        """Give slots and pages to as many waiting tickets as fit, in order."""
-        admitted: list[Ticket] = []
+    def admit(self) -> list[RequestState]:
+        """Give slots and pages to as many waiting requests as fit, in order."""
+        admitted: list[RequestState] = []
         while self.waiting and self.active + len(self.waiting[0].alive) <= self.max_slots:
             if not self._admit(self.waiting[0]):
                 break
             admitted.append(self.waiting.popleft())
         return admitted
 
-    def _admit(self, ticket: Ticket) -> bool:
-        fresh = [sample for sample in ticket.alive if sample.saved is None]
+    def _admit(self, state: RequestState) -> bool:
+        fresh = [sample for sample in state.alive if sample.saved is None]
         hit = None
-        if fresh and not ticket.request.capture_routing:  # routing of cached tokens is not known
-            if ticket.shared is None:
-                hit = self.prefix.find(ticket.key_ids, len(ticket.ids) - 1)
-            elif ticket.shared:
-                hit = self.prefix.find(ticket.key_ids, ticket.shared, least=ticket.shared)
+        if fresh and not state.request.capture_routing:  # routing of cached tokens is not known
+            if state.shared is None:
+                hit = self.prefix.find(state.key_ids, len(state.ids) - 1)
+            elif state.shared:
+                hit = self.prefix.find(state.key_ids, state.shared, least=state.shared)
         if hit is not None:
             self.pools.share(hit.pages)  # pinned before anything is evicted
-        shares = list(self._shares(ticket, hit.length if hit is not None else 0))
+        shares = list(self._shares(state, hit.length if hit is not None else 0))
         needed = sum(pages for _, pages in shares)
         # the hit itself stays: its pages are in use by now, and its slot is still to be copied
         while self.pools.unreserved_pages < needed and len(self.prefix) > (hit is not None):
@@ -95,7 +94,7 @@ class Scheduler:
         for sample, pages in shares:
             sample.reserved = pages
         self.active += len(shares)
-        for sample in ticket.alive:
+        for sample in state.alive:
             if sample.saved is not None:
                 self._put_back(sample)
         if fresh:
@@ -106,7 +105,7 @@ class Scheduler:
                 lead.pages, lead.length = list(hit.pages), hit.length
                 self.prefix.hits += 1
                 self.prefix.hit_tokens += hit.length
-                ticket.cached_tokens = hit.length
+                state.cached_tokens = hit.length
             self.reading.append(lead)
         return True
 
@@ -124,7 +123,6 @@ class Scheduler:
             self.run(sample)
 
     # ---- pages
-    # --------------------------------------------------------------------------------------------------
 
     def take_page(self, sample: Sample) -> None:
         sample.pages.append(self.pools.take_page())
@@ -162,7 +160,6 @@ class Scheduler:
         sample.siblings, sample.pages, sample.slot, sample.length = [], [], 0, 0
 
     # ---- reading
-    # ------------------------------------------------------------------------------------------------
 
     def run(self, sample: Sample) -> None:
         """The sample decodes from now on. Kept in slot order, so that neighbours in memory are neighbours in
@@ -177,21 +174,6 @@ class Scheduler:
     def _place(self, sample: Sample) -> int:
         return bisect_left(self.running, sample.slot, key=lambda each: each.slot)
 
-    def close_gaps(self) -> list[Sample]:
-        """Move running samples from the last slots into free ones before them; the samples that were
-        moved."""
-        moved = []
-        free = self.pools.free_slots
-        while self.running and free and free[-1] < self.running[-1].slot:
-            sample = self.running.pop()
-            target = free.pop()
-            self.pools.copy_slot(sample.slot, [target])
-            self.pools.free_slot(sample.slot)
-            sample.slot = target
-            self.run(sample)
-            moved.append(sample)
-        return moved
-
     def next_parts(self) -> list[Part]:
         """What to read in this step: at most `chunk` tokens (at least one part), all from the start or
         none."""
@@ -202,19 +184,19 @@ class Scheduler:
             if parts and (start == 0) != (parts[0].start == 0):
                 continue
             stop = min(sample.target, (start // self.chunk + 1) * self.chunk)
-            if start < len(sample.ticket.ids):
-                stop = min(stop, self._border(sample.ticket, start))
+            if start < len(sample.parent.ids):
+                stop = min(stop, self._border(sample.parent, start))
             if parts and stop - start > room:
                 continue
             parts.append(Part(sample, start, stop))
             room -= stop - start
         return parts
 
-    def _border(self, ticket: Ticket, start: int) -> int:
+    def _border(self, state: RequestState, start: int) -> int:
         """Where reading a prompt pauses after `start`: at a checkpoint to be kept, or at its end."""
-        if ticket.shared is None:
-            return self.prefix.boundary(start, len(ticket.ids))
-        return ticket.shared if start < ticket.shared else len(ticket.ids)
+        if state.shared is None:
+            return self.prefix.boundary(start, len(state.ids))
+        return state.shared if start < state.shared else len(state.ids)
 
     def fork(self, lead: Sample) -> list[Sample]:
         """Give the lead's siblings copies of its state and shares in its pages; all of them, lead first."""

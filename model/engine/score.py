@@ -17,10 +17,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from earlyfusion.model.engine.ledger import Ledger
-from earlyfusion.model.engine.prefill import Part
-from earlyfusion.model.engine.request import Request, RequestError, SamplingParams, Score, ScoreRequest
-from earlyfusion.model.engine.sequence import House, Sample, Ticket, make_ticket
+from earlyfusion.model.engine.batch import Part
+from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams, Score, ScoreRequest
+from earlyfusion.model.engine.state import RequestState, Sample, TokenRules, new_state
+from earlyfusion.model.engine.table import RequestTable
 
 ROWS_AT_ONCE = 1024
 """Rows whose logits over the vocabulary are held at once."""
@@ -28,16 +28,16 @@ ROWS_AT_ONCE = 1024
 
 @dataclass(eq=False)
 class _Job:
-    """A request on its way. tails: the continuation that each sample of the ticket reads on with."""
+    """A request on its way. tails: the continuation that each sample of the state reads on with."""
 
-    ticket: Ticket
+    state: RequestState
     continuations: list[list[int]]
     tails: list[int]
     scores: list[Score]
 
     def expected(self, sample: Sample, position: int) -> Iterator[tuple[Score, int]]:
         """Tokens, each with the score it belongs to, that the state after the token at `position` chooses."""
-        ahead = position + 1 - len(self.ticket.ids)
+        ahead = position + 1 - len(self.state.ids)
         if ahead == 0:
             for score, ids in zip(self.scores, self.continuations):
                 if ids:
@@ -52,51 +52,51 @@ class Scorer:
 
     def __init__(
         self,
-        ledger: Ledger,
-        house: House,
+        table: RequestTable,
+        rules: TokenRules,
         keep_states: bool,
         banned_ids: Sequence[int],
     ) -> None:
-        self.scheduler, self.prefix, self.runner = ledger.scheduler, ledger.prefix, ledger.runner
-        self.counts, self.house, self.keep_states = ledger.counts, house, keep_states
+        self.scheduler, self.prefix, self.runner = table.scheduler, table.prefix, table.runner
+        self.counts, self.rules, self.keep_states = table.counts, rules, keep_states
         self.banned = torch.tensor(sorted(banned_ids), dtype=torch.long, device=self.runner.device)
-        self.jobs: dict[Ticket, _Job] = {}
+        self.jobs: dict[RequestState, _Job] = {}
 
     def score(
         self,
         requests: Sequence[ScoreRequest],
-        begin: Callable[[list[Ticket]], None],
+        begin: Callable[[list[RequestState]], None],
     ) -> list[list[Score]]:
-        """begin: called with the tickets that were just admitted, to encode their pictures."""
+        """begin: called with the states that were just admitted, to encode their pictures."""
         scores: list[list[Score]] = []
-        alone: list[Ticket] = []
-        sharing: dict[bytes, list[Ticket]] = {}
+        alone: list[RequestState] = []
+        sharing: dict[bytes, list[RequestState]] = {}
         for number, request in enumerate(requests):
             scores.append([Score() for _ in request.continuations])
-            for ticket in self._tickets(f"score {number}", request, scores[-1]):
-                self.scheduler.check(ticket)
-                if ticket.shared:
-                    sharing.setdefault(ticket.key_ids[: ticket.shared].tobytes(), []).append(ticket)
+            for state in self._states(f"score {number}", request, scores[-1]):
+                self.scheduler.check(state)
+                if state.shared:
+                    sharing.setdefault(state.key_ids[: state.shared].tobytes(), []).append(state)
                 else:
-                    alone.append(ticket)
+                    alone.append(state)
 
         # The first of a group leaves the common beginning behind; as many groups at once as can be kept.
         waves = [alone]
         groups = iter(sharing.values())
         while some := list(islice(groups, max(1, self.prefix.limit))):
             waves.append([group[0] for group in some])
-            waves.append([ticket for group in some for ticket in group[1:]])
+            waves.append([state for group in some for state in group[1:]])
         for wave in waves:
             self._run(wave, begin)
         return scores
 
-    def _tickets(self, name: str, request: ScoreRequest, scores: list[Score]) -> Iterator[Ticket]:
-        """The request as tickets: several where more continuations are to be read than there are slots."""
+    def _states(self, name: str, request: ScoreRequest, scores: list[Score]) -> Iterator[RequestState]:
+        """The request as states: several where more continuations are to be read than there are slots."""
         continuations = [[int(i) for i in ids] for ids in request.continuations]
         for ids in continuations:
-            if ids and (min(ids) < 0 or max(ids) >= self.house.vocabulary):
+            if ids and (min(ids) < 0 or max(ids) >= self.rules.vocab_size):
                 raise RequestError(
-                    f"{name}: continuation ids must lie in 0..{self.house.vocabulary - 1}, got"
+                    f"{name}: continuation ids must lie in 0..{self.rules.vocab_size - 1}, got"
                     f" {min(ids)}..{max(ids)}"
                 )
 
@@ -107,24 +107,24 @@ class Scorer:
             tails = longer[start : start + most]
             longest = max((len(continuations[c]) - 1 for c in tails), default=0)
             params = SamplingParams(longest, n=max(1, len(tails)))
-            ticket = make_ticket(Request(f"{name}, {start}", request.prompt, params), self.house)
-            for sample, tail in zip(ticket.samples, tails):
+            state = new_state(Request(f"{name}, {start}", request.prompt, params), self.rules)
+            for sample, tail in zip(state.samples, tails):
                 sample.ids = continuations[tail][:-1]  # the last token is judged, never read
 
             size = self.scheduler.pools.page_size
-            most_shared = min(request.shared, len(ticket.ids) - 1) if self.prefix.limit else 0
-            ticket.shared = max(0, most_shared) // size * size
+            most_shared = min(request.shared, len(state.ids) - 1) if self.prefix.limit else 0
+            state.shared = max(0, most_shared) // size * size
             judged = [
                 ids if c in tails or (len(ids) == 1 and start == 0) else []
                 for c, ids in enumerate(continuations)
             ]
-            self.jobs[ticket] = _Job(ticket, judged, tails, scores)
-            yield ticket
+            self.jobs[state] = _Job(state, judged, tails, scores)
+            yield state
 
-    def _run(self, tickets: list[Ticket], begin: Callable[[list[Ticket]], None]) -> None:
+    def _run(self, states: list[RequestState], begin: Callable[[list[RequestState]], None]) -> None:
         """Read all of them; longest first, so that those of a pass have about the same length."""
         scheduler = self.scheduler
-        scheduler.waiting.extend(sorted(tickets, key=lambda each: (each.shared or 0) - each.longest))
+        scheduler.waiting.extend(sorted(states, key=lambda each: (each.shared or 0) - each.longest))
         try:
             while scheduler.waiting or scheduler.reading:
                 begin(scheduler.admit())
@@ -143,8 +143,8 @@ class Scorer:
         start = 0
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
-            job = self.jobs[part.sample.ticket]
-            first = max(part.start, len(job.ticket.ids) - 1)
+            job = self.jobs[part.sample.parent]
+            first = max(part.start, len(job.state.ids) - 1)
             for position in range(first, part.stop):
                 tokens = list(job.expected(part.sample, position))
                 places += [len(rows)] * len(tokens)
@@ -184,11 +184,11 @@ class Scorer:
 
     def _go_on(self, part: Part) -> None:
         """After a part was read: keep a shared beginning, fork at the end of a prompt, release what is done."""
-        sample, ticket = part.sample, part.sample.ticket
+        sample, state = part.sample, part.sample.parent
         sample.length = part.stop
         self.counts["read_tokens"] += part.stop - part.start
-        if part.stop == ticket.shared:
-            self.prefix.insert(ticket.key_ids, part.stop, sample.slot, sample.pages)
+        if part.stop == state.shared:
+            self.prefix.insert(state.key_ids, part.stop, sample.slot, sample.pages)
         if not part.completes:
             return
         self.scheduler.reading.remove(sample)

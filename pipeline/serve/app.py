@@ -35,7 +35,7 @@ from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import (
+from earlyfusion.model.engine.requests import (
     EngineFull,
     Event,
     Request,

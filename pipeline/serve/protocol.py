@@ -33,7 +33,7 @@ from earlyfusion.data.chat.template import Message, Template, call_from
 from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
 from earlyfusion.data.sample import Image, Segment, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.model.engine.request import Completion, Event
+from earlyfusion.model.engine.requests import Completion, Event
 
 KEYS, TURNS, PARTS, CALLS = 64, 1024, 1024, 128
 """Most keys of a request, messages, parts of a message's content, and tool calls of a message."""
@@ -489,4 +489,4 @@ def tool_calls(message: Message) -> dict[str, Any]:
 
 
 def _finish(completion: Completion) -> str:
-    return "stop" if completion.finish_reason in ("cancelled", "error") else completion.finish_reason
+    return "stop" if completion.finish_reason == "cancelled" else completion.finish_reason

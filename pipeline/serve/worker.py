@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import EngineFull, Event, Request
+from earlyfusion.model.engine.requests import EngineFull, Event, Request
 
 
 class EngineStopped(RuntimeError):

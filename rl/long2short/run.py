@@ -14,7 +14,7 @@ from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.engine.sequence import house_of
+from earlyfusion.model.engine.state import token_rules
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.checkpoint import Checkpointer, Loaded, RunFacts
@@ -78,7 +78,7 @@ class DpoRun:
         self.sampler = Sampler(config, self.model, self.tokenizer, self.out, self.folder, problems)
         self.optimizer = build.optimizer(config.optim, self.model)
         self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
-        silent = sorted(house_of(self.model, self.tokenizer).silent)
+        silent = sorted(token_rules(self.model, self.tokenizer).banned_ids)
         self.learner = Learner(config, self.model, self.runtime, None, silent)
         self.tracker: Tracker | None = None
         self.runtime.stop.install()

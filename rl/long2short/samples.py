@@ -27,7 +27,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Completion, SamplingParams
+from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.compose import dump
 from earlyfusion.rl.recipe import RLConfig

@@ -27,7 +27,7 @@ from earlyfusion.eval.measure import (
 )
 from earlyfusion.eval.measured import Measured
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry

@@ -25,8 +25,8 @@ import torch
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.paused import PausedRequest
-from earlyfusion.model.engine.request import Handle, Request, SamplingParams
+from earlyfusion.model.engine.requests import Handle, Request, SamplingParams
+from earlyfusion.model.engine.transfer import PausedRequest
 from earlyfusion.model.moe import moe_layers
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.objectives.length import repeat_period

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Completion, Prompt, Request, SamplingParams
+from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.moe import replaying_routing

@@ -31,10 +31,10 @@ from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import ProgramResult
-from earlyfusion.model.engine.paused import PausedSample
-from earlyfusion.model.engine.request import (
+from earlyfusion.model.engine.requests import (
     Completion,
     FinishReason,
+    PausedSample,
     Prompt,
     Request,
     SamplingParams,

@@ -77,7 +77,7 @@ def engine(folder: Path) -> dict[str, Any]:
     from engine_cases import PLAIN, SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, tokens
 
     from earlyfusion.model.engine.engine import Engine
-    from earlyfusion.model.engine.request import Request
+    from earlyfusion.model.engine.requests import Request
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {}
@@ -107,9 +107,8 @@ def layers(folder: Path) -> dict[str, Any]:
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.cache import DecoderCache, MlaMemory
-    from earlyfusion.model.engine.memory import Pools
-    from earlyfusion.model.engine.prefill import Part, prefill_plan
-    from earlyfusion.model.engine.stores import MlaPages
+    from earlyfusion.model.engine.batch import Part, prefill_plan
+    from earlyfusion.model.engine.cache import MlaPages, Pools
     from earlyfusion.model.mla import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text
 
@@ -173,7 +172,7 @@ def ahead(folder: Path) -> dict[str, Any]:
     from engine_cases import SHAPE, TOKENIZER, all_returned, drawn, model, requests
 
     from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
-    from earlyfusion.model.engine.request import Request, TokenPrompt
+    from earlyfusion.model.engine.requests import Request, TokenPrompt
 
     net = model(0, **SHAPE, num_experts=0).to("cuda" if torch.cuda.is_available() else "cpu")
     sizes = dict(max_slots=6, page_size=8, prefill_chunk=32, prefix_cache=6, checkpoint_every=16)

@@ -9,7 +9,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Completion, Request, SamplingParams, TokenPrompt
+from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 
 # widths are multiples of 4: what the engine's bit-exactness on a CPU asks of a model

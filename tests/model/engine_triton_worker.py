@@ -18,10 +18,10 @@ import torch
 from engine_cases import SHAPE, TOKENIZER, drawn, model, tokens
 
 from earlyfusion.kernels import dispatch
-from earlyfusion.model.engine import ring_slots
+from earlyfusion.model.engine import cache
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.paused import PausedRequest
-from earlyfusion.model.engine.request import Request
+from earlyfusion.model.engine.requests import Request
+from earlyfusion.model.engine.transfer import PausedRequest
 
 SMALL = dict(SHAPE, hidden_size=16, intermediate_size=16, num_hidden_layers=2, kv_lora_rank=8)
 HEADS = dict(num_heads=4, head_dim=8, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2])
@@ -71,7 +71,7 @@ def main(path: str) -> None:
     for name, shape in CASES.items():
         net, called = model(1, **shape), set()
         plain = facts(engine(net, "torch").generate(requests()))
-        load, decode = dispatch.load, ring_slots.decode
+        load, decode = dispatch.load, cache.decode
 
         def watched(where, load=load, called=called):
             called.add(where.removeprefix("earlyfusion.kernels."))
@@ -81,9 +81,9 @@ def main(path: str) -> None:
             called.add("kda.decode:decode")
             return decode(*arguments, **named)
 
-        dispatch.load, ring_slots.decode = watched, watched_decode
+        dispatch.load, cache.decode = watched, watched_decode
         kernels = facts(engine(net, "triton").generate(requests()))
-        dispatch.load, ring_slots.decode = load, decode
+        dispatch.load, cache.decode = load, decode
         results[name] = {
             "torch": plain,
             "triton": kernels,

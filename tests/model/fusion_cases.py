@@ -8,7 +8,7 @@ import torch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import train_bpe
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for
 from earlyfusion.vision.config import VisionConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from earlyfusion.kernels.attention.tiles import attend_in_tiles
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import attend_in_tiles
 from tests.model.tiny import build, document, pack, tiny_fusion
 
 TOLERANCE = 1e-10  # fp64; the absorbed attention and the recurrent step sum in another order
@@ -36,7 +36,7 @@ def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rou
     hidden = torch.arange(300) > last_NX1
     law = (logits * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ keys_NLR[..., :16].double()
     padded = torch.nn.functional.pad(keys_NLR, (0, 0, 0, 1000))
-    got = attend_in_tiles(query_NXR, last_NX1, 300, lambda start, stop: padded[:, start:stop], 16, scale)
+    got, _ = attend_in_tiles(query_NXR, last_NX1, 300, lambda start, stop: padded[:, start:stop], 16, scale)
     assert (got.double() - law).norm() < rounding * law.norm()
 
 

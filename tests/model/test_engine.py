@@ -2,15 +2,14 @@
 back."""
 
 import random
-import re
 
 import pytest
 import torch
 from engine_cases import SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, serve, tokens
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
-from earlyfusion.model.engine.sequence import TextStream
+from earlyfusion.model.engine.requests import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
+from earlyfusion.model.engine.state import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,6 @@ def engine_of(net, **options) -> Engine:
 
 
 # ---- what may be said
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -67,63 +65,6 @@ def test_a_request_bans_its_own_tokens_only(net):
     assert done["r1", 0].ids == free["r1", 0].ids
 
 
-class Alternating:
-    """Even ids, then odd ids, by turns."""
-
-    def allowed(self, ids):
-        mask = torch.zeros(TOKENIZER.vocab_size, dtype=torch.bool)
-        mask[len(ids) % 2 :: 2] = True
-        return mask
-
-
-class Until:
-    """Everything, until `count` tokens are there; then nothing, or an exception, or a mask of a wrong
-    size."""
-
-    def __init__(self, count, then):
-        self.count, self.then = count, then
-
-    def allowed(self, ids):
-        if len(ids) == self.count and self.then == "raises":
-            raise KeyError("rule")
-        size = 7 if len(ids) == self.count and self.then == "size" else TOKENIZER.vocab_size
-        return torch.full((size,), len(ids) < self.count, dtype=torch.bool)
-
-
-def test_a_grammar_is_kept_and_does_not_touch_its_neighbours(net):
-    free = serve(net, requests([5, 7], drawn(20)))
-    given = [Request("r0", tokens(5), drawn(20, grammar=Alternating(), n=2)), requests([5, 7], drawn(20))[1]]
-    done = serve(net, given)
-    for sample in range(2):
-        assert [token % 2 for token in done["r0", sample].ids] == [0, 1] * 10
-    assert done["r1", 0].ids == free["r1", 0].ids
-
-
-@pytest.mark.parametrize(
-    ("then", "message"),
-    [
-        ("nothing", "allows no token after"),
-        ("raises", "raised KeyError: 'rule'"),
-        ("size", r"mask of shape \(7,\), exp"),
-    ],
-)
-@pytest.mark.parametrize("count", [0, 4])
-def test_a_grammar_that_fails_ends_its_own_request_alone(net, then, message, count):
-    """At the first token and later; its neighbours get what they get without it, and everything is given
-    back."""
-    free = serve(net, requests([5, 7, 9], drawn(12)))
-    broken = Request("r1", tokens(7), drawn(12, grammar=Until(count, then), n=2))
-    given = requests([5, 7, 9], drawn(12))
-    done = serve(net, [given[0], broken, given[2]])
-    for sample in range(2):
-        ended = done["r1", sample]
-        assert ended.finish_reason == "error" and re.search(message, ended.error) and len(ended.ids) == count
-    assert done["r1", 0].ids == free["r1", 0].ids[:count]
-    for name in ("r0", "r2"):
-        assert done[name, 0].ids == free[name, 0].ids and done[name, 0].logprobs == free[name, 0].logprobs
-        assert done[name, 0].error == ""
-
-
 def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
     free = serve(net, requests([6], drawn(20)))["r0", 0]
     stop = free.ids[7]
@@ -142,7 +83,6 @@ def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
 
 
 # ---- streaming
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_streamed_pieces_add_up_to_the_text(net):
@@ -188,7 +128,6 @@ def test_a_stop_string_is_never_streamed_in_part(stop):
 
 
 # ---- what it refuses
-# ------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_named(net):
@@ -270,7 +209,6 @@ def test_mode_and_gradients_are_left_as_they_were():
 
 
 # ---- memory
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_look_at_the_host_per_step(net):
@@ -342,7 +280,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
         for event in engine.step():
             if event.completion is not None:
                 ends[event.completion.finish_reason] = ends.get(event.completion.finish_reason, 0) + 1
-        alive &= set(engine.ledger.tickets)
+        alive &= set(engine.table.states)
         roll = rng.random()
         if alive and roll < 0.25:
             engine.cancel(rng.choice(sorted(alive)))

@@ -22,9 +22,9 @@ from engine_cases import (
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine import compiled
+from earlyfusion.model.engine import cpu
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
 LINEAR = SHAPE["linear_attn_config"]
@@ -76,7 +76,7 @@ def stepped_logits(net, whole: torch.Tensor, prompt: int) -> torch.Tensor:
         engine.submit(Request(name, replace(tokens(1), ids=ids), params))
     while not engine.scheduler.running or engine.scheduler.reading:
         engine.step()
-    samples = {sample.ticket.request.id: sample for sample in engine.scheduler.running}
+    samples = {sample.parent.request.id: sample for sample in engine.scheduler.running}
     order = [samples[name] for name in ("c", "a", "b")]
     found = []
     runner = engine.runner
@@ -89,7 +89,7 @@ def stepped_logits(net, whole: torch.Tensor, prompt: int) -> torch.Tensor:
             runner.last_S[samples["a"].slot] = whole[position]
             for sample in order:
                 runner.length_S[sample.slot] = sample.length
-            found.append(runner.decode_logits(slots, 512, None, len(order))[1].clone())
+            found.append(runner.decode_logits(slots, 512, len(order))[1].clone())
             for sample in order:
                 sample.length += 1
     return torch.stack(found)
@@ -159,7 +159,7 @@ def test_it_stands_aside(monkeypatch):
     net = model()
     assert Engine(model().double(), TOKENIZER).runner.compiled is None
     assert Engine(model().bfloat16(), TOKENIZER).runner.compiled is None
-    monkeypatch.setattr(compiled, "MOST_BYTES", 1000)
+    monkeypatch.setattr(cpu, "free_memory", lambda: 1000)
     assert Engine(net, TOKENIZER).runner.compiled is None
     monkeypatch.undo()
     monkeypatch.setenv("EF_KERNELS", "naive")

@@ -7,11 +7,11 @@ import pytest
 import torch
 from engine_cases import K3, PLAIN, SHAPE, TOKENIZER, drawn, model, pictured, requests, tokens, trained_logits
 
+from earlyfusion.kernels.attention.tiles import tiles
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import tiles
+from earlyfusion.model.engine.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt
-from earlyfusion.model.engine.stores import KdaSlots
+from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
 
 pytestmark = pytest.mark.usefixtures("way")
 TOLERANCE = 1e-4  # fp32, absolute: recurrent against chunked KDA, absorbed against expanded attention
@@ -42,7 +42,7 @@ class Watched(Engine):
 
         def note(samples):
             for sample, row in zip(samples, last.pop()):
-                self.seen.setdefault((sample.ticket.request.id, sample.index), []).append(row.clone())
+                self.seen.setdefault((sample.parent.request.id, sample.index), []).append(row.clone())
 
         def decode(running, steps=1, recording=False):
             chosen = plain_decode(running, steps, recording)

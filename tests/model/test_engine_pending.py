@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from earlyfusion.model.engine.pending import Pending
+from earlyfusion.model.engine.cache import Pending
 
 
 @pytest.mark.parametrize("seed", range(20))

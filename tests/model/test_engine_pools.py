@@ -5,10 +5,9 @@ import pytest
 import torch
 from engine_cases import CONFIG, model, tokens
 
+from earlyfusion.kernels.attention.tiles import tiles
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import tiles
-from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.stores import MlaPages, PooledPlan
+from earlyfusion.model.engine.cache import MlaPages, PooledPlan, Pools
 
 
 def pools(slots: int = 3, pages: int = 6, page_size: int = 4) -> Pools:
@@ -113,7 +112,7 @@ def test_the_padding_rows_of_a_step_leave_no_trace():
     """Slot 0 is fed again and again by steps of one sequence; nothing of it may grow or become a number that
     is none."""
     from earlyfusion.model.engine.engine import Engine
-    from earlyfusion.model.engine.request import Request, SamplingParams
+    from earlyfusion.model.engine.requests import Request, SamplingParams
 
     engine = Engine(model(), None, max_slots=2, page_size=4, max_pages=60)
     engine.generate([Request("r", tokens(3), SamplingParams(200, ignore_eos=True))])
@@ -137,6 +136,6 @@ def test_dense_and_pooled_memories_decode_alike():
     with torch.no_grad():
         for position, token in enumerate(ids):
             engine.runner.last_S[1], engine.runner.length_S[1] = token, position
-            got = engine.runner.decode_logits(torch.tensor([1] + [0] * 7), 128, None, 1)[0]
+            got = engine.runner.decode_logits(torch.tensor([1] + [0] * 7), 128, 1)[0]
             hidden = net.decoder(net.decoder.embed_tokens(token[None]), Segments((1,)), cache)
             torch.testing.assert_close(got, net.logits(hidden)[0], atol=1e-10, rtol=0)

@@ -7,9 +7,9 @@ import torch
 from engine_cases import TOKENIZER, all_returned, model, pictured, tokens, trained_logits
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, RequestError, SamplingParams, ScoreRequest, TokenPrompt
+from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams, ScoreRequest, TokenPrompt
 
-FORMS = pytest.mark.parametrize("kernels", ["auto", "torch"])  # compiled, and the modules
+FORMS = pytest.mark.usefixtures("way")
 TOLERANCE = 1.3e-5  # nats; fp32, two orders of summation
 
 
@@ -31,8 +31,7 @@ def requests() -> list[ScoreRequest]:
 
 
 @FORMS
-def test_scores_are_those_of_the_training_forward(kernels, monkeypatch):
-    monkeypatch.setenv("EF_KERNELS", kernels)
+def test_scores_are_those_of_the_training_forward():
     serving = engine()
     asked = requests()
     result = serving.score(asked, states=True, banned_ids=[20])
@@ -53,8 +52,7 @@ def test_scores_are_those_of_the_training_forward(kernels, monkeypatch):
 
 
 @FORMS
-def test_alone_and_among_others_the_bits_are_the_same(kernels, monkeypatch):
-    monkeypatch.setenv("EF_KERNELS", kernels)
+def test_alone_and_among_others_the_bits_are_the_same():
     together = engine().score(requests())
     for request, scores in zip(requests(), together):
         (alone,) = engine(max_slots=7).score([request])

@@ -6,7 +6,7 @@ import torch
 from engine_cases import TOKENIZER, all_returned, drawn, model, pictured, serve, tokens
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, TokenPrompt
+from earlyfusion.model.engine.requests import Request, TokenPrompt
 
 
 def cached(net, **options) -> Engine:

@@ -30,7 +30,6 @@ CASES: dict[str, dict[str, Any]] = {
         documents=(5, 9),
         grids=[(2, 2, 4)],
         recompute=True,
-        z_loss=1e-2,
     ),
     "full, bounded gates": dict(
         text={**BLOCK, "attn_res": "full", "linear_attn_config": BOUNDED},
@@ -70,7 +69,6 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
     config = tiny_fusion(**case["text"])
     model = build(config, seed).train()
     model.decoder.recompute = case.get("recompute", False)
-    model.z_loss = case.get("z_loss", 0.0)
     first, *others = case["documents"]
     batch = pack(
         [document(first, case["grids"], config, seed), *(document(n, [], config, n) for n in others)]

@@ -14,7 +14,7 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.sandbox.host import Sandbox
-from earlyfusion.model.engine.request import Completion, Event, SamplingParams, Token
+from earlyfusion.model.engine.requests import Completion, Event, SamplingParams, Token
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.chat import Conversation
 from earlyfusion.vision.config import VisionConfig

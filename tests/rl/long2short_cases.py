@@ -13,7 +13,7 @@ from rl_cases import trained_logprobs
 from safetensors.torch import load_file
 
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.model.engine.request import Completion
+from earlyfusion.model.engine.requests import Completion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.rl.long2short import cmd as long2short
 from earlyfusion.rl.recipe import TaskEntry

@@ -8,7 +8,7 @@ from rl_cases import config, model_directory, run
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.request import Completion, TokenPrompt
+from earlyfusion.model.engine.requests import Completion, TokenPrompt
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import RandomReward, Rewards, TaskReward

@@ -51,7 +51,7 @@ def plain(made, seen, temperature):
         row, places = pack(net, [every[n]])
         with used_experts(net, places):
             logits = net.logits(net.hidden(row).index_select(0, places.positions_M)).float() / temperature
-        logits[:, sorted(made.kit.engine.house.silent)] = float("-inf")
+        logits[:, sorted(made.kit.engine.rules.banned_ids)] = float("-inf")
         logp.append(logits.log_softmax(-1).gather(1, places.ids_M[:, None]).squeeze(1))
     old = torch.tensor([p for n in kept for p in every[n].completion.logprobs])
     segments = Segments(tuple(len(every[n].ids) for n in kept))

@@ -19,7 +19,7 @@ from long2short_cases import LONG, REWARD, SHORT, answer, call, lines, told, toy
 from rl_cases import problem_of
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.engine.sequence import house_of
+from earlyfusion.model.engine.state import token_rules
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import rewards
@@ -160,7 +160,7 @@ def test_packed_rows_give_the_gradients_of_the_definition(toy, tmp_path, seed, r
         sums = learner.gradients(batch, len(batch))
         ours = {n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None}
         run.model.zero_grad(set_to_none=True)
-        silent = sorted(house_of(run.model, TOKENIZER).silent)
+        silent = sorted(token_rules(run.model, TOKENIZER).banned_ids)
         assert TOKENIZER.bos_id in silent
         loss = plain(run.model, silent, answered, pairs, batch, options, learner.reference_P2)
     finally:

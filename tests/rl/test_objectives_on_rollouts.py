@@ -8,7 +8,7 @@ from rl_cases import flat, trained_logprobs
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import SamplingParams
+from earlyfusion.model.engine.requests import SamplingParams
 from earlyfusion.rl.config import CorrectionConfig, ObjectiveConfig
 from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.objectives.corrections import importance_weights

@@ -7,7 +7,7 @@ from rl_cases import flat, mismatch, trained_logprobs
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.request import Request, RequestError, SamplingParams
+from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams
 from earlyfusion.model.moe import moe_layers, recording_routing, replaying_routing
 from earlyfusion.rl.rollouts.packing import Trajectory, pack, rollout
 

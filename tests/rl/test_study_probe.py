@@ -13,7 +13,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.stats import t_quantile
-from earlyfusion.model.engine.request import ScoreRequest
+from earlyfusion.model.engine.requests import ScoreRequest
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.entries import entry_of

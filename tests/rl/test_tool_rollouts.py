@@ -26,7 +26,7 @@ from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.request import TokenPrompt
+from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.model.generate import Row
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.learn import Sums, distinct
@@ -192,7 +192,7 @@ def by_hand(made, seen, everything=False):
         _, places = pack(net, [trajectory])
         with used_experts(net, places):
             logits = net.logits(net.hidden(row)).float()
-        logits[:, sorted(made.kit.engine.house.silent)] = float("-inf")
+        logits[:, sorted(made.kit.engine.rules.banned_ids)] = float("-inf")
         chosen = [i for i, label in enumerate(labels) if label >= 0]
         wanted = torch.tensor([labels[i] for i in chosen])
         logp.append(logits[[i - 1 for i in chosen]].log_softmax(-1).gather(1, wanted[:, None]).squeeze(1))

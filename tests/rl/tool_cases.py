@@ -4,7 +4,6 @@ said."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def answer(text: str, thinking: str | None = None) -> list[int]:
 
 
 class Among:
-    """A grammar: one of several token sequences, as the model likes."""
+    """One of several token sequences, as the model likes."""
 
     def __init__(self, choices: Sequence[Sequence[int]], vocabulary: int) -> None:
         self.choices, self.vocabulary = [tuple(choice) for choice in choices], vocabulary
@@ -75,16 +74,32 @@ class Among:
         return mask
 
 
+def hold(engine: Any) -> dict[str, Among]:
+    """Requests whose ids are put into the returned dictionary may only say what is allowed there."""
+    allowed: dict[str, Among] = {}
+    free = engine.runner.banned_for
+
+    def banned_for(samples, total):
+        common, mask = free(samples, total), torch.zeros(total, engine.rules.vocab_size, dtype=torch.bool)
+        mask |= common if common.dtype == torch.bool else mask.index_fill(1, common, True)
+        for row, sample in zip(mask, samples):
+            if sample.parent.request.id in allowed:
+                row |= ~allowed[sample.parent.request.id].allowed(sample.ids)
+        return mask
+
+    engine.runner.banned_for = banned_for
+    return allowed
+
+
 def scripted(made: Any, say: Say) -> Any:
     """A run whose engine may only say what `say` allows; returns the run."""
     engine = made.kit.engine
-    submit = engine.submit
+    submit, allowed = engine.submit, hold(engine)
 
     def held(request, after=None):
         choices = say(request.id, TOKENIZER.decode(request.prompt.ids.tolist()))
         if choices:
-            grammar = Among(choices, engine.house.vocabulary)
-            request = replace(request, params=replace(request.params, grammar=grammar))
+            allowed[request.id] = Among(choices, engine.rules.vocab_size)
         return submit(request, after)
 
     engine.submit = held

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from earlyfusion.model.cache import tiles
+from earlyfusion.model.engine.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.sampler import Needs
-from earlyfusion.model.engine.stores import KdaSlots
 from earlyfusion.pipeline.bench.engine.peer import our_model
 
 PAGE = 64
@@ -63,8 +62,6 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
     slots = torch.cat([slots, slots.new_zeros(runner.bucket(batch) - batch)])
     runner.length_S[0] = 0
     needs = Needs(drawn=True, top_p=False, min_p=False, logprobs=False)
-    length = tiles(context + 1)[-1][1]
-    span = (1, batch + 1) if len(slots) == batch else None
     seconds = []
     with torch.no_grad():
         for index in range(steps + 1):
@@ -73,7 +70,7 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
             if runner.graphs is not None:
                 runner.graphs.run(slots, context + 1, needs)
             else:
-                runner.decode_step(slots, length, span, needs, runner.banned, batch)
+                runner.decode_step(slots, context + 1, needs, runner.banned, batch)
             _wait()
             if index:
                 seconds.append(time.perf_counter() - start)

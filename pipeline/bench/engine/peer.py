@@ -117,7 +117,7 @@ def our_model(
 def engine_side(request: dict[str, Any], device: torch.device) -> Generate:
     """Our engine, made once for a number of prompts, since its pools are sized for them."""
     from earlyfusion.model.engine.engine import Engine
-    from earlyfusion.model.engine.request import Request, SamplingParams, TokenPrompt
+    from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
     from earlyfusion.model.generate import engine_for
 
     model = our_model(shared_shape(request["shape"]), request["seed"], device, DTYPES[request["dtype"]])

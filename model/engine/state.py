@@ -1,4 +1,4 @@
-"""What the engine keeps on the host about a request: the ticket (one per request), its samples, and their
+"""What the engine keeps on the host about a request: its state (one per request), its samples, and their
 text.
 
 Shapes: n tokens of a prompt, V vocabulary, L sparse layers, J chosen experts.
@@ -15,8 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.model.engine.images import picture_digests
-from earlyfusion.model.engine.request import Completion, FinishReason, Handle, Request, RequestError, Token
+from earlyfusion.model.engine.requests import (
+    Completion,
+    FinishReason,
+    Handle,
+    PausedSample,
+    Request,
+    RequestError,
+    Token,
+)
 from earlyfusion.model.engine.sampler import sequence_key
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.patches import num_tokens
@@ -38,6 +45,45 @@ class Decodes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str: ...
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """Which tokens end a text and which are never drawn, for every request to a model.
+
+    stop_ids: end of text and of a message. banned_ids: tokens that only stand in inputs, and rows of the
+    embedding that the tokenizer does not know. media_id: the image placeholder.
+    """
+
+    tokenizer: Decodes | None
+    vocab_size: int
+    stop_ids: frozenset[int]
+    banned_ids: frozenset[int]
+    media_id: int
+    merge: tuple[int, int]
+
+
+def token_rules(model: NativeFusion, tokenizer: Decodes | None) -> TokenRules:
+    """Raises ValueError for a tokenizer that knows more ids than the model embeds."""
+    text, media = model.config.text, model.config.media_token_id
+    merge = model.config.vision.merge_kernel_size
+    if tokenizer is None:
+        stop = frozenset({text.eos_token_id})
+        return TokenRules(None, text.vocab_size, stop, frozenset({media}), media, merge)
+
+    special = tokenizer.special_ids
+    largest = max([tokenizer.vocab_size - 1, *special.values()])
+    if largest >= text.vocab_size:
+        raise ValueError(
+            f"the tokenizer has ids up to {largest}, the model embeds vocab_size={text.vocab_size}; "
+            "use the tokenizer the model was trained with"
+        )
+
+    stop = frozenset({text.eos_token_id, special.get(END_OF_MSG, text.eos_token_id)})
+    banned = {media, text.bos_token_id, text.pad_token_id}
+    banned.update(special[name] for name in MEDIA_TOKENS if name in special)
+    banned.update(range(tokenizer.vocab_size, text.vocab_size))
+    return TokenRules(tokenizer, text.vocab_size, stop, frozenset(banned - stop), media, merge)
 
 
 class TextStream:
@@ -76,6 +122,7 @@ class TextStream:
         return self._give(final=True)
 
     def _settle(self, final: bool) -> None:
+        # Decode the new ids after some old ones, and take what comes beyond the text of the old ones.
         before = self._decode(self._ids[self._context : self._settled])
         now = self._decode(self._ids[self._context :])
         waiting = len(self._ids) - self._settled
@@ -83,13 +130,11 @@ class TextStream:
             return
         self.text += now[len(before) :]
         self._context, self._settled = self._settled, len(self._ids)
-        ends = [
-            place
-            for place in (self.text.find(stop, max(0, self._given - len(stop))) for stop in self.stop)
-            if place >= 0
-        ]
-        if ends and not self.stopped:
-            self.text, self.stopped = self.text[: min(ends)], True
+
+        starts = [self.text.find(stop, max(0, self._given - len(stop))) for stop in self.stop]
+        found = [start for start in starts if start >= 0]
+        if found and not self.stopped:
+            self.text, self.stopped = self.text[: min(found)], True
 
     def _give(self, final: bool) -> str:
         end = len(self.text)
@@ -102,15 +147,16 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest proper beginning of `stop` that `text` ends with."""
-    return next(
-        (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
-    )
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestState:
     """A request on its way. key_ids: the prompt with pictures' content in place of their placeholders, for
-    the prefix cache. stops, banned: of this request (banned None: the engine's usual set)."""
+    the prefix cache. stop_ids, banned_V: of this request (banned_V None: the engine's usual set)."""
 
     request: Request
     handle: Handle
@@ -118,7 +164,7 @@ class Ticket:
     key_ids: np.ndarray
     media_positions: list[int]
     digests: list[bytes]
-    stops: frozenset[int]
+    stop_ids: frozenset[int]
     banned_V: Tensor | None
     samples: list[Sample] = field(default_factory=list)
     features: Tensor | None = None
@@ -141,11 +187,11 @@ class Ticket:
 
 @dataclass(eq=False)
 class Sample:
-    """One continuation. length: tokens whose effect is in slot and pages. reserved: pages promised and not
-    taken. siblings: samples to be forked from this one when its prompt has been read. saved: state to be put
-    back."""
+    """One continuation of `parent`. length: tokens whose effect is in slot and pages. reserved: pages
+    promised and not taken. siblings: samples to be forked from this one when its prompt has been read.
+    saved: state to be put back. reported: tokens that events have told."""
 
-    ticket: Ticket
+    parent: RequestState
     index: int
     stream: TextStream
     key: int
@@ -162,37 +208,35 @@ class Sample:
     saved: dict[str, Tensor] | None = None
     routing: list[np.ndarray] = field(default_factory=list)
     finished: bool = False
-    told: int = 0
-    banned_V: Tensor | None = None
-    """What its grammar (and its request) forbids as the next token."""
+    reported: int = 0
 
     @property
     def context(self) -> int:
         """Tokens known so far: prompt and generated."""
-        return len(self.ticket.ids) + len(self.ids)
+        return len(self.parent.ids) + len(self.ids)
 
     @property
     def target(self) -> int:
         """Where reading stops: the end of the prompt while siblings wait to be forked from there, else all
         that is known."""
-        return len(self.ticket.ids) if self.siblings else self.context
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Known tokens start .. stop - 1."""
-        prompt = len(self.ticket.ids)
-        if start >= prompt:
-            return self.ids[start - prompt : stop - prompt]
-        return self.ticket.ids[start:stop] + self.ids[: max(0, stop - prompt)]
-
-    def prefix_key(self, length: int) -> np.ndarray:
-        """Key ids of the first `length` known tokens."""
-        made = np.array(self.ids[: max(0, length - len(self.ticket.ids))], dtype=np.int64)
-        return np.concatenate([self.ticket.key_ids[:length], made])
+        return len(self.parent.ids) if self.siblings else self.context
 
     @property
     def left(self) -> int:
         """Tokens it may still get."""
-        return self.ticket.request.params.max_new_tokens - len(self.ids)
+        return self.parent.request.params.max_new_tokens - len(self.ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens start .. stop - 1."""
+        prompt = len(self.parent.ids)
+        if start >= prompt:
+            return self.ids[start - prompt : stop - prompt]
+        return self.parent.ids[start:stop] + self.ids[: max(0, stop - prompt)]
+
+    def prefix_key(self, length: int) -> np.ndarray:
+        """Key ids of the first `length` known tokens."""
+        generated = np.array(self.ids[: max(0, length - len(self.parent.ids))], dtype=np.int64)
+        return np.concatenate([self.parent.key_ids[:length], generated])
 
     def extend(
         self, ids: Sequence[int], logprobs: Sequence[float], logprobs1: Sequence[float], version: int
@@ -203,14 +247,28 @@ class Sample:
         self.logprobs1 += logprobs1
         self.versions += [version] * len(ids)
 
-    def untold(self) -> tuple[Token, ...]:
+    def new_tokens(self) -> tuple[Token, ...]:
         """The tokens since the last call."""
-        start, self.told = self.told, len(self.ids)
+        start, self.reported = self.reported, len(self.ids)
         known = (self.ids, self.logprobs, self.logprobs1, self.versions)
         return tuple(map(Token, *(values[start:] for values in known)))
 
-    def completion(self, reason: FinishReason, error: str = "") -> Completion:
-        request = self.ticket.request
+    def paused(self, state: dict[str, Tensor]) -> PausedSample:
+        """What leaves the engine of it."""
+        return PausedSample(
+            index=self.index,
+            ids=list(self.ids),
+            logprobs=list(self.logprobs),
+            logprobs1=list(self.logprobs1),
+            versions=list(self.versions),
+            resumes=list(self.resumes),
+            length=self.length if state else 0,
+            state=state,
+            routing=np.concatenate(self.routing) if self.routing and state else None,
+        )
+
+    def completion(self, reason: FinishReason) -> Completion:
+        request = self.parent.request
         return Completion(
             request_id=request.id,
             index=self.index,
@@ -220,55 +278,14 @@ class Sample:
             versions=list(self.versions),
             text=self.stream.text,
             finish_reason=reason,
-            prompt_tokens=len(self.ticket.ids),
-            cached_tokens=self.ticket.cached_tokens,
+            prompt_tokens=len(self.parent.ids),
+            cached_tokens=self.parent.cached_tokens,
             routing=np.concatenate(self.routing) if request.capture_routing and self.routing else None,
             resumes=tuple(self.resumes),
-            error=error,
         )
 
 
-@dataclass(frozen=True)
-class House:
-    """What the engine knows about every request. ends, silent: its stop and banned ids; media: the
-    placeholder."""
-
-    tokenizer: Decodes | None
-    vocabulary: int
-    ends: frozenset[int]
-    silent: frozenset[int]
-    media: int
-    merge: tuple[int, int]
-
-
-def house_of(model: NativeFusion, tokenizer: Decodes | None) -> House:
-    """What holds for every request to this model.
-
-    Raises ValueError for a tokenizer that knows more ids than the model embeds.
-    """
-    text, media = model.config.text, model.config.media_token_id
-    merge = model.config.vision.merge_kernel_size
-    if tokenizer is None:
-        return House(None, text.vocab_size, frozenset({text.eos_token_id}), frozenset({media}), media, merge)
-    special = tokenizer.special_ids
-    largest = max([tokenizer.vocab_size - 1, *special.values()])
-    if largest >= text.vocab_size:
-        raise ValueError(
-            f"the tokenizer has ids up to {largest}, the model embeds vocab_size={text.vocab_size}; "
-            "use the tokenizer the model was trained with"
-        )
-    ends = {text.eos_token_id, *(special[name] for name in (END_OF_MSG,) if name in special)}
-    silent = {
-        media,
-        text.bos_token_id,
-        text.pad_token_id,
-        *(special[name] for name in MEDIA_TOKENS if name in special),
-    }
-    silent.update(range(tokenizer.vocab_size, text.vocab_size))  # rows of the embedding beyond the tokenizer
-    return House(tokenizer, text.vocab_size, frozenset(ends), frozenset(silent - ends), media, merge)
-
-
-def make_ticket(request: Request, house: House) -> Ticket:
+def new_state(request: Request, rules: TokenRules) -> RequestState:
     """Check a request and lay out its samples.
 
     Raises RequestError for an empty prompt, ids outside the vocabulary, or pictures that do not fit the text.
@@ -277,39 +294,70 @@ def make_ticket(request: Request, house: House) -> Ticket:
     ids = [int(i) for i in torch.as_tensor(prompt.ids).tolist()]
     if not ids:
         raise RequestError(f"prompt {request.id} has no tokens; a prompt needs at least [BOS]")
-    if min(ids) < 0 or max(ids) >= house.vocabulary:
-        got = f"{min(ids)}..{max(ids)}"
+    if min(ids) < 0 or max(ids) >= rules.vocab_size:
         raise RequestError(
-            f"request {request.id!r}: token ids must lie in 0..{house.vocabulary - 1}, got {got}"
+            f"request {request.id!r}: token ids must lie in 0..{rules.vocab_size - 1}, got"
+            f" {min(ids)}..{max(ids)}"
         )
+
     positions = [int(i) for i in torch.as_tensor(prompt.media_positions).tolist()]
     digests = picture_digests(prompt.patches, prompt.grids)
-    counts = [num_tokens(grid, house.merge) for grid in prompt.grids]
-    pads = [i for i, token in enumerate(ids) if token == house.media]
+    counts = [num_tokens(grid, rules.merge) for grid in prompt.grids]
+    pads = [i for i, token in enumerate(ids) if token == rules.media_id]
     if pads != sorted(positions) or len(pads) != sum(counts):
         raise RequestError(
             f"request {request.id!r}: the pictures give {sum(counts)} features, the text holds {len(pads)}"
             f" <|media_pad|> and {len(positions)} media positions; encode text and pictures with the model's"
             " vision configuration"
         )
-    stops = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else house.ends)
-    banned = ((house.silent | set(params.banned_ids)) - stops) | {house.media}
-    banned_V = None
-    if banned != house.silent:
-        banned_V = torch.zeros(house.vocabulary, dtype=torch.bool)
-        banned_V[torch.tensor(sorted(i for i in banned if 0 <= i < house.vocabulary), dtype=torch.long)] = (
-            True
-        )
-        if bool(banned_V.all()):
-            raise RequestError(f"request {request.id!r}: every token is banned")
-    handle = Handle(request.id, params.n)
-    key_ids = _key_ids(ids, positions, digests, counts)
-    foreseen = not params.stop and params.grammar is None and banned_V is None and len(stops) <= STOPS
-    ticket = Ticket(request, handle, ids, key_ids, positions, digests, stops, banned_V, foreseen=foreseen)
+
+    stop_ids = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else rules.stop_ids)
+    state = RequestState(
+        request,
+        Handle(request.id, params.n),
+        ids,
+        _key_ids(ids, positions, digests, counts),
+        positions,
+        digests,
+        stop_ids,
+        _banned(request, rules, stop_ids),
+    )
+    state.foreseen = not params.stop and state.banned_V is None and len(stop_ids) <= STOPS
     for index in range(params.n):
         key = sequence_key(params.seed, request.noise or request.id, index)
-        ticket.samples.append(Sample(ticket, index, TextStream(house.tokenizer, params.stop), key))
-    return ticket
+        state.samples.append(Sample(state, index, TextStream(rules.tokenizer, params.stop), key))
+    return state
+
+
+def _banned(request: Request, rules: TokenRules, stop_ids: frozenset[int]) -> Tensor | None:
+    """bool [V] of a request that bans other tokens than all do; the image placeholder always is."""
+    banned = ((rules.banned_ids | set(request.params.banned_ids)) - stop_ids) | {rules.media_id}
+    if banned == rules.banned_ids:
+        return None
+    known = sorted(i for i in banned if 0 <= i < rules.vocab_size)
+    if len(known) == rules.vocab_size:
+        raise RequestError(f"request {request.id!r}: every token is banned")
+    banned_V = torch.zeros(rules.vocab_size, dtype=torch.bool)
+    banned_V[torch.tensor(known, dtype=torch.long)] = True
+    return banned_V
+
+
+def picture_digests(patches: Tensor | None, grids: Sequence[tuple[int, int, int]]) -> list[bytes]:
+    """16 bytes per picture over its size and patches. Raises RequestError when patches and grids disagree."""
+    counts = [t * h * w for t, h, w in grids]
+    given = 0 if patches is None else int(patches.shape[0])
+    if sum(counts) != given:
+        raise RequestError(
+            f"the prompt's grids {list(grids)[:4]} need {sum(counts)} patches, {given} were given"
+        )
+    if patches is None:
+        return []
+    digests = []
+    for grid, part in zip(grids, patches.split(counts)):
+        digest = hashlib.blake2b(repr(tuple(grid)).encode(), digest_size=16)
+        digest.update(part.contiguous().cpu().numpy().tobytes())
+        digests.append(digest.digest())
+    return digests
 
 
 def _key_ids(ids: list[int], positions: list[int], digests: list[bytes], counts: list[int]) -> np.ndarray:

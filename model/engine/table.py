@@ -1,5 +1,5 @@
-"""What has become of the requests: tickets on their way, events of the current step, counters; and how a
-sample ends."""
+"""What has become of the requests: those on their way, events of the current step, counters; and how a sample
+ends."""
 
 from __future__ import annotations
 
@@ -9,24 +9,37 @@ from typing import Any
 
 import numpy as np
 
-from earlyfusion.model.engine.memory import Pools
-from earlyfusion.model.engine.paused import pause_sample
+from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.prefix import PrefixCache
-from earlyfusion.model.engine.request import Event, FinishReason
+from earlyfusion.model.engine.requests import Event, FinishReason
 from earlyfusion.model.engine.runner import Runner
 from earlyfusion.model.engine.scheduler import Scheduler
-from earlyfusion.model.engine.sequence import Sample, Ticket
+from earlyfusion.model.engine.state import RequestState, Sample
 
 NAN = float("nan")
 
 
-class Ledger:
-    """`tickets` by request id; `events` are handed out by `take_events`. version: of the weights that choose
+COUNTERS = (
+    "steps",
+    "host_syncs",
+    "read_tokens",
+    "decoded_tokens",
+    "paused",
+    "resumed_keep",
+    "resumed_reprefill",
+    "finished_stop",
+    "finished_length",
+    "finished_cancelled",
+)
+
+
+class RequestTable:
+    """`states` by request id; `events` are handed out by `take_events`. version: of the weights that choose
     now."""
 
     def __init__(self, scheduler: Scheduler, prefix: PrefixCache, runner: Runner, version: int) -> None:
         self.scheduler, self.prefix, self.runner, self.version = scheduler, prefix, runner, version
-        self.tickets: dict[str, Ticket] = {}
+        self.states: dict[str, RequestState] = {}
         self.events: list[Event] = []
         self.counts: Counter[str] = Counter()
 
@@ -41,8 +54,8 @@ class Ledger:
         drawn_NK, plain_NK = (chosen_K3N[:, row].T.tolist() for row in (1, 2))
         unknown = [NAN] * len(chosen_K3N)
         for sample, ids, drawn, plain in zip(samples, ids_NK, drawn_NK, plain_NK):
-            ticket = sample.ticket
-            if not ticket.request.params.logprobs:
+            parent = sample.parent
+            if not parent.request.params.logprobs:
                 drawn = plain = unknown
             count, reason, text = self._until_the_end(sample, ids)
             sample.extend(ids[:count], drawn[:count], plain[:count], self.version)
@@ -51,73 +64,63 @@ class Ledger:
                 self.counts["decoded_tokens"] += count
             if reason is not None:
                 self.finish(sample, reason, text)
-            elif ticket.request.pieces:
-                self.events.append(Event(ticket.request.id, sample.index, sample.untold(), text))
+            elif parent.request.pieces:
+                self.events.append(Event(parent.request.id, sample.index, sample.new_tokens(), text))
 
     def _until_the_end(self, sample: Sample, ids: Sequence[int]) -> tuple[int, FinishReason | None, str]:
         """(how many of these tokens belong to the sample, why it ends with them, text that became
         certain)."""
-        ticket, stream, text = sample.ticket, sample.stream, ""
+        parent, stream, text = sample.parent, sample.stream, ""
         ids, most = ids[: sample.left], len(ids[: sample.left])
-        if ticket.stops:
-            most = next((place + 1 for place, token in enumerate(ids) if token in ticket.stops), most)
-        stopped = bool(most) and ids[most - 1] in ticket.stops
+        if parent.stop_ids:
+            most = next((place + 1 for place, token in enumerate(ids) if token in parent.stop_ids), most)
+        stopped = bool(most) and ids[most - 1] in parent.stop_ids
         shown = ids[: most - stopped]
-        if not ticket.request.pieces and not stream.stop:
+        if not parent.request.pieces and not stream.stop:
             stream.keep(shown)
         else:
             for place, token in enumerate(shown):
                 text += stream.push(token)
                 if stream.stopped:
                     return place + 1, "stop", text
-        return most, "stop" if stopped else "length" if most == sample.left else None, text
+        if stopped:
+            return most, "stop", text
+        return most, "length" if most == sample.left else None, text
 
-    def finish(self, sample: Sample, reason: FinishReason, text: str = "", error: str = "") -> None:
+    def finish(self, sample: Sample, reason: FinishReason, text: str = "") -> None:
         """The sample's completion, with slot and pages given back if it was running."""
-        ticket = sample.ticket
+        parent = sample.parent
         text += sample.stream.close()
         if sample.stream.stopped and reason == "length":
             reason = "stop"
+        # What a running sample leaves behind: its state for who goes on from it, a beginning for the cache.
         left = None
         if self.scheduler.runs(sample):
-            if ticket.request.keep_state and reason == "stop":
-                left = pause_sample(
-                    sample, self.scheduler.pools.export(sample.slot, sample.pages, sample.length)
-                )
+            if parent.request.keep_state and reason == "stop":
+                left = sample.paused(self.scheduler.pools.export(sample.slot, sample.pages, sample.length))
             if reason in ("stop", "length"):
                 self.prefix.insert(sample.prefix_key(sample.length), sample.length, sample.slot, sample.pages)
             self.scheduler.release(sample)
-            self.runner.leave()
+            self.runner.forget_batch()
+
         sample.finished = True
-        completion = sample.completion(reason, error)
-        ticket.handle.completions.append(completion)
-        ticket.handle.completions.sort(key=lambda each: each.index)
+        completion = sample.completion(reason)
+        parent.handle.completions.append(completion)
+        parent.handle.completions.sort(key=lambda each: each.index)
         self.counts[f"finished_{reason}"] += 1
-        told = sample.untold() if ticket.request.pieces else ()
-        self.events.append(Event(ticket.request.id, sample.index, told, text, completion, left))
-        if not ticket.alive:
-            del self.tickets[ticket.request.id]
+        tokens = sample.new_tokens() if parent.request.pieces else ()
+        self.events.append(Event(parent.request.id, sample.index, tokens, text, completion, left))
+        if not parent.alive:
+            del self.states[parent.request.id]
 
-    def restrict(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Ask the grammars what may come next; samples whose grammar leaves nothing end as "error", the
-        others are returned."""
-        kept = []
-        for sample in samples:
-            error = self.runner.restrict(sample)
-            if error:
-                self.finish(sample, "error", error=error)
-            else:
-                kept.append(sample)
-        return kept
-
-    def leave_scheduler(self, ticket: Ticket) -> None:
-        """Take a ticket's samples out of line, slots and pages."""
-        if ticket in self.scheduler.waiting:
-            self.scheduler.waiting.remove(ticket)
-        for sample in ticket.alive:
+    def leave_scheduler(self, parent: RequestState) -> None:
+        """Take a request's samples out of line, slots and pages."""
+        if parent in self.scheduler.waiting:
+            self.scheduler.waiting.remove(parent)
+        for sample in parent.alive:
             if sample in self.scheduler.reading or sample in self.scheduler.running:
                 self.scheduler.release(sample)
-        self.runner.leave()
+        self.runner.forget_batch()
 
     def stats(self, pools: Pools) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""
@@ -137,20 +140,5 @@ class Ledger:
             "prefix_hits": self.prefix.hits,
             "prefix_hit_tokens": self.prefix.hit_tokens,
             "prefix_evictions": self.prefix.evictions,
-            **{
-                name: self.counts[name]
-                for name in (
-                    "steps",
-                    "host_syncs",
-                    "read_tokens",
-                    "decoded_tokens",
-                    "paused",
-                    "resumed_keep",
-                    "resumed_reprefill",
-                    "finished_stop",
-                    "finished_length",
-                    "finished_cancelled",
-                    "finished_error",
-                )
-            },
+            **{name: self.counts[name] for name in COUNTERS},
         }

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from earlyfusion.kernels.errors import UserError
 
-if TYPE_CHECKING:
-    from earlyfusion.model.engine.paused import PausedSample
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`; error: the request's
-grammar failed or allowed no token (`Completion.error` says how). An admitted request never runs out of
-memory: its pages are promised when it is admitted."""
+FinishReason = Literal["stop", "length", "cancelled"]
+"""stop: a stop id or stop string; length: max_new_tokens; cancelled: `Engine.cancel`. An admitted request
+never runs out of memory: its pages are promised when it is admitted."""
 
 
 class RequestError(UserError, ValueError):
@@ -71,16 +67,6 @@ class TokenPrompt:
     media_positions: tuple[int, ...] = ()
 
 
-class Grammar(Protocol):
-    """Restricts the next token. It must be a function of the tokens alone, so that a request can move or
-    resume."""
-
-    def allowed(self, ids: Sequence[int]) -> Tensor:
-        """bool [V] (True: may be chosen) after the generated tokens `ids`. Where nothing is allowed, or this
-        raises, the sample ends with finish reason "error"; other requests go on."""
-        ...
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request is continued.
@@ -92,7 +78,7 @@ class SamplingParams:
     <|end_of_msg|>) unless ignore_eos. banned_ids: never chosen, besides the engine's own (image placeholders,
     tokens that only stand in inputs, rows the tokenizer does not know; a stop id is allowed unless it is the
     image placeholder). logprobs: fill the log-probabilities. n: samples of the one prompt, which is read
-    once. grammar: see `Grammar` (costs a mask made on the host per token).
+    once.
 
     Raises RequestError for a value out of range.
     """
@@ -108,7 +94,6 @@ class SamplingParams:
     logprobs: bool = False
     n: int = 1
     ignore_eos: bool = False
-    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_ids", "banned_ids"):
@@ -116,20 +101,16 @@ class SamplingParams:
             if isinstance(value, str):
                 raise RequestError(f"{name}={value!r}: give a sequence of strings, such as ({value!r},)")
             object.__setattr__(self, name, tuple(value))
-        for name, right, wanted in (
+        for name, right, expected in (
             ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
-            (
-                "temperature",
-                0.0 <= self.temperature < float("inf"),
-                "must be finite and at least 0 (0 is greedy)",
-            ),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "must be finite and at least 0 (greedy)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must lie in [0, 1]"),
             ("n", self.n >= 1, "must be at least 1"),
             ("stop", all(self.stop), "a stop string must not be empty"),
         ):
             if not right:
-                raise RequestError(f"{name}={getattr(self, name)!r}: {wanted}")
+                raise RequestError(f"{name}={getattr(self, name)!r}: {expected}")
 
 
 @dataclass(frozen=True)
@@ -219,7 +200,22 @@ class Completion:
     resumes: tuple[str, ...] = ()
     """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the
     version of the weights that went on."""
-    error: str = ""
+
+
+@dataclass
+class PausedSample:
+    """One unfinished sample outside an engine. length: tokens that the state covers (0 without state: nothing
+    was read yet)."""
+
+    index: int
+    ids: list[int]
+    logprobs: list[float]
+    logprobs1: list[float]
+    versions: list[int]
+    resumes: list[str]
+    length: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+    routing: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,299 @@
+"""Forward passes by kernels/cpu/decode.cpp, on a CPU in float32: the same function as `Decoder.forward` in
+one call, from joined weights.
+
+* Projections of one input are one product. The weight of the norm in front of them is multiplied in, and
+  sqrt(size) with it: the norm is then x / sqrt(sum(x^2) + size eps) alone.
+* Absorbed MLA multiplies its up-projections into the projections around them where that costs little.
+* The last layer of a prompt does only what is kept; results are computed where they are asked for.
+
+A token's bits depend on its sequence alone: not on the batch, and not on how the sequence is cut into prompts
+and steps. Equality with the modules is tested in tests/model/test_engine_compiled.py.
+
+Shapes: T rows (tokens), R results, D hidden, H heads, K key dim, V value dim, Q query dim, C channels, W width
+of the convolution, S slots (of queries: sub-layers of a block), P pages, L MoE layers, J chosen experts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from earlyfusion.kernels.cpu import program as cpp
+from earlyfusion.kernels.cpu.build import library
+from earlyfusion.kernels.kda.naive import L2_EPS
+from earlyfusion.model.decoder import Decoder, DecoderLayer
+from earlyfusion.model.engine.cache import KdaSlots, MlaPages, Pools
+from earlyfusion.model.kda import KimiDeltaAttention
+from earlyfusion.model.mla import MultiHeadLatentAttention
+from earlyfusion.model.mlp import SwiGLU
+from earlyfusion.model.moe import MixtureOfExperts, moe_layers
+from earlyfusion.model.norm import RMSNorm
+
+ABSORB_UP_TO = 1.5
+"""Up-projections are multiplied in while the products get no more than this factor larger."""
+SHARE_OF_MEMORY = 0.5
+"""The joined weights are copies: they may take so much of the memory that is free."""
+
+
+def can_compile(decoder: Decoder, pools: Pools) -> bool:
+    """float32 on a CPU, states by slot, a library, and memory for a copy of the weights."""
+    weights = list(decoder.parameters())
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
+        return False
+    if any(isinstance(memory, KdaSlots) and type(memory) is not KdaSlots for memory in pools.layers):
+        return False
+    needed = 4 * sum(weight.numel() for weight in weights)
+    return library() is not None and needed <= SHARE_OF_MEMORY * free_memory()
+
+
+def free_memory() -> int:
+    """Bytes that a process may take without pushing others out; all of the machine's where it does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _norm_weight(norm: RMSNorm) -> Tensor:
+    return norm.weight.detach() * norm.weight.shape[0] ** 0.5
+
+
+def _joined(norm_D: Tensor, *weights: Tensor) -> Tensor:
+    """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm multiplied in."""
+    return torch.cat([weight.detach() for weight in weights]).mul_(norm_D).T
+
+
+class CompiledDecoder:
+    """See the head of the file. Holds copies of the decoder's weights: call `refresh` when they change."""
+
+    def __init__(self, decoder: Decoder, pools: Pools) -> None:
+        self.decoder, self.pools = decoder, pools
+        self.routers = [layer.gate for layer in moe_layers(decoder)]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Lay out the weights again."""
+        decoder = self.decoder
+        layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        queries = self._queries(layers) if decoder.config.attn_res != "none" else []
+        self.program = cpp.Program(decoder.config.hidden_size, max(1, len(queries)))
+        last = self._attention_residuals(layers, queries) if queries else self._residual_stream(layers)
+        final = self.program.keep(_norm_weight(decoder.norm).contiguous())
+        self.program.add(cpp.Finish(last, decoder.norm.eps, final))
+        self.program.build()
+        self.head = self.program.matrix(decoder.head_weight().T)
+
+    # ---- the order of the sub-layers
+
+    def _residual_stream(self, layers: Sequence[DecoderLayer]) -> int:
+        """Every sub-layer reads and adds to source 0; returns what the final norm reads."""
+        for index in range(2 * len(layers)):
+            self._sublayer(layers, index, cpp.Place(0, 0, 0, index == 2 * len(layers) - 2))
+        return 0
+
+    def _queries(self, layers: Sequence[DecoderLayer]) -> list[Tensor]:
+        """Folded pseudo-queries [S, D] of every block, those of the output last; with sqrt(D), so that a
+        score is <query, x> / sqrt(sum(x^2) + D eps)."""
+        decoder = self.decoder
+        folded = [mix.folded().detach() for layer in layers for mix in layer.mixes()]
+        size = decoder.config.sublayers_per_block()
+        output = (decoder.output_attn_res_query * decoder.output_attn_res_norm.weight).detach()
+        blocks = [folded[start : start + size] for start in range(0, len(folded), size)]
+        return [torch.stack(block) * output.shape[0] ** 0.5 for block in [*blocks, [output]]]
+
+    def _attention_residuals(self, layers: Sequence[DecoderLayer], queries: Sequence[Tensor]) -> int:
+        """Source 0 is the embedding, source i the sum of block i; returns what the final norm reads."""
+        eps = layers[0].mixes()[0].norm.eps
+        index = 0
+        for block, query_SD in enumerate(queries[:-1], start=1):
+            self.program.add(cpp.Measure(block - 1, eps))
+            for place, query_D in enumerate(query_SD):
+                first, last = place == 0, index == 2 * len(layers) - 2
+                self._mix(query_D, block if first else block + 1)
+                self._sublayer(layers, index, cpp.Place(-1, block, first, last))
+                index += 1
+                if place + 1 < query_SD.shape[0]:
+                    self.program.add(cpp.Measure(block, eps))
+        self.program.add(cpp.Measure(len(queries) - 1, eps))
+        self._mix(queries[-1][0], len(queries))
+        return -1
+
+    def _mix(self, query_D: Tensor, sources: int) -> None:
+        self.program.add(cpp.Mix(sources, self.program.keep(query_D.contiguous())))
+
+    def _sublayer(self, layers: Sequence[DecoderLayer], index: int, place: cpp.Place) -> None:
+        """Sub-layer `index`: the even ones are mixers, the odd ones feed forward."""
+        layer, memory = layers[index // 2], self.pools.layers[index // 2]
+        mixer = layer.self_attn
+        if index % 2 and layer.sparse:
+            self._moe(layer.post_attention_layernorm, layer.block_sparse_moe, place)
+        elif index % 2:
+            self._mlp(layer.post_attention_layernorm, layer.mlp, place)
+        elif isinstance(mixer, KimiDeltaAttention) and isinstance(memory, KdaSlots):
+            self._kda(layer.input_layernorm, mixer, memory, place)
+        elif isinstance(mixer, MultiHeadLatentAttention) and isinstance(memory, MlaPages):
+            self._mla(layer.input_layernorm, mixer, memory, place)
+
+    # ---- the weights of a sub-layer
+
+    def _kda(self, norm: RMSNorm, layer: KimiDeltaAttention, memory: KdaSlots, place: cpp.Place) -> None:
+        matrix, keep = self.program.matrix, self.program.keep
+        joint, conv_CW = layer.joined_weights()
+        rate_C = layer.A_log.detach().exp().repeat_interleave(layer.head_dim)
+        head_norm_C = _norm_weight(layer.o_norm).repeat(layer.num_heads)
+        self.program.add(
+            cpp.Kda(
+                place,
+                norm.eps,
+                L2_EPS,
+                layer.o_norm.eps * layer.head_dim,  # the head norm sees an output without the factor dim^-1/2
+                layer.lower_bound or 0.0,
+                layer.num_heads,
+                layer.head_dim,
+                conv_CW.shape[1] - 1,
+                matrix(_joined(_norm_weight(norm), joint)),
+                matrix(layer.f_b_proj.weight.detach().T),
+                matrix(None if layer.full_rank_gate else layer.g_b_proj.weight.detach().T),
+                matrix(_joined(head_norm_C, layer.o_proj.weight)),
+                keep(conv_CW.detach().T.contiguous()),
+                keep(layer.dt_bias.detach()),
+                keep(rate_C),
+                keep(memory.state_SHKV),
+                keep(memory.taps_SWC),
+            )
+        )
+
+    def _mla(
+        self, norm: RMSNorm, layer: MultiHeadLatentAttention, memory: MlaPages, place: cpp.Place
+    ) -> None:
+        heads, nope, rank = layer.num_heads, layer.qk_nope_head_dim, layer.kv_lora_rank
+        norm_D = _norm_weight(norm)
+        up = layer.kv_b_proj.weight.detach().view(heads, nope + layer.v_head_dim, rank)
+        k_up_HQR, v_up_HVR = up.split([nope, layer.v_head_dim], dim=1)
+        latents = layer.kv_a_proj_with_mqa.weight
+
+        # Queries carry the softmax's scale, and the keys' up-projection where that is cheap.
+        query = layer.q_b_proj.weight if layer.low_rank_query else layer.q_proj.weight
+        query_HQD = query.detach().view(heads, layer.qk_head_dim, -1) * layer.scale
+        inner, width = query_HQD.shape[2], latents.shape[0]
+        absorbed = width * inner <= ABSORB_UP_TO * (layer.qk_head_dim * inner + nope * rank)
+        if absorbed:
+            in_latents = torch.bmm(k_up_HQR.transpose(1, 2), query_HQD[:, :nope])
+            query_HQD = torch.cat([in_latents, query_HQD[:, nope:]], dim=1)
+        query, query_low = query_HQD.flatten(0, 1), None
+        low_eps, low_width = 0.0, 0
+        if layer.low_rank_query:
+            low_eps, low_width = layer.q_a_layernorm.eps, layer.q_a_layernorm.weight.shape[0]
+            query_low = _joined(_norm_weight(layer.q_a_layernorm), query)
+            query = layer.q_a_proj.weight
+        gate = [] if layer.g_proj is None else [layer.g_proj.weight]
+
+        # So does the output projection with the values' up-projection, unless a gate stands between them.
+        out_DHV = layer.o_proj.weight.detach().view(-1, heads, layer.v_head_dim)
+        hidden, value = out_DHV.shape[0], layer.v_head_dim
+        out_absorbed = not gate and rank * hidden <= ABSORB_UP_TO * (value * hidden + rank * value)
+        out = layer.o_proj.weight.detach().T
+        if out_absorbed:
+            out = torch.bmm(out_DHV.transpose(0, 1), v_up_HVR).transpose(1, 2).reshape(heads * rank, hidden)
+
+        matrix, keep = self.program.matrix, self.program.keep
+        self.program.add(
+            cpp.Mla(
+                place,
+                norm.eps,
+                low_eps,
+                layer.kv_a_layernorm.eps,
+                heads,
+                rank,
+                layer.qk_rope_head_dim,
+                0 if absorbed else nope,
+                value,
+                low_width,
+                bool(gate),
+                matrix(_joined(norm_D, query, latents, *gate)),
+                matrix(_joined(norm_D, latents)),
+                matrix(query_low),
+                matrix(None if absorbed else k_up_HQR),
+                matrix(None if out_absorbed else v_up_HVR.transpose(1, 2)),
+                matrix(out),
+                keep(_norm_weight(layer.kv_a_layernorm).contiguous()),
+                keep(memory.latents_XR),
+            )
+        )
+
+    def _mlp(self, norm: RMSNorm, layer: SwiGLU, place: cpp.Place) -> None:
+        gate_up = _joined(_norm_weight(norm), layer.gate_proj.weight, layer.up_proj.weight)
+        matrices = (self.program.matrix(gate_up), self.program.matrix(layer.down_proj.weight.detach().T))
+        self.program.add(cpp.Mlp(place, norm.eps, *matrices))
+
+    def _moe(self, norm: RMSNorm, layer: MixtureOfExperts, place: cpp.Place) -> None:
+        gate, experts, shared = layer.gate, layer.experts, layer.shared_experts
+        shared_down = None
+        joint: list[Tensor] = [gate.weight]
+        if shared is not None:
+            joint += [shared.gate_proj.weight, shared.up_proj.weight]
+            shared_down = shared.down_proj.weight.detach().T
+        matrix, keep = self.program.matrix, self.program.keep
+        self.program.add(
+            cpp.Moe(
+                place,
+                norm.eps,
+                gate.scaling,
+                gate.num_experts,
+                gate.top_k,
+                gate.renormalize,
+                self.routers.index(gate),
+                keep(_norm_weight(norm).contiguous()),
+                keep(gate.e_score_correction_bias),
+                matrix(torch.cat([weight.detach() for weight in joint]).T),
+                matrix(experts.gate_up_proj.transpose(1, 2)),
+                matrix(experts.down_proj.transpose(1, 2)),
+                matrix(shared_down),
+            )
+        )
+
+    # ---- running it
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Next-token logits [R, V] of hidden states."""
+        return self.program.logits(self.head, hidden_RD.contiguous(), torch.get_num_threads())
+
+    def run(
+        self,
+        x_TD: Tensor,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        places_T: Tensor,
+        starts: Sequence[int],
+        table_SP: Tensor,
+        results: int,
+    ) -> Tensor:
+        """Hidden states [results, D] after the final norm, those that no row has a place for zero.
+
+        The rows of a sequence stand together in the order of its tokens. int64: slots_T; positions_T, tokens
+        before each in its sequence; places_T, rows of the result (-1: not asked for). starts: first row of
+        every sequence and the number of rows. table_SP: pages by slot.
+        """
+        arguments = (table_SP, self.pools.page_size, x_TD)
+        if not any(router.recorded is not None for router in self.routers):
+            step, out_RD = cpp.step_of(slots_T, positions_T, places_T, *arguments, results)
+            self.program.run(step, starts, torch.get_num_threads())
+            return out_RD
+
+        # While routing is recorded, all rows go through all layers.
+        rows = x_TD.shape[0]
+        chosen_LTJ = torch.zeros(len(self.routers), rows, self.routers[0].top_k, dtype=torch.long)
+        step, out_TD = cpp.step_of(slots_T, positions_T, torch.arange(rows), *arguments, rows, chosen_LTJ)
+        self.program.run(step, starts, torch.get_num_threads())
+        for router, chosen_TJ in zip(self.routers, chosen_LTJ):
+            if router.recorded is not None:
+                router.recorded.append(chosen_TJ)
+        asked = places_T >= 0
+        return out_TD.new_zeros(results, out_TD.shape[1]).index_copy_(0, places_T[asked], out_TD[asked])
