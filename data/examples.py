@@ -12,8 +12,7 @@ from random import Random
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.easy_vqa import load_split
-from earlyfusion.data.synth.describe import caption
-from earlyfusion.data.synth.scene import draw_scene, make_scene
+from earlyfusion.data.synth.scene import Scene
 
 SCENES = 11
 
@@ -33,7 +32,7 @@ def write_examples(folder: Path) -> int:
     (folder / "shape.txt").write_text(f"a {' '.join(words)}\n", encoding="utf-8")
     for number in range(SCENES):
         rng = Random(f"examples/{number}")
-        made = make_scene(rng, min_side=96, max_side=160, max_objects=4, heldout=True)
-        draw_scene(made).save(folder / f"scene-{number:02d}.png")
-        (folder / f"scene-{number:02d}.txt").write_text(caption(made, rng) + "\n", encoding="utf-8")
+        scene = Scene.make(rng, min_side=96, max_side=160, max_objects=4, heldout=True)
+        scene.draw().save(folder / f"scene-{number:02d}.png")
+        (folder / f"scene-{number:02d}.txt").write_text(scene.caption(rng) + "\n", encoding="utf-8")
     return SCENES + 1

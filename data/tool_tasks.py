@@ -19,9 +19,8 @@ import numpy as np
 from PIL import Image
 
 from earlyfusion.data.loading.order import held_out
-from earlyfusion.data.synth.describe import twin
 from earlyfusion.data.synth.palette import COLOURS, HELDOUT_FRACTION
-from earlyfusion.data.synth.scene import Scene, Thing, draw_scene
+from earlyfusion.data.synth.scene import Scene, Thing
 
 FILE = "image.png"
 """Name of the picture in the directory of the tool."""
@@ -105,7 +104,7 @@ def make_grid(rng: Random, heldout: bool) -> Grid:
 def draw(subject: Subject) -> Image.Image:
     """The picture, RGB, as it is shown to the model and stored for the tool."""
     if isinstance(subject, Scene):
-        return draw_scene(subject)
+        return subject.draw()
     cells = np.kron(subject.array.astype(np.uint8), np.ones((CELL, CELL), np.uint8))
     return Image.fromarray(cells).convert("RGB")
 
@@ -113,7 +112,7 @@ def draw(subject: Subject) -> Image.Image:
 def describe(subject: Subject) -> str:
     """The subject in words, in place of its picture."""
     if isinstance(subject, Scene):
-        return f"The picture {FILE}:\n{twin(subject)}"
+        return f"The picture {FILE}:\n{subject.words()}"
     rows, columns = subject.array.shape
     lines = "\n".join(" ".join(map(str, row)) for row in subject.values)
     return f"An array of {rows} rows and {columns} columns:\n{lines}"

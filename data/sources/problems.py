@@ -105,8 +105,5 @@ class Problems(Source):
 
     def texts(self, index: int) -> list[str]:
         problem, _, thought = self._problem(index, "train")
-        return [
-            problem.description,
-            *(s.text for s in problem.twin if isinstance(s, Text)),
-            problem.solution(thought).text,
-        ]
+        asked = [segment.text for segment in problem.prompt("twin") if isinstance(segment, Text)]
+        return [problem.description, *asked, problem.solution(thought).text]

@@ -7,17 +7,20 @@ combinations training never draws.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
-from PIL import Image as PILImage
 from pydantic import Field, PositiveInt, model_validator
 
-from earlyfusion.data.sample import Image, Sample, Segment, Text, Video, answer_text, question_text
+from earlyfusion.data.sample import Sample, Segment, Text, answer_text, question_text
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
-from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
+from earlyfusion.data.synth.charts import Chart
+from earlyfusion.data.synth.clips import Clip
+from earlyfusion.data.synth.graph import Graph
+from earlyfusion.data.synth.grid import Board
+from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.synth.words import Sign
 
 CAPTION_SHARE = 0.35
 _VERSION = 1
@@ -62,22 +65,13 @@ class SynthClipsOptions(SynthOptions):
 class Synth(Source):
     """What all kinds share: numbering, the choice between caption and questions, the layout of the text."""
 
+    graph_type: ClassVar[type[Graph]]
+    own: ClassVar[tuple[str, ...]] = ()
+    """Options that `graph_type.make` takes beside the sides."""
+
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
         super().__init__(config, seed=seed, val_fraction=val_fraction)
         self.options: Any = config.typed
-        self._sides = {"min_side": self.options.min_side, "max_side": self.options.max_side}
-
-    @abstractmethod
-    def make(self, rng: Random, heldout: bool) -> Any:
-        """The graph: everything that is known about one picture."""
-
-    @abstractmethod
-    def draw(self, made: Any) -> PILImage.Image | list[PILImage.Image]:
-        """The picture (or the frames) of a graph."""
-
-    @abstractmethod
-    def wording(self, made: Any, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        """(caption, questions with answers) of a graph."""
 
     def __len__(self) -> int:
         return int(self.options.count)
@@ -93,28 +87,31 @@ class Synth(Source):
         side = "heldout" if heldout else self.seed
         return Random(f"{side}/{self.config.kind}/{number}")
 
-    def graph(self, number: int, heldout: bool = False) -> Any:
-        """The graph of sample `number` (epoch * count + index)."""
-        return self.make(self._rng(number, heldout), heldout)
+    def _make(self, rng: Random, heldout: bool) -> Graph:
+        given = {name: getattr(self.options, name) for name in ("min_side", "max_side", *self.own)}
+        return self.graph_type.make(rng, heldout=heldout, **given)
 
-    def _written(self, made: Any, rng: Random) -> list[Text]:
-        caption, questions = self.wording(made, rng)
+    def graph(self, number: int, heldout: bool = False) -> Graph:
+        """The graph of sample `number` (epoch * count + index)."""
+        return self._make(self._rng(number, heldout), heldout)
+
+    def _written(self, graph: Graph, rng: Random) -> list[Text]:
+        caption, questions = graph.caption(rng), graph.questions(rng, self.options.questions)
         if not questions or rng.random() < CAPTION_SHARE:
             return [Text("\n" + caption)]
-        asked = [
-            (Text(question_text(q), self.options.question_loss), Text(answer_text(a))) for q, a in questions
-        ]
-        return [text for pair in asked for text in pair]
+        texts = []
+        for question, answer in questions:
+            texts += [Text(question_text(question), self.options.question_loss), Text(answer_text(answer))]
+        return texts
 
-    def _media(self, made: Any, rng: Random) -> Segment:
-        picture = self.draw(made)
-        return Video(picture, made.timestamps) if isinstance(picture, list) else Image(picture)
+    def _media(self, graph: Graph, rng: Random) -> Segment:
+        return graph.media()
 
     def _sample(self, number: int, key: str, heldout: bool) -> Sample:
         rng = self._rng(number, heldout)
-        made = self.make(rng, heldout)
-        media = self._media(made, rng)
-        return Sample([media, *self._written(made, rng)], self.name, key)
+        graph = self._make(rng, heldout)
+        media = self._media(graph, rng)
+        return Sample([media, *self._written(graph, rng)], self.name, key)
 
     def get(self, index: int, epoch: int) -> Sample:
         number = epoch * len(self) + index
@@ -125,85 +122,47 @@ class Synth(Source):
 
     def texts(self, index: int) -> list[str]:
         rng = self._rng(index, False)
-        return [text.text for text in self._written(self.make(rng, False), rng)]
+        return [text.text for text in self._written(self._make(rng, False), rng)]
 
 
 @source("synth_scenes", SynthScenesOptions, pictures=True, note="rendered by the project")
 class SynthScenes(Synth):
     """Shapes in places: captions, colours, counts, relations, sizes, boxes; some samples are text twins."""
 
-    def make(self, rng: Random, heldout: bool) -> scene.Scene:
-        return scene.make_scene(rng, **self._sides, max_objects=self.options.max_objects, heldout=heldout)
+    graph_type = Scene
+    own = ("max_objects",)
 
-    def draw(self, made: scene.Scene) -> PILImage.Image:
-        return scene.draw_scene(made)
-
-    def wording(self, made: scene.Scene, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        return describe.caption(made, rng), describe.questions(made, rng, self.options.questions)
-
-    def _media(self, made: scene.Scene, rng: Random) -> Segment:
-        if rng.random() < self.options.text_twin:
-            return Text(describe.twin(made))
-        return super()._media(made, rng)
+    def _media(self, graph: Graph, rng: Random) -> Segment:
+        return Text(graph.words()) if rng.random() < self.options.text_twin else graph.media()
 
     def texts(self, index: int) -> list[str]:
-        rng = self._rng(index, False)
-        made = self.make(rng, False)
-        return [describe.twin(made), *(text.text for text in self._written(made, rng))]
+        return [self.graph(index).words(), *super().texts(index)]
 
 
 @source("synth_charts", SynthOptions, pictures=True, note="rendered by the project")
 class SynthCharts(Synth):
     """Bar and line charts: tables, single values, extremes, sums."""
 
-    def make(self, rng: Random, heldout: bool) -> charts.Chart:
-        return charts.make_chart(rng, **self._sides, heldout=heldout)
-
-    def draw(self, made: charts.Chart) -> PILImage.Image:
-        return charts.draw_chart(made)
-
-    def wording(self, made: charts.Chart, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        return charts.chart_table(made), charts.chart_questions(made, rng, self.options.questions)
+    graph_type = Chart
 
 
 @source("synth_words", SynthOptions, pictures=True, note="rendered by the project")
 class SynthWords(Synth):
     """Rendered words: reading, colour of the text, first character."""
 
-    def make(self, rng: Random, heldout: bool) -> words.Sign:
-        return words.make_sign(rng, **self._sides, heldout=heldout)
-
-    def draw(self, made: words.Sign) -> PILImage.Image:
-        return words.draw_sign(made)
-
-    def wording(self, made: words.Sign, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        return f"text: {made.text}", words.sign_questions(made, rng, self.options.questions)
+    graph_type = Sign
 
 
 @source("synth_grid", SynthOptions, pictures=True, note="rendered by the project")
 class SynthGrid(Synth):
     """Boards of coloured cells: rows, columns, single cells."""
 
-    def make(self, rng: Random, heldout: bool) -> grid.Board:
-        return grid.make_board(rng, **self._sides, heldout=heldout)
-
-    def draw(self, made: grid.Board) -> PILImage.Image:
-        return grid.draw_board(made)
-
-    def wording(self, made: grid.Board, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        return grid.board_rows(made), grid.board_questions(made, rng, self.options.questions)
+    graph_type = Board
 
 
 @source("synth_clips", SynthClipsOptions, pictures=True, note="rendered by the project")
 class SynthClips(Synth):
     """Moving shapes: what moves, which way, how far."""
 
-    def make(self, rng: Random, heldout: bool) -> clips.Clip:
-        frames, fps = self.options.frames, self.options.fps
-        return clips.make_clip(rng, **self._sides, frames=frames, fps=fps, heldout=heldout)
-
-    def draw(self, made: clips.Clip) -> list[PILImage.Image]:
-        return clips.draw_clip(made)
-
-    def wording(self, made: clips.Clip, rng: Random) -> tuple[str, list[tuple[str, str]]]:
-        return clips.clip_caption(made), clips.clip_questions(made, rng, self.options.questions)
+    graph_type = Clip
+    own = ("frames", "fps")

@@ -22,7 +22,7 @@ from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
 from earlyfusion.data.programs import run_own
 from earlyfusion.data.sample import Image, Sample, Segment, Text
 from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
-from earlyfusion.data.synth.scene import make_scene
+from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tool_tasks import FILE, Subject, Task, describe, draw, make_grid, make_task
 
 SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."
@@ -103,7 +103,7 @@ class ZeroVision(Source):
             "max_objects": options.max_objects,
         }
         grid = rng.random() < options.arrays
-        subject = make_grid(rng, heldout) if grid else make_scene(rng, **sides, heldout=heldout)
+        subject = make_grid(rng, heldout) if grid else Scene.make(rng, **sides, heldout=heldout)
         picture = draw(subject)
         turns: dict[str, Turn] = {}
         for _ in range(rng.randint(1, options.questions)):

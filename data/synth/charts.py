@@ -1,13 +1,20 @@
-"""Bar and line charts with exact values: one unit of value is a whole number of pixels."""
+"""Bar and line charts with exact values: one unit of value is a whole number of pixels.
+
+caption     "bar chart: A 3, B 7, C 0"
+questions   single values, extremes, their number and sum, comparisons
+words       "bar chart with 3 values" and "A has the value 4", one line a value
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.loading.order import held_out
+from earlyfusion.data.synth.graph import Graph, Question
 from earlyfusion.data.synth.palette import COLOURS, HELDOUT_FRACTION, Box, font, native_size
 
 TOP_VALUE = 9
@@ -15,7 +22,7 @@ _LABEL_HEIGHT, _LEFT, _PAPER, _INK = 12, 12, (255, 255, 255), (10, 10, 10)
 
 
 @dataclass(frozen=True)
-class Chart:
+class Chart(Graph):
     """Labels A, B, C, ... with whole values 0..9."""
 
     kind: str
@@ -47,58 +54,61 @@ class Chart:
         right = max(left + 2, round(_LEFT + (index + 1) * step - step * 0.15))
         return left, self.baseline - self.values[index] * self.unit, right, self.baseline
 
+    @classmethod
+    def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, **own: Any) -> Chart:
+        """A chart of 3 to 5 values; (kind, values) of training and held-out charts never coincide."""
+        width, height = native_size(rng, max(min_side, 40), max(max_side, 40))
+        while True:
+            kind = rng.choice(("bar", "line"))
+            values = tuple(rng.randint(0, TOP_VALUE) for _ in range(rng.randint(3, 5)))
+            if held_out(f"chart/{kind}/{values}", HELDOUT_FRACTION) == heldout:
+                return cls(kind, values, rng.choice(tuple(COLOURS)), width, height)
 
-def make_chart(rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Chart:
-    """A chart of 3 to 5 values; (kind, values) of training and held-out charts never coincide."""
-    width, height = native_size(rng, max(min_side, 40), max(max_side, 40))
-    while True:
-        kind = rng.choice(("bar", "line"))
-        values = tuple(rng.randint(0, TOP_VALUE) for _ in range(rng.randint(3, 5)))
-        if held_out(f"chart/{kind}/{values}", HELDOUT_FRACTION) == heldout:
-            return Chart(kind, values, rng.choice(tuple(COLOURS)), width, height)
+    def draw(self) -> Image.Image:
+        """Axes, marks at 0, 5 and 9, a letter under each value."""
+        image = Image.new("RGB", (self.width, self.height), _PAPER)
+        draw = ImageDraw.Draw(image)
+        draw.line((_LEFT - 2, 1, _LEFT - 2, self.baseline), fill=_INK)
+        draw.line((_LEFT - 2, self.baseline, self.width - 1, self.baseline), fill=_INK)
+        for value in (0, 5, TOP_VALUE):
+            y = self.baseline - value * self.unit
+            draw.text((1, y), str(value), fill=_INK, font=font(9), anchor="lm")
 
+        colour, tops = COLOURS[self.colour], []
+        for i, label in enumerate(self.labels):
+            left, top, right, bottom = self.bar(i)
+            middle = (left + right) // 2
+            tops.append((middle, top))
+            if self.kind == "bar" and bottom > top:
+                draw.rectangle((left, top, right - 1, bottom - 1), fill=colour)
+            draw.text((middle, self.height - 1), label, fill=_INK, font=font(10), anchor="mb")
 
-def draw_chart(chart: Chart) -> Image.Image:
-    """The picture, RGB: axes, marks at 0, 5 and 9, a letter under each value."""
-    image = Image.new("RGB", (chart.width, chart.height), _PAPER)
-    draw = ImageDraw.Draw(image)
-    draw.line((_LEFT - 2, 1, _LEFT - 2, chart.baseline), fill=_INK)
-    draw.line((_LEFT - 2, chart.baseline, chart.width - 1, chart.baseline), fill=_INK)
-    for value in (0, 5, TOP_VALUE):
-        y = chart.baseline - value * chart.unit
-        draw.text((1, y), str(value), fill=_INK, font=font(9), anchor="lm")
-    centres = []
-    for i, label in enumerate(chart.labels):
-        left, top, right, bottom = chart.bar(i)
-        centres.append(((left + right) // 2, top))
-        if chart.kind == "bar" and bottom > top:
-            draw.rectangle((left, top, right - 1, bottom - 1), fill=COLOURS[chart.colour])
-        draw.text(((left + right) // 2, chart.height - 1), label, fill=_INK, font=font(10), anchor="mb")
-    if chart.kind == "line":
-        draw.line(centres, fill=COLOURS[chart.colour], width=2)
-        for x, y in centres:
-            draw.rectangle((x - 1, y - 1, x + 1, y + 1), fill=COLOURS[chart.colour])
-    return image
+        if self.kind == "line":
+            draw.line(tops, fill=colour, width=2)
+            for x, y in tops:
+                draw.rectangle((x - 1, y - 1, x + 1, y + 1), fill=colour)
+        return image
 
+    def words(self) -> str:
+        """See Graph."""
+        lines = [f"{label} has the value {value}" for label, value in zip(self.labels, self.values)]
+        return "\n".join([f"{self.kind} chart with {len(self.values)} values", *lines])
 
-def chart_table(chart: Chart) -> str:
-    """ "bar chart: A 3, B 7, C 0"."""
-    return f"{chart.kind} chart: " + ", ".join(f"{label} {v}" for label, v in zip(chart.labels, chart.values))
+    def caption(self, rng: Random) -> str:
+        """The whole table."""
+        told = [f"{label} {value}" for label, value in zip(self.labels, self.values)]
+        return f"{self.kind} chart: " + ", ".join(told)
 
-
-def chart_questions(chart: Chart, rng: Random, count: int) -> list[tuple[str, str]]:
-    """Up to `count` questions about single values, extremes, number and sum."""
-    values, labels = chart.values, chart.labels
-    asked = [(f"what is the value of {label}?", str(value)) for label, value in zip(labels, values)]
-    asked += [
-        ("how many values are shown?", str(len(values))),
-        ("what is the sum of all values?", str(sum(values))),
-    ]
-    if values.count(max(values)) == 1:
-        asked.append(("which value is the largest?", labels[values.index(max(values))]))
-    if values.count(min(values)) == 1:
-        asked.append(("which value is the smallest?", labels[values.index(min(values))]))
-    a, b = rng.sample(range(len(values)), 2)
-    asked.append((f"is {labels[a]} larger than {labels[b]}?", "yes" if values[a] > values[b] else "no"))
-    rng.shuffle(asked)
-    return asked[:count]
+    def questions(self, rng: Random, count: int) -> list[Question]:
+        """About single values, extremes, number and sum."""
+        values, labels = self.values, self.labels
+        asked = [(f"what is the value of {label}?", str(value)) for label, value in zip(labels, values)]
+        asked.append(("how many values are shown?", str(len(values))))
+        asked.append(("what is the sum of all values?", str(sum(values))))
+        for name, extreme in (("largest", max(values)), ("smallest", min(values))):
+            if values.count(extreme) == 1:
+                asked.append((f"which value is the {name}?", labels[values.index(extreme)]))
+        a, b = rng.sample(range(len(values)), 2)
+        asked.append((f"is {labels[a]} larger than {labels[b]}?", "yes" if values[a] > values[b] else "no"))
+        rng.shuffle(asked)
+        return asked[:count]

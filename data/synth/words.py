@@ -1,17 +1,24 @@
-"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the
-picture."""
+"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the picture.
+
+caption     the text
+questions   the text, always first; its colour, first character and number of words
+words       the text in quotes, its colour and ground
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.loading.order import held_out
+from earlyfusion.data.synth.graph import Graph, Question, article
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, HELDOUT_FRACTION, font
 
+ASK_TEXT = "what does the text say?"
 _WORDS = """
 able acid also area army away baby back ball band bank base bath bear beat been bell best bird blue boat body bone book
 born both bowl cake call camp card care cart case cash cast cave city clay coal coat cold come cook cool corn cost crew
@@ -36,7 +43,7 @@ def vocabulary(heldout: bool) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(Graph):
     """A picture of some lines of text: its size, the font size in pixels, where each line is drawn."""
 
     lines: tuple[str, ...]
@@ -53,6 +60,65 @@ class Sign:
         """What a reader says: the lines with spaces between."""
         return " ".join(self.lines)
 
+    @classmethod
+    def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, **own: Any) -> Sign:
+        """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on each
+        side."""
+        words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
+        if not heldout and rng.random() < 0.2:
+            words = [str(rng.randrange(10, 10_000))]
+        lines = words if rng.random() < 0.5 else [" ".join(words)]
+        size, most = rng.randint(10, 10 + max_side // 8), max_side - 6
+        corners, text_w, text_h = _ink(lines, size)
+        while max(text_w, text_h) > most and (size > 8 or len(words) > 1):
+            if size > 10 or len(words) == 1:
+                size -= 1
+            else:
+                words = words[1:]
+                lines = words if len(lines) > 1 else [" ".join(words)]
+            corners, text_w, text_h = _ink(lines, size)
+        width = rng.randint(max(min_side, text_w + 6), max_side)
+        height = rng.randint(max(min_side, text_h + 6), max_side)
+        if rng.random() < 0.5:  # a tight frame as often as a wide one
+            width, height = max(min_side, text_w + 6), max(min_side, text_h + 6)
+        left, top = rng.randint(2, width - text_w - 3), rng.randint(2, height - text_h - 3)
+        return cls(
+            lines=tuple(lines),
+            width=width,
+            height=height,
+            font_size=size,
+            corners=tuple((left + x, top + y) for x, y in corners),
+            colour=rng.choice([name for name in COLOURS if name not in ("yellow", "gray")]),
+            background=rng.choice(tuple(BACKGROUNDS)),
+        )
+
+    def draw(self) -> Image.Image:
+        """See Graph."""
+        image = Image.new("RGB", (self.width, self.height), BACKGROUNDS[self.background])
+        draw = ImageDraw.Draw(image)
+        for line, corner in zip(self.lines, self.corners):
+            draw.text(corner, line, fill=COLOURS[self.colour], font=font(self.font_size))
+        return image
+
+    def words(self) -> str:
+        """See Graph."""
+        ground = f"{article(self.background)} background"
+        return f'the text "{self.text}" in {self.colour} letters on {ground}'
+
+    def caption(self, rng: Random) -> str:
+        """What it says."""
+        return f"text: {self.text}"
+
+    def questions(self, rng: Random, count: int) -> list[Question]:
+        """Reading always first."""
+        more = [
+            ("what color is the text?", self.colour),
+            ("what is the first character?", self.text[0]),
+            ("how many words are there?", str(len(self.text.split()))),
+        ]
+        rng.shuffle(more)
+        return [(ASK_TEXT, self.text), *more][:count]
+
 
 def _ink(lines: list[str], size: int) -> tuple[list[tuple[int, int]], int, int]:
     """(corner of each line, width, height) of the lines one below the other, the ink beginning at (0, 0)."""
@@ -61,56 +127,3 @@ def _ink(lines: list[str], size: int) -> tuple[list[tuple[int, int]], int, int]:
     corners = [(-box[0], i * (size + 2) - top) for i, box in enumerate(boxes)]
     height = max(y + box[3] for (_, y), box in zip(corners, boxes))
     return corners, max(box[2] - box[0] for box in boxes), height
-
-
-def make_sign(rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Sign:
-    """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on each
-    side."""
-    words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
-    if not heldout and rng.random() < 0.2:
-        words = [str(rng.randrange(10, 10_000))]
-    lines = words if rng.random() < 0.5 else [" ".join(words)]
-    size, most = rng.randint(10, 10 + max_side // 8), max_side - 6
-    corners, text_w, text_h = _ink(lines, size)
-    while max(text_w, text_h) > most and (size > 8 or len(words) > 1):
-        if size > 10 or len(words) == 1:
-            size -= 1
-        else:
-            words = words[1:]
-            lines = words if len(lines) > 1 else [" ".join(words)]
-        corners, text_w, text_h = _ink(lines, size)
-    width = rng.randint(max(min_side, text_w + 6), max_side)
-    height = rng.randint(max(min_side, text_h + 6), max_side)
-    if rng.random() < 0.5:  # a tight frame as often as a wide one
-        width, height = max(min_side, text_w + 6), max(min_side, text_h + 6)
-    left, top = rng.randint(2, width - text_w - 3), rng.randint(2, height - text_h - 3)
-    return Sign(
-        lines=tuple(lines),
-        width=width,
-        height=height,
-        font_size=size,
-        corners=tuple((left + x, top + y) for x, y in corners),
-        colour=rng.choice([name for name in COLOURS if name not in ("yellow", "gray")]),
-        background=rng.choice(tuple(BACKGROUNDS)),
-    )
-
-
-def draw_sign(sign: Sign) -> Image.Image:
-    """The picture, RGB."""
-    image = Image.new("RGB", (sign.width, sign.height), BACKGROUNDS[sign.background])
-    draw = ImageDraw.Draw(image)
-    for line, corner in zip(sign.lines, sign.corners):
-        draw.text(corner, line, fill=COLOURS[sign.colour], font=font(sign.font_size))
-    return image
-
-
-def sign_questions(sign: Sign, rng: Random, count: int) -> list[tuple[str, str]]:
-    """What the sign says, its colour, its first letter: up to `count`, reading always first."""
-    asked = [("what does the text say?", sign.text)]
-    more = [
-        ("what color is the text?", sign.colour),
-        ("what is the first character?", sign.text[0]),
-        ("how many words are there?", str(len(sign.text.split()))),
-    ]
-    rng.shuffle(more)
-    return (asked + more)[:count]

@@ -14,9 +14,9 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
+from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
 from earlyfusion.data.tasks.rendering import render_text
-from earlyfusion.data.tasks.scoring import rewards as scoring
+from earlyfusion.data.tasks.scoring import rewards
 
 TRIPLES = (
     (3, 4, 5),
@@ -38,14 +38,14 @@ TRIPLES = (
 INK, PAPER, LABEL = (10, 10, 10), (255, 255, 255), 10
 
 
-class Arithmetic(BaseTask):
+@task("arithmetic")
+class Arithmetic(Task):
     """The value of an expression, seen as a picture of it. Reward: 1 for the number.
 
     Knobs: terms, largest (number), operations (of "+-*"), size of the font in pixels. "*" binds more than "+"
     and "-".
     """
 
-    name = "arithmetic"
     levels = (
         {"terms": 2, "largest": 9, "operations": "+", "size": 16},
         {"terms": 2, "largest": 20, "operations": "+-", "size": 16},
@@ -55,7 +55,7 @@ class Arithmetic(BaseTask):
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         numbers = [rng.randint(1, knobs["largest"]) for _ in range(knobs["terms"])]
         signs = [rng.choice(knobs["operations"]) for _ in numbers[1:]]
         text = str(numbers[0]) + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:]))
@@ -65,9 +65,9 @@ class Arithmetic(BaseTask):
         picture = render_text(text, size=knobs["size"])
         return Drawn("what is the result?", picture, text, result, str(result), key, kind)
 
-    def score(self, problem: Problem, said: str) -> float:
-        """See scoring.number; "3 + 4 = 7" says 7."""
-        return scoring.number(said, problem.answer, problem.question)
+    def score(self, problem: Problem, answer: str) -> float:
+        """See rewards.number; "3 + 4 = 7" says 7."""
+        return rewards.number(answer, problem.answer, problem.question)
 
 
 def evaluate(numbers: list[int], signs: list[str]) -> int:
@@ -81,13 +81,13 @@ def evaluate(numbers: list[int], signs: list[str]) -> int:
     return total + product
 
 
-class Geometry(BaseTask):
+@task("geometry")
+class Geometry(Task):
     """Perimeter and area of rectangles, the missing angle of a triangle, the hypotenuse of a right triangle.
 
     Reward: 1 for the number. Knobs: kinds, largest (side of a rectangle), side of the picture in pixels.
     """
 
-    name = "geometry"
     levels = (
         {"kinds": ("perimeter",), "largest": 9, "side": 64},
         {"kinds": ("perimeter", "area"), "largest": 12, "side": 64},
@@ -96,7 +96,7 @@ class Geometry(BaseTask):
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         kind, side = rng.choice(tuple(knobs["kinds"])), knobs["side"]
         if kind in ("perimeter", "area", "missing"):
             a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
@@ -133,9 +133,9 @@ class Geometry(BaseTask):
             return told, "what is the area?", a * b
         return f"rectangle of width {a}, height x and area {a * b}", "how long is x?", b
 
-    def score(self, problem: Problem, said: str) -> float:
-        """See scoring.number."""
-        return scoring.number(said, problem.answer, problem.question)
+    def score(self, problem: Problem, answer: str) -> float:
+        """See rewards.number."""
+        return rewards.number(answer, problem.answer, problem.question)
 
 
 def _sheet(side: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:

@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
-from earlyfusion.data.tasks.scoring import rewards as scoring
+from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
+from earlyfusion.data.tasks.scoring import rewards
 
 FRAME = "gray"
 INNER = ("red", "green", "blue", "yellow", "purple", "orange", "teal", "brown")
@@ -96,14 +96,14 @@ def draw_tiles(tiles: Sequence[Tile], columns: int, side: int) -> Image.Image:
     return picture
 
 
-class Jigsaw(BaseTask):
+@task("jigsaw")
+class Jigsaw(Task):
     """See the file's head. Reward: share of places with the right tile; 0 for anything that is no
     permutation.
 
     Knobs: rows, columns, colours (fewer are harder), side of a tile in pixels.
     """
 
-    name = "jigsaw"
     levels = (
         {"rows": 1, "columns": 3, "colours": 3, "side": 20},
         {"rows": 2, "columns": 2, "colours": 4, "side": 24},
@@ -112,7 +112,7 @@ class Jigsaw(BaseTask):
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         rows, columns = knobs["rows"], knobs["columns"]
         board = solved_board(rng, rows, columns, knobs["colours"])
         order = list(range(len(board)))
@@ -135,9 +135,9 @@ class Jigsaw(BaseTask):
         picture = draw_tiles(tiles, columns, knobs["side"])
         return Drawn(question, picture, "\n".join(lines), answer, target, key, f"{rows}x{columns}", meta)
 
-    def score(self, problem: Problem, said: str) -> float:
+    def score(self, problem: Problem, answer: str) -> float:
         """See the class."""
-        numbers = [int(part) for part in re.findall(r"\d+", scoring.tame(said))]
-        if sorted(numbers) != sorted(problem.answer) or not scoring.ends(said):
+        numbers = [int(part) for part in re.findall(r"\d+", rewards.tame(answer))]
+        if sorted(numbers) != sorted(problem.answer) or not rewards.ends(answer):
             return 0.0
         return sum(a == b for a, b in zip(numbers, problem.answer)) / len(numbers)

@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS
-from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
-from earlyfusion.data.tasks.scoring import rewards as scoring
+from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
+from earlyfusion.data.tasks.scoring import rewards
 
 Cell = tuple[int, int]
 """(row, column) from 0."""
@@ -160,7 +160,7 @@ def ends_with_a_move(text: str) -> bool:
 def parse_moves(text: str) -> list[str]:
     """The moves of a text: the words up, down, left, right, or else its longest run of the capitals U, D, L,
     R."""
-    text = scoring.tame(text)
+    text = rewards.tame(text)
     words = [word.lower() for word in _WORDS.findall(text)]
     if words:
         return words
@@ -168,7 +168,8 @@ def parse_moves(text: str) -> list[str]:
     return max(runs, key=len, default=[])
 
 
-class Maze(BaseTask):
+@task("maze")
+class Maze(Task):
     """See the file's head. Reward of a way that hits no wall and reaches the goal: half, and half times
     shortest / its length. Else 0.3 times the share of the distance to the goal that is gone where it ends or
     hits a wall.
@@ -177,7 +178,6 @@ class Maze(BaseTask):
     pixels.
     """
 
-    name = "maze"
     levels = (
         {"rows": 3, "columns": 3, "extra": 0.25, "least": 2, "side": 16},
         {"rows": 4, "columns": 4, "extra": 0.15, "least": 3, "side": 16},
@@ -186,7 +186,7 @@ class Maze(BaseTask):
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         rows, columns = knobs["rows"], knobs["columns"]
         doors = carve(rng, rows, columns, knobs["extra"])
         key = f"maze/{canonical(doors, rows, columns)}"
@@ -208,11 +208,11 @@ class Maze(BaseTask):
         question = "which moves lead from green to red?"
         return Drawn(question, picture, "\n".join(lines), way, " ".join(way), key, f"{rows}x{columns}", meta)
 
-    def score(self, problem: Problem, said: str) -> float:
+    def score(self, problem: Problem, answer: str) -> float:
         """See the class."""
-        moves, meta = parse_moves(said), problem.meta
+        moves, meta = parse_moves(answer), problem.meta
         doors, start, goal = meta["doors"], meta["start"], meta["goal"]
-        if not moves or not ends_with_a_move(said) or len(moves) > LONGEST * meta["rows"] * meta["columns"]:
+        if not moves or not ends_with_a_move(answer) or len(moves) > LONGEST * meta["rows"] * meta["columns"]:
             return 0.0
         end, _ = walk(doors, start, goal, moves)
         if end == goal:

@@ -11,10 +11,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.describe import article
+from earlyfusion.data.synth.grid import board_words
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, paint, pairs
-from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem
-from earlyfusion.data.tasks.scoring import rewards as scoring
+from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
+from earlyfusion.data.tasks.scoring import rewards
 
 Pair = tuple[str, str]
 """(colour, shape)"""
@@ -33,14 +33,14 @@ def draw_things(cells: list[list[Pair]], side: int, background: str) -> Image.Im
     return picture
 
 
-class OddOneOut(BaseTask):
+@task("odd_one_out")
+class OddOneOut(Task):
     """Which cell is not like the others; the answer is its row and column, and nothing else earns a reward.
 
     Knobs: rows, columns, differ (colour, shape), vary (the other property takes two values at random, each at
     least twice, so that only one property tells), side of a cell in pixels.
     """
 
-    name = "odd_one_out"
     levels = (
         {"rows": 2, "columns": 2, "differ": ("colour",), "vary": False, "side": 24},
         {"rows": 3, "columns": 3, "differ": ("colour", "shape"), "vary": False, "side": 20},
@@ -49,7 +49,7 @@ class OddOneOut(BaseTask):
     )
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         rows, columns, differ = knobs["rows"], knobs["columns"], rng.choice(tuple(knobs["differ"]))
         odd = rng.choice(pairs(heldout))
         others = self._others(rng, odd, differ, 2 if knobs["vary"] else 1)
@@ -64,15 +64,11 @@ class OddOneOut(BaseTask):
         if knobs["vary"] and sorted(Counter(thing[free] for thing in things).values())[0] < 2:
             return None
         cells = [things[r * columns : (r + 1) * columns] for r in range(rows)]
-        lines = [f"board of {rows} rows and {columns} columns"]
-        for index, thing in enumerate(things):
-            lines.append(
-                f"{article(' '.join(thing))} at row {index // columns + 1}, column {index % columns + 1}"
-            )
+        words = board_words([[" ".join(thing) for thing in row] for row in cells])
         answer = [place // columns + 1, place % columns + 1]
         picture = draw_things(cells, knobs["side"], rng.choice(tuple(BACKGROUNDS)))
         target, key = f"row {answer[0]}, column {answer[1]}", f"pair/{odd[0]}/{odd[1]}"
-        return Drawn("which one is the odd one out?", picture, "\n".join(lines), answer, target, key, differ)
+        return Drawn("which one is the odd one out?", picture, words, answer, target, key, differ)
 
     @staticmethod
     def _others(rng: Random, odd: Pair, differ: str, values: int) -> list[Pair] | None:
@@ -90,7 +86,7 @@ class OddOneOut(BaseTask):
         found = [(common, x) if differ == "colour" else (x, common) for x in free]
         return found if all(pair in train for pair in found) else None
 
-    def score(self, problem: Problem, said: str) -> float:
+    def score(self, problem: Problem, answer: str) -> float:
         """1 for exactly the two numbers, row first, with nothing behind them."""
-        numbers = [int(part) for part in re.findall(r"\d+", scoring.tame(said))]
-        return float(numbers == problem.answer and scoring.ends(said))
+        numbers = [int(part) for part in re.findall(r"\d+", rewards.tame(answer))]
+        return float(numbers == problem.answer and rewards.ends(answer))

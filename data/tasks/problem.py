@@ -1,39 +1,50 @@
-"""A verifiable problem in three forms, and the protocol of the tasks that make such problems and judge
-answers.
+"""A verifiable problem in three forms, and what a task is: who makes such problems and judges answers to them.
 
     problem = task.sample(seed, "train", difficulty=1)
-    problem.prompt("picture")      the picture, then the question                        (also
-                                   problem.segments)
-    problem.prompt("twin")         the same scene told in words, then the question       (also problem.twin)
-    problem.prompt("rendered")     those words drawn as a picture, then the question     (also
-                                   problem.rendered)
+    problem.prompt("picture")      the picture, then the question
+    problem.prompt("twin")         the same scene told in words, then the question
+    problem.prompt("rendered")     those words drawn as a picture, then the question
     task.reward(problem, "row 2, column 3")   in [0, 1], whatever the text is
 
 A problem depends on (task, seed, split, difficulty) alone. What the two splits have in common is decided by
 the hash of `meta["combination"]` (a colour with a shape, a word, the values of a chart, the walls of a maze,
 ...): combinations on the held-out side are never drawn for training, and every test problem asks about one of
 them.
+
+A task is one class in one file, registered by its decorator:
+
+    @task("counting")
+    class Counting(Task):
+        levels = (...)                              knobs of difficulty 0, 1, ...
+        def draw(self, rng, heldout, knobs): ...    one attempt at a problem
+        def score(self, problem, answer): ...       the reward of a final answer
+
+Reinforcement learning asks it for problems and rewards, the source `problems` for training documents, and
+`earlyfusion eval` for its exam, where it has one (data/tasks/exam.py).
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from random import Random
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
-from earlyfusion.data.sample import Image, Segment, Text, answer_text, question_text
+from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
+from earlyfusion.data.synth.clips import Clip
+from earlyfusion.data.synth.graph import Graph
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
 from earlyfusion.data.synth.scene import Scene
+from earlyfusion.data.tasks.exam import Kind
 from earlyfusion.data.tasks.rendering import render_text
-from earlyfusion.data.tasks.scoring.rewards import final_answer
+from earlyfusion.data.tasks.scoring import rewards
+from earlyfusion.data.tasks.scoring.text import exact_match, first_line
 from earlyfusion.kernels.errors import did_you_mean
 
 Split: TypeAlias = Literal["train", "test"]
@@ -41,6 +52,8 @@ Form: TypeAlias = Literal["picture", "twin", "rendered"]
 Difficulty: TypeAlias = int | Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "test")
 FORMS: tuple[Form, ...] = ("picture", "twin", "rendered")
+Judged: TypeAlias = tuple[Any, float, dict[str, float]]
+"""What was read out of an answer (or None), its score, and further metrics."""
 TRIES = 5000
 ANSWER_CUE, THOUGHT_CUE = "\nA:", "\nlook:"
 """End of a prompt that asks for the answer, and of one that asks to tell what there is first."""
@@ -54,10 +67,10 @@ class TaskError(DataError):
 class Problem:
     """One question with its gold answer.
 
-    picture: RGB, or None for a task in words alone (its picture form is then its words). description: the
-    text twin. answer: the gold answer as JSON types. target: an answer in words that earns the full reward
+    picture: RGB (of a clip, its first frame), or None for a task in words alone (its picture form is then its
+    words). description: the text twin. answer: the gold answer as JSON types. target: an answer in words that earns the full reward
     but for rounding, at least 0.85 (for PTX and SFT). meta: split, seed, difficulty, knobs, combination,
-    category, and what the reward needs (width, height, ...).
+    category, and what the reward needs (width, height, graph, ...).
     """
 
     task: str
@@ -69,42 +82,32 @@ class Problem:
     target: str
     meta: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The picture, then the question, as in pretraining."""
-        if self.picture is None:
-            return self.twin
-        return Image(self.picture), Text(question_text(self.question), 0.0)
-
-    @property
-    def twin(self) -> tuple[Segment, ...]:
-        """The description in the picture's place."""
-        return (Text(self.description + question_text(self.question), 0.0),)
-
-    @property
-    def rendered(self) -> tuple[Segment, ...]:
-        """The description drawn as text, then the question."""
-        return Image(render_text(self.description)), Text(question_text(self.question), 0.0)
-
     def check_form(self, form: str) -> None:
         """Raises TaskError for an unknown form."""
         if form not in FORMS:
             raise TaskError(f"prompt form {form!r}; {did_you_mean(str(form), FORMS)}")
 
     def prompt(self, form: Form = "picture", thought: bool = False) -> tuple[Segment, ...]:
-        """The prompt in one form; with `thought` it asks to tell what there is before answering. Raises
-        TaskError for an unknown form."""
+        """The prompt in one form, as in pretraining; with `thought` it asks to tell what there is before
+        answering. Raises TaskError for an unknown form."""
         self.check_form(form)
-        made = {
-            "picture": lambda: self.segments,
-            "twin": lambda: self.twin,
-            "rendered": lambda: self.rendered,
-        }[form]()
-        if not thought:
-            return made
-        last = made[-1]
-        assert isinstance(last, Text)
-        return *made[:-1], Text(last.text.removesuffix(ANSWER_CUE) + THOUGHT_CUE, last.loss)
+        question = question_text(self.question)
+        if thought:
+            question = question.removesuffix(ANSWER_CUE) + THOUGHT_CUE
+        if form == "rendered":
+            return Image(render_text(self.description)), Text(question, 0.0)
+        if form == "twin" or self.picture is None:
+            return (Text(self.description + question, 0.0),)
+        return self.media(), Text(question, 0.0)
+
+    def media(self) -> Image | Video:
+        """The picture, or the clip with its times, as a segment. Raises TaskError where there is none."""
+        graph = self.meta.get("graph")
+        if isinstance(graph, Clip):
+            return graph.media()
+        if self.picture is None:
+            raise TaskError(f"{self.key}: a problem in words alone has no picture")
+        return Image(self.picture)
 
     @property
     def thought(self) -> str:
@@ -120,19 +123,8 @@ class Problem:
         return Text(f" {self.thought}; answer: {self.target}" if thought else answer_text(self.target))
 
 
-@runtime_checkable
-class Task(Protocol):
-    """What a trainer needs of a task."""
-
-    name: str
-
-    def sample(self, seed: int, split: Split = "train", difficulty: Difficulty = 0) -> Problem:
-        """A problem; equal arguments give equal problems."""
-        ...
-
-    def reward(self, problem: Problem, response_text: str) -> float:
-        """Reward in [0, 1] of any text."""
-        ...
+# Limits of the pictures of every exam, in pixels and objects.
+MIN_SIDE, MAX_SIDE, MAX_OBJECTS = 40, 96, 5
 
 
 @dataclass(frozen=True)
@@ -149,16 +141,23 @@ class Drawn:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-class BaseTask(ABC):
-    """Shared behaviour: levels of difficulty, numbering, the bound on rewards.
+class Task:
+    """Problems and their rewards, by level of difficulty; and the exam, a benchmark's questions by kind.
 
-    levels: knobs of difficulty 0, 1, ...; a mapping instead of a number changes single knobs of level 0.
-    fraction: share of combinations on the held-out side.
+    levels: knobs of difficulty 0, 1, ...; a mapping instead of a number changes single knobs of level 0. None
+    for a task that is an exam alone. fraction: share of combinations on the held-out side.
+
+    kinds: category -> kind of question of the exam, asked in turn about `graph`; none for a task without one.
+    listed: questions that a graph lists for an exam. answer_tokens: most tokens of an answer there.
     """
 
-    name: str
-    levels: tuple[Mapping[str, Any], ...]
-    fraction = HELDOUT_FRACTION
+    name: ClassVar[str]
+    levels: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    fraction: float = HELDOUT_FRACTION
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    listed: ClassVar[int] = 99
+    answer_tokens: ClassVar[int] = 24
+    video: ClassVar[bool] = False
 
     def knobs(self, difficulty: Difficulty) -> dict[str, Any]:
         """The knobs of a difficulty. Raises TaskError for a level or a knob that does not exist."""
@@ -169,58 +168,109 @@ class BaseTask(ABC):
                     f"{self.name}: no knob {unknown[0]!r}; {did_you_mean(unknown[0], self.levels[0])}"
                 )
             return {**self.levels[0], **difficulty}
-        if (
-            isinstance(difficulty, bool)
-            or not isinstance(difficulty, int)
-            or not 0 <= difficulty < len(self.levels)
-        ):
+        if type(difficulty) is not int or not 0 <= difficulty < len(self.levels):
             raise TaskError(
                 f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}, or knobs"
             )
         return dict(self.levels[difficulty])
 
     def sample(self, seed: int, split: Split = "train", difficulty: Difficulty = 0) -> Problem:
-        """See Task. Raises TaskError for an unknown split or difficulty, and for knobs no problem can
-        satisfy."""
+        """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or difficulty,
+        and for knobs no problem can satisfy."""
+        if not self.levels:
+            raise TaskError(f"{self.name}: is an exam alone, asked by earlyfusion eval; choose another task")
         if split not in SPLITS:
             raise TaskError(f"{self.name}: split {split!r}; {did_you_mean(str(split), SPLITS)}")
         knobs = self.knobs(difficulty)
         level = json.dumps(difficulty if isinstance(difficulty, int) else knobs, sort_keys=True)
         key = f"{self.name}/{split}/{level}/{seed}"
+
+        # Attempts until one asks about a combination of the split.
         rng = Random(f"rl/{key}")
         for _ in range(TRIES):
-            made = self.draw(rng, split == "test", knobs)
-            if made is not None and self.heldout(made.combination) == (split == "test"):
+            drawn = self.draw(rng, split == "test", knobs)
+            if drawn is not None and self.heldout(drawn.combination) == (split == "test"):
                 break
         else:
             raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
-        about = {"split": split, "seed": seed, "difficulty": difficulty, "knobs": knobs}
-        meta = {**about, "combination": made.combination, "category": made.category, **made.meta}
-        return Problem(
-            self.name, key, made.question, made.picture, made.description, made.answer, made.target, meta
-        )
+
+        meta = {
+            "split": split,
+            "seed": seed,
+            "difficulty": difficulty,
+            "knobs": knobs,
+            "combination": drawn.combination,
+            "category": drawn.category,
+            **drawn.meta,
+        }
+        content = (drawn.question, drawn.picture, drawn.description, drawn.answer, drawn.target)
+        return Problem(self.name, key, *content, meta)
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""
         return held_out(combination, self.fraction)
 
     def reward(self, problem: Problem, response_text: str) -> float:
-        """The score of the final answer of the response; 0 where there is none, or none that can be read."""
+        """Reward in [0, 1] of any text: the score of its final answer; 0 where there is none, or none that
+        can be read."""
         if problem.task != self.name:
             raise TaskError(f"{self.name}: asked to judge a problem of {problem.task!r}")
-        said = final_answer(response_text)
-        if not said:
+        answer = rewards.final_answer(response_text)
+        if not answer:
             return 0.0
-        value = float(self.score(problem, said))
+        value = float(self.score(problem, answer))
         return min(1.0, max(0.0, value)) if isfinite(value) else 0.0
 
-    @abstractmethod
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
         """One attempt; None, or a combination of the wrong side, leads to the next one."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def score(self, problem: Problem, said: str) -> float:
-        """The score of a final answer that is not empty."""
+    def score(self, problem: Problem, answer: str) -> float:
+        """The score of a final answer that is not empty: 1 for the words themselves."""
+        return rewards.words(answer, problem.answer)
+
+    # The exam.
+
+    def exam(self, count: int, seed: int) -> list[Problem]:
+        """`count` questions about held-out pictures, the kinds in turn; each depends on (seed, its number)
+        alone."""
+        names = list(self.kinds)
+        problems = []
+        for number in range(count):
+            category = names[number % len(names)]
+            rng = Random(f"eval/{self.name}/{seed}/{number}")
+            graph, (question, answer) = self.kinds[category].draw(rng, self.graph, self.listed)
+            meta = {"category": category, "graph": graph}
+            key = f"{self.name}/{number:05d}"
+            problems.append(
+                Problem(self.name, key, question, graph.draw(), graph.words(), answer, answer, meta)
+            )
+        return problems
+
+    def graph(self, rng: Random) -> Graph:
+        """A held-out graph for a question of the exam."""
+        raise NotImplementedError
+
+    def judge(self, problem: Problem, text: str) -> Judged:
+        """What an exam makes of an answer: equal to gold without case, article and closing punctuation."""
+        return first_line(text) or None, float(exact_match(text, problem.answer)), {}
+
+
+TASKS: dict[str, type[Task]] = {}
+"""Every registered task by its name; data/tasks/registry.py imports those of the project."""
+
+AnyTask = TypeVar("AnyTask", bound="type[Task]")
+
+
+def task(name: str) -> Callable[[AnyTask], AnyTask]:
+    """Register the decorated class as the task `name`."""
+
+    def register(cls: AnyTask) -> AnyTask:
+        cls.name = name
+        TASKS[name] = cls
+        return cls
+
+    return register
 
 
 def list_pixels(points: Sequence[Sequence[float]]) -> str:

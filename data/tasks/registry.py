@@ -1,4 +1,4 @@
-"""The tasks by name.
+"""The tasks by name; importing this file registers those of the project.
 
 task = make_task("maze")
 task = make_task("text_math", path="../shared/data/gsm8k")
@@ -6,40 +6,29 @@ task = make_task("text_math", path="../shared/data/gsm8k")
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from earlyfusion.data.tasks.calculation import Arithmetic, Geometry
-from earlyfusion.data.tasks.jigsaw import Jigsaw
-from earlyfusion.data.tasks.maze import Maze
-from earlyfusion.data.tasks.odd_one_out import OddOneOut
-from earlyfusion.data.tasks.places import Grounding, Pointing, Polygon
-from earlyfusion.data.tasks.problem import Task, TaskError
-from earlyfusion.data.tasks.reading import ChartValue, Ocr
-from earlyfusion.data.tasks.scenes import ColourShape, Counting, Relation
-from earlyfusion.data.tasks.text_math import TextMath
+from earlyfusion.data.tasks import (
+    calculation,
+    jigsaw,
+    maze,
+    odd_one_out,
+    places,
+    reading,
+    scenes,
+    text_math,
+    video_qa,
+)
+from earlyfusion.data.tasks.problem import TASKS, Task, TaskError
 from earlyfusion.kernels.errors import did_you_mean
 
-PROCEDURAL: dict[str, Callable[[], Task]] = {
-    kind.name: kind
-    for kind in (
-        Counting,
-        ColourShape,
-        Relation,
-        Grounding,
-        Pointing,
-        Polygon,
-        Ocr,
-        ChartValue,
-        Jigsaw,
-        Maze,
-        OddOneOut,
-        Geometry,
-        Arithmetic,
-    )
-}
-"""Tasks that need no data."""
-TASKS: dict[str, Callable[..., Task]] = {**PROCEDURAL, TextMath.name: TextMath}
+__all__ = ["EXAMS", "PROCEDURAL", "TASKS", "make_task"]
+
+FAMILIES = (scenes, places, reading, jigsaw, maze, odd_one_out, calculation, video_qa)
+PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and made is not text_math.TextMath)
+"""Tasks with problems that need no data."""
+EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
+"""Tasks that `earlyfusion eval` asks."""
 
 
 def make_task(name: str, **options: Any) -> Task:

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.problem import BaseTask, Drawn, Problem, TaskError
+from earlyfusion.data.tasks.problem import Drawn, Problem, Task, TaskError, task
 from earlyfusion.data.tasks.scoring.answers import gsm8k_number
 from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends, tame
 
@@ -23,7 +23,8 @@ QUESTIONS, ANSWERS = ("question", "problem", "prompt"), ("answer", "solution", "
 ASK = "what is the answer, as a number?"
 
 
-class TextMath(BaseTask):
+@task("text_math")
+class TextMath(Task):
     """See the file's head. Reward: 1 when the last number of the response (after "####" if it is there) is
     the gold one.
 
@@ -32,7 +33,6 @@ class TextMath(BaseTask):
     or a number.
     """
 
-    name = "text_math"
     levels = ({"longest": 160}, {"longest": 300}, {"longest": 4096})
 
     def __init__(self, path: str | Path, *, fraction: float | None = None) -> None:
@@ -46,7 +46,7 @@ class TextMath(BaseTask):
             self._test = {text for text, _ in sides[True]}
         else:
             rows = self._rows(self.path)
-            self._test = {text for text, _ in rows if BaseTask.heldout(self, f"text/{text}")}
+            self._test = {text for text, _ in rows if super(TextMath, self).heldout(f"text/{text}")}
             sides = {side: [row for row in rows if (row[0] in self._test) == side] for side in (False, True)}
         self._sides = sides
 
@@ -72,7 +72,7 @@ class TextMath(BaseTask):
         return combination.removeprefix("text/") in self._test
 
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
-        """See BaseTask."""
+        """See Task."""
         rows = self._sides[heldout]
         if not rows:
             raise TaskError(
@@ -89,9 +89,9 @@ class TextMath(BaseTask):
             return 0.0
         return super().reward(problem, response_text[-MAX_CHARS:])
 
-    def score(self, problem: Problem, said: str) -> float:
+    def score(self, problem: Problem, answer: str) -> float:
         """The number of the last line, which ends with it where it is marked by "####": a worked answer may
         say anything before, nothing after."""
-        last = tame(said.splitlines()[-1])
+        last = tame(answer.splitlines()[-1])
         marked = "####" in last
         return float(gsm8k_number(last) == problem.answer and (not marked or ends(last)))

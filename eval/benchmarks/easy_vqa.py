@@ -22,8 +22,14 @@ from earlyfusion.data.sources.easy_vqa import load_split, picture_of
 from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.data.tasks.scoring.text import first_line, normalise
 from earlyfusion.eval.benchmarks.base import BaseTask
-from earlyfusion.eval.benchmarks.questions import grey
-from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, refuse_shots, views_of, whole
+from earlyfusion.eval.benchmarks.visual import (
+    aggregate,
+    generate_request,
+    grey,
+    refuse_shots,
+    views_of,
+    whole,
+)
 from earlyfusion.eval.protocol import EvalError, Question, Record, Request, ScoreRequest, TaskOptions
 from earlyfusion.eval.registry import benchmark
 

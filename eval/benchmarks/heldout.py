@@ -34,7 +34,7 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, summarize
-from earlyfusion.eval.benchmarks.visual_base import generate_request
+from earlyfusion.eval.benchmarks.visual import generate_request
 from earlyfusion.eval.heldout import Loss
 from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, Record, Request, TaskOptions
 from earlyfusion.eval.registry import benchmark

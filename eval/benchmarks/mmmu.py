@@ -27,8 +27,7 @@ from typing import Any
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
 from earlyfusion.data.tasks.scoring.open_answers import open_match
-from earlyfusion.eval.benchmarks.questions import grey
-from earlyfusion.eval.benchmarks.visual_base import aggregate, generate_request, views_of
+from earlyfusion.eval.benchmarks.visual import aggregate, generate_request, grey, views_of
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Question, Record, TaskOptions
 from earlyfusion.eval.registry import benchmark
 

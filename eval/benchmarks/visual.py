@@ -1,4 +1,4 @@
-"""Visual tasks on generated pictures: counting, scenes, reading, grounding, charts, boards.
+"""Visual tasks on generated pictures: the exams of data/tasks, with a picture, blind, and told in words.
 
 counting    score: exact number              beside it: mae (an unread answer counts as 0 said), within_one
 scene       score: exact words               colours, shapes, sizes, existence, relation, comparison, sorting
@@ -6,151 +6,333 @@ ocr         score: containment (OCRBench)    beside it: exact, cer, wer, anls
 grounding   score: IoU >= 0.5                beside it: iou, acc@0.1 ... acc@0.9, centre_in_box
 chart       score: relaxed (ChartQA)         beside it: exact
 board       score: exact words
+video_qa    score: exact words, or within a tolerance (data/tasks/video_qa.py)
+twins       the questions of all of these, told in words alone, so that a model without eyes can take it
+
+Every question has three views:
+
+    score          with the picture
+    blind_score    a grey picture of the same size in its place: what can be guessed from the words of the
+                   question
+    words_score    the text twin in its place: what the model can do once the picture is read for it
+
+A record keeps all three; `seeing` = score - blind_score is what the picture adds. An answer that the token
+limit cut off is no answer: its beginning may be right by luck of where the cut fell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
-from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.tasks.scoring.boxes import Box, grounding_scores, iou, parse_boxes
-from earlyfusion.data.tasks.scoring.text import (
-    anls,
-    character_error_rate,
-    contains,
-    exact_match,
-    first_line,
-    parse_count,
-    relaxed_match,
-    word_error_rate,
+from PIL import Image as PILImage
+
+from earlyfusion.data.sample import Image, Text, Video, question_text
+from earlyfusion.data.tasks.places import named_box
+from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
+from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.scoring.boxes import iou
+from earlyfusion.eval.benchmarks.base import BaseTask, request_seed, sampling, standard_error
+from earlyfusion.eval.protocol import (
+    EvalError,
+    GenerateRequest,
+    Generation,
+    Prompt,
+    Question,
+    Record,
+    TaskOptions,
 )
-from earlyfusion.eval.benchmarks.questions import Item
-from earlyfusion.eval.benchmarks.visual_base import PictureTask, aggregate, answer_line
-from earlyfusion.eval.protocol import Question, Record, TaskOptions
 from earlyfusion.eval.registry import benchmark
+from earlyfusion.kernels.errors import did_you_mean
+
+VIEWS = ("blind", "words")
+DEFAULT_QUESTIONS = 600
+GREY = 128
 
 
-def judge_count(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
-    """Exact number in the first line; the error of an answer without a number is that of saying 0, at least
-    1."""
-    gold, said = int(item.answer), parse_count(first_line(text))
-    error = abs(said - gold) if said is not None else max(gold, 1)
-    return (
-        said,
-        float(said == gold),
-        {"mae": float(error), "within_one": float(said is not None and error <= 1)},
-    )
+class VisualTask(BaseTask):
+    """The exam of one task of data/tasks.
+
+    options.extra: "views", comma-separated of blind and words (default both), and "n", questions in all
+    (default 600). Prompts stand as in training: picture, line end, "Q: ...", line end, "A:"; an answer ends
+    with its line.
+    """
+
+    version = "2"  # 1 judged answers that the limit cut off by their beginning
+
+    def __init__(self, name: str, options: TaskOptions) -> None:
+        super().__init__(options)
+        self.name, self.task = name, make_task(name)
+        self.needs = frozenset({"video" if self.task.video else "image"})
+        self.max_new_tokens = options.max_new_tokens or self.task.answer_tokens
+        self.views = views_of(name, options)
+        self.count = _whole(name, options.extra.get("n", DEFAULT_QUESTIONS))
+
+    def data_hash(self) -> str:
+        """Of the generator's name, version, limits and seed."""
+        facts = ["data/synth", self.name, self.version, self.options.seed, MIN_SIDE, MAX_SIDE, MAX_OBJECTS]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+        """The first `limit` of `n` questions; categories stand in turn. Raises EvalError for shots: there are
+        none."""
+        refuse_shots(self.name, shots)
+        count = self.count if limit is None else min(limit, self.count)
+        for problem in self.task.exam(count, self.options.seed):
+            yield Question(
+                id=problem.key,
+                prompt=[problem.media(), Text(question_text(problem.question))],
+                target=problem.answer,
+                category=problem.meta["category"],
+                meta={"item": problem},
+            )
+
+    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
+        """The question with its picture, then one request for each view."""
+        problem: Problem = question.meta["item"]
+        prompts: list[Prompt] = [question.prompt]
+        for view in self.views:
+            if view == "blind":
+                prompts.append([grey(problem.media()), Text(question_text(problem.question))])
+            else:
+                prompts.append(in_words(problem))
+        return [self.generate_request(prompt, question.id, repeat) for prompt in prompts]
+
+    def generate_request(self, prompt: Prompt, question: str, repeat: int) -> GenerateRequest:
+        """How every prompt of this task is continued."""
+        return generate_request(prompt, self.options, question, repeat, self.max_new_tokens)
+
+    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+        """The record of the picture, with the score of each view beside it."""
+        record = self.judged(question, outputs[0])
+        for view, output in zip(self.views, outputs[1:]):
+            record[f"{view}_score"] = self.judged(question, output)["score"]
+        return record
+
+    def judged(self, question: Question, output: Any) -> Record:
+        """extracted, score, metrics (with `cut`: the limit ended it) and target of one answer."""
+        extracted, score, metrics = self.task.judge(question.meta["item"], whole(output))
+        metrics = {**metrics, "cut": float(output.finish == "length")}
+        return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
+
+    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """See `aggregate`."""
+        return aggregate(records, views=self.views)
 
 
-def judge_words(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
-    """Equal to gold without case, article and closing punctuation."""
-    return answer_line(text), float(exact_match(text, item.answer)), {}
-
-
-def judge_reading(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
-    """Containment; error rates and ANLS are over the first line."""
-    said, gold = first_line(text), item.answer
-    metrics = {
-        "exact": float(exact_match(said, gold)),
-        "cer": character_error_rate(said, gold),
-        "wer": word_error_rate(said, gold),
-        "anls": anls(said, [gold]),
-    }
-    return said or None, float(contains(text, gold)), metrics
-
-
-def judge_chart(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
-    """ChartQA's relaxed correctness of the first line."""
-    said = first_line(text).rstrip(".")
-    return (
-        said or None,
-        float(relaxed_match(said, item.answer)),
-        {"exact": float(exact_match(said, item.answer))},
-    )
-
-
-def judge_box(item: Item, text: str) -> tuple[Any, float, dict[str, float]]:
-    """The first box of the answer, in the units the question asks for, against the exact box of the graph."""
-    gold, (width, height), units = box_of(item)
-    boxes = parse_boxes(first_line(text), width, height, units)
-    scores = grounding_scores(boxes[0] if boxes else None, gold)
-    return list(boxes[0]) if boxes else None, scores["acc@0.5"], scores
-
-
-def box_of(item: Item) -> tuple[Box, tuple[int, int], str]:
-    """(exact box in pixels, (width, height), units asked for) of a grounding item."""
-    scene = item.graph
-    assert isinstance(scene, Scene)
-    thing = next(
-        thing for thing in scene.unique() if f"the {thing.name}" in item.question.split(",")[0].rstrip("?")
-    )
-    left, top, right, bottom = thing.box
-    return (
-        (left, top, right, bottom),
-        (scene.width, scene.height),
-        "pixels" if "in pixels" in item.question else "relative",
-    )
-
-
-class GroundingTask(PictureTask):
+class GroundingTask(VisualTask):
     """Grounding; the constant answer to beat is the median box of all questions, as shares of the picture."""
 
     def judged(self, question: Question, output: Any) -> Record:
-        (left, top, right, bottom), (width, height), _ = box_of(question.meta["item"])
-        relative = [left / width, top / height, right / width, bottom / height]
+        (left, top, right, bottom), scene, _ = named_box(question.meta["item"])
+        relative = [left / scene.width, top / scene.height, right / scene.width, bottom / scene.height]
         return {**super().judged(question, output), "target_box": relative}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """As for all tasks, with the median box as the constant answer."""
         boxes = [record["target_box"] for record in records]
-        constant = tuple(median(box[side] for box in boxes) for side in range(4))
-        hits = [iou(tuple(box), constant) >= 0.5 for box in boxes]  # type: ignore[arg-type]
-        return {**aggregate(records, views=self.views), "majority": sum(hits) / len(hits)}
+        left, top, right, bottom = (median(box[side] for box in boxes) for side in range(4))
+        hits = [iou(tuple(box), (left, top, right, bottom)) >= 0.5 for box in boxes]
+        return {**super().aggregate(records), "majority": fmean(hits)}
 
 
-@benchmark("counting", "how many objects: exact, mean absolute error")
-def counting(options: TaskOptions) -> PictureTask:
-    """How many objects, of a shape, of a colour."""
-    return PictureTask("counting", options, judge_count, max_new_tokens=8)
-
-
-@benchmark("scene", "colours, shapes, relations, comparison, sorting of objects")
-def scene(options: TaskOptions) -> PictureTask:
-    """What is where: colours, shapes, sizes, existence, relations, comparison, sorting."""
-    return PictureTask("scene", options, judge_words, max_new_tokens=48)
-
-
-@benchmark("ocr", "read a word: containment, character error rate, ANLS")
-def ocr(options: TaskOptions) -> PictureTask:
-    """Rendered words."""
-    return PictureTask("ocr", options, judge_reading, max_new_tokens=32)
-
-
-@benchmark("grounding", "box of a named object: accuracy at IoU, centre in box")
-def grounding(options: TaskOptions) -> PictureTask:
-    """Boxes of named objects, in pixels and as shares."""
-    return GroundingTask("grounding", options, judge_box, max_new_tokens=40)
-
-
-@benchmark("chart", "a value in a chart: relaxed accuracy")
-def chart(options: TaskOptions) -> PictureTask:
-    """Values, extremes, sums and comparisons in bar and line charts."""
-    return PictureTask("chart", options, judge_chart, max_new_tokens=8)
-
-
-@benchmark("board", "cells, rows and counts on boards of coloured squares")
-def board(options: TaskOptions) -> PictureTask:
-    """Cells, rows and counts on boards of coloured squares."""
-    return PictureTask("board", options, judge_words, max_new_tokens=24)
-
-
-PICTURE_TASKS: dict[str, Callable[[TaskOptions], PictureTask]] = {
-    "counting": counting,
-    "scene": scene,
-    "ocr": ocr,
-    "grounding": grounding,
-    "chart": chart,
-    "board": board,
+TEXTS = {
+    "counting": "how many objects: exact, mean absolute error",
+    "scene": "colours, shapes, relations, comparison, sorting of objects",
+    "ocr": "read a word: containment, character error rate, ANLS",
+    "grounding": "box of a named object: accuracy at IoU, centre in box",
+    "chart": "a value in a chart: relaxed accuracy",
+    "board": "cells, rows and counts on boards of coloured squares",
+    "video_qa": "questions about rendered clips",
 }
+VISUAL: dict[str, Callable[[TaskOptions], VisualTask]] = {}
+for _name, _text in TEXTS.items():
+    _made = GroundingTask if _name == "grounding" else VisualTask
+    VISUAL[_name] = benchmark(_name, _text)(partial(_made, _name))
+
+
+@benchmark("twins", "the visual tasks told in words alone")
+class TwinsTask(BaseTask):
+    """The questions of the visual tasks, told in words alone. Categories: "counting/objects", "chart/value",
+    ...
+
+    The same question has the same answer with the picture and with its twin; the difference of the two scores
+    is what reading the picture costs, and a model trained on pictures that gets better on twins has carried
+    something over.
+    """
+
+    name = "twins"
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        self.parts = {name: make(options) for name, make in VISUAL.items()}
+
+    def data_hash(self) -> str:
+        """Over the data of all parts."""
+        return hashlib.sha256(
+            "\n".join(part.data_hash() for part in self.parts.values()).encode()
+        ).hexdigest()
+
+    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+        """Questions of the parts in turn, so that every limit holds all kinds."""
+        share = None if limit is None else -(-limit // len(self.parts))
+        streams = {name: list(part.questions(share, shots, seed)) for name, part in self.parts.items()}
+        merged = []
+        for number in range(max(map(len, streams.values()))):
+            for name, questions in streams.items():
+                if number < len(questions):
+                    merged.append(self._told(name, questions[number]))
+        return merged[:limit]
+
+    def _told(self, part: str, question: Question) -> Question:
+        return Question(
+            id=f"twins/{question.id}",
+            prompt=in_words(question.meta["item"]),
+            target=question.target,
+            category=f"{part}/{question.category}",
+            meta={**question.meta, "part": part},
+        )
+
+    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
+        """One request: the twin and the question."""
+        return [self.parts[question.meta["part"]].generate_request(question.prompt, question.id, repeat)]
+
+    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+        """As the visual task scores it."""
+        return self.parts[question.meta["part"]].judged(question, outputs[0])
+
+    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Score in all and by category, beside the constant answer; the kinds' own metrics by category
+        only."""
+        own = {name for record in records for name in record["metrics"]}
+        return {name: value for name, value in aggregate(records, views=()).items() if name not in own}
+
+
+# What benchmarks with pictures share.
+
+
+def in_words(problem: Problem) -> str:
+    """The twin in the picture's place, then the question as in training."""
+    return problem.description + question_text(problem.question)
+
+
+def grey(media: Image | Video, level: int = GREY) -> Image | Video:
+    """The same sizes and times, all pixels grey (0 to 255)."""
+    if isinstance(media, Image):
+        return Image(_blank(media, level))
+    return Video([_blank(Image(frame), level) for frame in media.frames], media.timestamps)
+
+
+def _blank(image: Image, level: int) -> PILImage.Image:
+    return PILImage.new("RGB", image.open().size, (level, level, level))
+
+
+def refuse_shots(name: str, shots: int | None) -> None:
+    """Raises EvalError for worked examples: a visual task has none."""
+    if shots:
+        raise EvalError(
+            f"{name}: shots={shots}; visual questions are asked without examples: leave --shots out"
+        )
+
+
+def generate_request(
+    prompt: Prompt,
+    options: TaskOptions,
+    question: str,
+    repeat: int,
+    max_new_tokens: int,
+    stop: tuple[str, ...] = ("\n",),
+) -> GenerateRequest:
+    """A short answer that ends with its line; greedy for one sample (see eval.tasks.sampling)."""
+    temperature, top_p = sampling(options)
+    return GenerateRequest(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        temperature=temperature,
+        top_p=top_p,
+        seed=request_seed(options.seed, question, repeat),
+    )
+
+
+def views_of(name: str, options: TaskOptions, known: Sequence[str] = VIEWS) -> tuple[str, ...]:
+    """The further views the user wants (option "views"), in order; all known ones when the option is not
+    given."""
+    given = options.extra.get("views", known)
+    listed = (
+        [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
+    )
+    for view in listed:
+        if view not in known:
+            raise EvalError(f"{name}: unknown view {view!r}; {did_you_mean(view, known)}")
+    return tuple(dict.fromkeys(listed))
+
+
+def _whole(name: str, given: Any) -> int:
+    try:
+        count = int(given)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1:
+        raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
+    return count
+
+
+def whole(output: Generation) -> str:
+    """The text of an answer that ended by itself, "" of one that the limit cut off."""
+    return "" if output.finish == "length" else output.text
+
+
+def aggregate(records: Sequence[Record], *, views: Sequence[str]) -> dict[str, Any]:
+    """n (questions), samples (records), score, standard_error, unextracted, the views, what seeing adds,
+    means of all metrics, by_category, and baselines.
+
+    majority: always the most frequent gold answer of the category, known in advance: the best a constant can
+    do. chance is None: answers are free text. Raises ValueError for no records.
+    """
+    if not records:
+        raise ValueError("no records to aggregate; ask at least one question")
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        groups[str(record.get("category", ""))].append(record)
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        scores[str(record["id"])].append(record["score"])
+    result = _sums(records, views)
+    result["standard_error"] = standard_error([fmean(values) for values in scores.values()])
+    result |= {"chance": None, "majority": _majority(groups)}
+    result["by_category"] = {name: _sums(group, views) for name, group in groups.items()}
+    return result
+
+
+def _sums(records: Sequence[Record], views: Sequence[str]) -> dict[str, Any]:
+    """Means over records; every question has equally many."""
+    sums: dict[str, Any] = {
+        "n": len({record["id"] for record in records}),
+        "samples": len(records),
+        "score": fmean([record["score"] for record in records]),
+        "unextracted": sum(record["extracted"] is None for record in records) / len(records),
+    }
+    for view in views:
+        sums[f"{view}_score"] = fmean([record[f"{view}_score"] for record in records])
+    if "blind" in views:
+        sums["seeing"] = sums["score"] - sums["blind_score"]
+    names = dict.fromkeys(name for record in records for name in record.get("metrics", {}))
+    for name in names:
+        sums[name] = fmean(
+            [record["metrics"][name] for record in records if name in record.get("metrics", {})]
+        )
+    return sums
+
+
+def _majority(groups: Mapping[str, Sequence[Record]]) -> float:
+    """Share of questions the most frequent answer of each category gets right."""
+    right = sum(
+        Counter(json.dumps(r["target"]) for r in group).most_common(1)[0][1] for group in groups.values()
+    )
+    return right / sum(map(len, groups.values()))

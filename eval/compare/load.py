@@ -4,7 +4,7 @@
                                extracted, tokens (generated), metrics {name: number}
     OUT/<task>/summary.json    task, data_hash, model, metrics (of which chance and majority are shown)
 
-A visual task's record also holds blind_score and words_score (eval/benchmarks/visual_base.py); each becomes a
+A visual task's record also holds blind_score and words_score (eval/benchmarks/visual.py); each becomes a
 line of its own, and so does what seeing adds, score - blind_score, question by question.
 
 A question asked several times (repeat 0, 1, ...) has one score: the mean. Runs are comparable only if task by

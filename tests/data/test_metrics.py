@@ -162,7 +162,7 @@ def test_what_is_no_box_is_not_read_as_one():
 
 
 def test_the_generators_own_boxes_are_read_back():
-    from earlyfusion.data.synth.describe import pixels, shares
+    from earlyfusion.data.synth.graph import pixels, shares
 
     rng = random.Random(0)
     for _ in range(50):

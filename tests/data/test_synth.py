@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import permutations
 from random import Random
 
 import numpy as np
@@ -6,8 +7,13 @@ import pytest
 
 from earlyfusion.data.sample import Image, Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.data.synth import charts, clips, describe, grid, scene, words
+from earlyfusion.data.synth.charts import Chart
+from earlyfusion.data.synth.clips import DIRECTIONS, Clip
+from earlyfusion.data.synth.graph import pixels
+from earlyfusion.data.synth.grid import Board
 from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, pairs
+from earlyfusion.data.synth.scene import OPPOSITE, Scene, relation
+from earlyfusion.data.synth.words import ASK_TEXT, Sign, vocabulary
 
 SEEDS = range(60)
 SIDES = {"min_side": 40, "max_side": 96}
@@ -24,13 +30,13 @@ def bounds(image, colour):
 
 
 def make_scene(seed, **kw):
-    return scene.make_scene(Random(seed), **SIDES, **{"max_objects": 4, **kw})
+    return Scene.make(Random(seed), **SIDES, **{"max_objects": 4, **kw})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_boxes_are_the_bounds_of_the_drawn_pixels(seed):
     made = make_scene(seed)
-    image = scene.draw_scene(made)
+    image = made.draw()
     assert image.size == (made.width, made.height)
     for thing in made.objects:
         left, top, right, bottom = thing.box
@@ -43,22 +49,14 @@ def test_boxes_are_the_bounds_of_the_drawn_pixels(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_relative_boxes_and_relations_follow_from_the_absolute_ones(seed):
-    made = make_scene(seed)
-    graph = made.graph()
-    for entry in graph["objects"]:
-        back = [entry["relative_box"][i] * (made.width, made.height)[i % 2] for i in range(4)]
-        # Four decimals of at most 96 pixels are within 0.005 pixels.
-        assert np.allclose(back, entry["box"], atol=0.01)
-        assert all(0 <= x <= 1 for x in entry["relative_box"])
-    opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-    told = {(i, j): r for i, r, j in graph["relations"]}
-    assert all(told[j, i] == opposite[r] for (i, j), r in told.items())
-    for (i, j), r in told.items():
-        a, b = made.objects[i].centre, made.objects[j].centre
-        assert {"left of": a[0] < b[0], "right of": a[0] > b[0], "above": a[1] < b[1], "below": a[1] > b[1]}[
-            r
-        ]
+def test_relations_are_opposite_and_hold_for_the_centres(seed):
+    for a, b in permutations(make_scene(seed).objects, 2):
+        found = relation(a, b)
+        if found is not None:
+            assert relation(b, a) == OPPOSITE[found]
+            axis = 0 if found in ("left of", "right of") else 1
+            first = a.centre[axis] < b.centre[axis]
+            assert first == (found in ("left of", "above"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -66,7 +64,7 @@ def test_scene_answers_are_true(seed):
     made = make_scene(seed)
     colours, shapes = Counter(t.colour for t in made.objects), Counter(t.shape for t in made.objects)
     names = [t.name for t in made.objects]
-    asked = describe.questions(made, Random(seed), 8)
+    asked = made.questions(Random(seed), 8)
     assert len({q for q, _ in asked}) == len(asked) >= 1
     for question, answer in asked:
         parts = question.rstrip("?").split()
@@ -92,7 +90,7 @@ def test_scene_answers_are_true(seed):
             assert np.allclose([n * scale[i % 2] for i, n in enumerate(numbers)], thing.box, atol=0.5)
         else:
             a, b = (next(t for t in made.objects if t.name == n) for n in _two_names(parts))
-            assert (answer == "yes") == (scene.relation(a, b) in question)
+            assert (answer == "yes") == (relation(a, b) in question)
 
 
 def _two_names(parts):
@@ -109,12 +107,12 @@ def test_train_and_held_out_combinations_are_disjoint_and_cover_all():
     for seed in SEEDS:
         assert all((t.colour, t.shape) in train for t in make_scene(seed).objects)
         assert any((t.colour, t.shape) in held for t in make_scene(seed, heldout=True).objects)
-        clip = clips.make_clip(Random(seed), **SIDES)
+        clip = Clip.make(Random(seed), **SIDES)
         assert (clip.colour, clip.shape) in train and (clip.standing is None or clip.standing in train)
-        clip = clips.make_clip(Random(seed), **SIDES, heldout=True)
+        clip = Clip.make(Random(seed), **SIDES, heldout=True)
         assert (clip.colour, clip.shape) in held
-    assert not set(words.vocabulary(False)) & set(words.vocabulary(True))
-    assert len(words.vocabulary(True)) >= 10
+    assert not set(vocabulary(False)) & set(vocabulary(True))
+    assert len(vocabulary(True)) >= 10
 
 
 def test_held_out_charts_boards_and_signs_never_occur_in_training():
@@ -122,9 +120,9 @@ def test_held_out_charts_boards_and_signs_never_occur_in_training():
         return {key(make(Random(f"{heldout}{i}"), **SIDES, heldout=heldout)) for i in range(1500)}
 
     for make, key in (
-        (charts.make_chart, lambda c: (c.kind, c.values)),
-        (grid.make_board, lambda b: b.cells[0]),
-        (words.make_sign, lambda s: s.text),
+        (Chart.make, lambda c: (c.kind, c.values)),
+        (Board.make, lambda b: b.cells[0]),
+        (Sign.make, lambda s: s.text),
     ):
         train, held = seen(make, key, False), seen(make, key, True)
         assert len(held) > 25 and not train & held
@@ -132,8 +130,8 @@ def test_held_out_charts_boards_and_signs_never_occur_in_training():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bars_are_exactly_as_tall_as_their_values(seed):
-    chart = charts.make_chart(Random(seed), **SIDES)
-    image = charts.draw_chart(chart)
+    chart = Chart.make(Random(seed), **SIDES)
+    image = chart.draw()
     assert image.size == (chart.width, chart.height) and chart.unit >= 2
     if chart.kind == "line":
         for i, value in enumerate(chart.values):
@@ -149,9 +147,9 @@ def test_bars_are_exactly_as_tall_as_their_values(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_chart_answers_are_true(seed):
-    chart = charts.make_chart(Random(seed), **SIDES)
+    chart = Chart.make(Random(seed), **SIDES)
     value = dict(zip(chart.labels, chart.values))
-    for question, answer in charts.chart_questions(chart, Random(seed), 20):
+    for question, answer in chart.questions(Random(seed), 20):
         words_ = question.rstrip("?").split()
         if question.startswith("what is the value"):
             assert int(answer) == value[words_[-1]]
@@ -167,14 +165,14 @@ def test_chart_answers_are_true(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_board_cells_have_the_colours_they_should(seed):
-    board = grid.make_board(Random(seed), **SIDES)
-    image = grid.draw_board(board)
+    board = Board.make(Random(seed), **SIDES)
+    image = board.draw()
     assert max(image.size) <= 96
     for r, row in enumerate(board.cells):
         for c, colour in enumerate(row):
             centre = (c * board.cell + board.cell // 2, r * board.cell + board.cell // 2)
             assert image.getpixel(centre) == COLOURS[colour]
-    for question, answer in grid.board_questions(board, Random(seed), 20):
+    for question, answer in board.questions(Random(seed), 20):
         if question.startswith("what color"):
             r, c = (int(p.strip(",?")) for p in question.split() if p.strip(",?").isdigit())
             assert board.cells[r - 1][c - 1] == answer
@@ -182,22 +180,22 @@ def test_board_cells_have_the_colours_they_should(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rendered_words_lie_whole_inside_the_picture(seed):
-    sign = words.make_sign(Random(seed), **SIDES)
-    image = words.draw_sign(sign)
+    sign = Sign.make(Random(seed), **SIDES)
+    image = sign.draw()
     assert image.size == (sign.width, sign.height) and max(image.size) <= 96 and min(image.size) >= 40
     ink = (np.asarray(image) != np.array(BACKGROUNDS[sign.background])).any(-1)
     assert ink.sum() > 10
     assert not (ink[0].any() or ink[-1].any() or ink[:, 0].any() or ink[:, -1].any())  # nothing is cut off
-    assert words.sign_questions(sign, Random(0), 4)[0] == ("what does the text say?", sign.text)
+    assert sign.questions(Random(0), 4)[0] == (ASK_TEXT, sign.text)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clips_move_steadily_the_way_they_say(seed):
-    clip = clips.make_clip(Random(seed), **SIDES, frames=5 + seed % 12, heldout=seed % 2 == 0)
-    frames = clips.draw_clip(clip)
+    clip = Clip.make(Random(seed), **SIDES, frames=5 + seed % 12, heldout=seed % 2 == 0)
+    frames = clip.frames()
     assert len(frames) == len(clip.boxes) == len(clip.timestamps) >= 5
     assert {frame.size for frame in frames} == {(clip.width, clip.height)}
-    dx, dy = clips.DIRECTIONS[clip.direction]
+    dx, dy = DIRECTIONS[clip.direction]
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in zip(clip.boxes, clip.boxes[1:])}
     assert len(steps) == 1
     sx, sy = steps.pop()
@@ -234,7 +232,7 @@ def test_text_twins_tell_everything_without_a_picture():
         sample, made = source.get(i, 0), source.graph(i)
         assert all(isinstance(segment, Text) for segment in sample.segments)
         for thing in made.objects:
-            assert f"{thing.size} {thing.name} {describe.pixels(thing.box)}" in sample.text
+            assert f"{thing.size} {thing.name} {pixels(thing.box)}" in sample.text
 
 
 @pytest.mark.parametrize("kind", ["synth_charts", "synth_words", "synth_grid", "synth_clips"])

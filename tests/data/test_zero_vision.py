@@ -50,7 +50,7 @@ def scene_truth(scene: Scene, task):
     """The answer read off the graph and the pixels one by one, without the program."""
     image = draw(scene)
     pixels = {(x, y): image.getpixel((x, y)) for y in range(scene.height) for x in range(scene.width)}
-    ground = tool_tasks.draw_scene(Scene(scene.width, scene.height, scene.background, ())).getpixel((0, 0))
+    ground = Scene(scene.width, scene.height, scene.background, ()).draw().getpixel((0, 0))
     if task.kind == "crop":
         left, top, right, bottom = task.facts[0]
         return str(

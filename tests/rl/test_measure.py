@@ -16,7 +16,7 @@ from tool_cases import TOKENIZER as CHAT
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample
-from earlyfusion.data.tasks.problem import BaseTask
+from earlyfusion.data.tasks.problem import Task
 from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.eval import measure as m
 from earlyfusion.eval import measured as numbers
@@ -98,7 +98,7 @@ def test_answers_and_samples_are_those_of_the_engine(seed):
 def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows_how_it_goes_on(
     monkeypatch, seed
 ):
-    monkeypatch.setattr(BaseTask, "reward", lambda task, problem, text: float(bool(text)))
+    monkeypatch.setattr(Task, "reward", lambda task, problem, text: float(bool(text)))
     net = ending(model(seed), logit=2.0)
     asked = m.ask(net, TOKENIZER, ENTRIES, problems=25, seed=seed, samples=2, max_new_tokens=6)
     kinds, ends = set(), {TOKENIZER.eos_id, TOKENIZER.special_ids["<|end_of_msg|>"]}

@@ -1,0 +1,67 @@
+"""Questions about rendered clips: which way, what, how many, how far, how long.
+
+    direction, object, objects, time   exact words (time as "2.5 s" or any number within 0.05 s)
+    distance                            pixels between the first and the last frame, within 10 % (at least 1
+                                        pixel)
+
+Most need more than one frame. The blind view has grey frames with the same timestamps (the time question can
+be answered from those: it says whether timestamps are read); the words tell every frame's boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+from earlyfusion.data.synth.clips import Clip
+from earlyfusion.data.synth.graph import Graph
+from earlyfusion.data.tasks.exam import Kind
+from earlyfusion.data.tasks.problem import MAX_SIDE, MIN_SIDE, Judged, Problem, Task, task
+from earlyfusion.data.tasks.scoring.text import first_line, parse_count
+
+DISTANCE_TOLERANCE = 0.1
+TIME_TOLERANCE = 0.05  # seconds
+
+
+@task("video_qa")
+class VideoQa(Task):
+    """See the file's head; distances also give their absolute error in pixels."""
+
+    kinds = {
+        "direction": Kind(r"^which way"),
+        "object": Kind(r"^what moves"),
+        "objects": Kind(r"^how many objects"),
+        "distance": Kind(r"^how far"),
+        "time": Kind(r"^when does"),
+    }
+    video = True
+
+    def graph(self, rng: Random) -> Graph:
+        """See Task."""
+        frames, fps = rng.randint(5, 8), rng.choice((1.0, 2.0, 4.0))
+        sides = {"min_side": MIN_SIDE, "max_side": MAX_SIDE}
+        return Clip.make(rng, **sides, heldout=True, frames=frames, fps=fps)
+
+    def judge(self, problem: Problem, text: str) -> Judged:
+        """By category."""
+        answer, gold = first_line(text), problem.answer
+        match problem.meta["category"]:
+            case "objects":
+                count = parse_count(answer)
+                return count, float(count == int(gold)), {}
+            case "distance":
+                value, expected = _number(answer), float(gold)
+                error = abs(value - expected) if value is not None else expected
+                near = value is not None and error <= max(1.0, DISTANCE_TOLERANCE * expected)
+                return value, float(near), {"pixel_error": error}
+            case "time":
+                value, expected = _number(answer), float(gold.split()[0])
+                near = value is not None and abs(value - expected) <= TIME_TOLERANCE + 1e-9
+                return value, float(near), {}
+        return super().judge(problem, text)
+
+
+def _number(text: str) -> float | None:
+    """The first number of a text."""
+    found = re.search(r"-?\d+(?:\.\d+)?", text)
+    return float(found[0]) if found else None

@@ -1,0 +1,212 @@
+"""Visual benchmarks: the controls are blind, an all-knowing model scores 1, a constant one its majority, and
+what the harness leaves can be compared."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from eval_cases import ask_all, own_model
+
+from earlyfusion.data.sample import Image, Video, question_text
+from earlyfusion.data.tasks.registry import EXAMS, make_task
+from earlyfusion.eval.compare.analysis import Options, compare_arms
+from earlyfusion.eval.compare.load import CompareError, load_arm
+from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.protocol import (
+    EvalError,
+    Generation,
+    TaskOptions,
+    prompt_hash,
+    prompt_text,
+)
+from earlyfusion.eval.registry import build_task
+
+
+def pixels(prompt):
+    """All pixels of a prompt's pictures."""
+    found = []
+    for segment in prompt if not isinstance(prompt, str) else ():
+        if isinstance(segment, Image):
+            found.append(np.asarray(segment.open()))
+        elif isinstance(segment, Video):
+            found += [np.asarray(frame) for frame in segment.frames]
+    return found
+
+
+def colours(prompt):
+    return {tuple(pixel) for picture in pixels(prompt) for pixel in picture.reshape(-1, 3)}
+
+
+@pytest.mark.parametrize("name", [*EXAMS, "easy_vqa"])
+def test_an_answer_that_the_limit_cut_off_is_no_answer(name):
+    """Its beginning is right; where it would have gone is not known."""
+    task = build_task(name)
+    for question in task.questions(8, None, 0):
+        outputs = [Generation(f" {question.target}", 8, "length") for _ in task.requests(question, 0)]
+        record = task.score(question, 0, outputs)
+        assert record["score"] == record["blind_score"] == 0.0 and record["extracted"] is None
+        assert name == "easy_vqa" or record["metrics"]["cut"] == 1.0
+        if name == "easy_vqa":
+            longer = [Generation(f" {question.target} wss\n", 8, "stop")] * 2
+            assert task.score(question, 0, longer)["score"] == 0.0
+
+
+@pytest.mark.parametrize("name", EXAMS)
+def test_views_are_told_apart_and_blind_pictures_tell_only_their_size(name):
+    """A model that answers everywhere, nowhere, or only where it gets a picture or words scores exactly there."""
+    task = build_task(name)
+    assert task.needs == frozenset({"video" if name == "video_qa" else "image"})
+    models = {
+        (1, 1, 1): lambda q, r: f" {q.target}\n",
+        (0, 0, 0): lambda q, r: "",
+        (1, 0, 0): lambda q, r: q.target if len(colours(r.prompt)) > 1 else "",
+        (0, 0, 1): lambda q, r: q.target if isinstance(r.prompt, str) else "",
+    }
+    for scores, model in models.items():
+        records, sums = ask_all(task, model, 24)
+        assert (sums["score"], sums["blind_score"], sums["words_score"]) == scores
+        assert sums["seeing"] == scores[0] - scores[1] and sums["n"] == len(records) == 24
+        assert sums["unextracted"] == 1 - scores[0] and set(sums["by_category"]) == set(task.task.kinds)
+        json.dumps([records, sums])
+
+    for question in task.questions(6, None, 0):
+        seen, blind, words = task.requests(question, 0)
+        asked = question_text(question.meta["item"].question)
+        assert [p.shape for p in pixels(seen.prompt)] == [p.shape for p in pixels(blind.prompt)]
+        assert all((p == 128).all() for p in pixels(blind.prompt))
+        assert prompt_text(seen.prompt) == prompt_text(blind.prompt) == asked
+        assert words.prompt.endswith(asked) and len(words.prompt) > len(asked)
+
+
+def test_tasks_repeat_exactly_and_depend_on_the_seed():
+    for name in EXAMS:
+        made = []
+        for seed in (0, 0, 1):
+            task = build_task(name, TaskOptions(seed=seed))
+            prompts = [prompt_hash(task.requests(q, 0)) for q in task.questions(6, None, 0)]
+            made.append((task.data_hash(), prompts))
+        assert made[0] == made[1]
+        assert made[0][0] != made[2][0] and made[0][1] != made[2][1]
+
+
+def test_a_shorter_run_asks_the_first_questions_of_a_longer_one():
+    task = build_task("scene")
+    long, short = ([(q.id, q.target) for q in task.questions(limit, None, 0)] for limit in (30, 11))
+    assert short == long[:11]
+    assert len(list(build_task("chart", TaskOptions(extra={"n": "7"})).questions(None, None, 0))) == 7
+
+
+def test_side_metrics():
+    _, sums = ask_all(build_task("counting"), lambda q, r: str(int(q.target) + 1), 30)
+    assert (sums["score"], sums["mae"], sums["within_one"]) == (0.0, 1.0, 1.0)
+    records, sums = ask_all(build_task("counting"), lambda q, r: "", 30)
+    # silence costs as much as saying 0, at least 1
+    assert sums["mae"] == pytest.approx(np.mean([max(int(record["target"]), 1) for record in records]))
+    _, sums = ask_all(build_task("ocr"), lambda q, r: f"it says {q.target}", 12)
+    assert sums["score"] == 1.0 and sums["exact"] == 0.0 and sums["cer"] > 0 and sums["anls"] < 1
+    nearly = lambda q, r: f"{1.04 * float(q.target)}" if q.target.isdigit() else q.target
+    _, sums = ask_all(build_task("chart"), nearly, 40)
+    assert 0.9 < sums["score"] <= 1.0 and sums["exact"] < 0.7  # a gold 0 is compared as text
+    _, sums = ask_all(build_task("grounding"), lambda q, r: "[0, 0, 9999, 9999]", 20)
+    assert sums["score"] == 0.0 and 0 <= sums["majority"] < 0.6 and sums["unextracted"] == 0
+
+
+def test_the_constant_answer_earns_its_majority():
+    task = build_task("scene")
+    best = {}
+    for question in task.questions(140, None, 0):
+        best.setdefault(question.category, Counter())[question.target] += 1
+    _, sums = ask_all(task, lambda q, r: best[q.category].most_common(1)[0][0], 140)
+    assert sums["score"] == pytest.approx(sums["majority"])
+    _, sums = ask_all(build_task("counting"), lambda q, r: "2", 200)
+    assert sums["majority"] < 0.35
+
+
+def test_wrong_options_say_what_is_known():
+    with pytest.raises(EvalError, match=r"unknown view 'gray'.*blind"):
+        build_task("counting", TaskOptions(extra={"views": "gray"}))
+    with pytest.raises(EvalError, match="n='many'"):
+        build_task("counting", TaskOptions(extra={"n": "many"}))
+    with pytest.raises(EvalError, match="shots=3"):
+        list(build_task("ocr").questions(2, 3, 0))
+    assert build_task("ocr", TaskOptions(extra={"views": ""})).views == ()
+
+
+def test_answers_are_greedy_and_end_with_their_line():
+    task = build_task("counting", TaskOptions(max_new_tokens=5))
+    request = task.requests(next(iter(task.questions(1, None, 0))), 0)[0]
+    assert (request.temperature, request.stop, request.max_new_tokens) == (0.0, ("\n",), 5)
+
+
+def test_the_twins_task_needs_no_eyes_and_mixes_all_kinds():
+    task = build_task("twins")
+    assert task.needs == frozenset()
+    questions = list(task.questions(70, None, 0))
+    assert len(questions) == len({q.id for q in questions}) == 70
+    assert {q.category.split("/")[0] for q in questions} == set(EXAMS)
+    for question in questions[:7]:
+        (request,) = task.requests(question, 0)
+        part = question.category.split("/")[0]
+        (problem,) = [p for p in make_task(part).exam(1, 0) if question.id == f"twins/{p.key}"]
+        assert request.prompt == problem.description + question_text(problem.question)
+    _, sums = ask_all(task, lambda q, r: f" {q.target}", 70)
+    assert sums["score"] == 1.0 and sums["n"] == 70 and 0 < sums["majority"] < 0.5
+    assert task.data_hash() != build_task("twins", TaskOptions(seed=1)).data_hash()
+
+
+# through the harness, on real models
+
+
+TASKS = ("counting", "grounding", "video_qa", "twins")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two untrained models evaluated on a few questions of each task."""
+    root = tmp_path_factory.mktemp("evals")
+    for seed in (0, 1):
+        for name in TASKS:
+            task = build_task(name, TaskOptions(max_new_tokens=4))
+            run_task(own_model(seed), task, RunOptions(limit=6), out=root / str(seed))
+    return root
+
+
+def test_records_hold_every_view_and_the_summary_its_baselines(folders):
+    for name in TASKS:
+        folder = folders / "0" / name
+        rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+        summary = json.loads((folder / "summary.json").read_text())
+        fields = {"id", "prompt_hash", "score", "metrics", "target"}
+        assert len(rows) == 6 and all(fields <= set(row) for row in rows)
+        metrics = summary["metrics"]
+        assert metrics["n"] == 6 and metrics["majority"] is not None and summary["data_hash"]
+        if name != "twins":
+            assert all({"blind_score", "words_score"} <= set(row) and len(row["output"]) == 3 for row in rows)
+
+
+def test_what_the_harness_leaves_can_be_compared(folders):
+    arms = [load_arm(name, str(folders / seed)) for name, seed in (("base", "0"), ("treated", "1"))]
+    result = compare_arms(*arms, options=Options(draws=100, flips=100))
+    lines = {entry["task"] for entry in result["tasks"]}
+    assert any(entry["delta"]["discordance"] > 0 or entry["base"]["tokens"] for entry in result["tasks"])
+    views = {f"counting ({view})" for view in ("blind", "words", "seeing")}
+    assert {"counting", "twins", "video_qa"} | views <= lines
+    assert all(entry["n"] == 6 and entry["verdict"] for entry in result["tasks"])
+
+
+def test_other_generated_questions_are_refused_by_compare(folders, tmp_path):
+    """Another seed makes other pictures: the data hash says so."""
+    task = build_task("counting", TaskOptions(max_new_tokens=4, seed=5))
+    run_task(own_model(0), task, RunOptions(limit=6), out=tmp_path)
+    with pytest.raises(CompareError, match="different data"):
+        compare_arms(load_arm("base", str(folders / "0")), load_arm("treated", str(tmp_path)))
+
+
+def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words():
+    model = own_model(0)
+    model.capabilities = frozenset({"text", "generate", "score"})
+    with pytest.raises(EvalError, match="needs a model with image"):
+        run_task(model("counting"), RunOptions(limit=1))
+    words = build_task("twins", TaskOptions(max_new_tokens=2))
+    assert run_task(model, words, RunOptions(limit=3))["metrics"]["n"] == 3
