@@ -207,6 +207,6 @@ def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words():
     model = own_model(0)
     model.capabilities = frozenset({"text", "generate", "score"})
     with pytest.raises(EvalError, match="needs a model with image"):
-        run_task(model("counting"), RunOptions(limit=1))
+        run_task(model, build_task("counting"), RunOptions(limit=1))
     words = build_task("twins", TaskOptions(max_new_tokens=2))
     assert run_task(model, words, RunOptions(limit=3))["metrics"]["n"] == 3
