@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,51 +85,24 @@ def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer
         head_group_size=section.head_group_size,
         overrides=section.overrides,
     )
-    groups = scale_lr(groups, section.lr_scale)
     if section.name == "muonclip":
         return MuonClip(
             groups,
             model=fusion,
             momentum=section.momentum,
-            nesterov=section.nesterov,
             ns=section.ns,
             rms=section.rms,
             betas=section.betas,
             eps=section.eps,
             qk_clip=section.qk_clip,
         )
-    plain = [{key: group[key] for key in ("params", "lr", "lr_scale", "weight_decay")} for group in groups]
+    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
     adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
     if section.qk_clip is not None:
         clip = QKClip(fusion, section.qk_clip)
         clip.attach(adamw)
         adamw.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
     return adamw
-
-
-def scale_lr(groups: Sequence[dict[str, Any]], factors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Split parameter groups so that the names a pattern matches have its `lr_scale`; 1 elsewhere.
-
-    Raises UserError for a pattern that matches no parameter.
-    """
-    names = [name for group in groups for name in group["fqns"]]
-    for pattern in factors:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"optim.lr_scale: {pattern!r} matches no parameter; give a pattern like {names[0]!r}"
-            )
-    split: dict[tuple[int, float], dict[str, Any]] = {}
-    for index, group in enumerate(groups):
-        blocks = group["blocks"] or [[]] * len(group["fqns"])
-        for name, param, block in zip(group["fqns"], group["params"], blocks, strict=True):
-            factor = next((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), 1.0)
-            label = group["name"] if factor == 1.0 else f"{group['name']} x {factor:g}"
-            fresh = {**group, "name": label, "lr_scale": factor, "params": [], "fqns": [], "blocks": []}
-            part = split.setdefault((index, factor), fresh)
-            part["params"].append(param)
-            part["fqns"].append(name)
-            part["blocks"].append(block)
-    return list(split.values())
 
 
 def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:

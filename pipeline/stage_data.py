@@ -71,12 +71,8 @@ class StageLoaders:
     def next_step(self, index: int) -> list[PackedBatch]:
         """This rank's next micro-batches of stage `index`, on the host, with the recipe's loss weights."""
         batches = self.at(index).next_step()
-        text_factor = self.config.train.text_loss_weight
         for batch in batches:
             batch.loss_weights = batch.loss_weights * self._loss_factor_S[batch.source_ids.long()]
-            if text_factor != 1.0:
-                scaled = batch.loss_weights * text_factor
-                batch.loss_weights = torch.where(batch.has_image, batch.loss_weights, scaled)
         return batches
 
     def at(self, index: int) -> Loader:

@@ -92,9 +92,9 @@ def update(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One learning rate for all groups (Moonlight: both families share it), but for `optim.lr_scale`."""
+    """One learning rate for all groups (Moonlight: both families share it)."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr
 
 
 def balance(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:

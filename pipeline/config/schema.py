@@ -63,8 +63,6 @@ class OptimSection(Section):
     """Decoupled weight decay."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon momentum."""
-    nesterov: bool = True
-    """Nesterov form of the Muon momentum."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decays."""
     eps: PositiveFloat = 1e-8
@@ -81,8 +79,6 @@ class OptimSection(Section):
     """Also use Muon for the matrices of the vision tower."""
     overrides: dict[str, str] = {}
     """Parameter name pattern -> family (muon or adamw), before the default routing."""
-    lr_scale: dict[str, PositiveFloat] = {}
-    """Parameter name pattern -> factor on the learning rate; the first matching pattern counts."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Global gradient norm limit; "null" turns clipping off (the norm is still measured)."""
 
@@ -183,8 +179,6 @@ class TrainSection(Section):
     """torch CPU threads; "null" keeps torch's choice."""
     loss_weights: dict[str, float] = {}
     """Loss multiplier by data source; 1 where not named."""
-    text_loss_weight: float = Field(1.0, ge=0)
-    """Loss multiplier of documents without an image."""
 
 
 class ParallelSection(Section):

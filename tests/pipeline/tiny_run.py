@@ -107,7 +107,7 @@ def tiny_recipe(tokenizer: Path, **changes: Any) -> dict[str, Any]:
                 "weights": {"vqa": 0.2, "manual": 0.2, "scenes": 0.6},
             },
         ],
-        "train": {"threads": 1, "text_loss_weight": 0.7, "loss_weights": {"manual": 0.5}},
+        "train": {"threads": 1, "loss_weights": {"manual": 0.5}},
         "eval": {"tasks": [], "samples": 0, "heldout": 0},
         "checkpoint": {"every": 3, "keep": 2},
         "track": {"log_every": 1},
