@@ -74,10 +74,10 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     return loaded
 
 
-def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer:
-    """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
-    groups = build_param_groups(
-        fusion,
+def param_groups(section: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
+    """Who trains what, as the recipe routes it. Raises RoutingError."""
+    return build_param_groups(
+        model,
         section.lr,
         section.weight_decay,
         matrices="adamw" if section.name == "adamw" else "muon",
@@ -85,6 +85,11 @@ def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer
         head_group_size=section.head_group_size,
         overrides=section.overrides,
     )
+
+
+def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer:
+    """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
+    groups = param_groups(section, fusion)
     if section.name == "muonclip":
         return MuonClip(
             groups,

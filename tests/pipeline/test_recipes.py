@@ -7,9 +7,9 @@ from tiny_run import whole_recipes
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.flops import count_parameters
+from earlyfusion.pipeline.build import param_groups
 from earlyfusion.pipeline.config.compose import dump, load_config, recipe_hash, recipe_names, render
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.plan import routing_rows
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.schedule import StageTable
@@ -31,18 +31,6 @@ def model(config):
     return meta_model(config)
 
 
-def groups_of(config: RunConfig, model: torch.nn.Module) -> list[dict]:
-    optim = config.optim
-    return build_param_groups(
-        model,
-        optim.lr,
-        optim.weight_decay,
-        muon_vision=optim.muon_vision,
-        head_group_size=optim.head_group_size,
-        overrides=optim.overrides,
-    )
-
-
 def test_the_recipes_of_the_readme_are_shipped():
     assert set(SHIPPED) <= set(recipe_names())
 
@@ -58,7 +46,7 @@ def test_a_recipe_builds_on_the_meta_device(config, model):
 def test_every_weight_is_routed_once(config, model):
     """Muon gets matrices only; embeddings, head, norms, convolutions, gates and queries stay with AdamW, and
     so does the tower unless the recipe says `muon_vision` (its patch embedding and position table always)."""
-    groups = groups_of(config, model)
+    groups = param_groups(config.optim, model)
     routed = [name for group in groups for name in group["fqns"]]
     assert sorted(routed) == sorted(name for name, _ in model.named_parameters())
     muon = {name for group in groups if group["family"] == "muon" for name in group["fqns"]}
@@ -89,7 +77,7 @@ def test_every_weight_is_routed_once(config, model):
 
 
 def test_the_routing_plan_has_a_row_for_every_weight(config, model):
-    groups = groups_of(config, model)
+    groups = param_groups(config.optim, model)
     for group in groups:
         group["rms"] = config.optim.rms
     rows = routing_rows(groups)
