@@ -190,7 +190,7 @@ def banner(training: Any) -> str:
     stages = StageTable(config.stages, config.optim.lr)
     tokens = 0.0
     for step in range(training.step, training.total):
-        stage = config.stages[stages.place(step).index]
+        stage = config.stages[stages.index(step)]
         tokens += stage.tokens * stage.lanes
 
     # The text side alone: how many pictures there will be is not known before they are drawn.
