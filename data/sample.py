@@ -7,10 +7,11 @@ worker.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from PIL import Image as PILImage
 
@@ -50,6 +51,31 @@ def within(size: int, limit: int, where: str) -> None:
             " it out",
             "too_large",
         )
+
+
+def utf8(raw: bytes, where: str = "") -> str:
+    """Bytes as text, without a byte order mark; raises BadSample (encoding), `where` before the message."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = f"{where}: " if where else ""
+        raise BadSample(
+            f"{start}not UTF-8 ({error.reason} at byte {error.start}); convert it", "encoding"
+        ) from None
+
+
+def json_object(raw: bytes | str, where: str = "") -> dict[str, Any]:
+    """A JSON object; raises BadSample (encoding, bad_json), `where` before the message."""
+    start = f"{where}: " if where else ""
+    try:
+        entry = json.loads(utf8(raw, where) if isinstance(raw, bytes) else raw)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadSample):
+            raise
+        raise BadSample(f"{start}not valid JSON ({error})", "bad_json") from None
+    if not isinstance(entry, dict):
+        raise BadSample(f"{start}expected a JSON object, got {type(entry).__name__}", "bad_json")
+    return entry
 
 
 def file_below(root: Path, name: str | Path, where: str = "", outside: str = "missing_member") -> Path:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,13 +188,3 @@ def _message(role: str, content: tuple[Segment, ...], turn: Mapping[str, Any], n
         index=int(turn.get("index") or 1),
     )
     return replace(message, weight=float(turn["weight"])) if "weight" in turn else message
-
-
-def parse_row(line: bytes, where: str) -> Any:
-    """A line of a .jsonl as JSON; raises BadSample (encoding, bad_json)."""
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise BadSample(f"{where}: not UTF-8 ({error.reason} at byte {error.start})", "encoding") from None
-    except (ValueError, RecursionError) as error:
-        raise BadSample(f"{where}: not valid JSON ({error})", "bad_json") from None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Sample, Text
+from earlyfusion.data.shards.split import Split
 from earlyfusion.kernels.errors import did_you_mean, one_line
 
 
@@ -224,6 +225,57 @@ class Source(ABC):
         count."""
         options = sorted(self.config.options.items())
         return f"{digest64(self.config.kind, options, self.seed, self.val_fraction, *self.contents()):016x}"
+
+
+class Listed(Source):
+    """A source that lists its samples when it is opened, in `train` and `held`; `read` gives that of an
+    item."""
+
+    train: Sequence[Any]
+    held: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self.read(self.train[index])
+
+    def heldout_len(self) -> int:
+        return len(self.held)
+
+    def heldout(self, index: int) -> Sample:
+        return self.read(self.held[index])
+
+    @abstractmethod
+    def read(self, item: Any) -> Sample:
+        """The sample of one item of a list."""
+
+
+class InFiles(Source):
+    """A source of files that hold many samples each; the kind sets `names` of the files and `split`."""
+
+    names: list[str]
+    split: Split
+
+    def __len__(self) -> int:
+        return self.split.train_len
+
+    def get(self, index: int, epoch: int) -> Sample:
+        return self.read(*self.split.train(index), epoch)
+
+    def locate(self, index: int) -> tuple[str, str]:
+        file, position = self.split.train(index)
+        return self.names[file], f"{self.names[file]}:{position + 1}"
+
+    def heldout_len(self) -> int:
+        return self.split.heldout_len
+
+    def heldout(self, index: int) -> Sample:
+        return self.read(*self.split.heldout(index), 0)
+
+    @abstractmethod
+    def read(self, file: int, position: int, epoch: int) -> Sample:
+        """The sample at a position of a file."""
 
 
 def build_source(config: SourceConfig, *, seed: int = 0, val_fraction: float = 0.1) -> Source:

@@ -14,14 +14,14 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from earlyfusion.data.chat.rows import Media, messages_of, parse_row
-from earlyfusion.data.chat.template import Wording, chat_sample
+from earlyfusion.data.chat.rows import Media, messages_of
+from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.sample import Sample
-from earlyfusion.data.shards.fetch import as_local, cache_root, short_names
+from earlyfusion.data.sample import Sample, json_object
+from earlyfusion.data.shards.fetch import as_local, short_names
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import Options, SourceConfig, source
-from earlyfusion.data.sources.text_files import LINES, RowFiles, TextTable, find_files
+from earlyfusion.data.sources.base import InFiles, Options, source
+from earlyfusion.data.sources.text_files import LINES, TextTable, contents_of, find_files, text_cache
 
 
 class ChatFilesOptions(Options):
@@ -39,49 +39,46 @@ class ChatFilesOptions(Options):
 
 
 @source("chat_files", ChatFilesOptions, pictures=True, path="files", chat=True)
-class ChatFiles(RowFiles):
+class ChatFiles(InFiles):
     """One conversation a line, in the form of the option `template`; only the assistant's messages are
     learned."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        options = config.typed
-        self.template: Wording = options.template
-        cache = Path(options.cache_dir).expanduser() if options.cache_dir else cache_root() / "text"
+    def open(self) -> None:
+        options = self.options
         try:
-            self.urls = [url for url in find_files(str(config.path)) if url.lower().endswith(LINES)]
-            if not self.urls:
-                raise DataError(f"no chat file at {config.path}: expected {', '.join(LINES)}")
-            self.tables = [TextTable(url, field="messages", chunk_bytes=0, cache=cache) for url in self.urls]
+            urls = [url for url in find_files(str(self.config.path)) if url.lower().endswith(LINES)]
+            if not urls:
+                raise DataError(f"no chat file at {self.config.path}: expected {', '.join(LINES)}")
+            cache = text_cache(options.cache_dir)
+            self.tables = [TextTable(url, field="messages", chunk_bytes=0, cache=cache) for url in urls]
         except DataError as error:
             raise DataError(f"source {self.name!r}: {error}") from None
         self.media = [
-            Media(_folder(url, options.media), max_frames=options.max_frames, fps=options.fps)
-            for url in self.urls
+            Media(_folder(url, options.media), max_frames=options.max_frames, fps=options.fps) for url in urls
         ]
-        self.names = short_names(self.urls)
-        self.split = Split(self.names, [len(table) for table in self.tables], val_fraction)
+        self.names = short_names(urls)
+        self.split = Split(self.names, [len(table) for table in self.tables], self.val_fraction)
 
-    def _read(self, file: int, position: int) -> Sample:
+    def read(self, file: int, position: int, epoch: int) -> Sample:
         where = f"{self.names[file]}:{position + 1}"
-        row = parse_row(self.tables[file].raw(position), where)
+        row = json_object(self.tables[file].raw(position), where)
         messages = messages_of(row, where, self.media[file])
         try:
-            return chat_sample(messages, source=self.name, key=where, template=self.template)
+            return chat_sample(messages, source=self.name, key=where, template=self.options.template)
         except BadSample:
             raise
         except DataError as error:
             raise BadSample(f"{where}: {error}", "bad_json") from None
 
     def contents(self) -> Iterator[object]:
-        for name, table in zip(self.names, self.tables):
-            yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"
-        if self.template != "chat":
-            yield self.template
+        yield from contents_of(self.names, self.tables)
+        if self.options.template != "chat":
+            yield self.options.template
 
 
-def _folder(url: str, given: str | None) -> Path:
-    if given is not None:
-        return Path(given).expanduser()
+def _folder(url: str, media: str | None) -> Path:
+    """Where the pictures and videos of a file are named in."""
     local = as_local(url)
+    if media is not None:
+        return Path(media).expanduser()
     return local.parent if local is not None else Path(".")

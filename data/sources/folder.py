@@ -12,7 +12,6 @@ alone.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,11 +30,13 @@ from earlyfusion.data.sample import (
     Text,
     answer_text,
     file_below,
+    json_object,
     question_text,
+    utf8,
     within,
 )
 from earlyfusion.data.shards.fetch import LOG
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import Listed, Options, source
 from earlyfusion.data.sources.text_files import lines_of
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -57,16 +58,16 @@ class FolderOptions(Options):
 
 
 @source("folder", FolderOptions, pictures=True, path="directory")
-class Folder(Source):
+class Folder(Listed):
     """Files below `path`; items are held out by the hash of their relative name."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self.root = Path(str(config.path)).expanduser()
+    def open(self) -> None:
+        self.root = Path(str(self.config.path)).expanduser()
         if not self.root.is_dir():
             raise DataError(
                 f"source {self.name!r}: folder {self.root} does not exist; check data.sources path"
             )
+
         self.left_out = Counter[str]()
         """Files that are no sample, by what they are."""
         items = list(self._scan())
@@ -77,71 +78,58 @@ class Folder(Source):
                 f"source {self.name!r}: folder {self.root} holds nothing to read; expected pictures with a"
                 " .txt or .json of the same name beside them, or .txt, .md, .py, .jsonl files"
             )
-        self._held = [item for item in items if held_out(f"folder/{item.key}", val_fraction)]
-        self._train = [item for item in items if not held_out(f"folder/{item.key}", val_fraction)]
+
+        self.train: list[_Item] = []
+        self.held: list[_Item] = []
+        for item in items:
+            (self.held if held_out(f"folder/{item.key}", self.val_fraction) else self.train).append(item)
         self._size = sum(path.stat().st_size for path in {item.path for item in items})
 
     def _scan(self) -> Iterator[_Item]:
-        files = sorted(path for path in self.root.rglob("*") if path.is_file())
-        files = [
-            path for path in files if not any(p.startswith(".") for p in path.relative_to(self.root).parts)
-        ]
-        present = set(files)
-        captions = set()
+        names = {path.relative_to(self.root): path for path in self.root.rglob("*") if path.is_file()}
+        hidden = {name for name in names if any(part.startswith(".") for part in name.parts)}
+        files = {path: name.as_posix() for name, path in names.items() if name not in hidden}
+        captions: dict[Path, Path] = {}
+        used = set[Path]()
         for path in files:
             if path.suffix.lower() in PICTURES:
-                beside = [
-                    path.with_suffix(end) for end in (".txt", ".json") if path.with_suffix(end) in present
-                ]
-                captions.update(beside)
-        for path in files:
-            key, suffix = path.relative_to(self.root).as_posix(), path.suffix.lower()
-            if suffix in PICTURES:
-                caption = next(
-                    (path.with_suffix(e) for e in (".txt", ".json") if path.with_suffix(e) in captions), None
-                )
-                if caption is not None:
-                    yield _Item(key, path, caption)
-                else:
-                    self.left_out["picture without .txt or .json beside it"] += 1
-            elif suffix in TEXTS and path not in captions:
-                yield _Item(key, path)
+                beside = [path.with_suffix(end) for end in (".txt", ".json")]
+                beside = [caption for caption in beside if caption in files]
+                if beside:
+                    captions[path] = beside[0]
+                    used.update(beside)
+
+        for path, key in sorted(files.items()):
+            suffix = path.suffix.lower()
+            if path in captions:
+                yield _Item(key, path, captions[path])
+            elif suffix in PICTURES:
+                self.left_out["picture without .txt or .json beside it"] += 1
             elif suffix == ".jsonl":
-                yield from self._lines(path, key)
-            elif path not in captions:
+                for number, (offset, filled) in enumerate(lines_of(path), start=1):
+                    if filled:
+                        yield _Item(f"{key}:{number}", path, offset=offset)
+            elif path in used:
+                continue
+            elif suffix in TEXTS:
+                yield _Item(key, path)
+            else:
                 self.left_out[f"file of kind {suffix or 'none'}"] += 1
 
-    @staticmethod
-    def _lines(path: Path, key: str) -> Iterator[_Item]:
-        for number, (offset, filled) in enumerate(lines_of(path), start=1):
-            if filled:
-                yield _Item(f"{key}:{number}", path, offset=offset)
-
-    def __len__(self) -> int:
-        return len(self._train)
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._read(self._train[index])
-
     def locate(self, index: int) -> tuple[str, str]:
-        return str(self._train[index].path), self._train[index].key
-
-    def heldout_len(self) -> int:
-        return len(self._held)
-
-    def heldout(self, index: int) -> Sample:
-        return self._read(self._held[index])
+        return str(self.train[index].path), self.train[index].key
 
     def contents(self) -> Iterator[object]:
-        for item in self._train:
+        for item in self.train:
             yield item.key
         yield self._size
 
-    def _read(self, item: _Item) -> Sample:
-        loss = self.config.typed.text_loss
+    def read(self, item: _Item) -> Sample:
+        loss = self.options.text_loss
         for path in (item.path, item.caption):
             if path is not None:
                 file_below(self.root, path.absolute())  # a link may lead anywhere
+
         segments: list[Segment]
         if item.offset >= 0:
             segments = self._line(item, loss)
@@ -150,10 +138,8 @@ class Folder(Source):
         elif item.caption.suffix == ".txt":
             segments = [Image(item.path), Text("\n" + _text_of(item.caption).strip(), loss)]
         else:
-            segments = [
-                Image(item.path),
-                *_caption(_json(_text_of(item.caption), str(item.caption)), item.caption, loss),
-            ]
+            entry = json_object(_text_of(item.caption), str(item.caption))
+            segments = [Image(item.path), *_caption(entry, item.caption, loss)]
         return Sample(segments, self.name, item.key)
 
     def _line(self, item: _Item, loss: float) -> list[Segment]:
@@ -162,12 +148,8 @@ class Folder(Source):
             raw = file.readline(TEXT_BYTES + 1)
         where = f"{item.path}, line {item.key.rpartition(':')[2]}"
         within(len(raw), TEXT_BYTES, where)
-        try:
-            entry = _json(raw.decode("utf-8"), where)
-        except UnicodeDecodeError as error:
-            raise BadSample(
-                f"{where}: not UTF-8 ({error.reason} at byte {error.start}); convert it", "encoding"
-            ) from None
+
+        entry = json_object(raw, where)
         if not isinstance(entry.get("text"), str):
             raise BadSample(
                 f'{where}: no "text" string; expected {{"text": ..., "image": optional path}}', "bad_json"
@@ -181,26 +163,13 @@ class Folder(Source):
 def _text_of(path: Path) -> str:
     try:
         within(path.stat().st_size, TEXT_BYTES, str(path))
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadSample(
-            f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8", "encoding"
-        ) from None
+        raw = path.read_bytes()
     except OSError as error:
         raise BadSample(f"{path}: cannot be read ({error.strerror})") from None
+    text = utf8(raw, str(path))
     if not text.strip():
-        raise BadSample(f"{path}: the text is empty", "empty_text" if text else "empty_file")
+        raise BadSample(f"{path}: the text is empty", "empty_text" if raw else "empty_file")
     return text
-
-
-def _json(text: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadSample(f"{where}: not valid JSON ({error})", "bad_json") from None
-    if not isinstance(entry, dict):
-        raise BadSample(f"{where}: expected a JSON object, got {type(entry).__name__}", "bad_json")
-    return entry
 
 
 def _caption(entry: dict[str, Any], path: Path, loss: float) -> list[Segment]:

@@ -16,7 +16,7 @@ from earlyfusion.data.formats.build import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.read import Shards
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import InFiles, Options, source
 
 
 class ShardsOptions(Options):
@@ -55,53 +55,36 @@ class ShardsOptions(Options):
 
 
 @source("webdataset", ShardsOptions, pictures=True, path="shards")
-class WebDataset(Source):
+class WebDataset(InFiles):
     """The samples of all shards in the order of the tar files."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self.options = config.typed
+    def open(self) -> None:
+        options = self.options
         try:
             self.shards = Shards(
-                config.path,
-                listed=self.options.shards,
-                cache=self.options.cache_dir,
-                remote=self.options.remote,
+                self.config.path, listed=options.shards, cache=options.cache_dir, remote=options.remote
             )
         except DataError as error:
             raise DataError(f"source {self.name!r}: {error}") from None
-        if (
-            self.options.format == "auto"
-        ):  # what prepare --format chose holds, unless the recipe names another
-            self.options = self.options.model_copy(update={"format": chosen_format(self.shards.manifest)})
-        self.split = Split(self.shards.names, self.shards.counts, val_fraction)
-
-    def __len__(self) -> int:
-        return self.split.train_len
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._read(*self.split.train(index), epoch)
+        # What prepare --format chose holds, unless the recipe names another.
+        if options.format == "auto":
+            self.options = options.model_copy(update={"format": chosen_format(self.shards.manifest)})
+        self.names = self.shards.names
+        self.split = Split(self.names, self.shards.counts, self.val_fraction)
 
     def locate(self, index: int) -> tuple[str, str]:
         shard, position = self.split.train(index)
         try:
-            key = self.shards.group(shard, position).key
+            return self.names[shard], self.shards.key(shard, position)
         except BadSample:
-            key = f"sample {position}"
-        return self.shards.names[shard], key
+            return self.names[shard], f"sample {position}"
 
-    def heldout_len(self) -> int:
-        return self.split.heldout_len
-
-    def heldout(self, index: int) -> Sample:
-        return self._read(*self.split.heldout(index), 0)
-
-    def _read(self, shard: int, position: int, epoch: int) -> Sample:
-        group = self.shards.group(shard, position)
-        return Sample(build(group, self.options, epoch), self.name, f"{self.shards.names[shard]}/{group.key}")
+    def read(self, file: int, position: int, epoch: int) -> Sample:
+        group = self.shards.group(file, position)
+        return Sample(build(group, self.options, epoch), self.name, f"{self.names[file]}/{group.key}")
 
     def contents(self) -> Iterator[object]:
         manifest = self.shards.manifest
-        for number, (name, count) in enumerate(zip(self.shards.names, self.shards.counts)):
+        for number, (name, count) in enumerate(zip(self.names, self.shards.counts)):
             known = manifest["shards"][number] if manifest else self.shards.index(number).header
             yield f"{name} {count} {known['bytes']} {known.get('sha256')}"

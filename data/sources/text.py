@@ -13,38 +13,25 @@ from pydantic import PositiveInt
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64, held_out
 from earlyfusion.data.sample import Sample, Text
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import Listed, Options, source
 
 
 @source("pydoc", pictures=False, licence="PSF-2.0", note="topics of the installed Python's reference manual")
-class Pydoc(Source):
+class Pydoc(Listed):
     """The topics of `pydoc_data` (79 chapters of the language reference, 465 kB), about `val_fraction` of the
     bytes held out."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self._topics = topics = _topics()
-        held = _heldout_topics(topics, val_fraction)
-        self._held = [name for name in sorted(topics) if name in held]
-        self._train = [name for name in sorted(topics) if name not in held]
+    def open(self) -> None:
+        self._topics = _topics()
+        held = _heldout_topics(self._topics, self.val_fraction)
+        self.held = [name for name in sorted(self._topics) if name in held]
+        self.train = [name for name in sorted(self._topics) if name not in held]
 
-    def __len__(self) -> int:
-        return len(self._train)
-
-    def _sample(self, name: str) -> Sample:
-        return Sample([Text(self._topics[name])], self.name, name)
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._sample(self._train[index])
-
-    def heldout_len(self) -> int:
-        return len(self._held)
-
-    def heldout(self, index: int) -> Sample:
-        return self._sample(self._held[index])
+    def read(self, item: str) -> Sample:
+        return Sample([Text(self._topics[item])], self.name, item)
 
     def contents(self) -> Iterator[object]:
-        for name in self._train:
+        for name in self.train:
             yield f"{name} {len(self._topics[name])}"
 
 
@@ -121,38 +108,24 @@ class StdlibCodeOptions(Options):
     licence="PSF-2.0",
     note="sources of the installed Python's standard library",
 )
-class StdlibCode(Source):
+class StdlibCode(Listed):
     """Python sources of the running standard library, as chunks of about `chunk_bytes`; files are held out by
     name."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        options = config.typed
-        train: list[tuple[str, str]] = []
-        held: list[tuple[str, str]] = []
-        for name, text in _library(options.total_bytes):
-            side = held if held_out(f"stdlib/{name}", val_fraction) else train
-            side.extend(
-                (f"{name}#{i}", chunk) for i, chunk in enumerate(chunks_of_lines(text, options.chunk_bytes))
-            )
-        self._train, self._held = train, held
+    def open(self) -> None:
+        self.train: list[tuple[str, str]] = []
+        self.held: list[tuple[str, str]] = []
+        for name, text in _library(self.options.total_bytes):
+            side = self.held if held_out(f"stdlib/{name}", self.val_fraction) else self.train
+            for number, chunk in enumerate(chunks_of_lines(text, self.options.chunk_bytes)):
+                side.append((f"{name}#{number}", chunk))
 
-    def __len__(self) -> int:
-        return len(self._train)
-
-    def get(self, index: int, epoch: int) -> Sample:
-        key, text = self._train[index]
-        return Sample([Text(text)], self.name, key)
-
-    def heldout_len(self) -> int:
-        return len(self._held)
-
-    def heldout(self, index: int) -> Sample:
-        key, text = self._held[index]
+    def read(self, item: tuple[str, str]) -> Sample:
+        key, text = item
         return Sample([Text(text)], self.name, key)
 
     def contents(self) -> Iterator[object]:
-        for key, text in self._train:
+        for key, text in self.train:
             yield f"{key} {len(text)}"
 
 

@@ -10,20 +10,18 @@ kept there too.
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, within
+from earlyfusion.data.sample import TEXT_BYTES, Sample, Text, json_object, utf8, within
 from earlyfusion.data.shards.fetch import (
     UNPACKED_FREE,
     UNPACKED_RATIO,
@@ -36,8 +34,9 @@ from earlyfusion.data.shards.fetch import (
     stamp,
 )
 from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import InFiles, Options, source
 from earlyfusion.kernels.errors import one_line
+from earlyfusion.kernels.files import replacing
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 TABLES = (".parquet",)
@@ -93,28 +92,16 @@ class TextTable:
 
     def read(self, position: int, where: str) -> str:
         """Document `position`; raises BadSample (encoding, bad_json, empty_text)."""
-        raw = self.raw(position)
-        try:
-            text: Any = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise BadSample(
-                f"{where}: not UTF-8 ({error.reason} at byte {error.start})", "encoding"
-            ) from None
+        text: Any = utf8(self.raw(position), where)
         if self.kind == "json":
-            text = self._field(text, where)
+            text = json_object(text, where).get(self.field)
+            if not isinstance(text, str):
+                raise BadSample(
+                    f"{where}: no string {self.field!r} in it; set the option text_field", "bad_json"
+                )
         if not text.strip():
             raise BadSample(f"{where}: the text is empty", "empty_text")
-        return text
-
-    def _field(self, line: str, where: str) -> str:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadSample(f"{where}: not valid JSON ({error})", "bad_json") from None
-        text = entry.get(self.field) if isinstance(entry, dict) else None
-        if not isinstance(text, str):
-            raise BadSample(f"{where}: no string {self.field!r} in it; set the option text_field", "bad_json")
-        return text
+        return str(text)
 
 
 def _lines(path: Path) -> np.ndarray:
@@ -176,14 +163,9 @@ def _unpack_parquet(path: Path, field: str, out: Path, starts: Path) -> None:
         raise DataError(
             f"{path}: column {field!r} holds {kind:.80}, expected text; set the option text_field"
         )
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        ends = _write_column(
-            table, field, temporary, max(UNPACKED_FREE, UNPACKED_RATIO * path.stat().st_size), path
-        )
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    limit = max(UNPACKED_FREE, UNPACKED_RATIO * path.stat().st_size)
+    with replacing(out, sync=False) as temporary:
+        ends = _write_column(table, field, temporary, limit, path)
     _save(starts, np.asarray(ends, dtype=np.int64))
 
 
@@ -213,11 +195,8 @@ def _write_column(table: Any, field: str, out: Path, limit: int, path: Path) -> 
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    file: IO[bytes]
-    with temporary.open("wb") as file:
+    with replacing(path, sync=False) as temporary, temporary.open("wb") as file:
         np.save(file, array)
-    temporary.replace(path)
 
 
 def find_files(path: str) -> list[str]:
@@ -243,33 +222,6 @@ def find_files(path: str) -> list[str]:
     return found
 
 
-class RowFiles(Source):
-    """A source of files that hold a sample in each row; `names` and `split` are set by the kind."""
-
-    names: list[str]
-    split: Split
-
-    def __len__(self) -> int:
-        return self.split.train_len
-
-    def get(self, index: int, epoch: int) -> Sample:
-        return self._read(*self.split.train(index))
-
-    def locate(self, index: int) -> tuple[str, str]:
-        file, position = self.split.train(index)
-        return self.names[file], f"{self.names[file]}:{position + 1}"
-
-    def heldout_len(self) -> int:
-        return self.split.heldout_len
-
-    def heldout(self, index: int) -> Sample:
-        return self._read(*self.split.heldout(index))
-
-    @abstractmethod
-    def _read(self, file: int, position: int) -> Sample:
-        """The sample of row `position` of a file."""
-
-
 class TextFilesOptions(Options):
     text_field: str = "text"
     """Field of a JSON line or column of a parquet file that holds the text."""
@@ -282,29 +234,35 @@ class TextFilesOptions(Options):
 
 
 @source("text_files", TextFilesOptions, pictures=False, path="files")
-class TextFiles(RowFiles):
+class TextFiles(InFiles):
     """One document a line (.jsonl), row (.parquet), file or chunk of a file (plain text)."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        options = config.typed
-        cache = Path(options.cache_dir).expanduser() if options.cache_dir else cache_root() / "text"
+    def open(self) -> None:
+        options = self.options
+        how = {"field": options.text_field, "chunk_bytes": options.chunk_bytes}
         try:
-            self.urls = find_files(str(config.path))
-            self.tables = [
-                TextTable(url, field=options.text_field, chunk_bytes=options.chunk_bytes, cache=cache)
-                for url in self.urls
-            ]
+            urls = find_files(str(self.config.path))
+            self.tables = [TextTable(url, **how, cache=text_cache(options.cache_dir)) for url in urls]
         except DataError as error:
             raise DataError(f"source {self.name!r}: {error}") from None
-        self._loss = options.text_loss
-        self.names = short_names(self.urls)
-        self.split = Split(self.names, [len(table) for table in self.tables], val_fraction)
+        self.names = short_names(urls)
+        self.split = Split(self.names, [len(table) for table in self.tables], self.val_fraction)
 
-    def _read(self, file: int, position: int) -> Sample:
+    def read(self, file: int, position: int, epoch: int) -> Sample:
         key = f"{self.names[file]}:{position + 1}"
-        return Sample([Text(self.tables[file].read(position, key), self._loss)], self.name, key)
+        text = Text(self.tables[file].read(position, key), self.options.text_loss)
+        return Sample([text], self.name, key)
 
     def contents(self) -> Iterator[object]:
-        for name, table in zip(self.names, self.tables):
-            yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"
+        return contents_of(self.names, self.tables)
+
+
+def text_cache(given: str | None = None) -> Path:
+    """Where unpacked files and line positions lie: the option cache_dir, or $EF_CACHE/text."""
+    return Path(given).expanduser() if given else cache_root() / "text"
+
+
+def contents_of(names: Sequence[str], tables: Sequence[TextTable]) -> Iterator[object]:
+    """What makes files of documents different: names, counts and sizes."""
+    for name, table in zip(names, tables):
+        yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"

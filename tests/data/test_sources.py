@@ -201,6 +201,6 @@ def test_a_bad_file_names_itself(tmp_path, name, content, message):
 def test_a_caption_file_without_words_is_refused(folder):
     (folder / "deep" / "q.json").write_text('{"title": "x"}')
     files = source("folder", path=folder, val_fraction=0.0)
-    index = next(i for i in range(len(files)) if files._train[i].key == "deep/q.jpg")
+    index = next(i for i in range(len(files)) if files.train[i].key == "deep/q.jpg")
     with pytest.raises(BadSample, match="neither"):
         files.get(index, 0)
