@@ -16,7 +16,7 @@ import pytest
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.cmd import main
-from earlyfusion.data.prepare.inputs import InputOptions, _inside
+from earlyfusion.data.prepare.inputs import InputOptions, files_below
 from earlyfusion.data.prepare.rows import RowMembers
 from earlyfusion.data.prepare.work import Job, Worker
 from earlyfusion.data.prepare.write import bin_of
@@ -407,7 +407,7 @@ def test_no_row_does_more_than_be_left_out(tmp_path, seed):
         "x",
     ]
     (tmp_path / "a.png").write_bytes(picture(0, form="PNG"))
-    take = RowMembers(_inside(tmp_path))
+    take = RowMembers(files_below(tmp_path))
     worker = object.__new__(Worker)
     worker.options, worker.job = ShardsOptions(), Job("", InputOptions(), check="fast")
     worker.tokenizer, worker.vision = Tokenizer.load(tmp_path / "tokenizer"), VisionConfig.preset("tiny")
