@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
-VIDEO_BACKENDS = ("decord", "pyav", "torchcodec")
+VIDEO_BACKENDS = ("decord", "pyav")
 
 
 MOST_PIXELS = 178_956_970
@@ -30,8 +30,8 @@ class DecodeConfig(BaseModel):
     """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP),
     so the default stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a
     progressive one as stored, since libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
-    video_backend: Literal["auto", "decord", "pyav", "torchcodec"] = "auto"
-    """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, torchcodec, pyav that is installed."""
+    video_backend: Literal["auto", "decord", "pyav"] = "auto"
+    """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, pyav that is installed."""
     video_fallback: bool = True
     """Read with PyAV what the backend cannot open (decord knows neither AV1 nor some 10-bit files); false
     counts such a file as corrupt_video."""

@@ -158,7 +158,7 @@ class VideoFile:
     """A video as it is stored. encode opens it inside the worker, takes its frames and closes it.
 
     Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a
-    hint for messages; the container is told by its first bytes. `backend` is decord, pyav or torchcodec; None
+    hint for messages; the container is told by its first bytes. `backend` is decord or pyav; None
     leaves the choice to the configuration (see data/video/read.py).
     """
 

@@ -87,7 +87,7 @@ VERBS = {
         "answer a prompt, with or without an image, from a model directory",
     ),
     "prepare": Verb(
-        "earlyfusion.data.prepare.cmd:main",
+        "earlyfusion.data.prepare.cmd:prepare",
         "turn folders, jsonl, parquet, datasets or videos into indexed shards",
     ),
     "data": Verb(

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from earlyfusion.data.formats.group import PICTURES, VIDEOS, Group
 from earlyfusion.data.sample import Segment, Text, answer_text, question_text
 
-if TYPE_CHECKING:
-    from earlyfusion.data.formats.build import Group
-
-MEDIA = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "mp4", "webm", "avi", "mkv", "mov", "m4v", "gif")
+MEDIA = (*PICTURES, *VIDEOS)
 _PLACE = re.compile(r"<image>|<video>")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 Part = tuple[str, Any]

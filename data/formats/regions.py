@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from earlyfusion.data.errors import BadSample
+from earlyfusion.data.formats.group import PICTURES, Group
 from earlyfusion.data.picture import open_header
 from earlyfusion.data.sample import Image, Region, Regions, Segment, Text
 
-if TYPE_CHECKING:
-    from earlyfusion.data.formats.build import Group
-
 _ORIENTATION = 0x0112
-_PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif")
+_PICTURES = (*PICTURES, "gif")
 
 
 def picture_size(group: Group, data: bytes) -> tuple[int, int]:

@@ -8,210 +8,187 @@ again to go on.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import shutil
-import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TextColumn
 from rich.table import Table
 
 from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats.build import BUILDERS
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.prepare import inputs as prepare_inputs
 from earlyfusion.data.prepare.inputs import Input, InputOptions, open_input
 from earlyfusion.data.prepare.work import Job, Outcome, Worker, open_tokenizer, start_worker, work
-from earlyfusion.data.prepare.write import ShardSet, verify, write_json
+from earlyfusion.data.prepare.write import SKIPPED, ShardSet, verify
 from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
 from earlyfusion.data.tables import print_table
-from earlyfusion.kernels.errors import one_line
+from earlyfusion.kernels.errors import did_you_mean, one_line
+from earlyfusion.kernels.files import write_json
 from earlyfusion.vision.config import PRESETS
 
 CHUNK = 32
 """Items of one task of a worker."""
 STATE = ".prepare.json"
-SKIPPED = "skipped.jsonl"
-_LAYOUT = 1
+_LAYOUT = 2
 """Part of what finished shards are recognised by: raise it when they would be written otherwise."""
+FORMATS = ("auto", *BUILDERS)
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults beside the options, and the layouts as they are written."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of the verb."""
-    made = argparse.ArgumentParser(
-        prog="earlyfusion prepare",
-        description="Turn files, tables, datasets on disk or shards into indexed shards.",
-        epilog=f"what is read\n\n{(prepare_inputs.__doc__ or '').partition('.')[2].strip()}",
-        formatter_class=_Help,
-    )
-    made.add_argument(
-        "source",
-        nargs="?",
-        help=(
-            "folder, .jsonl(.gz|.zst), .json, .csv, .tsv, .parquet, dataset on disk, tar shards or URL (see"
-            " below)"
+def prepare(
+    source: Annotated[
+        str | None,
+        typer.Argument(help="folder, file, glob, dataset on disk, tar shards or URL", metavar="SRC"),
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for the shards")],
+    recheck: Annotated[
+        bool, typer.Option("--verify", help="only recheck checksums and indexes of --out")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="processes that read and check; 1 works in this process")
+    ] = 2,
+    shard_mb: Annotated[float, typer.Option(min=1e-3, help="largest shard in MB (10^6 bytes)")] = 256.0,
+    shard_samples: Annotated[int, typer.Option(min=1, help="most samples in a shard")] = 10_000,
+    format: Annotated[
+        str, typer.Option(metavar="NAME", help=f"what the samples are: {', '.join(FORMATS)}")
+    ] = "auto",
+    check: Annotated[
+        Literal["full", "fast"],
+        typer.Option(help="full: decode everything as training will; fast: headers"),
+    ] = "full",
+    dedup: Annotated[
+        Literal["sample", "media", "none"], typer.Option(help="same content of all members, or of media")
+    ] = "sample",
+    image_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="field of a row with the path of a picture or video")
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="field of a row with the text")
+    ] = None,
+    question_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="field of a row with a question")
+    ] = None,
+    answer_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="field of a row with its answer")
+    ] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="split of a dataset on disk")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=0, help="only the first N items")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="tokenizer that counts; without one the embedded one")
+    ] = None,
+    vision: Annotated[
+        str, typer.Option(metavar="NAME", help=f"patch rule that counts: {', '.join(sorted(PRESETS))}")
+    ] = "moonvit_v2",
+    max_pixels: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_PIXELS,
+            help="most pixels of a picture, as data.decode.max_pixels of the recipe that trains on it",
         ),
-    )
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the shards")
-    made.add_argument("--verify", action="store_true", help="only recheck checksums and indexes of --out")
-    made.add_argument(
-        "--workers", type=int, default=2, help="processes that read and check; 1 works in this process"
-    )
-    made.add_argument("--shard-mb", type=float, default=256.0, help="largest shard in MB (10^6 bytes)")
-    made.add_argument("--shard-samples", type=int, default=10_000, help="most samples in a shard")
-    formats = ("auto", *BUILDERS)
-    made.add_argument(
-        "--format",
-        choices=formats,
-        default="auto",
-        metavar="NAME",
-        help=f"what the samples are: {', '.join(formats)}",
-    )
-    made.add_argument(
-        "--check",
-        choices=("full", "fast"),
-        default="full",
-        help="full: decode everything as training will; fast: headers",
-    )
-    made.add_argument(
-        "--dedup",
-        choices=("sample", "media", "none"),
-        default="sample",
-        help="same content of all members, or of media",
-    )
-    made.add_argument(
-        "--image-field", metavar="NAME", help="field of a row with the path of a picture or video"
-    )
-    made.add_argument("--text-field", metavar="NAME", help="field of a row with the text")
-    made.add_argument("--question-field", metavar="NAME", help="field of a row with a question")
-    made.add_argument("--answer-field", metavar="NAME", help="field of a row with its answer")
-    made.add_argument("--split", metavar="NAME", help="split of a dataset on disk")
-    made.add_argument("--limit", type=int, metavar="N", help="only the first N items")
-    made.add_argument(
-        "--tokenizer", metavar="PATH", help="tokenizer that counts; without one the embedded one"
-    )
-    made.add_argument(
-        "--vision", choices=sorted(PRESETS), default="moonvit_v2", help="patch rule that counts"
-    )
-    made.add_argument(
-        "--max-pixels",
-        type=int,
-        default=DecodeConfig().max_pixels,
-        metavar="N",
-        help="most pixels of a picture, as data.decode.max_pixels of the recipe that trains on it",
-    )
-    made.add_argument(
-        "--overwrite", action="store_true", help="delete what another preparation left in --out"
-    )
-    return made
+    ] = DecodeConfig().max_pixels,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="delete what another preparation left in --out")
+    ] = False,
+) -> None:
+    """Turn files, tables, datasets on disk or shards into indexed shards. What is read:
 
+    \b
+    folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json,
+               page.html + page.png), and the rows of .jsonl, .json lists, .csv
+               and .tsv files in it
+    .jsonl     one object a line, also .gz and .zst; .json: a list of objects;
+               .csv, .tsv: a first line of column names. Paths in a row are
+               relative to its file
+    .parquet   one file, a folder or a glob
+    datasets   a folder written by Hugging Face datasets' save_to_disk (media are
+               taken as stored, not decoded)
+    shards     tar files, to shard, index and deduplicate them anew
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb; returns the exit code. Raises DataError for what the user can mend."""
-    args = parser().parse_args(argv)
+    What a row may hold (other names by --image-field, --text-field, --question-field, --answer-field):
+
+    \b
+    {"image": PATH, "caption": TEXT}     a picture and its caption (or "text")
+    {"image": PATH, "question": TEXT, "answer": TEXT}
+                                         or "questions": a list of such pairs
+    {"image": PATH, "conversations": [{"from", "value"}]}
+                                         LLaVA; or "messages": [{"role", "content"}]
+    {"file_name": PATH, "text": TEXT}    of a Hugging Face image folder
+    {"video": PATH, "caption": TEXT}
+    {"text": TEXT}
+    {"texts": [...], "images": [...]}
+
+    Files beside a picture: .txt its caption, .json a row without the path, .html .svg ... its source. A
+    picture with a source and a caption becomes a caption, --format code makes it source.
+    """
     console = Console(stderr=True)
-    if args.verify:
-        return _verify(args.out, console)
-    if args.source is None:
+    if recheck:
+        _recheck(out, console)
+        return
+    if source is None:
         raise DataError("prepare: name a source, or --verify to recheck --out")
-    for name in ("workers", "shard_mb", "shard_samples"):
-        if getattr(args, name) <= 0:
-            raise DataError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a number above 0")
-    if not 1 <= args.max_pixels <= MOST_PIXELS:
-        raise DataError(f"--max-pixels {args.max_pixels}: expected 1 to {MOST_PIXELS}")
-    job = Job(
-        args.source,
-        InputOptions(args.image_field, args.text_field, args.split, args.question_field, args.answer_field),
-        args.format,
-        args.check,
-        args.dedup,
-        args.tokenizer,
-        args.vision,
-        args.max_pixels,
-    )
+    for name, given, known in (("format", format, FORMATS), ("vision", vision, PRESETS)):
+        if given not in known:
+            raise DataError(f"--{name} {given}: {did_you_mean(given, known)}")
+
+    # What is read, and what the result depends on: the number of workers is no part of it.
+    fields = InputOptions(image_field, text_field, split, question_field, answer_field)
+    job = Job(source, fields, format, check, dedup, tokenizer, vision, max_pixels)
+    opened = _opened(job)
+    items = len(opened) if limit is None else min(len(opened), limit)
+    words = open_tokenizer(tokenizer).hash
+    how = (items, fields, format, check, dedup, vision, max_pixels, words, shard_mb, shard_samples)
+    identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
+    about = {
+        "tokenizer": words,
+        "source": Path(source).name,
+        "check": check,
+        "format": format if format != "auto" else opened.form,
+        "vision": vision,
+        "dedup": dedup,
+    }
+
+    with _owned(out, identity, overwrite):
+        manifest = read_manifest(str(out))
+        if manifest is not None:
+            console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
+        else:
+            shards = ShardSet(
+                out, max_bytes=int(shard_mb * 1e6), max_samples=shard_samples, dedup=dedup != "none"
+            )
+            try:
+                _fill(shards, job, items, workers, console)
+                manifest = shards.finish(items, about)
+            except OSError as error:
+                shards.abandon()
+                raise DataError(
+                    f"{out}: cannot be written ({error.strerror or error}); free disk space and run the"
+                    " same command again, finished shards are kept"
+                ) from None
+    _report(out, manifest, console)
+
+
+def _opened(job: Job) -> Input:
     try:
-        found = open_input(job.source, job.input)
+        return open_input(job.source, job.input)
     except DataError:
         raise
     except Exception as error:  # files of others: whatever nobody thought of is one line, too
         raise DataError(
             f"{job.source}: cannot be opened ({type(error).__name__}: {one_line(error)})"
         ) from error
-    items = min(len(found), args.limit) if args.limit is not None else len(found)
-    identity = digest64(
-        *(
-            _LAYOUT,
-            found.fingerprint(),
-            items,
-            job.input,
-            job.format,
-            job.check,
-            job.dedup,
-            job.vision,
-            job.max_pixels,
-        ),
-        *(open_tokenizer(job.tokenizer).hash, args.shard_mb, args.shard_samples),
-    )
-    with _owned(args.out, f"{identity:016x}", args.overwrite):
-        manifest = read_manifest(str(args.out))
-        if manifest is not None:
-            console.print(
-                f"{args.out} is already prepared from this source; --verify rechecks it", soft_wrap=True
-            )
-        else:
-            limits = {"max_bytes": int(args.shard_mb * 1e6), "max_samples": args.shard_samples}
-            shards = ShardSet(args.out, **limits, dedup=args.dedup != "none")
-            if shards.next_item:
-                console.print(
-                    f"going on at item {shards.next_item}: {counted(len(shards.entries), 'finished shard')}"
-                    " kept",
-                    soft_wrap=True,
-                )
-            try:
-                _fill(shards, job, items, args.workers, console)
-                manifest = shards.finish(items, _about(job, found))
-            except OSError as error:
-                shards.abandon()
-                raise DataError(
-                    f"{args.out}: cannot be written ({error.strerror or error}); free disk space and run the"
-                    " same command again, finished shards are kept"
-                ) from None
-    _report(args.out, manifest, console)
-    return 0
-
-
-def _about(job: Job, found: Input) -> dict[str, Any]:
-    """What index.json tells of how the samples were read and counted."""
-    return {
-        "tokenizer": open_tokenizer(job.tokenizer).hash,
-        "source": Path(job.source).name,
-        "check": job.check,
-        "format": job.format if job.format != "auto" else found.form,
-        "vision": job.vision,
-        "dedup": job.dedup,
-    }
 
 
 @contextmanager
@@ -225,14 +202,19 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
             raise DataError(
                 f"{out}: another prepare is at work there; wait for it or take another folder"
             ) from None
+
+        # Files of the user are never deleted; those of another preparation when --overwrite says so.
         state = out / STATE
         known = state.read_text("utf-8", "replace") if state.is_file() else None
-        others = [path for path in out.iterdir() if path.name not in (".lock", STATE, f".{STATE}.tmp")]
-        if others and (known is None or identity not in known):
-            if not overwrite or known is None:
-                what = "files of its own" if known is None else "shards of another source or other options"
-                hint = "take an empty folder" if known is None else "take another folder or --overwrite"
-                raise DataError(f"{out} holds {what}; {hint}")
+        own = (".lock", STATE)
+        others = [path for path in out.iterdir() if not path.name.startswith((*own, f".{STATE}."))]
+        if others and known is None:
+            raise DataError(f"{out} holds files of its own; take an empty folder")
+        if others and known is not None and identity not in known:
+            if not overwrite:
+                raise DataError(
+                    f"{out} holds shards of another source or other options; take another folder or --overwrite"
+                )
             for path in others:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_json(state, {"identity": identity})
@@ -240,26 +222,29 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
 
 
 def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console) -> None:
+    """Write every item that is not yet in a finished shard, with a bar of the way."""
+    if shards.next_item:
+        kept = counted(len(shards.entries), "finished shard")
+        console.print(f"going on at item {shards.next_item}: {kept} kept", soft_wrap=True)
     if shards.finished:
         return
+
+    used = skipped = 0
+    notes = Counter[str]()
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
+        *Progress.get_default_columns(),
+        TextColumn("{task.completed}/{task.total} {task.fields[rate]}"),
     )
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("preparing", total=items, completed=shards.next_item, rate="")
-        used = skipped = 0
-        notes: Counter[str] = Counter()
         for outcome in _outcomes(job, shards.next_item, items, workers):
             stored = shards.add(outcome)
             notes.update([outcome.note] if outcome.note and stored else [])
             used, skipped = used + outcome.size * stored, skipped + (not stored)
             if (outcome.number + 1) % CHUNK == 0 or outcome.number + 1 == items:
                 speed = used / 1e6 / max(1e-6, bar.tasks[task].elapsed or 0)
-                told = f"{counted(len(shards.entries) + 1, 'shard')}, {skipped} left out, {speed:.1f} MB/s"
-                bar.update(task, completed=outcome.number + 1, rate=told)
+                rate = f"{counted(len(shards.entries) + 1, 'shard')}, {skipped} left out, {speed:.1f} MB/s"
+                bar.update(task, completed=outcome.number + 1, rate=rate)
     for note, count in notes.items():
         console.print(f"{counted(count, 'item')}: {note}", soft_wrap=True, markup=False)
 
@@ -272,6 +257,7 @@ def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcom
         for first, last in ranges:
             yield from worker.outcomes(first, last)
         return
+
     context = get_context("forkserver")
     context.set_forkserver_preload(["earlyfusion.data.prepare.work"])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(job,))
@@ -280,15 +266,14 @@ def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcom
         for first, last in ranges:
             waiting.append((first, last, pool.submit(work, first, last)))
             if len(waiting) > 3 * workers:
-                yield from _result(waiting)
+                yield from _result(*waiting.popleft())
         while waiting:
-            yield from _result(waiting)
+            yield from _result(*waiting.popleft())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _result(waiting: deque[tuple[int, int, Future[list[Outcome]]]]) -> list[Outcome]:
-    first, last, future = waiting.popleft()
+def _result(first: int, last: int, future: Future[list[Outcome]]) -> list[Outcome]:
     try:
         return future.result()
     except BrokenProcessPool:
@@ -303,43 +288,30 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _verify(out: Path, console: Console) -> int:
+def _recheck(out: Path, console: Console) -> None:
     manifest = read_manifest(str(out))
-    if manifest is None or "earlyfusion_shards" not in manifest:
+    if manifest is None:
         raise DataError(f"{out}: no {MANIFEST} of a preparation; name the folder given to prepare --out")
-    faults = [(name, fault) for name, fault in verify(out, manifest) if fault]
+    shards = manifest["shards"]
+    faults = [f"{name}: {fault}" for name, fault in verify(out, shards)]
     if faults:
-        told = "; ".join(f"{name}: {fault}" for name, fault in faults)
-        raise DataError(f"{len(faults)} of {len(manifest['shards'])} shards are damaged: {told}")
-    console.print(
-        f"{out}: {counted(len(manifest['shards']), 'shard')}, {counted(manifest['samples'], 'sample')}, all"
-        " as written",
-        soft_wrap=True,
-    )
-    return 0
+        raise DataError(f"{len(faults)} of {len(shards)} shards are damaged: {'; '.join(faults)}")
+    sizes = f"{counted(len(shards), 'shard')}, {counted(manifest['samples'], 'sample')}"
+    console.print(f"{out}: {sizes}, all as written", soft_wrap=True)
 
 
 def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
     table = Table(title=str(out), show_header=False)
-    for name, value in (
-        ("samples", f"{manifest['samples']:,} of {manifest['items']:,} items"),
-        ("shards", f"{len(manifest['shards'])}, {manifest['bytes'] / 1e6:,.1f} MB"),
-        ("formats", ", ".join(f"{count:,} {name}" for name, count in manifest["formats"].items())),
-        ("tokens", f"{manifest['tokens']:,}"),
-        ("patches", f"{manifest['patches']:,} in {manifest['media']:,} pictures and videos"),
-        (
-            "left out",
-            ", ".join(f"{count:,} {why}" for why, count in manifest["skipped"].items()) or "nothing",
-        ),
-    ):
-        table.add_row(name, value)
+    table.add_row("samples", f"{manifest['samples']:,} of {manifest['items']:,} items")
+    table.add_row("shards", f"{len(manifest['shards'])}, {manifest['bytes'] / 1e6:,.1f} MB")
+    table.add_row("formats", told(Counter(manifest["formats"])))
+    table.add_row("tokens", f"{manifest['tokens']:,}")
+    table.add_row("patches", f"{manifest['patches']:,} in {manifest['media']:,} pictures and videos")
+    table.add_row("left out", told(Counter(manifest["skipped"])) or "nothing")
     print_table(console, table)
+
     if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):
         first = json.loads(lines[0])
-        told = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"
-        console.print(one_line(told), soft_wrap=True, markup=False)
+        text = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"
+        console.print(one_line(text), soft_wrap=True, markup=False)
     console.print(f"look at it:  earlyfusion data inspect {out} --out sheet.html", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

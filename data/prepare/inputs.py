@@ -1,33 +1,5 @@
-"""What `earlyfusion prepare` reads: numbered items, each the members of one sample.
-
-folder     files of one name together (a.jpg + a.txt, clip.mp4 + clip.json,
-           page.html + page.png), and the rows of .jsonl, .json lists, .csv
-           and .tsv files in it
-.jsonl     one object a line, also .gz and .zst; .json: a list of objects;
-           .csv, .tsv: a first line of column names. Paths in a row are
-           relative to its file
-.parquet   one file, a folder or a glob
-datasets   a folder written by Hugging Face datasets' save_to_disk (media are
-           taken as stored, not decoded)
-shards     tar files, to shard, index and deduplicate them anew
-
-What a row may hold (other names by --image-field, --text-field,
---question-field, --answer-field):
-
-{"image": PATH, "caption": TEXT}     a picture and its caption (or "text")
-{"image": PATH, "question": TEXT, "answer": TEXT}
-                                     or "questions": a list of such pairs
-{"image": PATH, "conversations": [{"from", "value"}]}
-                                     LLaVA; or "messages": [{"role", "content"}]
-{"file_name": PATH, "text": TEXT}    of a Hugging Face image folder
-{"video": PATH, "caption": TEXT}
-{"text": TEXT}
-{"texts": [...], "images": [...]}
-
-Files beside a picture: .txt its caption, .json a row without the path,
-.html .svg ... its source. A picture with a source and a caption becomes a
-caption, --format code makes it source.
-"""
+"""What `earlyfusion prepare` reads: numbered items, each the members of one sample; the layouts stand in its
+help (data/prepare/cmd.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats.build import CODE, PICTURES, TEXTS, VIDEOS, chosen_format, ending, most_bytes
+from earlyfusion.data.formats.build import chosen_format
+from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, ending, most_bytes
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.prepare.rows import (
     MEDIA_FIELDS,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats.build import PICTURES, VIDEOS, ending
+from earlyfusion.data.formats.group import PICTURES, VIDEOS, ending
 from earlyfusion.data.sample import TEXT_BYTES, file_below, json_object, within
 from earlyfusion.data.sources.text_files import LINES, TextTable, text_cache
 from earlyfusion.kernels.errors import one_line

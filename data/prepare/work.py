@@ -14,7 +14,8 @@ from typing import Any
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, one_sample
-from earlyfusion.data.formats.build import CODE, PICTURES, TEXTS, VIDEOS, Group, build, describe, ending
+from earlyfusion.data.formats.build import build, describe
+from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, Group, ending
 from earlyfusion.data.formats.regions import picture_size
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.prepare.inputs import InputOptions, open_input

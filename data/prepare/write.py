@@ -9,36 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.prepare.work import Outcome, key_of
-from earlyfusion.data.shards.fetch import MANIFEST
-from earlyfusion.data.shards.index import INDEX_SUFFIX, ShardIndex, index_lines, scan_tar, write_index
-
-_FACTS = (
-    "tokens",
-    "patches",
-    "media",
-    "content_bytes",
-    "formats",
-    "skipped",
-    "token_histogram",
-    "patch_histogram",
+from earlyfusion.data.shards.fetch import MANIFEST, TABLES
+from earlyfusion.data.shards.index import (
+    INDEX_SUFFIX,
+    ShardIndex,
+    TarScan,
+    index_lines,
+    scan_tar,
+    write_index,
 )
+from earlyfusion.kernels.files import write_atomic, write_json
 
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="ascii")
-    temporary.replace(path)
+_SUMS = ("tokens", "patches", "media", "content_bytes")
+SKIPPED = "skipped.jsonl"
 
 
 def sha256_of(path: Path) -> str:
@@ -47,43 +39,45 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def scan_file(path: Path) -> TarScan:
+    """The walk over a local archive."""
+    with path.open("rb") as file:
+        return scan_tar(lambda offset, length: os.pread(file.fileno(), length, offset), path.stat().st_size)
+
+
 def bin_of(count: int) -> str:
     """Histogram bin: the smallest power of two that is not less than `count`, as a string; "0" for none."""
     return str(1 << (count - 1).bit_length()) if count > 0 else "0"
 
 
 class Tally:
-    """Counts over samples."""
+    """Counts over samples: the sums of _SUMS, and the tables of TABLES by name."""
 
     def __init__(self) -> None:
-        self.sums: Counter[str] = Counter()
-        self.formats: Counter[str] = Counter()
-        self.skipped: Counter[str] = Counter()
-        self.token_histogram: Counter[str] = Counter()
-        self.patch_histogram: Counter[str] = Counter()
+        self.sums = Counter[str]()
+        self.tables = {name: Counter[str]() for name in TABLES}
 
     def add(self, outcome: Outcome) -> None:
         """Enter one sample."""
-        sums = {"tokens": outcome.tokens, "patches": outcome.patches, "media": outcome.media}
-        self.sums.update({**sums, "content_bytes": outcome.size})
-        self.formats[outcome.format] += 1
-        self.token_histogram[bin_of(outcome.tokens)] += 1
-        self.patch_histogram[bin_of(outcome.patches)] += 1
+        counts = (outcome.tokens, outcome.patches, outcome.media, outcome.size)
+        self.sums.update(dict(zip(_SUMS, counts)))
+        self.tables["formats"][outcome.format] += 1
+        self.tables["token_histogram"][bin_of(outcome.tokens)] += 1
+        self.tables["patch_histogram"][bin_of(outcome.patches)] += 1
 
     def join(self, facts: dict[str, Any]) -> None:
         """Enter the facts of a shard."""
-        self.sums.update({name: facts[name] for name in _FACTS[:4]})
-        for name in _FACTS[4:]:
-            getattr(self, name).update(facts[name])
+        self.sums.update({name: facts[name] for name in _SUMS})
+        for name, table in self.tables.items():
+            table.update(facts[name])
 
     def facts(self) -> dict[str, Any]:
         """As JSON types; histograms ascending."""
-        made: dict[str, Any] = {name: self.sums[name] for name in _FACTS[:4]}
-        for name in _FACTS[4:]:
-            counts = getattr(self, name)
-            numeric = name.endswith("histogram")
-            made[name] = dict(sorted(counts.items(), key=lambda item: int(item[0]) if numeric else item[0]))
-        return made
+        facts: dict[str, Any] = {name: self.sums[name] for name in _SUMS}
+        for name, table in self.tables.items():
+            by_number = name.endswith("histogram")
+            facts[name] = {key: table[key] for key in sorted(table, key=int if by_number else str)}
+        return facts
 
 
 class ShardSet:
@@ -105,46 +99,43 @@ class ShardSet:
         self._begin()
 
     def _path(self, number: int, end: str) -> Path:
-        return self.out / f"{'.' if end.startswith('.skipped') else ''}shard-{number:06d}{end}"
+        return self.out / f"shard-{number:06d}{end}"
+
+    def _skips_path(self, number: int) -> Path:
+        return self.out / f".shard-{number:06d}.{SKIPPED}"
 
     def _recover(self) -> None:
         """Keep the finished shards from the first on; delete what came after."""
         while not self.finished:
             tar, index = self._path(len(self.entries), ".tar"), self._path(len(self.entries), INDEX_SUFFIX)
-            if not (tar.is_file() and index.is_file()):
-                break
             try:
                 rows = ShardIndex(index)
                 digests = [bytes.fromhex(rows.row(i)[2]) for i in range(len(rows))]
-                if rows.header["bytes"] != tar.stat().st_size or not {"start", "stop", "last"} <= set(
-                    rows.header
-                ):
+                stop, last = rows.header["stop"], rows.header["last"]
+                if rows.header["bytes"] != tar.stat().st_size:
                     break
                 self._enter(rows.header)
-            except (DataError, KeyError, IndexError, TypeError, ValueError):
-                break  # a damaged index: the shard is made again
+            except (OSError, DataError, KeyError, IndexError, TypeError, ValueError):
+                break  # not there, or a damaged index: the shard is made again
             self.seen.update(digests)
-            self.next_item, self.finished = rows.header["stop"], rows.header["last"]
-        kept = {f"shard-{n:06d}" for n in range(len(self.entries))}
+            self.next_item, self.finished = stop, last
+
+        kept = {f"shard-{number:06d}" for number in range(len(self.entries))}
         for path in self.out.iterdir():
             name = path.name.lstrip(".")
             if path.name.endswith(".tmp") or (name.startswith("shard-") and name[:12] not in kept):
                 path.unlink()
 
     def _enter(self, header: dict[str, Any]) -> None:
-        self.entries.append(
-            {
-                "name": header["shard"],
-                **{name: header[name] for name in ("samples", "bytes", "sha256", *_FACTS)},
-            }
-        )
-        self.total.join(header)
+        facts = {name: header[name] for name in ("samples", "bytes", "sha256", *_SUMS, *TABLES)}
+        self.total.join(facts)
+        self.entries.append({"name": header["shard"], **facts})
 
     def _begin(self) -> None:
         self._tally, self._digests, self._used = Tally(), dict[str, str](), 0
         self._skips: list[str] = []
         self._first = self.next_item
-        self._file: io.BufferedWriter | None = None
+        self._file: Any = None
         self._tar: Any = None
 
     def add(self, outcome: Outcome) -> bool:
@@ -153,24 +144,25 @@ class ShardSet:
         if not outcome.reason and self.dedup and digest in self.seen:
             outcome.reason, outcome.message = "duplicate", "the same content as an item before"
         if outcome.reason:
-            self._tally.skipped[outcome.reason] += 1
-            entry = {
-                "item": outcome.number,
-                "from": outcome.origin,
-                "reason": outcome.reason,
-                "message": outcome.message,
-            }
-            self._skips.append(json.dumps(entry))
+            self._tally.tables["skipped"][outcome.reason] += 1
+            entry = {"item": outcome.number, "from": outcome.origin}
+            self._skips.append(
+                json.dumps({**entry, "reason": outcome.reason, "message": outcome.message}) + "\n"
+            )
             return False
-        room = 512 * (len(outcome.members) + sum(-(-len(data) // 512) for data in outcome.members.values()))
-        if self._digests and (len(self._digests) >= self.max_samples or self._used + room > self.max_bytes):
+
+        # Headers and data in blocks of 512 bytes: would this sample be one too many?
+        blocks = sum(1 - (-len(data) // 512) for data in outcome.members.values())
+        full = len(self._digests) >= self.max_samples or self._used + 512 * blocks > self.max_bytes
+        if self._digests and full:
             self.next_item = outcome.number
             self._close(last=False)
-        self.seen.add(digest)
+
         key = key_of(outcome.number, outcome.origin)
         self._writer().write({"__key__": key, **outcome.members})
+        self.seen.add(digest)
         self._digests[key] = outcome.digest
-        self._used += room
+        self._used += 512 * blocks
         self._tally.add(outcome)
         return True
 
@@ -183,25 +175,24 @@ class ShardSet:
         return self._tar
 
     def _close(self, *, last: bool) -> None:
-        number = len(self.entries)
-        temporary, tar = self._path(number, ".tar.tmp"), self._path(number, ".tar")
+        """Finish the shard: its bytes on the disk first, what was left out, then its name, then its index."""
         if self._file is None:
             return
+        number = len(self.entries)
+        temporary, tar = self._path(number, ".tar.tmp"), self._path(number, ".tar")
         self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        size = temporary.stat().st_size
-        with temporary.open("rb") as file:
-            scan = scan_tar(lambda offset, length: os.pread(file.fileno(), length, offset), size)
+
         facts = {"sha256": sha256_of(temporary), "start": self._first, "stop": self.next_item, "last": last}
-        lines = index_lines(scan, tar.name, size, digests=self._digests, **facts, **self._tally.facts())
-        self._path(number, ".skipped.jsonl").write_text(
-            "".join(f"{line}\n" for line in self._skips), encoding="ascii"
-        )
-        temporary.replace(tar)
-        write_index(self._path(number, INDEX_SUFFIX), lines)
-        self._enter(ShardIndex(self._path(number, INDEX_SUFFIX)).header)
+        facts |= self._tally.facts()
+        scan, size = scan_file(temporary), temporary.stat().st_size
+        write_atomic(self._skips_path(number), "".join(self._skips))
+        os.replace(temporary, tar)
+        index = self._path(number, INDEX_SUFFIX)
+        write_index(index, index_lines(scan, tar.name, size, digests=self._digests, **facts))
+        self._enter(ShardIndex(index).header)
         self._begin()
 
     def abandon(self) -> None:
@@ -213,20 +204,8 @@ class ShardSet:
         with contextlib.suppress(OSError):
             if file is not None:
                 file.close()
-        for path in self.out.glob(".*.tmp"):
+        for path in (*self.out.glob(".*.tmp"), self._path(len(self.entries), ".tar.tmp")):
             path.unlink(missing_ok=True)
-        self._path(len(self.entries), ".tar.tmp").unlink(missing_ok=True)
-
-    def _told(self) -> str:
-        """The lines of all items left out, shard by shard."""
-        try:
-            return "".join(
-                self._path(n, ".skipped.jsonl").read_text("ascii") for n in range(len(self.entries))
-            )
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
-            ) from None
 
     def finish(self, items: int, about: dict[str, Any]) -> dict[str, Any]:
         """Close the last shard, write skipped.jsonl and index.json; returns what index.json holds.
@@ -234,20 +213,27 @@ class ShardSet:
         Raises DataError when no item could be used; skipped.jsonl is there all the same.
         """
         self.next_item = items
-        rest = list(self._skips)
-        reasons = Counter(self._tally.skipped)
+        left_out, reasons = "".join(self._skips), Counter(self._tally.tables["skipped"])
         self._close(last=True)
-        text = self._told() if self.entries else "".join(f"{line}\n" for line in rest)
-        temporary = self.out / ".skipped.jsonl.tmp"
-        temporary.write_text(text, encoding="ascii")
-        temporary.replace(self.out / "skipped.jsonl")
-        if not self.entries:
-            told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            first = json.loads(text.splitlines()[0]) if text else {"from": "nothing", "message": "no item"}
+        numbers = range(len(self.entries))
+        try:
+            left_out = "".join(self._skips_path(n).read_text("ascii") for n in numbers) or left_out
+        except (OSError, ValueError) as error:
             raise DataError(
-                f"none of {items} items can be used ({told}); see {self.out / 'skipped.jsonl'}; the first, "
+                f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
+            ) from None
+        write_atomic(self.out / SKIPPED, left_out)
+        if not self.entries:
+            first = (
+                json.loads(left_out.splitlines()[0])
+                if left_out
+                else {"from": "nothing", "message": "no item"}
+            )
+            raise DataError(
+                f"none of {items} items can be used ({told(reasons)}); see {self.out / SKIPPED}; the first, "
                 f"{first['from']}: {first['message']}"
             )
+
         manifest = {
             "earlyfusion_shards": 1,
             "items": items,
@@ -257,36 +243,35 @@ class ShardSet:
             **self.total.facts(),
             "shards": self.entries,
         }
-        write_json(self.out / MANIFEST, manifest)
-        for number in range(len(self.entries)):
-            self._path(number, ".skipped.jsonl").unlink(missing_ok=True)
+        write_json(self.out / MANIFEST, manifest, sort_keys=True, ensure_ascii=True)
+        for number in numbers:
+            self._skips_path(number).unlink(missing_ok=True)
         return manifest
 
 
-def verify(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(shard, what is wrong or "") for every shard of a prepared folder: size, checksum, index."""
-    for entry in manifest["shards"]:
+def verify(folder: Path, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(shard, what is wrong) for every damaged shard of a prepared folder: size, checksum, index."""
+    for entry in entries:
         path = folder / entry["name"]
+        fault = ""
         if not path.is_file():
-            yield entry["name"], "missing"
+            fault = "missing"
         elif path.stat().st_size != entry["bytes"]:
-            yield entry["name"], f"{path.stat().st_size} bytes, expected {entry['bytes']}"
+            fault = f"{path.stat().st_size} bytes, expected {entry['bytes']}"
         elif sha256_of(path) != entry.get("sha256"):
-            yield entry["name"], "other content: the checksum differs"
+            fault = "other content: the checksum differs"
         else:
-            yield entry["name"], _index_fault(path)
+            fault = _index_fault(path)
+        if fault:
+            yield entry["name"], fault
 
 
 def _index_fault(path: Path) -> str:
-    index = path.with_name(path.name.removesuffix(".tar") + INDEX_SUFFIX)
     try:
-        rows = ShardIndex(index)
-    except (OSError, DataError) as error:
-        return f"index: {error}"
-    with path.open("rb") as file:
-        scan = scan_tar(lambda offset, length: os.pread(file.fileno(), length, offset), path.stat().st_size)
-    try:
-        same = dict(rows.sample(i) for i in range(len(rows))) == scan.samples
+        rows = ShardIndex(path.with_name(path.name.removesuffix(".tar") + INDEX_SUFFIX))
+        same = dict(rows.sample(i) for i in range(len(rows))) == scan_file(path).samples
     except BadSample as error:
         return str(error)
+    except (OSError, DataError) as error:
+        return f"index: {error}"
     return "" if same else "the index is of another shard"

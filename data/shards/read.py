@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.formats.build import Group
+from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
     LOG,

@@ -45,7 +45,7 @@ class ShardsOptions(Options):
     """Most frames of a video; "null" means no limit."""
     fps: float = Field(2.0, gt=0)
     """Frames taken in a second of video, at most the native rate."""
-    video_backend: Literal["decord", "pyav", "torchcodec"] | None = None
+    video_backend: Literal["decord", "pyav"] | None = None
     """Video reader; "null" leaves it to data.decode."""
     remote: Literal["cache", "ranges"] = "cache"
     """Remote shards: stream each once into the cache, or fetch byte ranges (needs plain .tar with an index

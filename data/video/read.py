@@ -24,8 +24,7 @@ from earlyfusion.data.decode import Media
 from earlyfusion.data.decode_config import VIDEO_BACKENDS, DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import VideoFile
-from earlyfusion.data.video.backends import Reader, problem
-from earlyfusion.data.video.readers import READERS
+from earlyfusion.data.video.readers import READERS, Reader, problem
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, grid_of, navit_size, num_patches, prepare_clip
@@ -47,7 +46,7 @@ def container_of(head: bytes) -> str | None:
     A file of no known container never reaches a native decoder: FFmpeg takes text for playlists and session
     descriptions, and follows them to other files and hosts. A few bytes in front of such a text are not
     enough: what stands in the first 16 must be what the container's own writers put there, and PyAV is told
-    which demuxer to use (data/video/av.py).
+    which demuxer to use (data/video/readers.py).
     """
     if head[4:8] in _ATOMS:
         return "mp4" if _is_mp4(head) else None
@@ -90,7 +89,7 @@ def _ebml_header(head: bytes) -> bytes | None:
 def sure_of(head: bytes) -> bool:
     """Whether FFmpeg, left to itself, can take a file with this beginning for nothing but its container.
 
-    decord and torchcodec cannot be told the demuxer. FFmpeg's own probes give these beginnings more points
+    decord cannot be told the demuxer. FFmpeg's own probes give these beginnings more points
     than a session description anywhere in the file can get (libavformat: mov_probe, matroska_probe,
     avi_probe, asf_probe, sdp_probe).
     """
@@ -109,7 +108,7 @@ def backend_of(asked: str | None, decode: DecodeConfig) -> str:
     name = asked or (decode.video_backend if decode.video_backend != "auto" else None)
     name = name or os.environ.get("EF_VIDEO_BACKEND") or "auto"
     if name == "auto":
-        name = next((each for each in ("decord", "torchcodec", "pyav") if problem(each) is None), "decord")
+        name = next((each for each in VIDEO_BACKENDS if problem(each) is None), "decord")
     if name not in VIDEO_BACKENDS:
         raise DataError(f"unknown video backend {name!r}; {did_you_mean(name, VIDEO_BACKENDS)}")
     missing = problem(name)
@@ -178,7 +177,7 @@ def open_video(
     where = describe(video, suffix)
     container, head = _checked(video, where, decode)
     name = "pillow" if container in ("gif", "webp", "png") else backend_of(backend, decode)
-    if name in ("decord", "torchcodec") and not sure_of(head):
+    if name == "decord" and not sure_of(head):
         raise BadSample(
             f"{where}: {name} cannot read it (it cannot be told that this is {container})", "corrupt_video"
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.formats.build import PICTURES, VIDEOS, ending
+from earlyfusion.data.formats.group import PICTURES, VIDEOS, ending
 from earlyfusion.data.prepare.rows import MEDIA_FIELDS
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Text

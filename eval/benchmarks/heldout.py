@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.build import BUILDERS, Group, build
+from earlyfusion.data.formats.build import BUILDERS, build
+from earlyfusion.data.formats.group import Group
 from earlyfusion.data.inspect_cmd import kind_of
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import Permutation, digest64

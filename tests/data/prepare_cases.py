@@ -3,21 +3,24 @@
 import hashlib
 import json
 
-from earlyfusion.data.prepare.cmd import main
+from earlyfusion.data.prepare.cmd import prepare as verb
 from earlyfusion.data.sources.base import SourceConfig, build_source
+from earlyfusion.pipeline.cli import command_of, invoke
+
+
+def main(words):
+    """The verb, called with the words of a command line."""
+    return invoke(command_of(verb, "prepare"), words, "prepare")
+
+
+def words_of(tmp_path, source, out="out", *options, workers=1):
+    """The words of a preparation of `source` by the test's own tokenizer."""
+    fixed = ["--tokenizer", tmp_path / "tokenizer", "--vision", "tiny", "--workers", workers]
+    return [str(word) for word in (source, "--out", tmp_path / out, *fixed, *options)]
 
 
 def prepare(tmp_path, source, out="out", *options, workers=1):
-    argv = [
-        str(source),
-        "--out",
-        str(tmp_path / out),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
-    assert main([*argv, "--workers", str(workers), *map(str, options)]) == 0
+    main(words_of(tmp_path, source, out, *options, workers=workers))
     return json.loads((tmp_path / out / "index.json").read_text())
 
 

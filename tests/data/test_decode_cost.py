@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from earlyfusion.data.video.backends import problem
+from earlyfusion.data.video.readers import problem
 from earlyfusion.pipeline.bench.data import sides as bench_sides
 from earlyfusion.pipeline.bench.data.shards import write_shards
 
@@ -41,7 +41,7 @@ def growth(backend, samples):
     return max(sizes[-len(sizes) // 5 :]) - max(sizes[: len(sizes) // 2])
 
 
-@pytest.mark.parametrize("backend", ["decord", "pyav", "torchcodec"])
+@pytest.mark.parametrize("backend", ["decord", "pyav"])
 def test_memory_of_a_worker_stays_flat_over_pictures_and_videos(backend):
     assert growth(backend, 1200) < FLAT_MIB
 

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import REASONS, BadSample
-from earlyfusion.data.formats.build import Group, build, describe
+from earlyfusion.data.formats.build import build, describe
+from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Regions, Text, VideoFile, answer_text, question_text
 from earlyfusion.data.sources.base import SourceConfig

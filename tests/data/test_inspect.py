@@ -15,11 +15,11 @@ from earlyfusion.data.contact_sheet import LONGEST_TEXT, make_card, sheet
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.inspect_cmd import _bars, main
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.cmd import main as prepare
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.vision.config import VisionConfig
 
+from .prepare_cases import main as prepare
 from .shard_files import captions, picture, write_tar
 
 

@@ -15,16 +15,16 @@ import pytest
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.cmd import main
 from earlyfusion.data.prepare.inputs import InputOptions, files_below
 from earlyfusion.data.prepare.rows import RowMembers
 from earlyfusion.data.prepare.work import Job, Worker
 from earlyfusion.data.prepare.write import bin_of
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.vision.config import VisionConfig
 
-from .prepare_cases import digest, prepare, samples, skipped
+from .prepare_cases import digest, main, prepare, samples, skipped, words_of
 from .shard_files import dump, picture
 
 
@@ -163,7 +163,7 @@ def killed(argv, where, count):
         owner, name = {
             "add": (prepare_write.ShardSet, "add"),
             "index": (prepare_write, "write_index"),
-            "rename": (prepare_write.Path, "replace"),
+            "rename": (os, "replace"),
         }[where]
         real, calls = getattr(owner, name), itertools.count(1)
 
@@ -188,16 +188,7 @@ def killed(argv, where, count):
 def test_after_a_kill_the_same_command_ends_in_the_same_bytes(tmp_path, album, where, count):
     options = ["--shard-samples", "9"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [
-        str(album),
-        "--out",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
-    assert os.WTERMSIG(killed([*argv, "--workers", "1", *options], where, count)) == signal.SIGKILL
+    assert os.WTERMSIG(killed(words_of(tmp_path, album, "out", *options), where, count)) == signal.SIGKILL
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("shard-*.tar")}
     prepare(tmp_path, album, "out", *options)
     assert digest(tmp_path / "out") == digest(tmp_path / "whole")
@@ -208,16 +199,7 @@ def test_after_a_kill_the_same_command_ends_in_the_same_bytes(tmp_path, album, w
 def test_a_finished_shard_that_was_damaged_since_is_written_again(tmp_path, album):
     options = ["--shard-samples", "9"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [
-        str(album),
-        "--out",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
-    killed([*argv, "--workers", "1", *options], "add", 35)
+    killed(words_of(tmp_path, album, "out", *options), "add", 35)
     with (tmp_path / "out" / "shard-000001.tar").open("r+b") as file:
         file.truncate(10240)
     prepare(tmp_path, album, "out", *options)
@@ -242,16 +224,8 @@ def ended(group, seconds=15):
 def test_killed_with_workers_at_any_moment(tmp_path, album, seed):
     options = ["--shard-samples", "3"]
     prepare(tmp_path, album, "whole", *options)
-    argv = [
-        str(album),
-        "--out",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
-    command = [sys.executable, "-m", "earlyfusion.data.prepare.cmd", *argv, "--workers", "2", *options]
+    command = [sys.executable, "-m", "earlyfusion.pipeline.cli", "prepare"]
+    command += words_of(tmp_path, album, "out", *options, workers=2)
     running = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
     rng = np.random.default_rng(seed)
     deadline = time.monotonic() + 60
@@ -294,7 +268,7 @@ def test_files_of_the_user_are_never_deleted(tmp_path, album):
 def test_verify_finds_every_kind_of_damage(tmp_path, album, harm):
     prepare(tmp_path, album, "out", "--shard-samples", 20)
     out = tmp_path / "out"
-    assert main(["--verify", "--out", str(out)]) == 0
+    main(["--verify", "--out", str(out)])
     shard = out / "shard-000001.tar"
     if harm == "flip":
         data = bytearray(shard.read_bytes())
@@ -322,7 +296,7 @@ def test_verify_finds_every_kind_of_damage(tmp_path, album, harm):
 def test_nothing_usable_says_why(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": " "}\n{"text": ""}\nno\n')
     with pytest.raises(
-        DataError, match=r"none of 3 items can be used \(2 empty_text, 1 bad_json\); see .*skipped\.jsonl"
+        DataError, match=r"none of 3 items can be used \(empty_text 2, bad_json 1\); see .*skipped\.jsonl"
     ):
         prepare(tmp_path, tmp_path / "d.jsonl")
     assert len(skipped(tmp_path / "out")) == 3
@@ -334,13 +308,13 @@ def test_nothing_usable_says_why(tmp_path):
         ("nowhere", [], "does not exist; expected a folder"),
         ("empty", [], "holds nothing to prepare"),
         ("a.bin", [], "cannot be prepared|no text file"),
-        ("empty", ["--workers", "0"], "--workers 0: expected a number above 0"),
+        ("empty", ["--workers", "0"], "--workers"),
     ],
 )
 def test_errors_are_one_line(tmp_path, source, options, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         main([str(tmp_path / source), "--out", str(tmp_path / "o"), *options])
 
 
@@ -348,23 +322,19 @@ def test_errors_are_one_line(tmp_path, source, options, message):
 def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypatch):
     script = tmp_path / "die.py"
     script.write_text(
-        "import os\nfrom earlyfusion.data.prepare import work as prepare_work\nreal = prepare_work.Worker._outcome\ndef"
-        " dying(self, number):\n    if number == 40: os._exit(9)\n    return real(self,"
-        " number)\nprepare_work.Worker._outcome = dying\nfrom earlyfusion.data.prepare.cmd import"
-        " main\nimport sys\nif __name__ == '__main__':\n    from earlyfusion.pipeline.cli import guarded\n   "
-        " sys.exit(guarded(lambda: main(sys.argv[1:])))\n"
+        "import os, sys\n"
+        "from earlyfusion.data.prepare import work\n"
+        "real = work.Worker._outcome\n"
+        "work.Worker._outcome = lambda self, number: os._exit(9) if number == 40 else real(self, number)\n"
+        "from earlyfusion.pipeline.cli import main\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(main())\n"
     )
-    argv = [
-        str(album),
-        "--out",
-        str(tmp_path / "out"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
     done = subprocess.run(
-        [sys.executable, str(script), *argv, "--workers", "2"], capture_output=True, text=True, timeout=60
+        [sys.executable, str(script), "prepare", *words_of(tmp_path, album, workers=2)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2 and "a worker died" in done.stderr and "items 32 to 47" in done.stderr, (
         done.stderr

@@ -14,8 +14,8 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video.backends import problem
 from earlyfusion.data.video.read import container_of, decode_video, open_video, sample_indices, sure_of
+from earlyfusion.data.video.readers import problem
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
 from tests.data.clip_files import CODECS, SHARED, number_in, numbered, write_clip
@@ -25,7 +25,7 @@ ALL = 1000.0
 """A rate that takes every frame."""
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(problem(name) is not None, reason=f"{name}: {problem(name)}"))
-    for name in ("decord", "pyav", "torchcodec")
+    for name in ("decord", "pyav")
 ]
 
 
@@ -161,7 +161,7 @@ def test_damaged_files_are_left_out_or_read_but_never_worse(backend, codec, seed
 
 def test_an_mp4_without_its_index_is_a_corrupt_video():
     whole = write_clip(numbered(20))
-    for backend in ("decord", "pyav", "torchcodec"):
+    for backend in ("decord", "pyav"):
         if problem(backend) is None:
             with pytest.raises(BadSample) as caught:
                 decode_video(VideoFile(whole[: len(whole) // 2], backend=backend), CFG)
@@ -243,7 +243,7 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-@pytest.mark.parametrize("backend", ["decord", "pyav", "torchcodec"])
+@pytest.mark.parametrize("backend", ["decord", "pyav"])
 def test_a_session_description_behind_a_containers_first_bytes_opens_no_port(backend, beginning, tmp_path):
     """FFmpeg, left to choose, reads such a file as SDP: it binds UDP ports, looks names up and waits for
     packets."""

@@ -8,21 +8,19 @@ import pytest
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.video.backends import problem
 from earlyfusion.data.video.read import open_video
+from earlyfusion.data.video.readers import problem
 from tests.data.clip_files import CODECS, SHARED, number_in, numbered, write_clip
 
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.skipif(problem(name) is not None, reason=f"{name}: {problem(name)}"))
-    for name in ("decord", "pyav", "torchcodec")
+    for name in ("decord", "pyav")
 ]
 VARIABLE = [0, 0.1, 0.15, 0.5, 0.9, 1.0, 2.0, 2.04, 2.08, 2.5, 3.0, 3.7]
 CLOCK = 1e-3
 """Containers store milliseconds at worst."""
-UNREADABLE = {(name, codec) for name in ("decord", "torchcodec") for codec in ("h264-avi", "h264-ts")} | {
-    ("decord", "av1")
-}
-"""decord 0.6 has no AV1 decoder; both lose frames at the end of a transport stream, and AVI with B-frames has
+UNREADABLE = {("decord", codec) for codec in ("h264-avi", "h264-ts", "av1")}
+"""decord 0.6 has no AV1 decoder; it loses frames at the end of a transport stream, and AVI with B-frames has
 no times."""
 
 
@@ -61,9 +59,7 @@ def test_times_are_those_of_the_file_when_the_rate_varies(backend, codec):
         found = list(reader.read(range(len(VARIABLE))))
         assert np.allclose([seconds for _, seconds in found], VARIABLE, atol=CLOCK)
         assert [number_in(frame) for frame, _ in found] == list(range(len(VARIABLE)))
-        assert reader.fps == pytest.approx(
-            (len(VARIABLE) - 1) / VARIABLE[-1], rel=0.3 if backend == "torchcodec" else 1e-3
-        )
+        assert reader.fps == pytest.approx((len(VARIABLE) - 1) / VARIABLE[-1], rel=1e-3)
 
 
 @pytest.mark.parametrize("rotation", [90, -90, 180])
@@ -93,18 +89,17 @@ def test_a_turned_phone_video_stands_upright(backend, rotation):
         ("tc_h265_10bits.mp4", 4.0),
     ],
 )
-@pytest.mark.parametrize("backend", ["decord", "torchcodec"])
-def test_backends_agree_on_real_videos(backend, name, mean):
+def test_decord_and_pyav_agree_on_real_videos(name, mean):
     path = SHARED / "data" / "video" / name
-    if problem(backend) is not None:
-        pytest.skip(f"{backend}: {problem(backend)}")
+    if problem("decord") is not None:
+        pytest.skip(f"decord: {problem('decord')}")
     if not path.exists():
         pytest.skip("no shared videos here")
     read = {}
-    for each in (backend, "pyav"):
+    for each in ("decord", "pyav"):
         with open_video(path, each) as reader:
             read[each] = (reader.num_frames, reader.fps, list(reader.read(range(3, reader.num_frames, 29))))
-    ours, theirs = read[backend], read["pyav"]
+    ours, theirs = read["decord"], read["pyav"]
     assert ours[0] == theirs[0] and ours[1] == pytest.approx(theirs[1], rel=1e-3)
     for (frame, seconds), (other, when) in zip(ours[2], theirs[2], strict=True):
         assert seconds == pytest.approx(when, abs=CLOCK)
@@ -112,8 +107,7 @@ def test_backends_agree_on_real_videos(backend, name, mean):
 
 
 def test_pillow_and_pyav_agree_on_a_gif():
-    from earlyfusion.data.video.av import PyavReader
-    from earlyfusion.data.video.readers import PillowReader
+    from earlyfusion.data.video.readers import PillowReader, PyavReader
 
     data = write_clip(numbered(12), "gif", times=VARIABLE)
     readers = [PillowReader(data, DecodeConfig(), "gif"), PyavReader(data, DecodeConfig(), "gif")]
@@ -127,7 +121,7 @@ def test_decord_without_pyav_beside_it_decodes_frame_after_frame(monkeypatch):
     if problem("decord") is not None:
         pytest.skip(f"decord: {problem('decord')}")
     monkeypatch.setattr(
-        "earlyfusion.data.video.av.problem", lambda name: "not installed" if name == "pyav" else None
+        "earlyfusion.data.video.readers.problem", lambda name: "not installed" if name == "pyav" else None
     )
     data = write_clip(numbered(40), "hevc-open")
     with open_video(data, "decord") as reader:
@@ -200,7 +194,7 @@ def test_a_backend_that_is_not_installed_names_the_extra(monkeypatch):
     monkeypatch.setattr(
         "earlyfusion.data.video.read.problem", lambda name: f"{name} is not installed; pip install X"
     )
-    for name in ("decord", "pyav", "torchcodec", None):
+    for name in ("decord", "pyav", None):
         with (
             pytest.raises(DataError, match=r"is not installed; pip install X"),
             open_video(write_clip(numbered(1)), name),
@@ -216,18 +210,15 @@ def test_problem_tells_what_is_missing_and_how_to_get_it(monkeypatch):
     def missing(name):
         if name == "decord":
             raise ModuleNotFoundError("No module named 'decord'", name="decord")
-        if name == "torchcodec.decoders":
-            raise RuntimeError("Could not load libtorchcodec\nmore lines")
+        if name == "av":
+            raise RuntimeError("Could not load libav\nmore lines")
         return real(name)
 
-    monkeypatch.setattr("earlyfusion.data.video.backends.importlib.import_module", missing)
+    monkeypatch.setattr("earlyfusion.data.video.readers.importlib.import_module", missing)
     problem.cache_clear()
     try:
         assert "pip install 'earlyfusion[video]'" in problem("decord")
-        assert (
-            problem("torchcodec")
-            == "torchcodec is installed but does not load (Could not load libtorchcodec)"
-        )
+        assert problem("pyav") == "av is installed but does not load (Could not load libav)"
     finally:
         problem.cache_clear()
 
@@ -238,7 +229,7 @@ def test_the_backend_is_chosen_by_argument_config_or_environment(way, monkeypatc
     for name in ("decord", "pyav"):
         if problem(name) is not None:
             continue
-        monkeypatch.setenv("EF_VIDEO_BACKEND", name if way == "environment" else "torchcodec")
+        monkeypatch.setenv("EF_VIDEO_BACKEND", name if way == "environment" else "auto")
         decode = DecodeConfig(video_backend=name if way == "config" else "auto")
         with open_video(data, name if way == "argument" else None, decode) as reader:
             assert reader.name == name

@@ -40,14 +40,14 @@ from earlyfusion.data import inspect_cmd
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.stream import Geometry, Spec, Stream
-from earlyfusion.data.prepare import cmd as prepare
+from earlyfusion.data.prepare.cmd import prepare as prepare_verb
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
-from earlyfusion.pipeline.cli import exit_code_of, one_line
+from earlyfusion.pipeline.cli import command_of, exit_code_of, invoke, one_line
 from earlyfusion.pipeline.config.compose import load_config, to_toml
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.report.run import write_report
@@ -147,6 +147,11 @@ def odd(rng: random.Random, tree: Any) -> bytes:
     return damage(rng, text) if rng.random() < 0.15 else text
 
 
+def run_prepare(words):
+    """`earlyfusion prepare` with these words; its errors pass."""
+    return invoke(command_of(prepare_verb, "prepare"), words, "prepare")
+
+
 class World:
     """What is right, made once; every case damages a copy of a part."""
 
@@ -184,7 +189,7 @@ class World:
 
     def prepare(self, source: Path, out: Path) -> list[int] | None:
         """[items, stored, left out] by index.json."""
-        prepare.main(
+        run_prepare(
             [
                 str(source),
                 "--out",
@@ -321,7 +326,7 @@ def index_json(world: World, rng: random.Random, folder: Path) -> Any:
     with contextlib.suppress(
         ValueError
     ):  # DataError: the folder may be refused, and then nothing was changed
-        prepare.main(["--out", str(folder / "p"), "--verify"])
+        run_prepare(["--out", str(folder / "p"), "--verify"])
     return world.read("webdataset", folder / "p")
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
-from earlyfusion.data.prepare import cmd as prepare
+from earlyfusion.data.prepare.cmd import prepare
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
-from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline.cli import command_of, guarded, invoke
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_USER
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
@@ -33,6 +33,10 @@ SILENCE = 30
 """Seconds without a result after which a process is ended: three times what a case may take."""
 STARTS = 120
 """Seconds until the first case: what a case needs is imported, and the right inputs are made."""
+
+
+def run_prepare(words):
+    return invoke(command_of(prepare, "prepare"), words, "prepare")
 
 
 def watched(root, jobs):
@@ -132,13 +136,13 @@ def test_prepare_on_a_full_disk_is_one_line_leaves_no_half_and_goes_on(
     out = tmp_path / "out"
     words = [str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1", "--shard-samples", "10"]
     words += ["--tokenizer", str(tokenizer)]
-    call = lambda: prepare.main(words)
+    call = lambda: run_prepare(words)
     with a_disk_that_takes(12_000):
         line = refusal(capsys, call)
     assert str(out) in line and "free disk space" in line
     assert not (out / "index.json").exists() and not list(out.glob("*.tmp"))
     assert (
-        guarded(call) == EXIT_OK and guarded(lambda: prepare.main(["--out", str(out), "--verify"])) == EXIT_OK
+        guarded(call) == EXIT_OK and guarded(lambda: run_prepare(["--out", str(out), "--verify"])) == EXIT_OK
     )
     assert json.loads((out / "index.json").read_text())["samples"] == 40
 
@@ -210,7 +214,7 @@ def test_a_text_too_long_is_left_out_before_it_is_tokenised(tmp_path, monkeypatc
         file.write(b"}\n")
     out = tmp_path / "out"
     assert (
-        guarded(lambda: prepare.main([str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"]))
+        guarded(lambda: run_prepare([str(tmp_path / "a.jsonl"), "--out", str(out), "--workers", "1"]))
         == EXIT_OK
     )
     made = json.loads((out / "index.json").read_text())

@@ -80,9 +80,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--rounds", type=int, default=3, help="rounds, each side once a round")
     data.add_argument("--memory-samples", type=int, default=2000, help="samples of part 3; 0 leaves it out")
     data.add_argument("--memory-every", type=int, default=4, help="part 3: every n-th sample is a video")
-    data.add_argument(
-        "--video-backend", default="auto", choices=("auto", "decord", "pyav", "torchcodec"), help="part 3"
-    )
+    data.add_argument("--video-backend", default="auto", choices=("auto", "decord", "pyav"), help="part 3")
     data.add_argument("--pictures", default=None, help="folder of pictures to use in place of made ones")
     data.add_argument("--out", default="runs/bench/data.json", help="where the numbers are saved")
     return data
