@@ -237,12 +237,18 @@ def names_columns(path: Path, known: set[str]) -> bool:
     return bool({name.strip().strip('"') for name in re.split(r"[,\t]", head)} & known)
 
 
+READERS: dict[str, type[JsonLines | JsonArray | Table | Parquet]] = {
+    **dict.fromkeys(LINES, JsonLines),
+    ".json": JsonArray,
+    ".csv": Table,
+    ".tsv": Table,
+    ".parquet": Parquet,
+}
+
+
 def reader_of(path: Path) -> type[JsonLines | JsonArray | Table | Parquet] | None:
     """The kind of file of rows that a path names; None for anything else."""
-    name = path.name.lower()
-    if name.endswith(LINES):
-        return JsonLines
-    return {".json": JsonArray, ".csv": Table, ".tsv": Table, ".parquet": Parquet}.get(path.suffix.lower())
+    return next((kind for end, kind in READERS.items() if path.name.lower().endswith(end)), None)
 
 
 # ---- one row
