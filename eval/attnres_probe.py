@@ -28,21 +28,18 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
     masks = {"image": image_T, "text": ~image_T & (batch.source_ids >= 0)}  # filler is neither
     with evaluating(model):
         recorder = model.decoder.attnres_weights(model.embed(batch), batch.segments, masks)
-    finished = max(
-        len(means["text"]) - has_partial
-        for (_, means), has_partial in zip(recorder.rows, recorder.has_partial)
-    )
+
+    # A mix reads the finished blocks, and the running sum of its own block where that has begun.
+    mixes = [(name, means, partial) for (name, means), partial in zip(recorder.rows, recorder.has_partial)]
+    finished = max(len(means["text"]) - partial for _, means, partial in mixes)
     sources = ["embedding", *(f"block {n}" for n in range(1, finished)), "own block"]
     result: dict[str, Any] = {
-        "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
+        "sublayers": [name.removeprefix("layers.") for name, _, _ in mixes],
         "sources": sources,
     }
     for kind in masks:
-        rows = [
-            _row(means[kind].tolist(), has_partial, len(sources))
-            for (_, means), has_partial in zip(recorder.rows, recorder.has_partial)
-        ]
-        if not any(v is not None and math.isnan(v) for row in rows for v in row):
+        rows = [_row(means[kind].tolist(), partial, len(sources)) for _, means, partial in mixes]
+        if not math.isnan(rows[0][0] or 0.0):  # a kind of token that the batch lacks has no mean
             result[kind] = rows
     return result
 

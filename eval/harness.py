@@ -17,11 +17,22 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.benchmarks.base import request_seed
@@ -48,6 +59,9 @@ from earlyfusion.model.fusion import NativeFusion
 
 SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"
 
+Records: TypeAlias = dict[tuple[str, int], Record]
+"""(id, repeat) -> record"""
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -59,6 +73,16 @@ class RunOptions:
     samples: int = 1
     seed: int = 0
     chunk: int = 64
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A question without a record, and what is asked for it."""
+
+    question: Question
+    repeat: int
+    requests: Sequence[Request]
+    prompt_hash: str
 
 
 def label_of(task: Task) -> str:
@@ -76,7 +100,7 @@ def run_task(
     progress: bool | Callable[[int, int], None] = False,
 ) -> dict[str, Any]:
     """Ask every question of the task (those not yet answered in `out`); returns the summary. progress: a bar,
-    or a function that is told (answered, all).
+    or a function that is given (answered, all).
 
     Raises EvalError when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
@@ -87,25 +111,26 @@ def run_task(
     check_ids(task, questions)
     settings = run_settings(model, task, options)
     folder = None if out is None else out / label_of(task)
-    done = {} if folder is None else _resume(folder, settings)
+    records = {} if folder is None else resume(folder, settings)
+
+    # Ask what is missing; every chunk is on the disk before the next is asked.
     started = time.monotonic()
-    with (
-        _Writer(folder) as writer,
-        _bar(progress, label_of(task), len(questions) * options.samples) as advance,
-    ):
-        advance(len(done), list(done.values()))
-        for chunk in _chunks(_pending(task, questions, options, done), options.chunk):
-            records = answer(model, task, chunk, options)
-            for record in records:
-                done[record["id"], record["repeat"]] = record
-            writer.write(records)
-            advance(len(records), list(done.values()))
-    wanted = [(question.id, repeat) for repeat in range(options.samples) for question in questions]
-    kept = [done[key] for key in wanted]
+    order = [(question, repeat) for repeat in range(options.samples) for question in questions]
+    with progress_of(progress, label_of(task), len(order)) as advance:
+        advance(records)
+        pending = _pending(task, order, records)
+        while chunk := list(islice(pending, options.chunk)):
+            answered = answer(model, task, chunk, options)
+            records |= {(record["id"], record["repeat"]): record for record in answered}
+            if folder is not None:
+                append_records(folder / RECORDS, answered)
+            advance(records)
+
+    # The numbers, with everything that they were measured under.
+    kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
-    summary["prompts_sha256"] = hashlib.sha256(
-        "".join(sorted(r["prompt_hash"] for r in kept)).encode()
-    ).hexdigest()
+    hashes = "".join(sorted(record["prompt_hash"] for record in kept))
+    summary["prompts_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
     summary["refused"] = sum(bool(record.get("refused")) for record in kept)
     if lines := explain(task, summary["metrics"], kept):
         summary["explained"] = lines
@@ -139,10 +164,7 @@ def check_ids(task: Task, questions: Sequence[Question]) -> None:
 
 def run_settings(model: Model, task: Task, options: RunOptions) -> dict[str, Any]:
     """What a run is defined by; two runs with equal settings are the same measurement."""
-    own = getattr(task, "options", None)
-    given = asdict(own) if isinstance(own, TaskOptions) else {}
-    given = {key: given.get(key) for key in ("temperature", "top_p", "max_new_tokens", "extra")}
-    return {
+    settings = {
         "task": label_of(task),
         "version": task.version,
         "form": getattr(task, "form", ""),
@@ -152,66 +174,64 @@ def run_settings(model: Model, task: Task, options: RunOptions) -> dict[str, Any
         "shots": options.shots,
         "samples": options.samples,
         "seed": options.seed,
-        **{key: value for key, value in given.items() if value},
     }
+    given = getattr(task, "options", None)
+    if isinstance(given, TaskOptions):
+        chosen = ("temperature", "top_p", "max_new_tokens", "extra")
+        settings |= {key: value for key, value in asdict(given).items() if key in chosen and value}
+    return settings
 
 
-Pending = tuple[Question, int, Sequence[Request], str]
+# questions and answers
 
 
 def _pending(
-    task: Task, questions: Sequence[Question], options: RunOptions, done: Mapping[tuple[str, int], Record]
-) -> Iterable[Pending]:
-    """Questions without a record, with their requests; a record whose prompt has changed is an error."""
-    for repeat in range(options.samples):
-        for question in questions:
-            record = done.get((question.id, repeat))
-            requests = task.requests(question, repeat)
-            hashed = prompt_hash(requests)
-            if record is None:
-                yield question, repeat, requests, hashed
-            elif record.get("prompt_hash") != hashed:
-                raise EvalError(
-                    f"task {task.name!r}: question {question.id!r} was answered under another prompt; the"
-                    " data or the task has changed since: use a new --out"
-                )
+    task: Task, order: Sequence[tuple[Question, int]], records: Mapping[tuple[str, int], Record]
+) -> Iterator[Pending]:
+    """Questions without a record; a record whose prompt has changed is an error."""
+    for question, repeat in order:
+        record = records.get((question.id, repeat))
+        requests = task.requests(question, repeat)
+        hashed = prompt_hash(requests)
+        if record is None:
+            yield Pending(question, repeat, requests, hashed)
+        elif record.get("prompt_hash") != hashed:
+            raise EvalError(
+                f"task {task.name!r}: question {question.id!r} was answered under another prompt; the data or"
+                " the task has changed since: use a new --out"
+            )
 
 
 def answer(model: Model, task: Task, chunk: Sequence[Pending], options: RunOptions) -> list[Record]:
     """One record for each of the pending questions."""
-    flat = [request for _, _, requests, _ in chunk for request in requests]
-    outputs = ask(model, flat)
-    records, start = [], 0
-    for question, repeat, requests, hashed in chunk:
-        own = outputs[start : start + len(requests)]
-        start += len(requests)
+    outputs = iter(ask(model, [request for pending in chunk for request in pending.requests]))
+    records = []
+    for pending in chunk:
+        question, own = pending.question, list(islice(outputs, len(pending.requests)))
         record: Record = {
             "id": question.id,
-            "repeat": repeat,
+            "repeat": pending.repeat,
             "category": question.category,
-            "seed": request_seed(options.seed, question.id, repeat),
-            "prompt_hash": hashed,
+            "seed": request_seed(options.seed, question.id, pending.repeat),
+            "prompt_hash": pending.prompt_hash,
         }
         written = [output for output in own if isinstance(output, Generation)]
         if written:
-            record |= _kept(written, task.private)
-        records.append({**record, **task.score(question, repeat, own)})
+            record |= _output(written, task.private)
+        records.append({**record, **task.score(question, pending.repeat, own)})
     return records
 
 
-def _kept(outputs: Sequence[Generation], private: bool) -> Record:
+def _output(outputs: Sequence[Generation], private: bool) -> Record:
     """What a record keeps of the answers."""
     record: Record = {"tokens": outputs[0].tokens, "finish": outputs[0].finish}
     if any(output.finish == "refused" for output in outputs):
         record["refused"] = True
-    if private:
-        text = "\0".join(output.text for output in outputs)
-        return record | {
-            "output_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "output_chars": len(text),
-        }
     texts = [output.text for output in outputs]
-    return record | {"output": texts[0] if len(texts) == 1 else texts}
+    if not private:
+        return record | {"output": texts[0] if len(texts) == 1 else texts}
+    text = "\0".join(texts)
+    return record | {"output_sha256": hashlib.sha256(text.encode()).hexdigest(), "output_chars": len(text)}
 
 
 def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
@@ -231,42 +251,32 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
     return results
 
 
-def _chunks(pending: Iterable[Pending], size: int) -> Iterable[list[Pending]]:
-    chunk: list[Pending] = []
-    for item in pending:
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
-
-
 # files
 
 
-def _resume(folder: Path, settings: Mapping[str, Any]) -> dict[tuple[str, int], Record]:
-    """Records of an earlier, stopped run with the same settings (its limit may have been smaller)."""
+def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
+    """Records of an earlier, stopped run with the same settings (its limit may have been smaller). Raises
+    EvalError for other settings."""
     path = folder / SETTINGS
     plain = json.loads(json.dumps(settings))
+    earlier = plain
     if path.is_file():
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             earlier = {}
-        limits = (earlier.get("limit"), plain["limit"])
-        grown = limits[0] is not None and (limits[1] is None or limits[1] >= limits[0])
-        differing = [
-            key
-            for key in {**earlier, **plain}
-            if earlier.get(key) != plain.get(key) and not (key == "limit" and grown)
-        ]
-        if differing:
-            shown = "; ".join(
-                f"{key}: {_short(earlier.get(key))} there, {_short(plain.get(key))} now" for key in differing
-            )
-            raise EvalError(f"{folder}: holds another run ({shown}); use a new --out, or remove that folder")
+
+    differing = [key for key in {**earlier, **plain} if earlier.get(key) != plain.get(key)]
+    before, now = earlier.get("limit"), plain["limit"]
+    if "limit" in differing and before is not None and (now is None or now >= before):
+        differing.remove("limit")
+    if differing:
+        shown = "; ".join(
+            f"{key}: {_short(earlier.get(key))} there, {_short(plain.get(key))} now" for key in differing
+        )
+        raise EvalError(f"{folder}: holds another run ({shown}); use a new --out, or remove that folder")
     write_json(path, settings)
+    (folder / RECORDS).touch()
     return read_records(folder / RECORDS)
 
 
@@ -275,9 +285,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_records(path: Path) -> dict[tuple[str, int], Record]:
+def read_records(path: Path) -> Records:
     """Complete lines of a records file by (id, repeat). A last line without its end (a killed run) is cut
-    off."""
+    off. Raises EvalError for a line that is no record."""
     if not path.is_file():
         return {}
     content = path.read_bytes()
@@ -295,47 +305,24 @@ def read_records(path: Path) -> dict[tuple[str, int], Record]:
     return found
 
 
-class _Writer:
-    """Appends records, each chunk flushed to the disk."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.path = None if folder is None else folder / RECORDS
-
-    def __enter__(self) -> _Writer:
-        self.file = None if self.path is None else self.path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is not None:
-            self.file.close()
-
-    def write(self, records: Sequence[Record]) -> None:
-        if self.file is not None:
-            for record in records:
-                self.file.write(json.dumps(record) + "\n")  # ASCII: an answer may hold any line end
-            self.file.flush()
-            os.fsync(self.file.fileno())
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Add lines and wait until they are on the disk."""
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")  # ASCII: an answer may hold any line end
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
-def _bar(shown: bool | Callable[[int, int], None], label: str, total: int):
-    """A progress bar on standard error with the running mean score; yields advance(count, records so far)."""
-    if not isinstance(shown, bool):
-        yield lambda count, records: shown(len(records), total)
+def progress_of(
+    shown: bool | Callable[[int, int], None], label: str, total: int
+) -> Iterator[Callable[[Records], None]]:
+    """Yields a function of all records so far: a bar on standard error with the running mean score, or what
+    the caller gave, or nothing."""
+    if callable(shown):
+        yield lambda records: shown(len(records), total)
         return
-    if not shown:
-        yield lambda count, records: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -345,12 +332,13 @@ def _bar(shown: bool | Callable[[int, int], None], label: str, total: int):
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         row = bar.add_task(label, total=total, note="")
 
-        def advance(count: int, records: Sequence[Record]) -> None:
-            note = f"score {sum(r['score'] for r in records) / len(records):.4f}" if records else ""
-            bar.update(row, advance=count, note=note)
+        def advance(records: Records) -> None:
+            scores = [record["score"] for record in records.values()]
+            note = f"score {sum(scores) / len(scores):.4f}" if scores else ""
+            bar.update(row, completed=len(scores), note=note)
 
         yield advance
 
@@ -379,9 +367,9 @@ def evaluate_in_memory(
     is written without `out` (a folder for this step). chat: as in EngineModel.
     """
     wrapped = EngineModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
+    options = RunOptions(limit=limit, shots=shots, seed=seed)
     results = {}
     for given in tasks:
         task = build_by_name(given, TaskOptions(seed=seed), data or {}) if isinstance(given, str) else given
-        options = RunOptions(limit=limit, shots=shots, seed=seed)
         results[label_of(task)] = run_task(wrapped, task, options, out=out, progress=progress)["metrics"]
     return results

@@ -8,9 +8,10 @@ measurement's own.
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
+
+from earlyfusion.kernels import files
 
 STEP_DIGITS = 7
 
@@ -20,31 +21,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(inner) for inner in value]
     return value
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write UTF-8 so that a reader sees the old file or the new one, never half of one; a full disk leaves
-    nothing.
-
-    Half a character (a lone surrogate, which names and JSON may hold) is written as its escape.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 def write_json(path: Path, payload: Any) -> Path:
     """Write `payload` as UTF-8 JSON, whole or not at all."""
-    return write_whole(path, json.dumps(_plain(payload), ensure_ascii=False, indent=1))
+    return files.write_json(path, _plain(payload))
 
 
 def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:

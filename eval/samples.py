@@ -1,10 +1,8 @@
-"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON, pictures and a
-contact sheet.
+"""Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON and pictures.
 
     records = answer_samples(model, tokenizer, samples)          # [{"prompt", "answer", "reference",
     "picture"}]
-    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, .png and
-    sheet
+    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, *.png
 
 A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int,
 "samples": [{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.
@@ -12,13 +10,11 @@ A sample's last text is the reference; what stands before it is the prompt. JSON
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image as PilImage
-from PIL import ImageDraw
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
@@ -31,12 +27,8 @@ from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import unpatchify
 
 THUMBNAIL = 256  # longest side of a saved picture, pixels
-COLUMNS, CELL, CAPTION = 4, 224, 76  # contact sheet: cells a row, picture side and caption height in pixels
-LINE_CHARACTERS = 36
-OPENING, GOES_ON = (
-    160,
-    160,
-)  # characters of a text alone: what is shown of its beginning, what it is compared with
+OPENING, GOES_ON = 160, 160
+"""Characters of a text alone: what is shown of its beginning, what it is compared with."""
 
 
 def split_reference(sample: Sample) -> tuple[Sample, str]:
@@ -112,7 +104,7 @@ def first_picture(sample: Sample) -> PilImage.Image | None:
 
 
 def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any]]) -> Path:
-    """Write the JSON, one PNG per picture and the contact sheet of a step; returns the JSON's path.
+    """Write the JSON of a step and one PNG per picture; returns the JSON's path.
 
     Pictures are saved once (the samples are fixed), under the name of their place in the list.
     """
@@ -125,13 +117,10 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
             name = f"samples/picture_{index:03d}.png"
             if not (Path(run_dir) / name).exists():
                 thumbnail(record["picture"]).save(Path(run_dir) / name)
-        told: dict[str, Any] = {
-            key: record[key] for key in ("source", "prompt", "answer", "reference") if key in record
-        }
-        plain.append(told | {"image": name})
-    stem = f"step_{int(step):0{STEP_DIGITS}d}"
-    contact_sheet(records).save(folder / f"{stem}.png")
-    return write_json(folder / f"{stem}.json", {"step": int(step), "samples": plain})
+        shown = {key: value for key, value in record.items() if key != "picture"}
+        plain.append({**shown, "image": name})
+    path = folder / f"step_{int(step):0{STEP_DIGITS}d}.json"
+    return write_json(path, {"step": int(step), "samples": plain})
 
 
 def thumbnail(picture: PilImage.Image) -> PilImage.Image:
@@ -143,30 +132,3 @@ def thumbnail(picture: PilImage.Image) -> PilImage.Image:
         return copy.resize((copy.width * factor, copy.height * factor), PilImage.Resampling.NEAREST)
     copy.thumbnail((THUMBNAIL, THUMBNAIL))
     return copy
-
-
-def contact_sheet(records: Sequence[dict[str, Any]]) -> PilImage.Image:
-    """All pictures on one sheet with prompt, answer (green when it equals the reference, else red) and
-    reference."""
-    rows = max(1, -(-len(records) // COLUMNS))
-    sheet = PilImage.new("RGB", (COLUMNS * CELL, rows * (CELL + CAPTION)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for index, record in enumerate(records):
-        left, top = index % COLUMNS * CELL, index // COLUMNS * (CELL + CAPTION)
-        if record["picture"] is not None:
-            small = thumbnail(record["picture"])
-            small.thumbnail((CELL - 12, CELL - 12))
-            sheet.paste(small, (left + (CELL - small.width) // 2, top + (CELL - small.height) // 2))
-        lines = [(line, "#6b7487") for line in textwrap.wrap(record["prompt"], LINE_CHARACTERS)[:2]]
-        right = record["answer"] == record["reference"]
-        lines.append((record["answer"][:LINE_CHARACTERS] or "(nothing)", "#1f8a5f" if right else "#c0392b"))
-        if not right:
-            lines.append((f"expected: {record['reference']}"[:LINE_CHARACTERS], "#6b7487"))
-        for number, (line, colour) in enumerate(lines):
-            draw.text((left + 8, top + CELL + 16 * number), _printable(line), fill=colour)
-    return sheet
-
-
-def _printable(text: str) -> str:
-    """Pillow's built-in bitmap font has Latin-1 only."""
-    return text.encode("latin-1", "replace").decode("latin-1")

@@ -100,7 +100,8 @@ VERBS = {
         "earlyfusion.eval.run:evaluate", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"
     ),
     "compare": Verb(
-        "earlyfusion.eval.compare.cmd:main", "paired deltas between evaluated models, with honest statistics"
+        "earlyfusion.eval.compare.cmd:compare",
+        "paired deltas between evaluated models, with honest statistics",
     ),
     "bench": Verb("earlyfusion.pipeline.bench.cmd:main", "measure speed and memory"),
     "plan": Verb(

@@ -128,13 +128,8 @@ def _baseline(summary: dict[str, Any], name: str) -> float | None:
 
 
 def question_means(runs: Sequence[TaskRun]) -> Array:
-    """Score of every question, mean over the arm's runs (all in the order of the first run's ids)."""
-    order = runs[0].ids
-    rows = []
-    for run in runs:
-        place = {name: index for index, name in enumerate(run.ids)}
-        rows.append(run.scores[[place[name] for name in order]])
-    return np.mean(rows, axis=0)
+    """Score of every question, mean over the arm's runs, which ask the same in the same order."""
+    return np.mean([run.scores for run in runs], axis=0)
 
 
 def side(runs: Sequence[TaskRun]) -> dict[str, Any]:

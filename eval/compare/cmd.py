@@ -1,26 +1,16 @@
-"""earlyfusion compare BASE TREATED [--control C]: did the treatment change anything, and could this test have
-seen it?
-
-    earlyfusion compare runs/start runs/vision-rl --control runs/text-rl
-    earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
-
-Each argument is the --out folder of `earlyfusion eval`; several seeds of one arm are given with commas or as
-a quoted pattern. Prints a table; writes compare.json and a self-contained compare.html with plots.
-"""
+"""`earlyfusion compare`: did the treatment change anything, and could this test have seen it?"""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
@@ -32,70 +22,57 @@ from earlyfusion.kernels.errors import one_line
 STYLES = {"gain": "green", "loss": "red"}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the verb."""
-    made = argparse.ArgumentParser(
-        prog="earlyfusion compare",
-        description="Paired deltas between evaluated models, with honest statistics.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    made.add_argument(
-        "base", help="evaluation folder of the starting model; several seeds: DIR,DIR or a quoted pattern"
-    )
-    made.add_argument("treated", help="evaluation folder of the treated model; several seeds likewise")
-    made.add_argument(
-        "--control", default=None, help="arm that got everything but the treatment (same compute)"
-    )
-    made.add_argument("--control-base", default=None, help="where the control began, if not at BASE")
-    made.add_argument(
-        "--paired-seeds", action="store_true", help="run i of BASE and TREATED share a training seed"
-    )
-    made.add_argument(
-        "--metric", default="score", help="number of the records to compare (score, mae, cer, iou, ...)"
-    )
-    made.add_argument(
-        "--out", type=Path, default=Path("compare"), help="folder for compare.json and compare.html"
-    )
-    made.add_argument("--draws", type=_draws, default=2000, help="bootstrap draws, at least 100")
-    made.add_argument("--flips", type=_draws, default=10_000, help="sign-flip draws, at least 100")
-    made.add_argument("--seed", type=int, default=0, help="seed of both")
-    return made
+def compare(
+    base: Annotated[
+        str,
+        typer.Argument(
+            help="evaluation folder of the starting model; several seeds: DIR,DIR or a quoted pattern"
+        ),
+    ],
+    treated: Annotated[
+        str, typer.Argument(help="evaluation folder of the treated model; several seeds likewise")
+    ],
+    control: Annotated[
+        str | None, typer.Option(help="arm that got everything but the treatment (same compute)")
+    ] = None,
+    control_base: Annotated[str | None, typer.Option(help="where the control began, if not at BASE")] = None,
+    paired_seeds: Annotated[
+        bool, typer.Option("--paired-seeds", help="run i of BASE and TREATED share a training seed")
+    ] = False,
+    metric: Annotated[
+        str, typer.Option(help="number of the records to compare (score, mae, cer, iou, ...)")
+    ] = "score",
+    out: Annotated[Path, typer.Option(help="folder for compare.json and compare.html")] = Path("compare"),
+    draws: Annotated[int, typer.Option(min=100, help="bootstrap draws")] = 2000,
+    flips: Annotated[int, typer.Option(min=100, help="sign-flip draws")] = 10_000,
+    seed: Annotated[int, typer.Option(help="seed of both")] = 0,
+) -> None:
+    """Paired deltas between evaluated models, with honest statistics.
 
+    earlyfusion compare runs/start runs/vision-rl --control runs/text-rl
+    earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
 
-def _draws(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 100")
-    return value
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print, write; returns the exit code."""
-    arguments = parser().parse_args(argv)
-    base = load_arm("base", arguments.base, arguments.metric)
-    treated = load_arm("treated", arguments.treated, arguments.metric)
-    control = load_arm("control", arguments.control, arguments.metric) if arguments.control else None
-    if arguments.control_base and control is None:
+    Each argument is the --out folder of `earlyfusion eval`; several seeds of one arm are given with commas or as
+    a quoted pattern. Prints a table; writes compare.json and a self-contained compare.html with plots.
+    """
+    if control_base and not control:
         raise CompareError("--control-base without --control: name the control arm as well")
-    start = (
-        load_arm("control base", arguments.control_base, arguments.metric) if arguments.control_base else None
-    )
-    if arguments.paired_seeds and len(base.runs) != len(treated.runs):
+    first, second = load_arm("base", base, metric), load_arm("treated", treated, metric)
+    third = load_arm("control", control, metric) if control else None
+    start = load_arm("control base", control_base, metric) if control_base else None
+    if paired_seeds and len(first.runs) != len(second.runs):
         raise CompareError(
-            f"--paired-seeds: {len(base.runs)} base runs and {len(treated.runs)} treated runs; give equally"
+            f"--paired-seeds: {len(first.runs)} base runs and {len(second.runs)} treated runs; give equally"
             " many, in order"
         )
-    options = Options(arguments.draws, arguments.flips, arguments.seed, arguments.paired_seeds)
-    result = {"metric": arguments.metric, **compare_arms(base, treated, control, start, options)}
+    options = Options(draws, flips, seed, paired_seeds)
+    result = {"metric": metric, **compare_arms(first, second, third, start, options)}
+
     console = Console()
     show(result, console if console.is_terminal else Console(width=max(console.width, 100)))
-    written = write_json(arguments.out / "compare.json", result)
-    report = write_html(arguments.out / "compare.html", result)
+    written = write_json(out / "compare.json", result)
+    report = write_html(out / "compare.html", result)
     print(f"numbers: {written}\nreport:  {report}")
-    return 0
 
 
 def shown(name: str) -> str:
@@ -169,15 +146,3 @@ def _show_details(entry: dict[str, Any], unit: Unit, console: Console) -> None:
 def _range(unit: Unit, interval: dict[str, Any]) -> str:
     """The interval, its bracket kept from being read as markup."""
     return "\\" + unit.range(interval)
-
-
-def _run() -> int:
-    try:
-        return main()
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(_run())

@@ -27,8 +27,10 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.eval.stats import Array
 from earlyfusion.kernels.errors import one_line
 
-VIEWS = {"blind": "blind_score", "words": "words_score", "seeing": ""}
-"""Further lines of a task: name -> key of the record (seeing: score - blind_score)."""
+VIEWS = {"blind": "blind_score", "words": "words_score"}
+"""Further lines of a task: name -> key of the record. Beside them stands "seeing": score - blind_score."""
+LARGEST = 1e100
+"""Numbers from here on are no scores; NaN and integers of 400 digits neither."""
 
 
 class CompareError(DataError):
@@ -37,32 +39,37 @@ class CompareError(DataError):
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of one run. `scores[i]` belongs to question `ids[i]`; `samples[i]` are its scores one by
-    one."""
+    """One task of one run. Question i has the id `ids[i]` (in order) and the scores `samples[i]`, whose mean is
+    `scores[i]`."""
 
     task: str
     folder: Path
     data_hash: str
-    prompt_hash: str
-    """Over (id, repeat, prompt hash) of all rows."""
     ids: tuple[str, ...]
-    scores: Array
     samples: tuple[tuple[float, ...], ...]
+    scores: Array
     categories: tuple[str, ...]
     clusters: tuple[str, ...]
     prompts: dict[tuple[str, int], str]
+    """(id, repeat) -> hash of the prompt"""
     unextracted: float | None
     """Share of answers nothing could be read from; None where the task extracts nothing."""
     tokens: float | None
     """Mean generated tokens an answer."""
     summary: dict[str, Any] = field(default_factory=dict)
     view: str = ""
-    """"" for the task's own score, else one of VIEWS."""
+    """"" for the task's own score, else one of VIEWS, or "seeing"."""
 
     @property
     def mean(self) -> float:
         """Mean over questions."""
         return float(self.scores.mean())
+
+    @property
+    def prompt_hash(self) -> str:
+        """Over (id, repeat, prompt hash) of all rows."""
+        rows = "\n".join(f"{i}\t{repeat}\t{hashed}" for (i, repeat), hashed in sorted(self.prompts.items()))
+        return hashlib.sha256(rows.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,10 @@ def load_arm(label: str, given: str, metric: str = "score") -> Arm:
     read."""
     folders: list[Path] = []
     for part in filter(None, (part.strip() for part in given.split(","))):
-        found = (
-            sorted(glob.glob(part)) if any(c in part for c in "*?[") and not Path(part).exists() else [part]
-        )
-        folders += [Path(name) for name in found if not glob.has_magic(part) or Path(name).is_dir()]
+        if glob.has_magic(part) and not Path(part).exists():
+            folders += [Path(name) for name in sorted(glob.glob(part)) if Path(name).is_dir()]
+        else:
+            folders.append(Path(part))
     if not folders:
         raise CompareError(f"{label}: {given!r} names no folder; give the --out folder of earlyfusion eval")
     return Arm(label, tuple(load_run(folder, metric) for folder in folders), tuple(folders))
@@ -100,30 +107,25 @@ def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
     """All tasks of one evaluation folder (or of a single task's folder)."""
     if not folder.is_dir():
         raise CompareError(f"{folder}: no such folder; give the --out folder of earlyfusion eval")
-    places = (
-        [folder]
-        if (folder / "records.jsonl").is_file()
-        else sorted(p.parent for p in folder.glob("*/records.jsonl"))
-    )
-    if not places:
+    places = [folder] if (folder / "records.jsonl").is_file() else sorted(folder.glob("*/"))
+    runs = [
+        run for place in places if (place / "records.jsonl").is_file() for run in load_task(place, metric)
+    ]
+    if not runs:
         raise CompareError(
             f"{folder}: holds no <task>/records.jsonl; give the --out folder of earlyfusion eval"
         )
-    runs = [run for place in places for run in load_task(place, metric)]
     return {run.task: run for run in runs}
 
 
 def load_task(folder: Path, metric: str = "score") -> list[TaskRun]:
     """One task folder: the task's own line, then its views. Raises CompareError for rows that lack what is
     needed."""
-    rows = list(_rows(folder / "records.jsonl").values())
-    if not rows:
-        raise CompareError(f"{folder / 'records.jsonl'}: no rows; run earlyfusion eval to the end first")
-    rows.sort(key=lambda row: (str(row["id"]), int(row.get("repeat") or 0)))
+    rows = _rows(folder / "records.jsonl")
     summary = _summary(folder / "summary.json")
     values = {"": [_number(row, metric, folder) for row in rows]}
     for view, key in VIEWS.items():
-        if metric == "score" and key and all(key in row for row in rows):
+        if metric == "score" and all(key in row for row in rows):
             values[view] = [_number(row, key, folder) for row in rows]
     if "blind" in values:
         values["seeing"] = [seen - blind for seen, blind in zip(values[""], values["blind"])]
@@ -133,38 +135,37 @@ def load_task(folder: Path, metric: str = "score") -> list[TaskRun]:
 def _line(
     view: str, numbers: Sequence[float], rows: Sequence[dict[str, Any]], summary: dict[str, Any], folder: Path
 ) -> TaskRun:
-    by_id: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        by_id.setdefault(str(row["id"]), []).append(index)
-    samples = tuple(tuple(numbers[i] for i in places) for places in by_id.values())
-    prompts = {(str(row["id"]), int(row.get("repeat") or 0)): str(row.get("prompt_hash")) for row in rows}
-    digest = hashlib.sha256(
-        "\n".join(f"{i}\t{r}\t{h}" for (i, r), h in sorted(prompts.items())).encode()
-    ).hexdigest()
-    first = [rows[places[0]] for places in by_id.values()]
-    extracting = [row for row in rows if "extracted" in row] if view == "" else []
-    counted = [float(row["tokens"]) for row in rows if view == "" and _measured(row.get("tokens"))]
+    """The rows of a task with one number each."""
+    samples: dict[str, list[float]] = {}
+    first: dict[str, dict[str, Any]] = {}
+    for row, number in zip(rows, numbers):
+        samples.setdefault(str(row["id"]), []).append(number)
+        first.setdefault(str(row["id"]), row)
+
+    # What is said of the answers belongs to the task's own line.
+    extracted = [row["extracted"] for row in rows if "extracted" in row and not view]
+    tokens = [float(row["tokens"]) for row in rows if _is_number(row.get("tokens")) and not view]
     task = str(summary.get("task") or folder.resolve().name)
     return TaskRun(
         task=f"{task} ({view})" if view else task,
         view=view,
         folder=folder,
         data_hash=str(summary.get("data_hash") or ""),
-        prompt_hash=digest,
-        ids=tuple(by_id),
-        scores=np.array([float(np.mean(group)) for group in samples]),
-        samples=samples,
-        categories=tuple(str(row.get("category") or "all") for row in first),
-        clusters=tuple(str(row.get("cluster") or row["id"]) for row in first),
-        prompts=prompts,
-        unextracted=sum(row["extracted"] is None for row in extracting) / len(rows) if extracting else None,
-        tokens=sum(counted) / len(counted) if counted else None,
+        ids=tuple(samples),
+        samples=tuple(map(tuple, samples.values())),
+        scores=np.array([float(np.mean(group)) for group in samples.values()]),
+        categories=tuple(str(row.get("category") or "all") for row in first.values()),
+        clusters=tuple(str(row.get("cluster") or row["id"]) for row in first.values()),
+        prompts={(str(row["id"]), int(row.get("repeat") or 0)): str(row.get("prompt_hash")) for row in rows},
+        unextracted=extracted.count(None) / len(rows) if extracted else None,
+        tokens=float(np.mean(tokens)) if tokens else None,
         summary=summary,
     )
 
 
-def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Rows by (id, repeat); a question written twice by a resumed run counts once, the last time."""
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Rows in the order of (id, repeat); a question written twice by a resumed run counts once, the last
+    time."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
@@ -178,11 +179,13 @@ def _rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
                 " object with id, prompt_hash and score; run earlyfusion eval again with the same --out to"
                 " mend the file"
             ) from None
-    return rows
+    if not rows:
+        raise CompareError(f"{path}: no rows; run earlyfusion eval to the end first")
+    return [row for _, row in sorted(rows.items())]
 
 
-def _measured(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e100
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _text(path: Path) -> str:
@@ -193,16 +196,16 @@ def _text(path: Path) -> str:
 
 
 def _number(row: dict[str, Any], metric: str, folder: Path) -> float:
-    given = row.get("metrics")
-    metrics = given if isinstance(given, dict) else {}
-    value = row.get("score") if metric == "score" else metrics.get(metric, row.get(metric))
-    if not isinstance(value, int | float) or not abs(value) < 1e100:  # also NaN, and integers of 400 digits
+    metrics = row.get("metrics")
+    metrics = metrics if isinstance(metrics, dict) else {}
+    value = row.get(metric) if metric == "score" else metrics.get(metric, row.get(metric))
+    if not _is_number(value):
         known = ", ".join(["score", *metrics])
         raise CompareError(
             f"{folder / 'records.jsonl'}: question {row['id']!r} has no number {metric!r} (known here:"
             f" {known}); choose another --metric or evaluate again"
         )
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _summary(path: Path) -> dict[str, Any]:
@@ -213,6 +216,9 @@ def _summary(path: Path) -> dict[str, Any]:
             f"{path}: missing or unreadable; the evaluation did not finish: run it again"
         ) from None
     return found if isinstance(found, dict) else {}
+
+
+# equal questions
 
 
 def aligned(arms: Sequence[Arm]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from earlyfusion.eval.compare.charts import forest, histogram, power, seeds_strip, wins_and_losses
 from earlyfusion.eval.compare.text import Unit, p_text
-from earlyfusion.eval.results import write_whole
+from earlyfusion.kernels.files import write_atomic
 
 STYLE = """
 :root{--ink:#1d2433;--muted:#6b7487;--line:#e4e8ef;--paper:#fff;--wash:#f5f7fa;--good:#1f8a5f;--bad:#c0392b}
@@ -49,7 +49,7 @@ def write_html(path: Path, result: dict[str, Any]) -> Path:
         f" earlyfusion</title><style>{STYLE}</style></head><body><main><h1>{html.escape(title)}</h1><p"
         f' class="note">{html.escape(METHOD)}</p>{"".join(parts)}{_provenance(result)}</main></body></html>\n'
     )
-    return write_whole(path, page)
+    return write_atomic(path, page)
 
 
 def _names(result: dict[str, Any], arm: str) -> str:

@@ -160,12 +160,6 @@ class TokenModel(ABC):
         sizes = [len(request.continuation.encode("utf-8")) for request in requests]
         return self._score_pairs(pairs, keys, sizes)
 
-    def loglikelihood_ids(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[LogProb]:
-        """ln p of continuations given as ids after contexts given as ids (each at least one token); bytes are
-        0."""
-        pieces = [(Piece(tuple(context)), tuple(continuation)) for context, continuation in pairs]
-        return self._score_pairs(pieces, [piece.ids for piece, _ in pieces], [0] * len(pieces))
-
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
         """See Model."""
         window = min(self.max_length or self.batch_tokens, self.batch_tokens)

@@ -3,18 +3,15 @@
 import json
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
-from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.eval.compare.analysis import Options, compare_arms, verdict
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.stats import mean_estimate
-from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline import cli
 
 CATEGORIES = ("math", "law", "physics")
 
@@ -66,7 +63,7 @@ def runs(tmp_path, truth):
 
 
 def call(*words):
-    return guarded(lambda: compare.main(list(words)))
+    return cli.main(["compare", *words])
 
 
 def test_the_whole_way_as_a_user_runs_it(runs, truth, tmp_path, capsys):
@@ -357,13 +354,3 @@ def test_a_resumed_file_counts_a_question_once(truth, tmp_path, runs):
     path.write_text("\n".join([*lines, *lines[:50]]) + "\n")
     entry = compare_arms(load_arm("base", runs["base"]), load_arm("treated", runs["treated"]))["tasks"][0]
     assert entry["n"] == 1200 and entry["treated"]["score"] == pytest.approx(truth["treated"].mean())
-
-
-def test_the_module_runs_by_itself(runs, tmp_path):
-    words = [sys.executable, "-m", "earlyfusion.eval.compare.cmd", runs["base"]]
-    done = subprocess.run(
-        [*words, runs["treated"], "--out", str(tmp_path / "o")], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and (tmp_path / "o" / "compare.html").is_file(), done.stderr
-    failed = subprocess.run([*words, "nowhere"], capture_output=True, text=True)
-    assert failed.returncode == 2 and failed.stderr.startswith("error: nowhere: no such folder")

@@ -11,7 +11,7 @@ from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.harness import (
     RECORDS,
     RunOptions,
-    _Writer,
+    append_records,
     evaluate_in_memory,
     label_of,
     read_records,
@@ -190,8 +190,7 @@ def test_labels_name_the_form_when_it_is_not_the_default(tmp_path):
 
 def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
     record = {"id": "half \ud83d", "repeat": 0, "answer": "one\u2028two\x85three\x0bfour\r"}
-    with _Writer(tmp_path) as writer:
-        writer.write([record, {**record, "repeat": 1}])
+    append_records(tmp_path / RECORDS, [record, {**record, "repeat": 1}])
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"id": "torn')
     assert read_records(tmp_path / RECORDS) == {

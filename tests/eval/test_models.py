@@ -17,7 +17,7 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.models.hf import Draw, Session
 from earlyfusion.eval.models.http import EndpointModel
-from earlyfusion.eval.models.tokens import QuickEncoder, split_pair
+from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder, split_pair
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
 
 WORDS = (
@@ -191,10 +191,9 @@ def test_rolling_pays_for_every_token_once(folders, kind):
         ids = list(model.encode(given, False))
         total = 0.0
         for start in range(0, len(ids), 16):
-            pairs = [
-                ([model.begin_id, *ids[start:i]], [ids[i]]) for i in range(start, min(start + 16, len(ids)))
-            ]
-            total += sum(one.sum for one in model.loglikelihood_ids(pairs))
+            for i in range(start, min(start + 16, len(ids))):
+                ((one,),) = model.score([Context(Piece((model.begin_id, *ids[start:i])), [(ids[i],)])])
+                total += one.values[0]
         assert answer.sum == pytest.approx(total, abs=5 * SUMS)
         assert (answer.tokens, answer.bytes) == (len(ids), len(given))
 

@@ -11,7 +11,7 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image, Sample, Text, Video
 from earlyfusion.eval.attnres_probe import attnres_weights
-from earlyfusion.eval.samples import answer_samples, contact_sheet, save_samples, split_reference
+from earlyfusion.eval.samples import answer_samples, save_samples, split_reference
 from earlyfusion.model.generate import generate
 
 RED = PilImage.new("RGB", (24, 16), (220, 20, 20))
@@ -64,14 +64,6 @@ def test_saved_samples_can_be_read_back_and_seen(setup, tmp_path):
     with PilImage.open(tmp_path / saved["samples"][0]["image"]) as picture:
         assert picture.convert("RGB").getpixel((3, 3)) == (220, 20, 20)
     assert len(list((tmp_path / "samples").glob("picture_*.png"))) == 2  # pictures once, not at every step
-    with PilImage.open(tmp_path / "samples" / "step_0000010.png") as sheet:
-        assert (220, 20, 20) in {colour for _, colour in sheet.convert("RGB").getcolors(10**6)}
-
-
-def test_contact_sheet_survives_text_its_font_lacks():
-    record = {"prompt": "日本語? " * 30, "answer": "⟨β⟩", "reference": "x", "picture": None}
-    assert contact_sheet([record] * 5).size[1] > contact_sheet([record]).size[1]
-    assert contact_sheet([]).size[0] > 0
 
 
 @pytest.mark.parametrize("attn_res, size, blocks", [("block", 2, 2), ("block", 3, 2), ("full", 1, 8)])

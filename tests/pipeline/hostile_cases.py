@@ -660,17 +660,7 @@ def comparisons(world: World, rng: random.Random, folder: Path) -> Any:
         (place / "summary.json").write_bytes(
             json.dumps(summary).encode() if rng.random() < 0.8 else odd(rng, summary)
         )
-    words = [
-        str(folder / "base"),
-        str(folder / "treated"),
-        "--out",
-        str(folder),
-        "--draws",
-        "100",
-        "--flips",
-        "100",
-    ]
-    compare.main(words)
+    compare.compare(str(folder / "base"), str(folder / "treated"), out=folder, draws=100, flips=100)
     assert "<script" not in (folder / "compare.html").read_text(encoding="utf-8")
 
 
