@@ -62,7 +62,6 @@ _OURS: dict[str, dict[str, str]] = {
     "kda_step": {
         "naive": "kda.naive:kda_step",
         "torch": "kda.step:kda_step",
-        "triton": "kda.decode:kda_step",
     },
     "short_conv": {
         "naive": "kda.naive:short_conv",
@@ -136,7 +135,7 @@ _OURS: dict[str, dict[str, str]] = {
         "triton": "muon.triton_symmetric:newton_schulz",
     },
     "attnres_block": {
-        "naive": "attnres.block:run_block",
+        "naive": "attnres.naive:run_block",
         "torch": "attnres.block:run_block",
         "cpu": "attnres.cpu:run_block",
         "triton": "attnres.block:run_block_fused",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.dispatch import REGISTRY, load, resolve
 from earlyfusion.kernels.segments import Segments
 
@@ -119,6 +120,21 @@ def attnres_open(op: Op, x: Inputs) -> Iterable[Tensor]:
 )
 def attnres_step(op: Op, x: Inputs) -> Iterable[Tensor]:
     return op(*x.values(), 1e-5, 1e-5)
+
+
+@case("a b qw w", a=(T, 20), b=(T, 20), qw=(3, 20), w=(3, 20))
+def attnres_block(op: Op, x: Inputs) -> Iterable[Tensor]:
+    layers = []
+    for weight in x["w"]:
+        norm = torch.nn.RMSNorm(20, 1e-5).to(weight)
+        layers.append(SubLayer(norm, weight.mul))
+    sources, summed = op([x["a"], x["b"]], layers, x["qw"], 1e-5)
+    return [*sources, summed]
+
+
+@case("x weight gate", x=(T, 20), weight=(20,), gate=(T, 20))
+def rms_norm(op: Op, x: Inputs) -> Iterable[Tensor]:
+    return op(*x.values(), 1e-5), op(x["x"], x["weight"], None, 1e-5)
 
 
 @case("h weight", **ROWS)

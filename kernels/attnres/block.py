@@ -1,8 +1,8 @@
 """One block of sub-layers under Attention Residuals: who mixes, merges and norms between two of them.
 
 Phase 1 mixes the finished sources for all sub-layers of the block in one pass; each sub-layer then merges its
-row with the block's partial sum by an online softmax (exact). See kernels/attnres/naive.py for the
-definition of both.
+row with the block's partial sum by an online softmax (exact). The definition is `run_block` of
+kernels/attnres/naive.py.
 
 Shapes: T tokens, D hidden, S sub-layers of the block, n sources.
 """
@@ -38,7 +38,7 @@ def run_block(
     eps: float,
     watch: Watch | None = None,
 ) -> tuple[Sequence[Tensor], Tensor]:
-    """-> (the sources again, the sum [T, D] of the sub-layers' outputs in the dtype of the first source).
+    """See :func:`earlyfusion.kernels.attnres.naive.run_block`.
 
     Go on with the returned sources: a fused phase 1 hands them through itself, and so adds the gradient of
     all later blocks inside its own backward kernel. qw_SD: folded pseudo-queries; eps: of the key norms.

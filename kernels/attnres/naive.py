@@ -17,7 +17,7 @@ Legend: n sources, S sub-layers (queries), T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -81,3 +81,26 @@ def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: 
 def mix(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
     """One-phase mixture h_TD of all sources for one query: the law the two phases must reproduce."""
     return phase1(sources, qw_D[None], eps)[0][0]
+
+
+def run_block(
+    sources: Sequence[Tensor],
+    sublayers: Sequence[Callable[[Tensor], Tensor]],
+    qw_SD: Tensor,
+    eps: float,
+    watch: Callable[[int, Sequence[Tensor], Tensor | None], None] | None = None,
+) -> tuple[Sequence[Tensor], Tensor]:
+    """A block of sub-layers, each on its own mix of the sources and the sum of those before it.
+
+    Returns (the sources, the sum [T, D] in the dtype of the first source). watch: called in front of every
+    sub-layer with its place, the sources and the sum.
+    """
+    partial: Tensor | None = None
+    for index, (sublayer, qw_D) in enumerate(zip(sublayers, qw_SD.unbind())):
+        if watch is not None:
+            watch(index, sources, partial)
+        every = sources if partial is None else [*sources, partial]
+        out_TD = sublayer(mix(every, qw_D, eps))
+        partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
+    assert partial is not None
+    return sources, partial

@@ -149,20 +149,18 @@ class RingSlots(KdaSlots):
         _, heads, dim, _ = self.cache.state_SGVK.shape
         rows, position_N = qkv.shape[0], plan.last_NW[:, 0].contiguous()
         slots_N = plan.slots_N.masked_fill(plan.slots_N == 0, -1)
-        o_N1HV = decode(
-            qkv.contiguous().unsqueeze(1),
-            f.reshape(rows, 1, heads, dim).contiguous(),
-            b.reshape(rows, 1, heads).contiguous(),
+        return decode(
+            qkv.contiguous(),
+            f.reshape(rows, heads, dim).contiguous(),
+            b.contiguous(),
             weight.contiguous(),
             layer.A_log,
             layer.dt_bias.view(heads, dim),
             self.cache,
             slots_N,
             position_N,
-            position_N,
             lower_bound=layer.lower_bound,
         )
-        return o_N1HV.squeeze(1)
 
     def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         rows = self._rings(torch.tensor([length], device=self.back.device))[0]
@@ -174,7 +172,7 @@ class RingSlots(KdaSlots):
         self.cache.x_SRC[slot, rows] = taps_WC.to(self.cache.x_SRC)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.cache.state_SGVK, self.cache.x_SRC, self.cache.f_SRGK, self.cache.b_SRG
+        return self.cache.state_SGVK, self.cache.x_SRC
 
 
 class MlaPages:
@@ -310,7 +308,7 @@ class Pools:
         layers: list[KdaSlots | MlaPages] = []
         for kind in config.plan():
             if kind == "kda":
-                if has_kernel("kda_step", like) and like.dtype != torch.float64:
+                if has_kernel("kda", like) and like.dtype != torch.float64:
                     layers.append(RingSlots.new(slots + 1, linear.num_heads, linear.head_dim, width, like))
                     continue
                 shape = (slots + 1, linear.num_heads, linear.head_dim, linear.head_dim)

@@ -210,23 +210,13 @@ def conv_variants(dtype: str) -> list[Variant]:
 
 
 def decode_variants(dtype: str, key_dim: int, value_dim: int) -> list[Variant]:
-    """The decoding kernels: the functional step with the state K first, the fused one with and without
-    commit."""
-    block = value_block(value_dim, key_dim)
-    blocks = {"num_warps": 4, "num_stages": 3, "BV": block}
-    shape: dict[str, Any] = {"GROUP": 1, "K": key_dim, "V": value_dim, "KP": key_dim, "BOUNDED": False}
-    label = f"{dtype} K{key_dim} V{value_dim}"
-    wide = {"state": "*fp32", "new_state": "*fp32", "weight": "*fp32"}
-    index = {"slot": "*i64", "committed": "*i64", "position": "*i64"}
-    counts = {name: "i32" for name in ("new_tokens", "slots", "R", "C", "H", "G")}
-    made = [_variant(f"decode step {label}", triton_decode.step, dtype, blocks, shape, **wide)]
-    for commit in (True, False):
-        constants = {**shape, "W": 4, "COMMIT": commit}
-        name = f"decode {'commit' if commit else 'verify'} {label}"
-        made.append(
-            _variant(name, triton_decode.fused_decode, dtype, blocks, constants, **wide, **index, **counts)
-        )
-    return made
+    """The decoding kernel."""
+    blocks = {"num_warps": 4, "num_stages": 3, "BV": value_block(value_dim, key_dim)}
+    constants = {"GROUP": 1, "K": key_dim, "V": value_dim, "KP": key_dim, "W": 4, "BOUNDED": False}
+    pointers = {"state": "*fp32", "weight": "*fp32", "slot": "*i64", "position": "*i64"}
+    counts = {name: "i32" for name in ("slots", "R", "C", "H", "G")}
+    label = f"decode {dtype} K{key_dim} V{value_dim}"
+    return [_variant(label, triton_decode.decode, dtype, blocks, constants, **pointers, **counts)]
 
 
 def aot_variants(arch: int = 90) -> list[Variant]:
