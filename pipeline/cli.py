@@ -100,7 +100,7 @@ VERBS = {
         "earlyfusion.eval.run:evaluate", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"
     ),
     "compare": Verb(
-        "earlyfusion.eval.compare.cmd:compare",
+        "earlyfusion.pipeline.report.compare:compare",
         "paired deltas between evaluated models, with honest statistics",
     ),
     "bench": Verb("earlyfusion.pipeline.bench.cmd:main", "measure speed and memory"),

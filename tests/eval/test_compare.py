@@ -3,10 +3,10 @@
 import json
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from page_cases import checked
 
 from earlyfusion.eval.compare.analysis import Options, compare_arms, verdict
 from earlyfusion.eval.compare.load import CompareError, load_arm
@@ -91,25 +91,16 @@ def test_the_whole_way_as_a_user_runs_it(runs, truth, tmp_path, capsys):
 def test_the_report_stands_alone_and_holds_its_plots(runs, tmp_path):
     out = tmp_path / "delta"
     assert call(runs["base"], runs["treated"], "--out", str(out)) == 0
-    page = (out / "compare.html").read_text()
-    drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
-    labels = [re.search(r'aria-label="([^"]+)"', drawing)[1] for drawing in drawings]
+    page = checked(out / "compare.html")
+    labels = re.findall(r'aria-label="([^"]+)"', page)
     assert [label.split(",")[0].split(" of ")[0] for label in labels] == [
         "delta",
         "bootstrap",
-        "wins and losses",
         "power",
         "delta by category",
     ]
-    for drawing in drawings:
-        shapes = ElementTree.fromstring(drawing).iter("{http://www.w3.org/2000/svg}path")
-        assert sum(1 for _ in shapes) >= 5  # really drawn
-    assert not re.search(
-        r'(?:src|href)="(?!#|data:)', re.sub(r"xlink:href|xmlns:\w+", "x", page)
-    )  # loads nothing
     assert "K2.5" in page and "No control arm" in page and "cannot" not in page.split("<h2>mmlu_pro")[0]
-    bars = next(d for d in drawings if "bootstrap" in d)
-    assert bars.count("<path") > 20
+    assert page.count("<path") > 50 and "could not be drawn" not in page
 
 
 def test_no_difference_is_not_called_a_gain(tmp_path, capsys):
@@ -203,7 +194,7 @@ def test_even_seeds_confirm_and_pairing_needs_equal_numbers(truth, tmp_path, cap
     assert call(*listed, "--paired-seeds", "--out", str(tmp_path / "out")) == 0
     printed = capsys.readouterr().out
     assert "3 base and 3 treated seeds" in printed and "gain" in printed
-    page = (tmp_path / "out" / "compare.html").read_text()
+    page = checked(tmp_path / "out" / "compare.html")
     assert "scores of the seeds" in page
     assert call(str(tmp_path / "a0"), listed[1], "--paired-seeds") == 2
     assert "equally many" in capsys.readouterr().err

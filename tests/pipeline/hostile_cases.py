@@ -43,13 +43,13 @@ from earlyfusion.data.loading.stream import Geometry, Spec, Stream
 from earlyfusion.data.prepare.cmd import prepare as prepare_verb
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.compare import cmd as compare
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
 from earlyfusion.pipeline.cli import command_of, exit_code_of, invoke, one_line
 from earlyfusion.pipeline.config.compose import load_config, to_toml
 from earlyfusion.pipeline.plan import meta_model
+from earlyfusion.pipeline.report.compare import compare
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -660,7 +660,7 @@ def comparisons(world: World, rng: random.Random, folder: Path) -> Any:
         (place / "summary.json").write_bytes(
             json.dumps(summary).encode() if rng.random() < 0.8 else odd(rng, summary)
         )
-    compare.compare(str(folder / "base"), str(folder / "treated"), out=folder, draws=100, flips=100)
+    compare(str(folder / "base"), str(folder / "treated"), out=folder, draws=100, flips=100)
     assert "<script" not in (folder / "compare.html").read_text(encoding="utf-8")
 
 
