@@ -35,9 +35,10 @@ from earlyfusion.data.sources.base import Source, SourceConfig, build_source
 from earlyfusion.data.sources.folder import Folder
 from earlyfusion.data.sources.shards import WebDataset
 from earlyfusion.data.sources.text_files import LINES, TABLES
-from earlyfusion.data.tokenizer import Tokenizer, write_atomically
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import did_you_mean, one_line
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -119,10 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _branch(tree, config, source, seen, config.weight / total, mix)
     console.print(tree)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        page = sheet(f"{args.path}: {len(cards)} samples", cards)
-        whole = page.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
-        write_atomically(args.out, whole)
+        write_atomic(args.out, sheet(f"{args.path}: {len(cards)} samples", cards))
         console.print(f"contact sheet: {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
     return 0
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.kernels.errors import one_line
+from earlyfusion.kernels.files import write_atomic
 
 BOS, EOS, PAD = "[BOS]", "[EOS]", "[PAD]"
 OPEN, CLOSE, SEP, END_OF_MSG = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
@@ -210,8 +209,8 @@ class Tokenizer:
             "additional_special_tokens": list(SPECIAL_TOKENS[3:]),
             "chat_template": self.chat_template,
         }
-        write_atomically(target / "tokenizer.json", self._backend.to_str(pretty=True))
-        write_atomically(
+        write_atomic(target / "tokenizer.json", self._backend.to_str(pretty=True))
+        write_atomic(
             target / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         )
         return target
@@ -299,17 +298,3 @@ def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
 
 def _restore(text: str, config: dict[str, Any]) -> Tokenizer:
     return Tokenizer(Backend.from_str(text), config)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write through a temporary file in the same directory: readers see the old file or the new one, never a
-    half."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

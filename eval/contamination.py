@@ -27,7 +27,7 @@ from typing import IO, Any
 from earlyfusion.eval.benchmarks.base import mean
 from earlyfusion.eval.harness import label_of, read_records
 from earlyfusion.eval.protocol import EvalError, Question, Task, prompt_text
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 
 NGRAM, SHORTEST = 13, 8
 TEXT_ENDINGS = (".txt", ".md", ".html", ".py", ".jsonl", ".json")

@@ -54,7 +54,7 @@ from earlyfusion.eval.protocol import (
     prompt_hash,
 )
 from earlyfusion.eval.registry import build_by_name
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 
 SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"

@@ -7,29 +7,12 @@ measurement's own.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.kernels import files
+from earlyfusion.kernels.files import write_json
 
 STEP_DIGITS = 7
-
-
-def _plain(value: Any) -> Any:
-    """Standard JSON has no NaN or infinity; both become null instead of a file other tools refuse."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return value
-
-
-def write_json(path: Path, payload: Any) -> Path:
-    """Write `payload` as UTF-8 JSON, whole or not at all."""
-    return files.write_json(path, _plain(payload))
 
 
 def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:

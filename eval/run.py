@@ -23,7 +23,7 @@ from earlyfusion.eval.harness import RunOptions, run_task
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, Task, TaskOptions
 from earlyfusion.eval.registry import build_by_name, known_benchmarks
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 
 HEADLINE = ("score", "standard_error", "chance", "majority", "unextracted")
 

@@ -20,7 +20,8 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.video.read import decode_video
-from earlyfusion.eval.results import STEP_DIGITS, write_json
+from earlyfusion.eval.results import STEP_DIGITS
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import generate
 from earlyfusion.vision.config import VisionConfig

@@ -6,8 +6,9 @@ For every room; imports nothing heavy.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,22 @@ def write_atomic(path: str | Path, content: str | bytes, sync: bool = True) -> P
 
 
 def write_json(path: str | Path, value: Any, **options: Any) -> Path:
-    """Write `value` as JSON, whole or not at all; returns the path. options: of json.dumps."""
-    return write_atomic(path, json.dumps(value, **{"indent": 1, "ensure_ascii": False, **options}) + "\n")
+    """Write `value` as strict JSON (see `plain`), whole or not at all; returns the path. options: of json.dumps."""
+    text = json.dumps(plain(value), **{"indent": 1, "ensure_ascii": False, "allow_nan": False, **options})
+    return write_atomic(path, text + "\n")
+
+
+def plain(value: Any) -> Any:
+    """What strict JSON can hold: numbers that are not finite become null, unknown objects their text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

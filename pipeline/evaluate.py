@@ -32,9 +32,10 @@ from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import Task, TaskOptions
 from earlyfusion.eval.registry import build_by_name, known_benchmarks
-from earlyfusion.eval.results import save_result, write_json
+from earlyfusion.eval.results import save_result
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.schema import RunConfig

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from accelerate.tracking import TensorBoardTracker, filter_trackers
 from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.kernels.files import read_jsonl, write_atomic
+from earlyfusion.kernels.files import plain, read_jsonl, write_atomic
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -157,7 +156,7 @@ class Tracker:
 
     def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
-            record = {"step": step, "event": event, "time": round(time.time(), 3)} | clean(dict(fields))
+            record = {"step": step, "event": event, "time": round(time.time(), 3)} | plain(dict(fields))
             try:
                 self._file.write(json.dumps(record, allow_nan=False) + "\n")
                 self._file.flush()
@@ -208,19 +207,6 @@ def start_trackers(
         loggers[loggers.index("tensorboard")] = TensorBoardTracker("tensorboard", out, **purge)
     accelerator.log_with = filter_trackers(loggers, out)
     accelerator.init_trackers(run, config=flatten(recipe))
-
-
-def clean(value: Any) -> Any:
-    """Strict JSON: non-finite floats become null, unknown objects their text."""
-    if isinstance(value, Mapping):
-        return {str(key): clean(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return clean(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -42,7 +42,8 @@ from earlyfusion.data.sample import (
     answer_text,
     question_text,
 )
-from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer, write_atomically
+from earlyfusion.data.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, Tokenizer
+from earlyfusion.kernels.files import write_atomic
 
 Template = Literal["chat", "qa"]
 Wording = Literal["chat", "qa", "plain"]
@@ -119,7 +120,7 @@ class ChatTokenizer:
     def save(self, directory: str | Path) -> Path:
         """Write the tokenizer's files and the template."""
         folder = self.tokenizer.save(directory)
-        write_atomically(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
+        write_atomic(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
         return folder
 
 

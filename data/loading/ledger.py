@@ -16,6 +16,7 @@ from typing import Any
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError, told
+from earlyfusion.kernels.files import read_jsonl
 
 FILE = "skipped.jsonl"
 MIN_READ = 200
@@ -41,13 +42,10 @@ def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
     """Every sample left out by any process of the run, once, in the order of stage, step and lane."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in sorted(Path(folder).glob("skipped*.jsonl")):
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                entry = json.loads(line)
-                place = tuple(entry[name] for name in ("stage", "step", "lane", "source", "epoch", "index"))
-            except (ValueError, KeyError, TypeError):
-                continue
-            found[place] = entry
+        for entry in read_jsonl(path):
+            place = tuple(entry.get(name) for name in ("stage", "step", "lane", "source", "epoch", "index"))
+            if None not in place:
+                found[place] = entry
     return [found[place] for place in sorted(found)]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from earlyfusion.eval.benchmarks.base import request_seed
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, RollingRequest, ScoreRequest
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 
 SPLIT_KEYS = ("training_split", "validation_split", "test_split", "fewshot_split")
 ENDINGS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".gz": "json"}

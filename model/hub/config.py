@@ -158,10 +158,6 @@ def _dump(model: BaseModel) -> dict[str, Any]:
     return model.model_dump(mode="json")
 
 
-def write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def check_vocabulary(folder: Path, config: FusionConfig) -> None:
     """The tokenizer's ids must lie inside the embedding, and its media placeholder be the model's."""
     path = folder / "tokenizer.json"

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.card import Facts, model_card
 from earlyfusion.model.hub.config import (
@@ -36,7 +37,6 @@ from earlyfusion.model.hub.config import (
     load_config,
     preprocessor_dict,
     read_json,
-    write_json,
 )
 from earlyfusion.model.hub.names import PublicTensor, keeps_fp32, public_tensors
 
@@ -72,9 +72,9 @@ def save_model(
             tensors.pop("decoder.lm_head.weight", None)
         _write_weights(folder, tensors, max_shard_bytes)
         dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config_dict(model.config, dtype))
-        write_json(folder / "preprocessor_config.json", preprocessor_dict(model.config))
-        write_json(folder / "generation_config.json", generation_dict(model.config))
+        write_json(folder / "config.json", config_dict(model.config, dtype), indent=2)
+        write_json(folder / "preprocessor_config.json", preprocessor_dict(model.config), indent=2)
+        write_json(folder / "generation_config.json", generation_dict(model.config), indent=2)
         parameters = sum(p.numel() for p in model.parameters())
         card = folder / "README.md"
         card.write_text(model_card(model.config, facts or {}, parameters), encoding="utf-8")
@@ -173,7 +173,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
             ) from None
     if len(shards) > 1:
         where = {item.name: name for name, shard in zip(names, shards) for item in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where}, indent=2)
 
 
 def _weight_files(folder: Path) -> list[Path]:

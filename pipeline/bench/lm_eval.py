@@ -26,7 +26,7 @@ from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 
 
 def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreRequest]]:

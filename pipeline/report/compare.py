@@ -19,9 +19,9 @@ from rich.table import Table
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
-from earlyfusion.eval.results import write_json
 from earlyfusion.eval.stats import power_curve
 from earlyfusion.kernels.errors import one_line
+from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.report.page import number, p_value, write_page
 
 Row = Mapping[str, Any]

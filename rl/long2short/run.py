@@ -12,8 +12,8 @@ from rich.console import Console
 
 from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.engine.state import token_rules
 from earlyfusion.model.hub.folder import load_model, save_model
 from earlyfusion.pipeline import build

@@ -26,6 +26,7 @@ from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
@@ -185,9 +186,7 @@ class Sampler:
         # A part is sampled again whole: the noise of a sample is keyed by its place in the part.
         kept = len(lines) if len(lines) == len(self.asks) else len(lines) // PART * PART
         if len(whole) < len(raw) or kept < len(lines):
-            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            partial.write_bytes(b"".join(whole.splitlines(keepends=True)[: 1 + kept]))
-            os.replace(partial, self.path)
+            write_atomic(self.path, b"".join(whole.splitlines(keepends=True)[: 1 + kept]))
         return lines[:kept]
 
     def _engine(self) -> Engine:

@@ -26,8 +26,8 @@ from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.long2short.preferences import shortest_correct

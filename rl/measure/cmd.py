@@ -15,8 +15,8 @@ from earlyfusion.data.tables import print_table
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import ask, match_entropy, parse_pictures
 from earlyfusion.eval.measured import load_measured, paired, summary, write_measured
-from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,11 +23,11 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from earlyfusion.pipeline.track import clean
+from earlyfusion.kernels.files import plain, read_jsonl, replacing, write_atomic
 from earlyfusion.rl.records import GroupRecord
 
 FILE, FOLDER = "rollouts.jsonl", "rollouts"
-_OURS = re.compile(r"[0-9a-f]{24}\.png(\.tmp)?")
+_OURS = re.compile(r"\.?[0-9a-f]{24}\.png(\.\d+\.tmp)?")
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
@@ -36,17 +35,7 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = path / FILE
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("update"), int):
-            records.append(record)
-    return records
+    return [record for record in read_jsonl(path) if isinstance(record.get("update"), int)]
 
 
 class RolloutLog:
@@ -73,12 +62,7 @@ class RolloutLog:
         if not kept:
             self.path.unlink(missing_ok=True)
             return
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with open(partial, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
+        write_atomic(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
 
     def _sweep(self) -> None:
         for path in self.folder.glob("*.png*"):
@@ -106,7 +90,7 @@ class RolloutLog:
                 "answers": [asdict(answer) for answer in group.answers],
             }
             record |= {"sandbox": sandbox} if sandbox else {}
-            lines.append(json.dumps(clean(record), allow_nan=False) + "\n")
+            lines.append(json.dumps(plain(record), allow_nan=False) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
@@ -116,8 +100,7 @@ class RolloutLog:
         name = f"{FOLDER}/{hashlib.sha256(about + picture.tobytes()).hexdigest()[:24]}.png"
         if name not in self._pictures:
             self.folder.mkdir(exist_ok=True)
-            partial = self.out / f"{name}.tmp"
-            picture.save(partial, "PNG")
-            os.replace(partial, self.out / name)
+            with replacing(self.out / name, sync=False) as partial:
+                picture.save(partial, "PNG")
             self._pictures.add(name)
         return name

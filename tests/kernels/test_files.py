@@ -1,8 +1,10 @@
 """Files are written whole or not at all, and an unknown name is answered with the nearest."""
 
 import json
+import math
 import os
 
+import numpy as np
 import pytest
 
 from earlyfusion.kernels import files
@@ -38,6 +40,14 @@ def test_the_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
 def test_text_is_utf8_with_its_line_ends_and_half_a_character_escaped(tmp_path):
     assert write_atomic(tmp_path / "a", "ö\r\n\ud800").read_bytes() == b"\xc3\xb6\r\n\\ud800"
     assert json.loads(write_json(tmp_path / "b", {"ö": [1]}).read_text("utf-8")) == {"ö": [1]}
+
+
+def test_json_is_strict_whatever_is_written(tmp_path):
+    path = write_json(
+        tmp_path / "a", {1: math.nan, "b": (np.float32(0.5), -math.inf, None, True), "c": tmp_path}
+    )
+    expected = {"1": None, "b": [0.5, None, None, True], "c": str(tmp_path)}
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == expected
 
 
 def test_torn_lines_and_what_is_no_object_are_left_out(tmp_path):

@@ -22,8 +22,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from earlyfusion.eval.results import write_json
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.rl.study.runner import Runner
 from earlyfusion.rl.study.transfer.analysis import analyse

@@ -17,7 +17,7 @@ from typing import Any
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import Asked, ask, match_entropy
 from earlyfusion.eval.measured import by_problem, load_measured, write_measured
-from earlyfusion.eval.results import write_json
+from earlyfusion.kernels.files import write_json
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.cli import guarded
 from earlyfusion.pipeline.generate_cmd import device_of
