@@ -95,7 +95,7 @@ VERBS = {
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
     "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
-    "serve": Verb("earlyfusion.pipeline.serve.app:main", "an OpenAI-compatible endpoint"),
+    "serve": Verb("earlyfusion.pipeline.serve.app:serve", "an OpenAI-compatible endpoint"),
     "eval": Verb(
         "earlyfusion.eval.run:evaluate", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"
     ),
@@ -103,7 +103,7 @@ VERBS = {
         "earlyfusion.pipeline.report.compare:compare",
         "paired deltas between evaluated models, with honest statistics",
     ),
-    "bench": Verb("earlyfusion.pipeline.bench.cmd:main", "measure speed and memory"),
+    "bench": Verb("earlyfusion.pipeline.bench.cmd:app", "measure speed and memory"),
     "plan": Verb(
         "earlyfusion.pipeline.plan:run",
         "print a recipe's sizes, FLOPs, routing and stages without training",

@@ -1,8 +1,8 @@
-"""How much quicker the letter form of MMLU-Pro is here than with lm-evaluation-harness: one process, one
-model, the same requests in turn, tokenisation included, task building left out on both sides.
+"""`earlyfusion bench lm-eval`: how much quicker the letter form of MMLU-Pro is here than with
+lm-evaluation-harness: one process, one model, the same requests in turn, tokenisation included, task building
+left out on both sides.
 
-    python -m earlyfusion.pipeline.bench.lm_eval --model PATH --data mmlu_pro --categories 2 --questions 30
-    --out ratio.json
+earlyfusion bench lm-eval --model PATH --data mmlu_pro --categories 2 --questions 30 --out ratio.json
 
 PATH is a transformers checkpoint or a .gguf file. The gain comes from the five examples, which all questions
 of a category share: the more questions a category has (the set has 381 to 1351), the larger it is.
@@ -10,23 +10,43 @@ of a category share: the more questions a category has (the set has 381 to 1351)
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
 from earlyfusion.kernels.files import write_json
+from earlyfusion.pipeline.options import Options, verb
+
+
+class LmEvalOptions(Options):
+    model: str
+    """transformers checkpoint or .gguf file"""
+    data: Path
+    """folder with MMLU-Pro's test and validation"""
+    categories: int = 2
+    """how many categories"""
+    questions: int = 30
+    """questions of each"""
+    batch: int = 8
+    """sequences in a call, for both"""
+    rounds: int = 1
+    """measurements, the best counts"""
+    device: str = "cpu"
+    """cpu, cuda, ..."""
+    dtype: str = "float32"
+    """dtype of the weights"""
+    out: str = ""
+    """also write the JSON here"""
 
 
 def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreRequest]]:
@@ -71,13 +91,13 @@ def compare(
         started = time.perf_counter()
         other = theirs.loglikelihood(asked, disable_tqdm=True)
         theirs_s.append(time.perf_counter() - started)
-    different, start = 0, 0
-    for row in rows:
-        span = slice(start, start + len(row))
-        start += len(row)
-        different += best_choice([a.sum for a in own[span]]) != best_choice(
-            [value for value, _ in other[span]]
-        )
+
+    # Both give the answers in the order of the requests: a question's stand together.
+    mine, others = iter([answer.sum for answer in own]), iter([value for value, _ in other])
+    different = sum(
+        best_choice(list(islice(mine, len(row)))) != best_choice(list(islice(others, len(row))))
+        for row in rows
+    )
     return {
         "questions": len(rows),
         "requests": len(flat),
@@ -96,39 +116,14 @@ def compare(
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@verb
+def lm_eval(options: LmEvalOptions) -> None:
     """Measure and print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="PATH", help="transformers checkpoint or .gguf file"
-    )
-    parser.add_argument(
-        "--data", required=True, type=Path, metavar="DIR", help="MMLU-Pro test and validation"
-    )
-    parser.add_argument("--categories", type=int, default=2, help="how many categories (default 2)")
-    parser.add_argument("--questions", type=int, default=30, help="questions of each (default 30)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a call, for both (default 8)")
-    parser.add_argument("--rounds", type=int, default=1, help="measurements, the best counts (default 1)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
-    options = parser.parse_args(argv)
     model = open_model(
         f"hf:{options.model}", device=options.device, dtype=options.dtype, batch_size=options.batch
     )
-    result = compare(
-        model, requests_of(options.data, options.categories, options.questions), options.batch, options.rounds
-    )
-    if options.out is not None:
+    rows = requests_of(options.data, options.categories, options.questions)
+    result = compare(model, rows, options.batch, options.rounds)
+    if options.out:
         write_json(options.out, result)
     print(json.dumps(result, indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except DataError as error:
-        sys.exit(f"error: {error}")

@@ -1,50 +1,114 @@
-"""What the benchmarks share: a side in a process of its own, and the record that is saved."""
+"""What the benchmarks share: sides in processes of their own that take turns, the record that is saved, tables.
+
+python -m earlyfusion.pipeline.bench.record MODULE:FUNCTION JSON     one side: FUNCTION(**JSON) as a JSON line
+"""
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from earlyfusion.pipeline.statefile import write_text
+from earlyfusion.data.tables import print_table
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_json
+
+Result = dict[str, Any]
 
 
-class SideFailed(Exception):
-    """A side's process ended badly; the message is the last line it wrote to stderr."""
+class SideFailed(UserError):
+    """A side's process ended badly; the message holds the last line that it wrote to stderr."""
 
 
-def run_side(module: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run `python -m module request` and return the JSON object of its last line. Raises SideFailed."""
-    done = subprocess.run([sys.executable, "-m", module, json.dumps(request)], capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise SideFailed(f"process ended with {done.returncode}: {last[:300]}")
+def start_side(side: Callable[..., Result], request: Result, **environment: str) -> subprocess.Popen[str]:
+    """Start `side(**request)` in a process of its own; `result_of` waits for it."""
+    name = f"{side.__module__}:{side.__qualname__}"
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(request)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def result_of(process: subprocess.Popen[str]) -> Result:
+    """What a side returned: the JSON object of its last line. Raises SideFailed."""
+    output, errors = process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if process.returncode != 0 or not lines:
+        last = (errors.strip().splitlines() or ["?"])[-1]
+        name = str(process.args[-2]).removeprefix("earlyfusion.pipeline.")  # type: ignore[index]
+        raise SideFailed(f"{name} ended with {process.returncode}: {last[:300]}")
     return json.loads(lines[-1])
 
 
-def new_record(options: argparse.Namespace) -> dict[str, Any]:
-    """When, where and with which options; sets torch's CPU threads to `options.threads`."""
-    torch.set_num_threads(options.threads)
+def run_side(side: Callable[..., Result], request: Result, **environment: str) -> Result:
+    """`side(**request)`, computed in a process of its own. Raises SideFailed."""
+    return result_of(start_side(side, request, **environment))
+
+
+def in_turn(
+    sides: Iterable[str], rounds: int, run: Callable[[str], Result], console: Console, what: str
+) -> dict[str, list[Result]]:
+    """The results of every side, each once a round: A B A B ..., so that the machine's moods hit all alike."""
+    results: dict[str, list[Result]] = {side: [] for side in sides}
+    for number in range(rounds):
+        for side, found in results.items():
+            with console.status(f"{what}, round {number + 1}/{rounds}: {side}"):
+                found.append(run(side))
+    return results
+
+
+def new_record(options: Mapping[str, Any]) -> Result:
+    """When, where and with which options; sets torch's CPU threads to options["threads"] where given."""
+    if options.get("threads"):
+        torch.set_num_threads(options["threads"])
     return {
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": options.threads},
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "threads": torch.get_num_threads(),
+        },
         "torch": torch.__version__,
-        "options": vars(options),
+        "options": dict(options),
     }
 
 
-def save_record(record: dict[str, Any], out: str, console: Console) -> None:
+def save_record(record: Result, out: str, console: Console) -> None:
     """Write the record as JSON and say where."""
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(record, indent=1) + "\n")
-    console.print(f"saved {path}")
+    console.print(f"saved {write_json(out, record)}")
+
+
+def show(
+    console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
+) -> None:
+    """Print a table: the first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left", caption=caption or None, show_header=any(headings))
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    print_table(console, table)
+
+
+def main(name: str, request: str) -> None:
+    """One side, in its process."""
+    module, _, function = name.partition(":")
+    print(json.dumps(getattr(importlib.import_module(module), function)(**json.loads(request))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -16,7 +16,6 @@ slow, 413 too large, 429 the line is full, 503 busy or stopping. There are no CO
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import secrets
@@ -25,9 +24,10 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, PositiveInt
 
 from earlyfusion.data.chat.template import Template, template_of
 from earlyfusion.data.errors import DataError
@@ -45,9 +45,9 @@ from earlyfusion.model.engine.requests import (
 )
 from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK
 from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 try:
@@ -84,7 +84,6 @@ LAST_WORDS_S = 2
 """Time to send what is left to say after the grace."""
 KEEP = 64 * 2**20
 """Bytes of freed memory that the C library keeps for reuse."""
-KEY_VARIABLE = "EARLYFUSION_API_KEY"
 PAGE = 64
 """Tokens in a page of the engine's memory."""
 
@@ -271,49 +270,44 @@ async def _pieces(answer: Answer, first: Event, events: AsyncGenerator[Event, No
 # ---- The verb.
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Options of the verb."""
-    parser = argparse.ArgumentParser(
-        prog="earlyfusion serve", description=__doc__, formatter_class=BenchFormatter
-    )
-    add = parser.add_argument
-    add("--model", metavar="DIR", required=True, help="model directory, or embedded:NAME")
-    add("--name", default="", help="name of the model in the API; empty: the run's")
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="port; 0 takes a free one")
-    add("--api-key", default="", help=f"clients must send it as bearer token; better given as {KEY_VARIABLE}")
-    add(
-        "--template",
-        choices=("auto", "chat", "qa"),
-        default="auto",
-        help="form of the messages; auto: as trained",
-    )
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    add("--slots", type=int, default=16, help="samples decoded at a time")
-    add("--context", type=int, default=4096, help="memory for this many tokens per slot, shared by all slots")
-    add("--queue", type=int, default=256, help="open requests; more are refused with 429")
-    add("--prefix-cache", type=int, default=16, help="checkpoints of shared beginnings; 0: off")
-    add(
-        "--connections",
-        type=int,
-        default=256,
-        help="open connections; idle ones give way, more are refused with 503",
-    )
-    add(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="serve this Host (also); loopback names always",
-    )
-    add("--max-body-mb", type=float, default=32.0, help="largest request")
-    add("--max-images", type=int, default=64, help="most pictures and frames of a request")
-    add("--max-new-tokens", type=int, default=4096, help="longest answer, in tokens")
-    add("--grace", type=int, default=30, help="seconds that requests in flight have when the server stops")
-    return parser
+class ServeOptions(Options):
+    model: str
+    """model directory, or embedded:NAME"""
+    name: str = ""
+    """name of the model in the API; empty: the run's"""
+    host: str = "127.0.0.1"
+    """address to listen on"""
+    port: int = Field(8000, ge=0, lt=65536)
+    """port; 0 takes a free one"""
+    api_key: str = ""
+    """clients must send it as bearer token; better given as EARLYFUSION_API_KEY"""
+    template: Literal["auto", "chat", "qa"] = "auto"
+    """form of the messages; auto: as trained"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    slots: int = 16
+    """samples decoded at a time"""
+    context: int = 4096
+    """memory for this many tokens per slot, shared by all slots"""
+    queue: int = 256
+    """open requests; more are refused with 429"""
+    prefix_cache: int = 16
+    """checkpoints of shared beginnings; 0: off"""
+    connections: PositiveInt = 256
+    """open connections; idle ones give way, more are refused with 503"""
+    allow_host: list[str] = []
+    """serve this Host (also); loopback names always"""
+    max_body_mb: float = 32.0
+    """largest request"""
+    max_images: int = 64
+    """most pictures and frames of a request"""
+    max_new_tokens: int = 4096
+    """longest answer, in tokens"""
+    grace: int = 30
+    """seconds that requests in flight have when the server stops"""
 
 
-def build_service(options: argparse.Namespace) -> Service:
+def build_service(options: ServeOptions) -> Service:
     """Model, engine and limits as the options say. Raises UserError or the loaders' errors."""
     folder = model_folder(options.model)
     model = load_model(folder, device=device_of(options.device)).eval()
@@ -342,7 +336,7 @@ def build_service(options: argparse.Namespace) -> Service:
         tokenizer=tokenizer,
         name=options.name or model_name(folder),
         template=template,
-        api_key=options.api_key or os.environ.get(KEY_VARIABLE) or None,
+        api_key=options.api_key or os.environ.get("EARLYFUSION_API_KEY") or None,
         hosts=frozenset(map(str.lower, options.allow_host)) if restricted else None,
         connections=options.connections,
         limits=Limits(
@@ -391,13 +385,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@verb
+def serve(options: ServeOptions) -> int:
     """Serve until stopped; returns the exit code."""
-    options = build_parser().parse_args(argv)
-    if not 0 <= options.port < 65536:
-        raise UserError(f"--port {options.port}: expected 0 to 65535")
-    if options.connections < 1:
-        raise UserError(f"--connections {options.connections}: expected at least 1")
     keep_freed_memory(KEEP)
     service = build_service(options)
     if not is_loopback(options.host) and service.api_key is None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.bench.cmd import BenchFormatter
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
 
 
@@ -33,7 +32,11 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Options of the verb and of its three ways."""
-    parser = Parser(prog="earlyfusion long2short", description=__doc__, formatter_class=BenchFormatter)
+    parser = Parser(
+        prog="earlyfusion long2short",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     ways = parser.add_subparsers(
         dest="way", required=True, metavar="average|shortest|dpo", parser_class=Parser
     )

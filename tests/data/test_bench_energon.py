@@ -1,43 +1,25 @@
 """The side of Megatron-Energon in `earlyfusion bench data` reads the same samples and makes the same of
 them."""
 
-import json
-import subprocess
 import sys
 from random import Random
 
 import pytest
 import torch
 
-from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.bench.data import energon as bench_energon
-from earlyfusion.pipeline.bench.data import plain as bench_plain
-from earlyfusion.pipeline.bench.data import run as bench_data
-from earlyfusion.pipeline.bench.data.shards import write_shards
+from earlyfusion.pipeline.bench import data as bench_data
+from earlyfusion.pipeline.bench import loaders
+from earlyfusion.pipeline.bench.record import SideFailed, run_side
+from earlyfusion.pipeline.bench.shards import write_shards
 
 BASE = {"patch_limit": 300}
-
-
-def run(request):
-    """One side in its own process, as `earlyfusion bench data` starts it."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "earlyfusion.pipeline.bench.data.sides",
-        json.dumps({**BASE, **request}),
-    ]
-    return json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_packing_for_energon_keeps_every_document_once_and_within_the_length(seed):
     generator = Random(seed)
     sizes = [generator.randint(1, 90) for _ in range(101)] + [130]
-    groups = bench_energon.first_fit(sizes, 100)
+    groups = loaders.first_fit(sizes, 100)
     assert sorted(index for group in groups for index in group) == list(range(len(sizes)))
     assert all(sum(sizes[index] for index in group) <= 100 or len(group) == 1 for group in groups)
     assert len(groups) <= 1.3 * sum(sizes) / 100  # first fit decreasing: at most 11/9 of the best
@@ -45,22 +27,22 @@ def test_packing_for_energon_keeps_every_document_once_and_within_the_length(see
 
 def test_without_energon_the_benchmark_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(bench_data.importlib.util, "find_spec", lambda name: None)
-    assert bench_data.energon() == {
+    assert bench_data.find_energon() == {
         "version": None,
         "problem": "not installed (pip install megatron-energon)",
     }
     monkeypatch.setitem(sys.modules, "megatron", None)
-    assert "pip install megatron-energon" in bench_energon.found({})["problem"]
+    assert "pip install megatron-energon" in loaders.energon_here()["problem"]
 
 
 def test_an_energon_that_does_not_load_is_left_out_with_its_words(monkeypatch):
     monkeypatch.setattr(bench_data.importlib.util, "find_spec", lambda name: object())
 
-    def fails(request):
-        raise UserError("the side 'energon' failed: no such symbol")
+    def fails(side, request, **environment):
+        raise SideFailed("energon_here ended with 1: no such symbol")
 
     monkeypatch.setattr(bench_data, "run_side", fails)
-    assert bench_data.energon()["problem"].endswith("no such symbol")
+    assert bench_data.find_energon()["problem"].endswith("no such symbol")
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +55,13 @@ def test_energon_gives_the_patches_of_webdataset_in_its_order(tmp_path, cache, e
     shards = write_shards(tmp_path, 24, mixed=False, per_shard=10)  # three shards, the last one short
     request = {
         **BASE,
-        "part": "decoding",
         "shards": shards,
         "images": 6,
         "warmup": 30,
     }  # over the end of an epoch
-    theirs, plain = run({**request, "side": "energon"}), run({**request, "side": "webdataset"})
+    theirs, plain = (
+        run_side(bench_data.decoding_side, {**request, "side": side}) for side in ("energon", "webdataset")
+    )
     assert theirs["digest"] == plain["digest"] and theirs["patches"] == plain["patches"]
 
 
@@ -86,10 +69,10 @@ def test_energon_gives_the_patches_of_webdataset_in_its_order(tmp_path, cache, e
 @pytest.mark.parametrize("workers", [0, 2])
 def test_energon_loads_and_packs_the_same_samples(tmp_path, cache, energon, workers):
     shards = write_shards(tmp_path, 120, mixed=True, per_shard=30)
-    found = run(
+    found = run_side(
+        bench_data.loading_side,
         {
             **BASE,
-            "part": "loading",
             "side": "energon",
             "shards": shards,
             "samples": 60,
@@ -98,7 +81,7 @@ def test_energon_loads_and_packs_the_same_samples(tmp_path, cache, energon, work
             "rows": 4,
             "step_ms": 0,
             "warmup_steps": 1,
-        }
+        },
     )
     assert found["samples"] >= 60 and found["media_bytes"] == found["patches"] * 3 * 14 * 14
     assert 0.8 < found["tokens"] / found["positions"] <= 1
@@ -115,9 +98,9 @@ def test_one_epoch_of_energon_holds_every_document_of_the_shards_once(tmp_path, 
 
     shards = write_shards(tmp_path, 130, mixed=True, per_shard=50)
     request = {**BASE, "shards": shards, "workers": 0, "length": 2048}
-    rows = list(energon.get_loader(bench_energon.packed(request, repeat=False)))
+    rows = list(energon.get_loader(loaders.energon_packed(request, repeat=False)))
     read = webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("jpg", "txt")
-    plain = [bench_plain.PlainSample(request)(sample) for sample in read]
+    plain = [loaders.PlainSample(300)(sample) for sample in read]
     assert sum(row["documents"] for row in rows) == len(plain) == 130
     assert sorted(row_id for row in rows for row_id in row["ids"].tolist()) == sorted(
         one for ids, _ in plain for one in ids.tolist()

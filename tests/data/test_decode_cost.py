@@ -1,40 +1,22 @@
 """What decoding costs: memory of a worker stays flat, and the sides of the benchmark compute the same."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from earlyfusion.data.video.readers import problem
-from earlyfusion.pipeline.bench.data import sides as bench_sides
-from earlyfusion.pipeline.bench.data.shards import write_shards
+from earlyfusion.pipeline.bench.data import decoding_side, loading_side, memory_side
+from earlyfusion.pipeline.bench.record import run_side
+from earlyfusion.pipeline.bench.shards import write_shards
 
-BASE = {"patch_limit": 300, "side": "ours"}
+BASE = {"patch_limit": 300}
 FLAT_MIB = 12
 """The decoders' pools grow by steps of 1 to 6 MiB at first. A clip holds 450 kB of pixels, so losing every
 clip of the second half would be 130 MiB in 1,200 samples."""
 
 
-def run(request):
-    """One side in its own process, as `earlyfusion bench data` starts it."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "earlyfusion.pipeline.bench.data.sides",
-        json.dumps({**BASE, **request}),
-    ]
-    return json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    )
-
-
 def growth(backend, samples):
     if problem(backend) is not None or problem("pyav") is not None:
         pytest.skip(f"{backend}: {problem(backend)}, PyAV: {problem('pyav')}")
-    found = run({"part": "memory", "samples": samples, "every": 2, "backend": backend})
+    found = run_side(memory_side, {**BASE, "samples": samples, "every": 2, "backend": backend})
     assert found["videos"] == samples // 2 and found["codecs"] == ["h264", "vp9", "av1", "gif"]
     sizes = [mib for _, mib in found["resident_mib"]]
     assert found["threads"] <= 4 and found["open_files"] <= 12
@@ -53,9 +35,7 @@ def shards(tmp_path_factory):
 
 def test_the_exact_side_of_the_benchmark_equals_webdataset_with_pillow(shards, cache):
     request = {**BASE, "shards": shards, "images": 4, "warmup": 36}
-    found = {
-        side: bench_sides.decoding({**request, "side": side}) for side in ("webdataset", "ours-exact", "ours")
-    }
+    found = {side: decoding_side(side, **request) for side in ("webdataset", "ours-exact", "ours")}
     assert found["webdataset"]["digest"] == found["ours-exact"]["digest"] != found["ours"]["digest"]
     assert len({result["patches"] for result in found.values()}) == 1
 
@@ -72,7 +52,7 @@ def test_both_loaders_of_the_benchmark_deliver_the_same_kind_of_batches(tmp_path
         "step_ms": 0,
         "warmup_steps": 1,
     }
-    ours, theirs = (bench_sides.loading({**request, "side": side}) for side in ("ours", "webdataset"))
+    ours, theirs = (loading_side(side, **request) for side in ("ours", "webdataset"))
     for found in (ours, theirs):
         assert found["samples"] >= 40 and 0 < found["tokens"] <= found["positions"]
         assert found["media_bytes"] == found["patches"] * 3 * 14 * 14

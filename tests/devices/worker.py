@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -233,7 +234,6 @@ def commands(folder: Path) -> dict[str, Any]:
     from PIL import Image
 
     from earlyfusion.pipeline import cli
-    from earlyfusion.pipeline.bench.engine import run as bench_engine
 
     picture, model = folder / "picture.png", "embedded:skills"
     Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
@@ -248,8 +248,9 @@ def commands(folder: Path) -> dict[str, Any]:
         "eval": cli.main(
             ["eval", "--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
         ),
-        "bench engine": bench_engine.main(
-            ["--sides", "", "--contexts", "64,300", "--steps", "1", "--out", str(folder / "engine.json")]
+        "bench engine": cli.main(
+            shlex.split("bench engine --sides '' --contexts 64,300 --steps 1 --out")
+            + [str(folder / "engine.json")]
         ),
     }
     os.environ["EF_KERNELS"] = "triton"

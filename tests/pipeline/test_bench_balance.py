@@ -6,20 +6,20 @@ import json
 import pytest
 from tiny_run import forget_processes
 
-from earlyfusion.kernels.errors import UserError
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.bench import balance as bench_balance
 from earlyfusion.pipeline.config.compose import load_config
 
 
-def bench(recipe, out, *words: str) -> dict:
+def bench(recipe, out, **options) -> dict:
     forget_processes()
-    assert bench_balance.main(["--recipe", str(recipe), "--out", str(out), *words]) == 0
+    bench_balance.balance(recipe=str(recipe), out=str(out), **options)
     return json.loads(out.read_text())
 
 
 def test_skewed_lanes_lie_unevenly_and_are_evened_out(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    record = bench(recipe, tmp_path / "out.json", "--steps", "3", "--batches", "0", "--lanes", "4")
+    record = bench(recipe, tmp_path / "out.json", steps=3, batches=0, lanes=4)
     for name, rows in record["plan"].items():
         assert [(row["ranks"], row["micro_batches"], row["steps"]) for row in rows] == [(2, 2, 3), (4, 1, 3)]
         for row in rows:
@@ -42,13 +42,12 @@ def test_auto_leaves_steps_alone_that_are_even_enough(recipe):
 
 @pytest.mark.slow
 def test_two_processes_encode_skewed_pictures_at_home_and_exchanged(recipe, tmp_path):
-    words = ("--steps", "0", "--batches", "2", "--tokens", "384")
-    part = bench(recipe, tmp_path / "out.json", *words)["exchange"]
+    part = bench(recipe, tmp_path / "out.json", steps=0, batches=2, tokens=384)["exchange"]
     assert part["before"] == 2.0 and 1 <= part["after"] < 1.5
     assert part["home_cpu_s"] > 0 and part["exchanged_cpu_s"] > 0 and part["plan_s"] > 0
     assert len(part["by_rank"]) == 2 and all(len(record["home"]) == 2 for record in part["by_rank"])
 
 
-def test_one_lane_cannot_be_spread(tmp_path):
-    with pytest.raises(UserError, match="expected 2 or more"):
-        bench_balance.main(["--lanes", "1", "--out", str(tmp_path / "out.json")])
+def test_one_lane_cannot_be_spread(tmp_path, capsys):
+    assert cli.main(["bench", "balance", "--lanes", "1", "--out", str(tmp_path / "out.json")]) == 2
+    assert "--lanes 1: " in capsys.readouterr().err

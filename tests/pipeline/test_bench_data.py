@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.bench import waiting as bench_waiting
-from earlyfusion.pipeline.bench.cmd import main
-from earlyfusion.pipeline.bench.data import run as bench_data
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.bench import data as bench_data
+from earlyfusion.pipeline.bench.record import run_side
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_bench_data_runs_all_three_parts_and_saves_them(tmp_path, capsys):
     options = (
         "--images 8 --samples 30 --workers 1 --length 1024 --rounds 1 --memory-samples 60 --patch-limit 200"
     )
-    assert main(["data", *options.split(), "--step-ms", "1", "--out", str(out)]) == 0
+    assert cli.main(["bench", "data", *options.split(), "--step-ms", "1", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert set(record["decoding"]["sides"]) == {"webdataset", "ours", "ours-exact"}
     assert record["decoding"]["sides"]["webdataset"]["ratio"] == 1
@@ -31,27 +31,34 @@ def test_bench_data_runs_all_three_parts_and_saves_them(tmp_path, capsys):
 
 
 def test_a_side_that_fails_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="bench data: the side 'ours' failed"):
-        bench_data.run_side({"part": "decoding", "side": "ours", "shards": [str(tmp_path / "no.tar")]})
+    request = {
+        "side": "ours",
+        "shards": [str(tmp_path / "no.tar")],
+        "patch_limit": 9,
+        "images": 1,
+        "warmup": 1,
+    }
+    with pytest.raises(UserError, match=r"bench.data:decoding_side ended with 1: .*no.tar"):
+        run_side(bench_data.decoding_side, request)
 
 
 @pytest.mark.parametrize("given, shown", [("x", "'x'"), ("-1", "'-1'"), ("nan", "'nan'"), ("inf", "'inf'")])
 def test_a_step_that_is_no_time_is_refused(given, shown):
     with pytest.raises(UserError, match=f"--step-ms {shown}: expected milliseconds"):
-        main(["data", f"--step-ms={given}"])
+        bench_data.data(step_ms=given)
 
 
 def test_auto_without_a_recipe_is_refused():
     with pytest.raises(UserError, match="--step-ms auto needs --recipe"):
-        main(["data", "--step-ms", "auto"])
+        bench_data.data(step_ms="auto")
 
 
 @pytest.mark.parametrize("data_s, handover_s", [(2.0, 0.001), (0.1, 0.05), (1.0, 0.02)])
 def test_the_shortest_step_waits_just_two_per_cent(data_s, handover_s):
-    step = bench_waiting.shortest_step_s(data_s, handover_s)
+    step = bench_data.shortest_step_s(data_s, handover_s)
     for length, over in ((step * 1.001, False), (step * 0.999, True)):
         waits = max(data_s - length, handover_s)
-        assert (waits / (length + waits) > bench_waiting.BAR) == over
+        assert (waits / (length + waits) > bench_data.BAR) == over
 
 
 class _Slow:
@@ -69,9 +76,9 @@ class _Slow:
 
 
 def test_waiting_is_what_the_data_takes_longer_than_the_step():
-    found = bench_waiting.consume(_Slow(0.1), 5, 0.06)
+    found = bench_data.consume(_Slow(0.1), 5, 0.06)
     assert 5 * 0.03 < found["waited_s"] < 5 * 0.07  # 0.04 s a step; a loaded machine sleeps longer
-    assert bench_waiting.consume(_Slow(0.02), 5, 0.06)["waited_s"] < 5 * 0.01
+    assert bench_data.consume(_Slow(0.02), 5, 0.06)["waited_s"] < 5 * 0.01
     assert (found["tokens"], found["positions"], found["patches"]) == (15, 20, 25)
 
 
@@ -79,7 +86,7 @@ def test_waiting_is_what_the_data_takes_longer_than_the_step():
 def test_a_recipe_tells_how_long_its_steps_wait(tmp_path, capsys):
     out = tmp_path / "wait.json"
     options = "--recipe nano --workers 1 --step-ms auto --train-steps 1 --recipe-steps 2 --threads 1"
-    assert main(["data", *options.split(), "--out", str(out)]) == 0
+    assert cli.main(["bench", "data", *options.split(), "--out", str(out)]) == 0
     part = json.loads(out.read_text())["waiting"]
     assert part["trained_s"] and part["step_ms"] == pytest.approx(1000 * part["trained_s"][0])
     assert 0 <= part["wait_share"] < 1 and part["data_s_per_step"] > 0

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from earlyfusion.pipeline.bench.engine.context import all_mla, measure_contexts
-from earlyfusion.pipeline.bench.engine.peer import GROUP, Case, shared_shape
-from earlyfusion.pipeline.bench.engine.run import main
+from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.bench.contexts import all_mla, measure_contexts
+from earlyfusion.pipeline.bench.engine import GROUP, Batch
+from earlyfusion.pipeline.bench.peer import shared_shape
 from earlyfusion.pipeline.config.compose import load_config
 
 SMALL = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, vocab_size=64, num_experts=4)
@@ -19,14 +20,14 @@ def shape() -> dict:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cases_are_what_they_are_called(seed):
-    equal, ragged, groups = (Case.make(32, 40, 12, kind, 64, seed) for kind in ("equal", "ragged", "groups"))
-    assert {len(ids) for ids in equal.prompts} == {40} and set(equal.wanted) == {12}
-    assert len({len(ids) for ids in ragged.prompts}) > 5 and len(set(ragged.wanted)) > 3
-    assert max(len(ids) for ids in ragged.prompts) <= 40 and min(ragged.wanted) >= 3
+    equal, ragged, groups = (Batch.make(32, 40, 12, kind, 64, seed) for kind in ("equal", "ragged", "groups"))
+    assert {len(ids) for ids in equal.prompts} == {40} and set(equal.counts) == {12}
+    assert len({len(ids) for ids in ragged.prompts}) > 5 and len(set(ragged.counts)) > 3
+    assert max(len(ids) for ids in ragged.prompts) <= 40 and min(ragged.counts) >= 3
     assert len({tuple(ids.tolist()) for ids in groups.prompts}) == 32 // GROUP
     _, mask = ragged.padded()
     assert mask[:, -1].all() and mask.sum(1).tolist() == [len(ids) for ids in ragged.prompts]
-    again = Case.make(32, 40, 12, "ragged", 64, seed)
+    again = Batch.make(32, 40, 12, "ragged", 64, seed)
     assert all(torch.equal(a, b) for a, b in zip(ragged.prompts, again.prompts))
 
 
@@ -60,7 +61,7 @@ def test_engine_and_transformers_give_the_same_tokens(tmp_path):
         "--sides",
         "generate,generate-tuned",
     ]
-    assert main([*options, "--out", str(out)]) == 0
+    assert cli.main(["bench", "engine", *options, "--out", str(out)]) == 0
     records = json.loads(out.read_text())["comparison"]
     assert [(r["batch"], r["lengths"]) for r in records] == [(16, "equal"), (16, "ragged"), (16, "groups")]
     for record in records:

@@ -9,62 +9,40 @@ import torch
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.pipeline.bench import timing as bench
-from earlyfusion.pipeline.bench.kernels import kda as bench_kernels_kda
-from earlyfusion.pipeline.bench.kernels import residual as bench_kernels_residual
-from earlyfusion.pipeline.bench.kernels import run as bench_kernels
-from earlyfusion.pipeline.bench.kernels.case import Case, Setting, errors, leaf, measure
+from earlyfusion.pipeline.bench import kda_cases, kernels
+from earlyfusion.pipeline.bench.case import Case, Setting
+from earlyfusion.pipeline.bench.cases import path_case
+from earlyfusion.pipeline.bench.kernels import errors, measure
+from earlyfusion.pipeline.bench.timing import Work, peak_bytes
 
 CPU = torch.device("cpu")
 
 
 def setting(against=(), check=True):
-    return Setting(CPU, torch.float32, frozenset(against), torch.Generator().manual_seed(0), check)
+    return Setting(CPU, torch.float32, frozenset(against), check=check)
+
+
+def bench(out, **options) -> dict:
+    """The report of a small run on the CPU."""
+    given = {"only": "muon,rope", "against": "muon", "rounds": 1, "device": "cpu", **options}
+    assert kernels.kernels(json_=str(out), **given) == 0
+    return json.loads(out.read_text())
 
 
 def test_the_command_checks_measures_and_saves(tmp_path, capsys):
-    out = tmp_path / "kernels.json"
-    arguments = [
-        "--only",
-        "rope,muon",
-        "--against",
-        "muon",
-        "--rounds",
-        "2",
-        "--device",
-        "cpu",
-        "--json",
-        str(out),
-    ]
-    assert bench_kernels.main(arguments) == 0
-    report = json.loads(out.read_text())
-    assert {row["group"] for row in report["errors"]} == {"rope", "muon"} and all(
-        r["within"] for r in report["errors"]
-    )
+    report = bench(tmp_path / "kernels.json", rounds=2)
+    assert {row["group"] for row in report["errors"]} == {"rope", "muon"}
+    assert all(row["within"] for row in report["errors"])
     muon = next(case for case in report["cases"] if case["group"] == "muon")
     assert {"ours", "torch.optim.Muon"} <= set(muon["sides"])
     forward = muon["sides"]["ours"]["forward"]
     assert forward["p10_ms"] <= forward["median_ms"] <= forward["p90_ms"] and forward["peak_mib"] > 0
-    assert (
-        "of floor" in capsys.readouterr().out
-        and report["environment"]["packages"]["torch"] == torch.__version__
-    )
+    assert "of floor" in capsys.readouterr().out
+    assert report["environment"]["packages"]["torch"] == torch.__version__
 
 
-def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypatch):
     out, measured = tmp_path / "kernels.json", []
-    arguments = [
-        "--only",
-        "muon,rope",
-        "--against",
-        "muon",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--json",
-        str(out),
-    ]
 
     def breaks(case, setting, rounds):
         if measured:
@@ -72,56 +50,35 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
         measured.append(case.label)
         return measure(case, setting, rounds)
 
-    monkeypatch.setattr(bench_kernels, "measure", breaks)
+    monkeypatch.setattr(kernels, "measure", breaks)
     with pytest.raises(KeyboardInterrupt):
-        bench_kernels.main(arguments)
+        bench(out)
     before = json.loads(out.read_text())
-    assert [case["label"] for case in before["cases"]] == measured and {
-        r["group"] for r in before["errors"]
-    } == {
-        "rope",
-        "muon",
-    }
+    assert [case["label"] for case in before["cases"]] == measured
+    assert {row["group"] for row in before["errors"]} == {"rope", "muon"}
 
     def other(case, setting, rounds):
         assert case.label not in measured
         return measure(case, setting, rounds)
 
-    monkeypatch.setattr(bench_kernels, "measure", other)
-    monkeypatch.setattr(bench_kernels, "errors", lambda case: pytest.fail("compared again"))
-    assert bench_kernels.main([*arguments, "--resume"]) == 0
-    after = json.loads(out.read_text())
+    monkeypatch.setattr(kernels, "measure", other)
+    monkeypatch.setattr(kernels, "errors", lambda case: pytest.fail("compared again"))
+    after = bench(out, resume=True)
     assert after["cases"][0] == before["cases"][0] and len(after["cases"]) > 1
     changed = before | {"environment": before["environment"] | {"device": "another"}}
-    out.write_text(json.dumps(changed))
-    with pytest.raises(UserError, match="was made with device another"):
-        bench_kernels.main([*arguments, "--resume"])
-    out.write_text("{}")
-    with pytest.raises(UserError, match="is no report"):
-        bench_kernels.main([*arguments, "--resume"])
+    for content, words in ((changed, "was made with device another"), ({}, "is no report")):
+        out.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=words):
+            bench(out, resume=True)
 
 
-def test_shapes_choose_cases_by_their_label(tmp_path, capsys):
+def test_shapes_choose_cases_by_their_label(tmp_path):
     out = tmp_path / "kernels.json"
-    arguments = [
-        "--only",
-        "muon,rope",
-        "--against",
-        "muon",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--json",
-        str(out),
-    ]
-    assert bench_kernels.main(arguments) == 0
-    labels = [case["label"] for case in json.loads(out.read_text())["cases"]]
-    assert bench_kernels.main([*arguments, "--shapes", labels[-1][:9]]) == 0
-    chosen = [case["label"] for case in json.loads(out.read_text())["cases"]]
+    labels = [case["label"] for case in bench(out)["cases"]]
+    chosen = [case["label"] for case in bench(out, shapes=labels[-1][:9])["cases"]]
     assert chosen == [label for label in labels if labels[-1][:9] in label] and len(chosen) < len(labels)
     with pytest.raises(UserError, match="'B99' is in no label; there are"):
-        bench_kernels.main([*arguments, "--shapes", "B99"])
+        bench(out, shapes="B99")
 
 
 @pytest.mark.parametrize(("lengths", "shape"), [((6, 6), (2, 6)), ((5, 7), (1, 12)), ((12,), (1, 12))])
@@ -137,7 +94,7 @@ def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.kda", types.SimpleNamespace(chunk_kda=chunk_kda))
     segments, q = Segments(lengths), torch.randn(12, 2, 4)
     for safe in (False, True):
-        side = bench_kernels_kda._fla(segments, CPU, -5.0, safe)
+        side = kda_cases.fla_kda(segments, CPU, -5.0, safe)
         for _ in range(2):
             assert torch.equal(side(q, q, q, q, q[..., 0], torch.zeros(2), torch.zeros(2, 4)), q)
     assert {found[0] for found in seen} == {shape} and [found[2] for found in seen] == [
@@ -150,32 +107,30 @@ def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
 
 
 def test_casting_a_sides_inputs_is_not_timed_as_its_work():
-    x, seen = leaf(torch.randn(5, 3)), []
-    half = leaf(x.to(torch.bfloat16))
+    x, seen = torch.randn(5, 3, requires_grad=True), []
+    half = x.detach().to(torch.bfloat16).requires_grad_()
     case = Case(
-        "g",
         "l",
         [x],
         [torch.ones(5, 3)],
         {"ours": lambda a: 2 * a, "peer": lambda a: seen.append(a) or 2 * a},
-        bench.Work(8, 8),
-        bench.Work(8, 8),
+        Work(8, 8),
+        Work(8, 8),
         lambda a: 2 * a,
         leaves_of={"peer": [half]},
     )
     measure(case, setting(), rounds=1)
-    assert errors(case)["peer"] < 1e-2 and len(seen) > 2 and all(given is half for given in seen)
+    assert len(seen) > 2 and all(given is half for given in seen) and errors(case)["peer"] < 1e-2
 
 
 def test_a_wrong_kernel_is_noticed():
-    x = leaf(torch.randn(5, 3))
+    x = torch.randn(5, 3, requires_grad=True)
     case = Case(
-        "g",
         "l",
         [x],
         [torch.ones(5, 3)],
         {"ours": lambda a: 2.1 * a},
-        bench.Work(1, 1),
+        Work(1, 1),
         None,
         lambda a: 2 * a,
     )
@@ -188,10 +143,8 @@ def test_a_failing_peer_is_listed_not_fatal():
     def broken(_):
         raise RuntimeError("no kernel image")
 
-    x = leaf(torch.randn(5, 3))
-    case = Case(
-        "g", "l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": broken}, bench.Work(8, 8), None
-    )
+    x = torch.randn(5, 3, requires_grad=True)
+    case = Case("l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": broken}, Work(8, 8), None)
     result = measure(case, setting(), rounds=2)
     assert "no kernel image" in result["failed"]["peer"] and "peer" not in result["sides"]
 
@@ -199,8 +152,8 @@ def test_a_failing_peer_is_listed_not_fatal():
 def test_the_regimes_are_what_they_are_called():
     """Mean decay per token in nats: R1 at most 5, R3 with heavy tails, R4 about a thousandth."""
     decays = {}
-    for regime in bench_kernels_kda.REGIMES:
-        f, A_log, bias, bound = bench_kernels_kda.gate(regime, 4000, 4, 32, setting())
+    for regime in kda_cases.REGIMES:
+        f, A_log, bias, bound = kda_cases.gate(regime, 4000, 4, 32, setting())
         rate = A_log.exp()[:, None]
         if bound is None:
             decays[regime] = rate * torch.nn.functional.softplus(f + bias)
@@ -209,14 +162,14 @@ def test_the_regimes_are_what_they_are_called():
     assert decays["R1"].max() <= 5
     assert decays["R3"].max() > 500 and decays["R3"].max() > 50 * decays["R3"].median()
     assert 5e-4 < decays["R4"].median() < 2e-3
-    assert len(bench_kernels_kda.SHAPES) == 14
+    assert len(kda_cases.SHAPES) == 14
 
 
 def test_both_schedules_of_a_residual_path_are_the_same_function():
-    case = bench_kernels_residual.path_case("small", 3, 4, 32, 9, setting(["eager"]))
+    case = path_case(("small", 3, 4, 32, 9), setting(["eager"]))
     found = errors(case)
     assert found["ours"] < 1e-5 and found["eager"] < 1e-4
-    single = bench_kernels_residual.path_case("full", 5, 1, 32, 9, setting(["eager"]))
+    single = path_case(("full", 5, 1, 32, 9), setting(["eager"]))
     assert errors(single)["ours"] < 1e-5 and errors(single)["eager"] < 1e-4
 
 
@@ -227,37 +180,31 @@ def test_peak_memory_counts_what_is_alive_at_once():
         b = torch.ones(1 << 19)
         return b + 1
 
-    assert bench.peak_bytes(call, CPU) == pytest.approx(4 << 20, rel=0.05)
-
-
-def test_quantiles_interpolate():
-    assert bench.quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and bench.quantile([0.0, 10.0], 0.1) == pytest.approx(
-        1.0
-    )
+    assert peak_bytes(call, CPU) == pytest.approx(4 << 20, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    "arguments,match",
+    "options,match",
     [
-        (["--only", "kdaa"], "kda"),
-        (["--against", "flaa"], "fla"),
-        (["--device", "cuda"], "CUDA"),
-        (["--device", "toaster"], "names no device"),
-        (["--rounds", "-1"], "rounds"),
+        ({"only": "kdaa"}, "kda"),
+        ({"against": "flaa"}, "fla"),
+        ({"device": "cuda"}, "CUDA"),
+        ({"device": "toaster"}, "names no device"),
+        ({"rounds": -1}, "rounds"),
     ],
 )
-def test_bad_options_are_named(arguments, match):
-    if arguments == ["--device", "cuda"] and torch.cuda.is_available():
+def test_bad_options_are_named(tmp_path, options, match):
+    if options == {"device": "cuda"} and torch.cuda.is_available():
         pytest.skip("a CUDA device is visible")
     with pytest.raises(UserError, match=match):
-        bench_kernels.main(arguments)
+        bench(tmp_path / "kernels.json", **options)
 
 
 def test_the_peers_of_kda_on_a_cpu_compute_the_same_and_are_measured():
     """What `--only kda` prints ratios of: three forms of one function, forward and backward. The ratios
     themselves are read from the command at T 2048 (docs/kernels.md), not from a timed test."""
     pytest.importorskip("transformers.models.kimi_linear")
-    case = bench_kernels_kda.case("T96", (96,), 2, 16, "R2", setting(["transformers", "recurrence"]))
+    case = kda_cases.kda_case(("T96", (96,), 2, 16), "R2", setting(["transformers", "recurrence"]))
     assert set(errors(case)) == {"ours", "transformers", "recurrence"}
     assert max(errors(case).values()) < 1e-4  # fp32, sums in another order
     result = measure(case, setting(), rounds=1)

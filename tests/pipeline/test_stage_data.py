@@ -6,7 +6,7 @@ from tiny_run import forget_processes
 
 from earlyfusion.data.loading.ledger import skip_file
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.bench.recipe import measure_recipe
+from earlyfusion.pipeline.bench.train import measure_recipe
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.stage_data import StageLoaders

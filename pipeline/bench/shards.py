@@ -1,6 +1,6 @@
 """Shards made for measuring: pictures with captions, and short clips.
 
-Pictures are photo-like (waves, edges, grain) or come from a folder; a few dozen different ones are written
+Pictures are photo-like (waves, edges, grain); a few dozen different ones are written
 again and again under new keys, so that making a shard costs little and reading it costs what it always does.
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image as PILImage
-
-from earlyfusion.data.errors import DataError
 
 DIFFERENT = 32
 """Different pictures in a set of shards."""
@@ -50,32 +48,17 @@ def photo(width: int, height: int, seed: int) -> PILImage.Image:
     return PILImage.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
-def pictures(folder: str | None, sizes: Sequence[tuple[int, int]]) -> list[bytes]:
-    """JPEGs of quality 85, one for each of `sizes` (w, h): photo-like, or the pictures of `folder`
-    resized."""
-    found: list[Path] = []
-    if folder is not None:
-        found = sorted(
-            p for p in Path(folder).iterdir() if p.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")
-        )
-        if not found:
-            raise DataError(f"{folder}: no .jpg, .png or .webp in it")
+def pictures(sizes: Sequence[tuple[int, int]]) -> list[bytes]:
+    """JPEGs of quality 85, photo-like, one for each of `sizes` (w, h)."""
     encoded = []
     for number, (width, height) in enumerate(sizes):
-        if found:
-            image = PILImage.open(found[number % len(found)]).convert("RGB")
-            image = image.resize((width, height), PILImage.Resampling.LANCZOS)
-        else:
-            image = photo(width, height, number)
         out = io.BytesIO()
-        image.save(out, "JPEG", quality=85)
+        photo(width, height, number).save(out, "JPEG", quality=85)
         encoded.append(out.getvalue())
     return encoded
 
 
-def write_shards(
-    folder: Path, count: int, *, mixed: bool, source: str | None = None, per_shard: int = 500
-) -> list[str]:
+def write_shards(folder: Path, count: int, *, mixed: bool, per_shard: int = 500) -> list[str]:
     """`count` samples (jpg, txt) in tar files below `folder`; returns their paths.
 
     `mixed`: sides from 128 to 1024 and captions of 4 to 300 words, as a mix has; otherwise all of SIDES, 12
@@ -84,7 +67,7 @@ def write_shards(
     rng = Random(0)
     sides = [128, 224, 256, 336, 448, 512, 640, 768, 1024]
     sizes = [(rng.choice(sides), rng.choice(sides)) if mixed else SIDES for _ in range(DIFFERENT)]
-    jpegs = pictures(source, sizes)
+    jpegs = pictures(sizes)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for first in range(0, count, per_shard):
@@ -101,11 +84,10 @@ def write_shards(
     return paths
 
 
-def clip(
-    name: str, seed: int, *, frames: int = 8, width: int = 160, height: int = 120, fps: int = 4
-) -> bytes | None:
-    """A short clip of one of CLIPS; None where PyAV, or its encoder, is not there."""
+def clip(name: str, seed: int) -> bytes | None:
+    """A clip of 8 frames of one of CLIPS; None where PyAV, or its encoder, is not there."""
     encoder, container = CLIPS[name]
+    frames, width, height = 8, 160, 120
     try:
         import av
     except ModuleNotFoundError:
@@ -115,7 +97,7 @@ def clip(
     still = np.asarray(photo(width + frames, height, seed))
     out = io.BytesIO()
     with av.open(out, "w", format=container) as output:
-        stream: Any = output.add_stream(encoder, rate=fps)
+        stream: Any = output.add_stream(encoder, rate=4)
         stream.width, stream.height = width, height
         stream.pix_fmt = "rgb8" if name == "gif" else "yuv420p"
         for number in range(frames):

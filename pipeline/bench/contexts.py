@@ -9,16 +9,17 @@ memory is filled with random states and latents: a step's time does not depend o
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.console import Console
 
 from earlyfusion.model.engine.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.sampler import Needs
-from earlyfusion.pipeline.bench.engine.peer import our_model
+from earlyfusion.pipeline.bench.peer import our_model
+from earlyfusion.pipeline.bench.record import Result, show
+from earlyfusion.pipeline.bench.timing import default_device, now
 
 PAGE = 64
 
@@ -34,9 +35,9 @@ def bytes_per_sequence(engine: Engine, context: int) -> int:
     total = 0
     for layer in engine.pools.layers:
         if isinstance(layer, KdaSlots):
-            total += sum(tensor[0].numel() * tensor.element_size() for tensor in layer.tensors())
+            total += sum(tensor[0].nbytes for tensor in layer.tensors())
         else:
-            total += context * layer.latents_XR.shape[1] * layer.latents_XR.element_size()
+            total += context * layer.latents_XR[0].nbytes
     return total
 
 
@@ -48,39 +49,34 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
     """
     pages = context // PAGE + 1
     engine = Engine(model, None, max_slots=batch, max_pages=pages * batch, page_size=PAGE)
-    generator = torch.Generator(device=engine.runner.device).manual_seed(0)
+    runner = engine.runner
+
+    # Fill the memory as if the sequences had been read.
+    generator = torch.Generator(device=runner.device).manual_seed(0)
     for layer in engine.pools.layers:
         tensors = layer.tensors() if isinstance(layer, KdaSlots) else (layer.latents_XR,)
         for tensor in tensors:
             tensor.normal_(0.0, 0.1, generator=generator)
-    runner = engine.runner
     runner.length_S.fill_(context)
+    runner.length_S[0] = 0
     shuffled = torch.randperm(pages * batch, generator=generator, device=runner.device) + 1
     runner.table_SP[1:, :pages] = shuffled.view(batch, pages)
     runner.last_S.fill_(7)
+
     slots = torch.arange(1, batch + 1, device=runner.device)
     slots = torch.cat([slots, slots.new_zeros(runner.bucket(batch) - batch)])
-    runner.length_S[0] = 0
     needs = Needs(drawn=True, top_p=False, min_p=False, logprobs=False)
     seconds = []
     with torch.no_grad():
-        for index in range(steps + 1):
-            _wait()
-            start = time.perf_counter()
+        for _ in range(steps + 1):
+            start = now()
             if runner.graphs is not None:
                 runner.graphs.run(slots, context + 1, needs)
             else:
                 runner.decode_step(slots, context + 1, needs, runner.banned, batch)
-            _wait()
-            if index:
-                seconds.append(time.perf_counter() - start)
+            seconds.append(now() - start)
             runner.length_S[1:] = context
-    return statistics.median(seconds), bytes_per_sequence(engine, context)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return statistics.median(seconds[1:]), bytes_per_sequence(engine, context)
 
 
 def measure_contexts(
@@ -90,23 +86,23 @@ def measure_contexts(
     seed: int,
     most_batch: int,
     dtype: torch.dtype = torch.float32,
-) -> list[dict[str, Any]]:
-    """One record per context: seconds per step and token, memory, and the batch that fits where all-MLA holds
-    `base`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+) -> list[Result]:
+    """One record per context: seconds per step and token, memory, and the batch that fits where one sequence
+    of the all-MLA model does."""
+    device = default_device()
     hybrid, full = (
         our_model(each, seed, device, dtype, drawn_there=True) for each in (shape, all_mla(shape))
     )
-    base, records = 1, []
+    records = []
     for context in contexts:
-        hybrid_s, hybrid_bytes = step_seconds(hybrid, context, base, steps)
-        full_s, full_bytes = step_seconds(full, context, base, steps)
-        batch = max(base, min(most_batch, base * full_bytes // hybrid_bytes))
-        larger_s, _ = step_seconds(hybrid, context, batch, steps) if batch > base else (hybrid_s, 0)
+        hybrid_s, hybrid_bytes = step_seconds(hybrid, context, 1, steps)
+        full_s, full_bytes = step_seconds(full, context, 1, steps)
+        batch = max(1, min(most_batch, full_bytes // hybrid_bytes))
+        larger_s = step_seconds(hybrid, context, batch, steps)[0] if batch > 1 else hybrid_s
         records.append(
             {
                 "context": context,
-                "batch": base,
+                "batch": 1,
                 "hybrid_step_s": hybrid_s,
                 "all_mla_step_s": full_s,
                 "ratio_equal_batch": full_s / hybrid_s,
@@ -114,39 +110,24 @@ def measure_contexts(
                 "all_mla_bytes": full_bytes,
                 "larger_batch": batch,
                 "hybrid_token_s": larger_s / batch,
-                "all_mla_token_s": full_s / base,
-                "ratio_equal_memory": (full_s / base) / (larger_s / batch),
+                "all_mla_token_s": full_s,
+                "ratio_equal_memory": full_s / (larger_s / batch),
             }
         )
     return records
 
 
-def context_table(records: list[dict[str, Any]]) -> Table:
-    """The records as a table."""
-    title = "decoding at long contexts: hybrid against all layers MLA"
-    table = Table(title=title, title_justify="left")
-    for heading in (
-        "context",
-        "batch",
-        "hybrid ms/step",
-        "all MLA ms/step",
-        "ratio",
-        "MiB/sequence",
-        "all MLA",
-        "batch, same memory",
-        "ratio per token",
-    ):
-        table.add_column(heading, justify="right")
+def show_contexts(console: Console, records: list[Result]) -> None:
+    rows = []
     for r in records:
-        table.add_row(
-            f"{r['context']:,}",
-            str(r["batch"]),
-            f"{1e3 * r['hybrid_step_s']:.1f}",
-            f"{1e3 * r['all_mla_step_s']:.1f}",
-            f"{r['ratio_equal_batch']:.2f}",
-            f"{r['hybrid_bytes'] / 2**20:,.1f}",
+        row = [f"{r['context']:,}", f"{1e3 * r['hybrid_step_s']:.1f}", f"{1e3 * r['all_mla_step_s']:.1f}"]
+        row += [f"{r['ratio_equal_batch']:.2f}", f"{r['hybrid_bytes'] / 2**20:,.1f}"]
+        row += [
             f"{r['all_mla_bytes'] / 2**20:,.1f}",
             str(r["larger_batch"]),
             f"{r['ratio_equal_memory']:.2f}",
-        )
-    return table
+        ]
+        rows.append(row)
+    title = "decoding at long contexts: hybrid against all layers MLA"
+    headings = ("context", "hybrid ms/step", "all MLA ms/step", "ratio", "MiB/sequence", "all MLA")
+    show(console, title, (*headings, "batch, same memory", "ratio per token"), rows)

@@ -1,0 +1,63 @@
+"""The options of a verb as one model: its fields are the options, the docstrings below them their help.
+
+class ServeOptions(Options):
+    port: int = Field(8000, ge=0)
+    '''port; 0 takes a free one'''
+
+@verb
+def serve(options: ServeOptions) -> int: ...
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from earlyfusion.kernels.errors import UserError
+
+
+class Options(BaseModel):
+    """Options of one verb. A field `words` takes what is no option."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", validate_default=True)
+
+
+def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
+    """`run(options)` as a function with a typed argument for each option, as pipeline/cli.py takes it.
+
+    Its help is the docstring of its module. What it is called with is validated by the model, and refused with
+    a UserError in one line.
+    """
+    model: type[Options] = get_type_hints(run)["options"]
+
+    def command(**values: Any) -> int | None:
+        try:
+            options = model(**values)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            name = str(wrong["loc"][0]).rstrip("_").replace("_", "-")
+            raise UserError(f"--{name} {wrong['input']!r}: {wrong['msg']}") from None
+        return run(options)
+
+    parameters = []
+    for name, entry in model.model_fields.items():
+        flag = f"--{name.rstrip('_').replace('_', '-')}"
+        taken = typer.Argument(hidden=True) if name == "words" else typer.Option(flag, help=entry.description)
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if entry.is_required() else entry.default,
+                annotation=Annotated[entry.annotation, taken],
+            )
+        )
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = sys.modules[run.__module__].__doc__
+    return command
