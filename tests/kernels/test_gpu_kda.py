@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_cases import compare, device, randn
-from kda_cases import call, inputs
+from kda_cases import call, inputs, results
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.kda import naive
@@ -15,13 +15,17 @@ SHAPES = [
     dict(key_dim=128, value_dim=128),
     dict(key_dim=64, value_dim=128, group=2),
     dict(key_dim=32, value_dim=32),
+    dict(key_dim=128, value_dim=256),
+    dict(key_dim=256, value_dim=256),
 ]
 
 
+@pytest.mark.parametrize("segment_chunks", [None, 0, 4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("regime", ["bounded", "init", "brutal", "slow"])
-def test_kda_in_four_gate_regimes(regime, shape):
-    segments, tensors, bound = inputs((300, 1, 64, 130), heads=2, regime=regime, states=True, **shape)
+def test_kda_in_four_gate_regimes(regime, shape, segment_chunks):
+    segments, tensors, bound = inputs((700, 1, 64, 333), heads=2, regime=regime, states=True, **shape)
+    options = {} if segment_chunks is None else {"segment_chunks": segment_chunks}
     # A_log, dt_bias and the state stay float32, as in the model
     dtypes = [torch.bfloat16] * 5 + [torch.float32] * 3
     leaves = [x.detach().to(device(), dtype) for x, dtype in zip(tensors, dtypes)]
@@ -32,12 +36,21 @@ def test_kda_in_four_gate_regimes(regime, shape):
         randn(segments.num, heads, leaves[0].shape[2], values, seed=6, dtype=torch.float32),
     ]
     compare(
-        lambda *x: call(op, list(x), segments, bound),
+        lambda *x: call(op, list(x), segments, bound, **options),
         lambda *x: call(naive.kda, list(x), segments, bound),
         leaves,
         cotangents,
         tolerance=KDA,
     )
+
+
+def test_kda_in_float32():
+    segments, tensors, bound = inputs((1, 130, 17), heads=2, key_dim=64, value_dim=64, states=True)
+    leaves = [x.detach().to(device(), torch.float32) for x in tensors]
+    found = results(resolve("kda", device()), [x.requires_grad_() for x in leaves], segments, bound)
+    wanted = results(naive.kda, [x.detach().double().requires_grad_() for x in leaves], segments, bound)
+    for name, want in wanted.items():
+        assert ((found[name].double() - want).norm() / want.norm()).item() < 1e-4, name
 
 
 def test_changing_the_future_leaves_the_past_bit_identical():

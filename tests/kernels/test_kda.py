@@ -1,0 +1,482 @@
+"""KDA, chunked in torch and in Triton, against the token recurrence in float64: outputs and every gradient, packing,
+causality, states, seven gate regimes. The Triton kernels run through the interpreter."""
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from kda_cases import NAMES, REGIMES, call, cast, inputs, results
+from triton_cases import needs_interpreter, poisoned_empties, relative_error, round_as_on_a_gpu
+
+from earlyfusion.kernels import triton_support
+from earlyfusion.kernels.kda import chunk, naive
+from earlyfusion.kernels.kda.triton import kda as triton_kda
+from earlyfusion.kernels.segments import Segments
+
+GATE_GRADIENTS = ("df", "dA_log", "ddt_bias")
+BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
+ROUNDED = 8e-3  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3
+SUM_ROUNDED = 3e-2  # db, dA_log, ddt_bias: sums that cancel
+# Relative RMS error of float32. Measured 1e-7 to 6e-7 for outputs and most gradients; the gate's gradient is a running
+# sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias) in strong regimes.
+VALUE_RTOL, GATE_RTOL = 2e-6, 5e-5
+
+
+@dataclass(frozen=True)
+class Form:
+    """An implementation with its tolerances, relative to the largest entry, in the dtype that it is tried in."""
+
+    op: Any
+    dtype: torch.dtype
+    output: float
+    gradient: float
+    gate_sum: float
+    """dA_log, ddt_bias: sums over all tokens of numbers that cancel, times exp(A_log) up to 200."""
+
+    def compare(self, segments, tensors, lower_bound, **options):
+        want = results(naive.kda, tensors, segments, lower_bound)
+        with poisoned_empties():
+            found = results(self.op, cast(tensors, self.dtype), segments, lower_bound, **options)
+        assert found.keys() == want.keys()
+        special = {
+            "o": self.output,
+            "final_state": self.output,
+            "dA_log": self.gate_sum,
+            "ddt_bias": self.gate_sum,
+        }
+        errors = {name: relative_error(found[name], want[name]) for name in want}
+        bad = {name: error for name, error in errors.items() if not error < special.get(name, self.gradient)}
+        assert not bad, bad
+
+
+TORCH = Form(chunk.kda, torch.float64, 1e-9, 1e-9, 1e-9)  # float64 on both sides
+TRITON = Form(
+    triton_kda.kda, torch.float32, 2e-5, 5e-5, 5e-4
+)  # sums over a chunk: 1.04e-5 at gates of 2,000 nats
+FORMS = [
+    pytest.param(TORCH, id="torch"),
+    pytest.param(TRITON, id="triton", marks=needs_interpreter),
+]
+BOTH = pytest.mark.parametrize("form", FORMS)
+FLOAT32 = pytest.mark.parametrize(
+    "op",
+    [pytest.param(chunk.kda, id="torch"), pytest.param(triton_kda.kda, id="triton", marks=needs_interpreter)],
+)
+SMALL = {"heads": 1, "key_dim": 32, "value_dim": 32}
+LENGTHS = [(1,), (15,), (16,), (17,), (63,), (64,), (65,), (130,)]
+PACKED = [*LENGTHS, (3, 1, 1, 40, 16, 7), (1, 1, 1, 1), (16, 16, 32, 1)]
+
+
+def laws():
+    """(form, lengths, shape, options): odd to a chunk, packed, grouped heads, unequal and padded dims, large ones."""
+    made = [
+        ("torch", lengths, {"regime": regime, "states": states, "seed": seed}, {"chunk": size})
+        for lengths, regime, states, seed, size in product(
+            PACKED, ("spread", "bounded"), (False, True), (0, 1), (16, 32)
+        )
+    ]
+    for heads, group, key_dim, value_dim in ((1, 4, 8, 5), (3, 2, 4, 16), (2, 1, 16, 2)):
+        shape = {"heads": heads, "group": group, "key_dim": key_dim, "value_dim": value_dim, "seed": 2}
+        made += [("torch", (21, 1, 50), shape | {"states": states}, {}) for states in (False, True)]
+    for regime in ("init", "bounded", "brutal", "slow"):
+        gate = {"regime": regime}
+        made += [
+            ("triton", lengths, SMALL | gate | {"seed": lengths[0]}, {"chunk": 64}) for lengths in LENGTHS
+        ]
+        made += [("triton", (50,), SMALL | gate | {"seed": size}, {"chunk": size}) for size in (16, 32)]
+        grouped = {"heads": 1, "group": 2, "key_dim": 32, "value_dim": 64, "states": True, "seed": 3}
+        made.append(("triton", (1, 33, 1, 16), grouped | gate, {"chunk": 32}))
+    for key_dim, value_dim in ((32, 64), (24, 40), (6, 100)):
+        dims = {
+            "heads": 2,
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+            "states": True,
+            "seed": 4,
+            "regime": "init",
+        }
+        made.append(("triton", (20, 3), dims, {"chunk": 16}))
+    for regime, parallel in product(("brutal", "slow"), (1, 2)):
+        shape = SMALL | {"states": True, "seed": 6, "regime": regime}
+        made.append(("triton", (70, 1, 40), shape, {"chunk": 16, "segment_chunks": parallel}))
+    for key_dim, value_dim in ((128, 128), (256, 64), (64, 256)):
+        dims = {
+            "heads": 1,
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+            "states": True,
+            "seed": 5,
+            "regime": "brutal",
+        }
+        made.append(("triton large", (40,), dims, {"chunk": 32}))
+    return made
+
+
+def named(case):
+    form, lengths, shape, options = case
+    marks = (
+        []
+        if form == "torch"
+        else [needs_interpreter, *([pytest.mark.slow] if form == "triton large" else [])]
+    )
+    words = [
+        form,
+        "+".join(map(str, lengths)),
+        *(f"{key} {value}" for key, value in {**shape, **options}.items()),
+    ]
+    return pytest.param(
+        TORCH if form == "torch" else TRITON, lengths, shape, options, id=" ".join(words), marks=marks
+    )
+
+
+@pytest.mark.parametrize("form, lengths, shape, options", map(named, laws()))
+def test_outputs_and_all_gradients_equal_the_recurrence(form, lengths, shape, options):
+    form.compare(*inputs(lengths, **shape), **options)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 64, 128])
+def test_the_chunk_length_does_not_change_the_result(size):
+    segments, tensors, bound = inputs((45, 2, 90), seed=4, regime="strong")
+    expected = results(chunk.kda, tensors, segments, bound)
+    found = results(chunk.kda, tensors, segments, bound, chunk=size)
+    assert max(relative_error(found[name], expected[name]) for name in expected) < TORCH.output
+
+
+def test_segments_change_nothing_but_rounding():
+    segments, tensors, bound = inputs((60,), seed=7, regime="slow", **SMALL)
+    tensors = cast(tensors, torch.float32)
+    whole = results(triton_kda.kda, tensors, segments, bound, chunk=16, segment_chunks=0)
+    parts = results(triton_kda.kda, tensors, segments, bound, chunk=16, segment_chunks=2)
+    assert max(relative_error(parts[name], whole[name]) for name in whole) < TRITON.output
+
+
+@BOTH
+def test_an_explicit_scale_is_used(form):
+    segments, tensors, bound = inputs((20, 9), seed=1, **SMALL)
+    ours, _ = form.op(*cast(tensors, form.dtype), segments, lower_bound=bound, scale=0.7)
+    law, _ = naive.kda(*tensors, segments, lower_bound=bound, scale=0.7)
+    assert relative_error(ours, law) < form.output
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_gradcheck(bound):
+    segments, tensors, _ = inputs((3, 1, 5), seed=5, heads=1, group=2, key_dim=3, value_dim=2, states=True)
+    assert torch.autograd.gradcheck(lambda *x: call(chunk.kda, x, segments, bound, chunk=4), tensors)
+
+
+# Causality and packing, bit for bit: what stands elsewhere is not seen, in values or in gradients.
+
+
+@FLOAT32
+@pytest.mark.parametrize("regime", ["init", "bounded", "brutal", "slow"])
+def test_the_past_is_bit_identical_whatever_the_future_holds(op, regime):
+    segments, tensors, bound = inputs((70, 30), seed=6, regime=regime, **SMALL)
+    now = [x.detach().float() for x in tensors]
+    first, _ = call(op, now, segments, bound)
+    for cut in (1, 16, 17, 40, 64, 70, 85):
+        later = [x.clone() for x in now]
+        for x in later[:5]:
+            x[cut:] = 3 * x[cut:].flip(0) - 1
+        second, _ = call(op, later, segments, bound)
+        assert torch.equal(first[:cut], second[:cut]), f"outputs before token {cut} changed"
+        assert not torch.equal(first[cut:], second[cut:])
+
+
+@FLOAT32
+def test_gradients_of_a_loss_on_the_past_do_not_see_the_future(op):
+    found = []
+    for change in (0.0, 2.0):
+        segments, tensors, bound = inputs((70, 20), seed=7, regime="bounded", **SMALL)
+        leaves = cast(tensors, torch.float32)
+        with torch.no_grad():
+            for x in leaves[:5]:
+                x[41:] += change
+        o, _ = call(op, leaves, segments, bound)
+        found.append(torch.autograd.grad(o[:41].square().sum(), leaves[:5]))
+    for name, before, after in zip(NAMES, *found):
+        assert torch.equal(before[:41], after[:41]) and before[:41].abs().sum() > 0, name
+        assert not before[41:].any(), name
+
+
+@FLOAT32
+def test_a_packed_document_does_not_leak_a_single_bit(op):
+    segments, tensors, bound = inputs((33, 5, 50), seed=8, **SMALL)
+    tensors = cast(tensors, torch.float32)
+    o, _ = call(op, tensors, segments, bound)
+    changed = [x.detach().clone() for x in tensors]
+    for x in changed[:5]:
+        x[33:38] *= -2.0
+    other, _ = call(op, changed, segments, bound)
+    rest = torch.cat([torch.arange(33), torch.arange(38, 88)])
+    assert torch.equal(o[rest], other[rest])
+    for name, gradient in zip(NAMES[:5], torch.autograd.grad(o[33:38].square().sum(), tensors)):
+        assert gradient[33:38].abs().sum() > 0 and not gradient[rest].any(), name
+
+
+@BOTH
+def test_packed_documents_equal_separate_documents(form):
+    """Bit for bit in Triton; in torch, whose products depend on the row's length, up to rounding."""
+    lengths = (1, 20, 33, 1, 17)
+    segments, tensors, bound = inputs(lengths, seed=11, regime="init", **SMALL)
+    leaves = cast(tensors, form.dtype)
+    together = results(form.op, leaves, segments, bound)["o"]
+    for start, length in zip(segments.offsets, lengths):
+        alone, _ = call(
+            form.op,
+            [*(x[start : start + length] for x in leaves[:5]), *leaves[5:]],
+            Segments((length,)),
+            bound,
+        )
+        if form is TRITON:
+            assert torch.equal(together[start : start + length], alone)
+        assert relative_error(alone, together[start : start + length]) < form.output
+
+
+@BOTH
+@pytest.mark.parametrize("cut", [1, 16, 31, 50])
+def test_a_document_cut_in_two_continues_through_its_state(form, cut):
+    segments, tensors, bound = inputs((70,), seed=9, states=True, **SMALL)
+    tensors = cast(tensors, form.dtype)
+    whole, end = call(form.op, tensors, segments, bound)
+    head, state = call(form.op, [x[:cut] for x in tensors[:5]] + tensors[5:], Segments((cut,)), bound)
+    rest = [x[cut:] for x in tensors[:5]] + tensors[5:7] + [state]
+    tail, final = call(form.op, rest, Segments((70 - cut,)), bound)
+    assert (
+        relative_error(torch.cat([head, tail]), whole) < form.output
+        and relative_error(final, end) < form.output
+    )
+
+
+def test_asking_for_states_does_not_change_the_outputs():
+    segments, tensors, bound = inputs((33, 1, 64, 17, 2), seed=10)
+    flat, nothing = chunk.kda(*tensors, segments, lower_bound=bound)
+    aligned, _ = chunk.kda(*tensors, segments, lower_bound=bound, output_final_state=True)
+    assert nothing is None and relative_error(aligned, flat) < TORCH.output
+
+
+# Precision and gates of any strength.
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["flat", "states"])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_float32_is_accurate_in_every_gate_regime(regime, seed, states):
+    segments, tensors, bound = inputs(
+        (150, 1, 37, 70), seed=seed, key_dim=32, value_dim=32, regime=regime, states=states
+    )
+    tensors = cast(cast(tensors, torch.float32), torch.float64)
+    expected = results(naive.kda, tensors, segments, bound)
+    found = results(chunk.kda, cast(tensors, torch.float32), segments, bound)
+    for name, value in expected.items():
+        error = (found[name].double() - value).square().mean().sqrt()
+        tolerance = GATE_RTOL if name in GATE_GRADIENTS else VALUE_RTOL
+        # A saturated gate has a true gradient near 1e-12 of the others: nothing to be relative to.
+        assert error <= tolerance * value.square().mean().sqrt() + 1e-10, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gates_of_thousands_of_nats_stay_finite_forward_and_backward(seed, size):
+    shape = {"seed": seed, "key_dim": 32, "value_dim": 16, "regime": "brutal", "states": True}
+    segments, tensors, bound = inputs((130, 1, 64), **shape)
+    found = results(chunk.kda, cast(tensors, torch.float32), segments, bound, chunk=size)
+    assert all(value.isfinite().all() for value in found.values())
+
+
+def test_a_decay_of_exactly_zero_stays_finite_and_forgets():
+    segments, tensors, _ = inputs((40,), seed=3, regime="init")
+    tensors = cast(tensors, torch.float32)
+    with torch.no_grad():
+        tensors[3][20] = 1e30  # the gate of token 20: alpha underflows to 0
+    found = results(chunk.kda, tensors, segments, None)
+    assert all(value.isfinite().all() for value in found.values())
+    fresh, _ = chunk.kda(*(x[20:] for x in tensors[:5]), *tensors[5:], Segments((20,)))
+    torch.testing.assert_close(found["o"][20:], fresh, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_identical_keys_without_decay_do_not_blow_up_the_triangular_inverse(size):
+    """L is all ones below the diagonal: its powers reach 1e17 at 64 tokens, its inverse has entries 0, 1, -1 only."""
+    segments, tensors, _ = inputs((128,), seed=4, regime="slow", key_dim=16, value_dim=8)
+    with torch.no_grad():
+        tensors[1][:] = tensors[1][0]
+        tensors[3][:] = -40.0
+        tensors[4][:] = 20.0
+    expected = results(naive.kda, tensors, segments, None)
+    found = results(chunk.kda, cast(tensors, torch.float32), segments, None, chunk=size)
+    for name in ("o", "dq", "dv"):
+        error = (found[name].double() - expected[name]).square().mean().sqrt()
+        assert error <= 1e-5 * expected[name].square().mean().sqrt(), f"{name}: {error:.1e}"
+
+
+def halves(tensors):
+    """bfloat16 but for the gate's parameters and the state, as in the model."""
+    dtypes = [torch.bfloat16] * 5 + [torch.float32] * 3
+    return [x.detach().to(dtype).requires_grad_() for x, dtype in zip(tensors, dtypes)]
+
+
+def test_autocast_and_bfloat16_inputs_keep_the_inside_in_float32():
+    segments, tensors, bound = inputs((90, 40), seed=11, key_dim=32, value_dim=32)
+    leaves = halves(tensors)
+    expected = results(naive.kda, cast(leaves, torch.float64), segments, bound)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(chunk.kda, leaves, segments, bound)
+    assert found["o"].dtype == torch.bfloat16 and found["dA_log"].dtype == torch.float32
+    for name, value in expected.items():
+        error = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
+        # Only results are rounded, by at most 2**-9 of each element; gradients of parameters are not rounded at all.
+        assert error < (1e-4 if name in ("dA_log", "ddt_bias") else 2**-9), f"{name}: {error:.1e}"
+
+
+@needs_interpreter
+@pytest.mark.parametrize("regime", ["init", "bounded", "brutal", "slow"])
+def test_bfloat16_inputs_in_triton(regime):
+    segments, tensors, bound = inputs((37, 1), seed=8, regime=regime, **SMALL)
+    leaves = halves(tensors)
+    want = results(naive.kda, cast(leaves, torch.float64), segments, bound)
+    with poisoned_empties():
+        got = results(triton_kda.kda, leaves, segments, bound, chunk=32)
+    assert got["o"].dtype == torch.bfloat16 and got["df"].dtype == torch.bfloat16
+    errors = {name: relative_error(got[name], want[name]) for name in want}
+    assert max(errors.values()) < BF16, errors
+
+
+@needs_interpreter
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypatch):
+    """bfloat16 between the launches and in operands of every product, float16 inside the inverse: against float64."""
+    import triton.language as tl
+
+    segments, tensors, bound = inputs((100, 1, 20), states=True, regime=regime, **SMALL)
+    leaves = halves(tensors)
+    want = results(naive.kda, cast(leaves, torch.float64), segments, bound)
+    round_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(triton_kda, "dot_dtype", lambda dtype, kernel: dtype)
+    monkeypatch.setattr(triton_kda, "_precision", lambda *_: {"DOT": tl.float32, "PREC": "ieee"})
+    found = results(triton_kda.kda, leaves, segments, bound, chunk=64, segment_chunks=0)
+    # A saturated gate has a true gradient near 1e-12 of the others: nothing to be relative to.
+    names = want.keys() - (set(GATE_GRADIENTS) if regime == "saturated" else set())
+    errors = {name: ((found[name].double() - want[name]).norm() / want[name].norm()).item() for name in names}
+    assert 1e-4 < errors["o"], "nothing was rounded"
+    sums = ("db", "dA_log", "ddt_bias")
+    bad = {
+        name: error
+        for name, error in errors.items()
+        if not error < (SUM_ROUNDED if name in sums else ROUNDED)
+    }
+    assert not bad, bad
+
+
+@needs_interpreter
+@pytest.mark.parametrize("regime", ["init", "bounded"])
+def test_a_nan_in_the_gate_reaches_the_output_and_its_gradient(regime, monkeypatch):
+    """As on a GPU, where arguments are not looked at; what the compiler makes of the clamp: test_aot_kda. It fills its
+    chunk (0 times NaN), and neither an earlier chunk nor another document."""
+    monkeypatch.setattr(triton_support, "checks_wanted", lambda tensor: False)
+    segments, tensors, bound = inputs((40, 9), seed=12, regime=regime, **SMALL)
+    with torch.no_grad():
+        tensors[3][20, 0, 7] = math.nan
+    found = results(triton_kda.kda, cast(tensors, torch.float32), segments, bound, chunk=16)
+    assert found["o"][20:40].isnan().all() and found["df"][20, 0, 7].isnan()
+    assert found["o"][:16].isfinite().all() and found["o"][40:].isfinite().all()
+
+
+@needs_interpreter
+def test_two_runs_give_the_same_bits_and_slices_are_read_in_place():
+    segments, tensors, bound = inputs((37,), seed=14, heads=2, key_dim=32, value_dim=32, regime="bounded")
+    leaves = cast(tensors, torch.float32)
+    first, second = (results(triton_kda.kda, leaves, segments, bound, chunk=32) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    q, k, v, f, b, A_log, dt_bias = (x.detach() for x in leaves)
+    joint = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1), b], dim=1)
+    parts = [joint[:, 64 * i : 64 * i + 64].unflatten(1, (2, 32)) for i in range(3)]
+    got, _ = triton_kda.kda(*parts, f, joint[:, 192:], A_log, dt_bias, segments, lower_bound=bound, chunk=32)
+    assert torch.equal(got, first["o"])
+
+
+@FLOAT32
+def test_an_empty_row_gives_an_empty_row(op):
+    segments, tensors, _ = inputs((), **SMALL)
+    o, final = op(*cast(tensors, torch.float32), segments, output_final_state=True)
+    assert o.shape == (0, 1, 32) and final.shape == (0, 1, 32, 32)
+
+
+BAD = {
+    "q is torch.float64": (0, lambda x: x.double()),
+    "v is torch.bfloat16": (2, lambda x: x.bfloat16()),
+    "b is torch.int32": (4, lambda x: x.int()),
+    "q": (0, lambda x: x[..., :16]),
+    "k is": (1, lambda x: x.flatten(1)),
+    "f is": (3, lambda x: x[:, :, :16]),
+    "b is": (4, lambda x: x[:5]),
+    "v has strides": (2, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "A_log is": (5, lambda x: x[:1]),
+    "dt_bias is": (6, lambda x: x.flatten()),
+    "f holds NaN": (3, lambda x: x.index_fill(0, torch.tensor([2]), torch.nan)),
+    "A_log holds NaN": (5, lambda x: x * torch.nan),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("named", BAD)
+def test_bad_input_names_the_argument(named):
+    segments, tensors, _ = inputs((7,), regime="init", heads=2, key_dim=32, value_dim=32)
+    tensors = [x.detach().float() for x in tensors]
+    index, change = BAD[named]
+    tensors[index] = change(tensors[index])
+    with pytest.raises(ValueError, match=named):
+        triton_kda.kda(*tensors, segments)
+
+
+def test_bad_options_and_sizes_are_named():
+    segments, tensors, bound = inputs((7,), regime="init", heads=2, key_dim=32, value_dim=32)
+    tensors = [x.detach().float() for x in tensors]
+    state = torch.zeros(1, 2, 32, 32)
+    for options, named in (
+        ({"chunk": 48}, "chunk=48"),
+        ({"lower_bound": 1.0}, "lower_bound=1.0"),
+        ({"initial_state_NGKV": state.bfloat16()}, "initial_state is torch.bfloat16"),
+        ({"initial_state_NGKV": state[:, :1]}, "initial_state is"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            triton_kda.kda(*tensors, segments, **options)
+    with pytest.raises(ValueError):
+        triton_kda.kda(*tensors, Segments((4,)))
+    with pytest.raises(ValueError, match="power of two"):
+        chunk.kda(*tensors, segments, lower_bound=bound, chunk=24)
+    wide = torch.zeros(7, 2, 300)
+    with pytest.raises(ValueError, match="q is 300"):
+        triton_kda.kda(wide, wide, tensors[2], wide, tensors[4], tensors[5], torch.zeros(2, 300), segments)
+    # More documents than a grid has blocks.
+    tokens = 65_536
+    q, b = torch.zeros(tokens, 1, 32), torch.zeros(tokens, 1)
+    many = (q, q, q, q, b, torch.zeros(1), torch.zeros(1, 32), Segments((1,) * tokens))
+    with pytest.raises(ValueError, match=r"65,536 documents .* at most 65,535: split the batch"):
+        triton_kda.kda(*many, segment_chunks=0)
+
+
+def test_it_saves_less_than_a_tenth_of_what_the_transformers_form_saves():
+    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    reference = module.chunk_kimi_delta_attention.__wrapped__
+    segments, tensors, bound = inputs((256,), heads=4, key_dim=32, value_dim=32, regime="init")
+    tensors = cast(tensors, torch.float32)
+
+    def saved_bytes(run):
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = run()
+        del result
+        return sum(storage.nbytes() for storage in storages.values())
+
+    q, k, v, f, b, *_ = (x if i > 4 else x[None] for i, x in enumerate(tensors))
+    ours = saved_bytes(lambda: call(chunk.kda, tensors, segments, bound))
+    theirs = saved_bytes(lambda: reference(q, k, v, -f.exp(), b.sigmoid(), use_qk_l2norm_in_kernel=True))
+    assert ours < theirs / 10, (ours, theirs)
