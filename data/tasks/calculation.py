@@ -38,9 +38,17 @@ TRIPLES = (
 INK, PAPER, LABEL = (10, 10, 10), (255, 255, 255), 10
 
 
+class NumberTask(Task):
+    """What both tasks share: the reward is 1 for the number."""
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """See rewards.number; "3 + 4 = 7" says 7."""
+        return rewards.number(answer, problem.answer, problem.question)
+
+
 @task("arithmetic")
-class Arithmetic(Task):
-    """The value of an expression, seen as a picture of it. Reward: 1 for the number.
+class Arithmetic(NumberTask):
+    """The value of an expression, seen as a picture of it.
 
     Knobs: terms, largest (number), operations (of "+-*"), size of the font in pixels. "*" binds more than "+"
     and "-".
@@ -61,13 +69,9 @@ class Arithmetic(Task):
         text = str(numbers[0]) + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:]))
         result = evaluate(numbers, signs)
         key = f"arithmetic/{''.join(sorted(signs))}/{','.join(map(str, sorted(numbers)))}"
-        kind = f"{knobs['terms']} terms"
         picture = render_text(text, size=knobs["size"])
-        return Drawn("what is the result?", picture, text, result, str(result), key, kind)
-
-    def score(self, problem: Problem, answer: str) -> float:
-        """See rewards.number; "3 + 4 = 7" says 7."""
-        return rewards.number(answer, problem.answer, problem.question)
+        category = f"{knobs['terms']} terms"
+        return Drawn("what is the result?", picture, text, result, str(result), key, category)
 
 
 def evaluate(numbers: list[int], signs: list[str]) -> int:
@@ -82,10 +86,10 @@ def evaluate(numbers: list[int], signs: list[str]) -> int:
 
 
 @task("geometry")
-class Geometry(Task):
+class Geometry(NumberTask):
     """Perimeter and area of rectangles, the missing angle of a triangle, the hypotenuse of a right triangle.
 
-    Reward: 1 for the number. Knobs: kinds, largest (side of a rectangle), side of the picture in pixels.
+    Knobs: kinds, largest (side of a rectangle), side of the picture in pixels.
     """
 
     levels = (
@@ -98,90 +102,97 @@ class Geometry(Task):
     def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
         """See Task."""
         kind, side = rng.choice(tuple(knobs["kinds"])), knobs["side"]
-        if kind in ("perimeter", "area", "missing"):
-            a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
-            told, question, answer = self._rectangle(kind, a, b)
-            label = str(b) if kind != "missing" else "x"
-            picture, numbers = draw_rectangle(a, b, str(a), label, side), (a, b)
-            if kind == "missing":
-                pen = ImageDraw.Draw(picture)
-                pen.text((side // 2 - 4, side // 2 - 6), str(a * b), fill=INK, font=font(LABEL), anchor="mm")
-        elif kind == "angle":
+        if kind == "angle":
             a, b = rng.randint(25, 90), rng.randint(25, 90)
-            if not 20 <= 180 - a - b:
+            answer = 180 - a - b
+            if answer < 20:
                 return None
-            told, answer = f"triangle with the angles {a}, {b} and x degrees", 180 - a - b
-            question, numbers = "how large is x?", (a, b)
+            words, question = f"triangle with the angles {a}, {b} and x degrees", "how large is x?"
             picture = draw_triangle(a, b, side)
-        else:
+        elif kind == "hypotenuse":
             a, b, answer = rng.choice(TRIPLES)
             if rng.random() < 0.5:
                 a, b = b, a
-            told = f"right triangle with the legs {a} and {b} and the hypotenuse x"
-            question, numbers = "how long is x?", (a, b)
+            words = f"right triangle with the legs {a} and {b} and the hypotenuse x"
+            question = "how long is x?"
             picture = draw_right_triangle(a, b, side)
-        low, high = sorted(numbers)
+        else:
+            a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
+            words, question, answer = self._rectangle(kind, a, b)
+            inside = str(a * b) if kind == "missing" else ""
+            picture = draw_rectangle(a, b, "x" if inside else str(b), inside, side)
+
+        low, high = sorted((a, b))
         key = f"geometry/{kind}/{low}/{high}"
-        return Drawn(question, picture, told, answer, str(answer), key, kind, {"numbers": numbers})
+        return Drawn(question, picture, words, answer, str(answer), key, kind, {"numbers": (a, b)})
 
     @staticmethod
     def _rectangle(kind: str, a: int, b: int) -> tuple[str, str, int]:
-        told = f"rectangle of width {a} and height {b}"
+        """(words, question, answer)"""
+        words = f"rectangle of width {a} and height {b}"
         if kind == "perimeter":
-            return told, "what is the perimeter?", 2 * (a + b)
+            return words, "what is the perimeter?", 2 * (a + b)
         if kind == "area":
-            return told, "what is the area?", a * b
+            return words, "what is the area?", a * b
         return f"rectangle of width {a}, height x and area {a * b}", "how long is x?", b
 
-    def score(self, problem: Problem, answer: str) -> float:
-        """See rewards.number."""
-        return rewards.number(answer, problem.answer, problem.question)
+
+class Sheet:
+    """A white square to draw a figure and its labels on."""
+
+    def __init__(self, side: int) -> None:
+        self.picture = Image.new("RGB", (side, side), PAPER)
+        self.pen = ImageDraw.Draw(self.picture)
+
+    def write(self, x: float, y: float, text: object, anchor: str, size: int = LABEL) -> None:
+        """A label at a point in pixels; anchor: Pillow's two letters."""
+        self.pen.text((x, y), str(text), fill=INK, font=font(size), anchor=anchor)
+
+    def outline(self, *corners: tuple[float, float]) -> None:
+        """A closed blue line."""
+        self.pen.polygon(corners, outline=COLOURS["blue"], width=2)
 
 
-def _sheet(side: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    picture = Image.new("RGB", (side, side), PAPER)
-    return picture, ImageDraw.Draw(picture)
-
-
-def draw_rectangle(width: float, height: float, below: str, beside: str, side: int) -> Image.Image:
-    """A rectangle to scale with one label under it and one at its right, RGB [side, side]."""
-    picture, pen = _sheet(side)
-    room = side - 24
-    scale = room / max(width, height)
+def draw_rectangle(width: int, height: int, beside: str, inside: str, side: int) -> Image.Image:
+    """A rectangle to scale, its width under it, other labels at its right and inside, RGB [side, side]."""
+    sheet = Sheet(side)
+    scale = (side - 24) / max(width, height)
     right, bottom = 4 + max(6, round(width * scale)), 4 + max(6, round(height * scale))
-    pen.rectangle((4, 4, right, bottom), outline=COLOURS["blue"], width=2)
-    pen.text(((4 + right) // 2, bottom + 3), below, fill=INK, font=font(LABEL), anchor="ma")
-    pen.text((right + 3, (4 + bottom) // 2), beside, fill=INK, font=font(LABEL), anchor="lm")
-    return picture
+    sheet.pen.rectangle((4, 4, right, bottom), outline=COLOURS["blue"], width=2)
+    sheet.write((4 + right) // 2, bottom + 3, width, "ma")
+    sheet.write(right + 3, (4 + bottom) // 2, beside, "lm")
+    sheet.write(side // 2 - 4, side // 2 - 6, inside, "mm")
+    return sheet.picture
 
 
-def draw_triangle(left: float, right: float, side: int) -> Image.Image:
+def draw_triangle(left: int, right: int, side: int) -> Image.Image:
     """A triangle with two angles (degrees) at its base written inside, "x" at the top, RGB [side, side]."""
-    picture, pen = _sheet(side)
-    a, b = tan(radians(left)) if left < 90 else 1e6, tan(radians(right)) if right < 90 else 1e6
+    # The base as wide as the sheet, or as narrow as the height asks for.
+    a, b = (tan(radians(angle)) if angle < 90 else 1e6 for angle in (left, right))
     share, base = b / (a + b), side - 8.0
     height = min(share * base * a, 1e6)
     scale = min(1.0, (side - 20) / height)
     base, height = base * scale, height * scale
+
+    sheet = Sheet(side)
     x0, y0 = (side - base) / 2, side - 5.0
     top = (x0 + share * base, y0 - height)
-    pen.polygon([(x0, y0), (x0 + base, y0), top], outline=COLOURS["blue"], width=2)
-    small = font(9)
-    pen.text((x0 + 9, y0 - 4), str(round(left)), fill=INK, font=small, anchor="ls")
-    pen.text((x0 + base - 9, y0 - 4), str(round(right)), fill=INK, font=small, anchor="rs")
-    pen.text((top[0], top[1] - 2), "x", fill=INK, font=font(LABEL), anchor="ms")
-    return picture
+    sheet.outline((x0, y0), (x0 + base, y0), top)
+    sheet.write(x0 + 9, y0 - 4, left, "ls", 9)
+    sheet.write(x0 + base - 9, y0 - 4, right, "rs", 9)
+    sheet.write(top[0], top[1] - 2, "x", "ms")
+    return sheet.picture
 
 
-def draw_right_triangle(a: float, b: float, side: int) -> Image.Image:
+def draw_right_triangle(a: int, b: int, side: int) -> Image.Image:
     """Legs `a` (along the bottom) and `b` (at the left) to scale with their lengths, "x" at the
     hypotenuse."""
-    picture, pen = _sheet(side)
+    sheet = Sheet(side)
     scale = (side - 36) / max(a, b)
     x0, y0 = 20, side - 16
     right, top = x0 + a * scale, y0 - b * scale
-    pen.polygon([(x0, y0), (right, y0), (x0, top)], outline=COLOURS["blue"], width=2)
-    pen.text(((x0 + right) / 2, y0 + 3), str(round(a)), fill=INK, font=font(LABEL), anchor="ma")
-    pen.text((x0 - 3, (y0 + top) / 2), str(round(b)), fill=INK, font=font(LABEL), anchor="rm")
-    pen.text(((x0 + right) / 2 + 4, (y0 + top) / 2 - 3), "x", fill=INK, font=font(LABEL), anchor="ls")
-    return picture
+    sheet.outline((x0, y0), (right, y0), (x0, top))
+    sheet.write((x0 + right) / 2, y0 + 3, a, "ma")
+    sheet.write(x0 - 3, (y0 + top) / 2, b, "rm")
+    sheet.write((x0 + right) / 2 + 4, (y0 + top) / 2 - 3, "x", "ls")
+    return sheet.picture

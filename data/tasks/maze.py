@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -23,16 +24,33 @@ Cell = tuple[int, int]
 Door = tuple[Cell, Cell]
 """Two neighbours without a wall between them, the smaller first."""
 MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-_LETTERS = {"U": "up", "D": "down", "L": "left", "R": "right"}
+LETTERS = {name[0].upper(): name for name in MOVES}
 _WORDS = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
 _RUN = re.compile(r"(?<![A-Za-z])[UDLR](?:[ ,;>-]{0,3}[UDLR])*(?![A-Za-z])")
 LONGEST = 4
 """A way of more than this many moves for every cell earns nothing."""
 
 
+def step(cell: Cell, move: str) -> Cell:
+    """The cell one move further."""
+    return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
+
+
+def door(a: Cell, b: Cell) -> Door:
+    """The door between two neighbours."""
+    return (a, b) if a < b else (b, a)
+
+
+def neighbours(cell: Cell, rows: int, columns: int) -> list[Cell]:
+    """Cells that share a side, inside the maze."""
+    around = [step(cell, move) for move in MOVES]
+    return [(r, c) for r, c in around if 0 <= r < rows and 0 <= c < columns]
+
+
 def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[Door]:
     """Doors of a maze in which every cell can be reached; `extra` is the share of the other walls that is
     opened."""
+    # A walk without plan that goes back where it is stuck: it ends when every cell has been seen.
     start = (rng.randrange(rows), rng.randrange(columns))
     seen, path, doors = {start}, [start], set()
     while path:
@@ -45,41 +63,21 @@ def carve(rng: Random, rows: int, columns: int, extra: float) -> frozenset[Door]
         doors.add(door(here, there))
         seen.add(there)
         path.append(there)
-    walls = sorted(
-        {
-            door(a, b)
-            for r in range(rows)
-            for c in range(columns)
-            for a in [(r, c)]
-            for b in neighbours(a, rows, columns)
-        }
-        - doors
-    )
-    return frozenset(doors | set(rng.sample(walls, round(extra * len(walls)))))
 
-
-def neighbours(cell: Cell, rows: int, columns: int) -> list[Cell]:
-    """Cells that share a side, inside the maze."""
-    around = [(cell[0] + dr, cell[1] + dc) for dr, dc in MOVES.values()]
-    return [(r, c) for r, c in around if 0 <= r < rows and 0 <= c < columns]
-
-
-def door(a: Cell, b: Cell) -> Door:
-    """The door between two neighbours."""
-    return (a, b) if a < b else (b, a)
+    walls = set()
+    for cell in product(range(rows), range(columns)):
+        walls |= {door(cell, other) for other in neighbours(cell, rows, columns)}
+    closed = sorted(walls - doors)
+    return frozenset(doors | set(rng.sample(closed, round(extra * len(closed)))))
 
 
 def distances(doors: frozenset[Door], goal: Cell) -> dict[Cell, int]:
     """Fewest moves from every cell to the goal, breadth first."""
-    links: dict[Cell, list[Cell]] = {}
-    for a, b in doors:
-        links.setdefault(a, []).append(b)
-        links.setdefault(b, []).append(a)
     found, line = {goal: 0}, deque([goal])
     while line:
         here = line.popleft()
-        for there in links.get(here, ()):
-            if there not in found:
+        for there in (step(here, move) for move in MOVES):
+            if there not in found and door(here, there) in doors:
                 found[there] = found[here] + 1
                 line.append(there)
     return found
@@ -91,10 +89,9 @@ def walk(doors: frozenset[Door], start: Cell, goal: Cell, moves: Sequence[str]) 
     for move in moves:
         if here == goal:
             break
-        there = (here[0] + MOVES[move][0], here[1] + MOVES[move][1])
-        if door(here, there) not in doors:
+        if door(here, step(here, move)) not in doors:
             return here, False
-        here = there
+        here = step(here, move)
     return here, True
 
 
@@ -102,10 +99,10 @@ def shortest(doors: frozenset[Door], start: Cell, goal: Cell) -> list[str]:
     """One shortest way as moves, the first in the order up, down, left, right where there are several."""
     left, here, moves = distances(doors, goal), start, []
     while here != goal:
-        for name, (dr, dc) in MOVES.items():
-            there = (here[0] + dr, here[1] + dc)
+        for move in MOVES:
+            there = step(here, move)
             if door(here, there) in doors and left[there] == left[here] - 1:
-                moves.append(name)
+                moves.append(move)
                 here = there
                 break
     return moves
@@ -114,17 +111,16 @@ def shortest(doors: frozenset[Door], start: Cell, goal: Cell) -> list[str]:
 def canonical(doors: frozenset[Door], rows: int, columns: int) -> str:
     """One name for a maze and its seven turned and mirrored forms."""
     names = []
-    for turned in (False, True):
-        for flip_r in (False, True):
-            for flip_c in (False, True):
+    for turned, flip_rows, flip_columns in product((False, True), repeat=3):
 
-                def moved(cell: Cell, t: bool = turned, fr: bool = flip_r, fc: bool = flip_c) -> Cell:
-                    r, c = (rows - 1 - cell[0] if fr else cell[0]), (columns - 1 - cell[1] if fc else cell[1])
-                    return (c, r) if t else (r, c)
+        def moved(cell: Cell, form: tuple[bool, bool, bool] = (turned, flip_rows, flip_columns)) -> Cell:
+            r, c = cell
+            r, c = (rows - 1 - r if form[1] else r), (columns - 1 - c if form[2] else c)
+            return (c, r) if form[0] else (r, c)
 
-                size = f"{columns}x{rows}" if turned else f"{rows}x{columns}"
-                listed = sorted(door(moved(a), moved(b)) for a, b in doors)
-                names.append(size + "/" + ";".join(f"{a[0]},{a[1]}-{b[0]},{b[1]}" for a, b in listed))
+        size = f"{columns}x{rows}" if turned else f"{rows}x{columns}"
+        listed = sorted(door(moved(a), moved(b)) for a, b in doors)
+        names.append(size + "/" + ";".join(f"{a[0]},{a[1]}-{b[0]},{b[1]}" for a, b in listed))
     return min(names)
 
 
@@ -134,27 +130,25 @@ def draw_maze(
     """The picture, RGB: black walls, a green start, a red goal; cells of `side` pixels."""
     picture = Image.new("RGB", (columns * side + 2, rows * side + 2), (255, 255, 255))
     pen = ImageDraw.Draw(picture)
+    inset = max(2, side // 4)
     for (r, c), colour in ((start, "green"), (goal, "red")):
-        inset = max(2, side // 4)
-        x, y = c * side + 1, r * side + 1
-        pen.rectangle(
-            (x + inset, y + inset, x + side - 1 - inset, y + side - 1 - inset), fill=COLOURS[colour]
-        )
-    for r in range(rows + 1):
-        for c in range(columns):
-            if r in (0, rows) or door((r - 1, c), (r, c)) not in doors:
-                pen.rectangle((c * side, r * side, (c + 1) * side + 1, r * side + 1), fill=COLOURS["black"])
-    for r in range(rows):
-        for c in range(columns + 1):
-            if c in (0, columns) or door((r, c - 1), (r, c)) not in doors:
-                pen.rectangle((c * side, r * side, c * side + 1, (r + 1) * side + 1), fill=COLOURS["black"])
+        x, y, far = c * side + 1 + inset, r * side + 1 + inset, side - 2 * inset - 2
+        pen.rectangle((x, y, x + far + 1, y + far + 1), fill=COLOURS[colour])
+
+    # A wall above and at the left of every cell without a door there, and around the whole.
+    for r, c in product(range(rows + 1), range(columns + 1)):
+        x, y = c * side, r * side
+        if c < columns and door((r - 1, c), (r, c)) not in doors:
+            pen.rectangle((x, y, x + side + 1, y + 1), fill=COLOURS["black"])
+        if r < rows and door((r, c - 1), (r, c)) not in doors:
+            pen.rectangle((x, y, x + 1, y + side + 1), fill=COLOURS["black"])
     return picture
 
 
 def ends_with_a_move(text: str) -> bool:
     """Whether nothing follows the last move but punctuation."""
     last = (re.findall(r"\w+", text) or [""])[-1]
-    return last.lower() in MOVES or (bool(last) and set(last) <= set(_LETTERS))
+    return last.lower() in MOVES or (bool(last) and set(last) <= set(LETTERS))
 
 
 def parse_moves(text: str) -> list[str]:
@@ -164,7 +158,7 @@ def parse_moves(text: str) -> list[str]:
     words = [word.lower() for word in _WORDS.findall(text)]
     if words:
         return words
-    runs = [[_LETTERS[letter] for letter in run if letter in _LETTERS] for run in _RUN.findall(text)]
+    runs = [[LETTERS[letter] for letter in run if letter in LETTERS] for run in _RUN.findall(text)]
     return max(runs, key=len, default=[])
 
 
@@ -192,21 +186,23 @@ class Maze(Task):
         key = f"maze/{canonical(doors, rows, columns)}"
         if self.heldout(key) != heldout:
             return None
-        cells = [(r, c) for r in range(rows) for c in range(columns)]
+        cells = list(product(range(rows), range(columns)))
         start, goal = rng.sample(cells, 2)
         way = shortest(doors, start, goal)
         if len(way) < knobs["least"]:
             return None
+
         lines = [f"maze of {rows} rows and {columns} columns"]
-        for r, c in cells:
-            ways = [name for name, (dr, dc) in MOVES.items() if door((r, c), (r + dr, c + dc)) in doors]
-            lines.append(f"row {r + 1}, column {c + 1}: open {', '.join(ways)}")
-        lines.append(f"green start at row {start[0] + 1}, column {start[1] + 1}")
-        lines.append(f"red goal at row {goal[0] + 1}, column {goal[1] + 1}")
+        for cell in cells:
+            ways = [move for move in MOVES if door(cell, step(cell, move)) in doors]
+            lines.append(f"row {cell[0] + 1}, column {cell[1] + 1}: open {', '.join(ways)}")
+        for name, (r, c) in (("green start", start), ("red goal", goal)):
+            lines.append(f"{name} at row {r + 1}, column {c + 1}")
+
         picture = draw_maze(doors, rows, columns, start, goal, knobs["side"])
         meta = {"doors": doors, "start": start, "goal": goal, "rows": rows, "columns": columns}
-        question = "which moves lead from green to red?"
-        return Drawn(question, picture, "\n".join(lines), way, " ".join(way), key, f"{rows}x{columns}", meta)
+        question, category = "which moves lead from green to red?", f"{rows}x{columns}"
+        return Drawn(question, picture, "\n".join(lines), way, " ".join(way), key, category, meta)
 
     def score(self, problem: Problem, answer: str) -> float:
         """See the class."""
