@@ -5,9 +5,9 @@
 Every token of a document is paid for once; a document longer than the model's window starts again from the model's
 beginning token there, so no context crosses windows or documents. The number is comparable between tokenizers.
 
-    --data FILE.txt | FILE.jsonl (field text) | FOLDER of such | SHARDS of texts; without --data the held-out
-    topics of the Python manual that the recipes keep out of training. Data with a picture or video is refused:
-    the task `heldout` measures it.
+    --data a file of text, or anything that `earlyfusion prepare` reads (.jsonl, a folder of texts, shards, ...);
+    without --data the held-out topics of the Python manual that the recipes keep out of training. A sample with
+    a picture or video is refused: the task `heldout` measures it.
 
 Compressors: gzip -9 and xz (preset 9 extreme) on all documents in one stream, each closed by one zero byte,
 and gzip -9 on each document by itself (the fair rival of a model without context across documents).
@@ -23,18 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.formats.group import PICTURES, VIDEOS, ending
-from earlyfusion.data.prepare.rows import MEDIA_FIELDS
-from earlyfusion.data.row_files import read_rows
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.prepare.inputs import InputOptions
 from earlyfusion.data.sample import Text
-from earlyfusion.data.shards.fetch import TAR_ENDS
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.eval.benchmarks.base import BaseTask, data_files, need, rows_hash, spread, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, rows_hash, spread, summarize
+from earlyfusion.eval.benchmarks.heldout import All
 from earlyfusion.eval.protocol import EvalError, Question, Record, RollingRequest, TaskOptions
 from earlyfusion.eval.registry import benchmark
 
 Document = tuple[str, str]
 """(id, text)"""
+ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".zst", ".tar")
+"""Endings of files that hold samples; any other file is one document."""
 
 
 def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
@@ -85,11 +86,25 @@ class BitsPerByte(BaseTask):
             source = build_source(config.sources[0], seed=config.seed, val_fraction=config.val_fraction)
             return [(f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples()]
         path = self.data_path()
-        if _is_shards(path):
-            return _shard_texts(path)
-        _refuse_pictures(path)
-        files = data_files(path, "*.jsonl", "*.txt", "**/*.txt")
-        return [document for file in files for document in _texts(file)]
+        if path.is_file() and not path.name.endswith(ROWS):
+            return [(path.name, _plain(path))]
+
+        # Whatever `prepare` reads, as long as every sample is text alone.
+        samples = All(str(path), "auto", InputOptions())
+        found = []
+        for number in range(len(samples)):
+            key = samples.key(number)
+            try:
+                sample = samples.read(number)
+            except DataError as error:  # a number that leaves documents out would be another measure
+                raise EvalError(f"{self.name}: {path.name}, sample {key}: {error}") from None
+            if not all(isinstance(segment, Text) for segment in sample.segments):
+                raise EvalError(
+                    f"{self.name}: {path}: sample {key} holds a picture, video or regions, and this task"
+                    " measures text alone; --tasks heldout measures both"
+                )
+            found.append((key, sample.text))
+        return found
 
     def data_hash(self) -> str:
         """sha256 over ids and texts."""
@@ -133,52 +148,8 @@ class BitsPerByte(BaseTask):
         }
 
 
-def _texts(file: Path) -> list[Document]:
-    if file.suffix != ".jsonl":
-        try:
-            return [(file.name, file.read_text(encoding="utf-8"))]
-        except UnicodeDecodeError:
-            raise EvalError(f"{file}: not UTF-8 text") from None
-
-    found = []
-    for number, row in enumerate(read_rows(file), 1):
-        for key in MEDIA_FIELDS & row.keys():
-            values = row[key] if isinstance(row[key], list) else [row[key]]
-            if any(ending(str(value)) in (*PICTURES, *VIDEOS) for value in values):
-                raise _pictured(f"{file}:{number}: its field {key!r} names a picture or video")
-        found.append((f"{file.name}:{number}", str(need(row, "text", f"{file}:{number}"))))
-    return found
-
-
-def _pictured(what: str) -> EvalError:
-    return EvalError(
-        f"bits_per_byte: {what}, and this task measures text alone; --tasks heldout measures both"
-    )
-
-
-def _is_shards(path: Path) -> bool:
-    files = [path] if path.is_file() else path.iterdir()
-    return any(file.name.endswith(TAR_ENDS) for file in files)
-
-
-def _shard_texts(path: Path) -> list[Document]:
-    """Every sample of shards, which must be text alone."""
-    source = build_source(SourceConfig(name="text", kind="webdataset", path=str(path)), val_fraction=0.0)
-    found = []
-    for index in range(len(source)):
-        sample = source.get(index, 0)
-        if not all(isinstance(segment, Text) for segment in sample.segments):
-            raise _pictured(f"{path}: sample {sample.key} holds a picture, video or regions")
-        found.append((sample.key, sample.text))
-    return found
-
-
-def _refuse_pictures(path: Path) -> None:
-    """Raises EvalError for a folder with pictures or videos among its files."""
-    if not path.is_dir():
-        return
-    media = [file for file in path.rglob("*") if ending(file.name) in (*PICTURES, *VIDEOS)]
-    if media:
-        raise _pictured(
-            f"{path} holds {len(media)} pictures or videos ({min(media).relative_to(path)} is one)"
-        )
+def _plain(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise EvalError(f"{file}: not UTF-8 text") from None
