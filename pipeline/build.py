@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from earlyfusion.data.loading.pack import PackedBatch
@@ -167,7 +168,7 @@ def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def write_recipe(out: Path, config: RunConfig) -> None:
+def write_recipe(out: Path, config: BaseModel) -> None:
     """recipe.toml (resolved) and versions.json of the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "recipe.toml", to_toml(absolute_paths(dump(config))))

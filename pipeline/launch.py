@@ -10,7 +10,7 @@ from typing import Any
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.arguments import RecipeArguments, remember
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.pipeline.plan import banner, show_brief
+from earlyfusion.pipeline.plan import show_brief
 from earlyfusion.pipeline.runtime import check_launcher, tie_to_launcher
 from earlyfusion.pipeline.track import check_trackers
 
@@ -40,8 +40,6 @@ def launch(
     try:
         if training.runtime.is_main:
             remember(config.run.directory, parsed)
-        if (tracker := getattr(training, "tracker", None)) is not None:
-            tracker.say(banner(training))
         return training.train()
     finally:
         training.close()

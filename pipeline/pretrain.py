@@ -39,6 +39,7 @@ from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.meter import Meter
 from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
+from earlyfusion.pipeline.plan import banner
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.stage_data import StageLoaders
@@ -127,6 +128,7 @@ class Pretraining:
     def train(self) -> int:
         """All steps that are left, then the last evaluation, the model directory and the report."""
         config, runtime = self.config, self.runtime
+        self.tracker.say(banner(self))
         self.meter.restart_clock()
         while self.step < self.total:
             index = self.stages.index(self.step)

@@ -13,6 +13,7 @@ list: one entry for each task, level of difficulty and form of the prompt.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
@@ -28,6 +29,8 @@ from pydantic import (
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.tasks.registry import TASKS
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline.config.schema import (
     CheckpointSection,
     GuardSection,
@@ -37,22 +40,24 @@ from earlyfusion.pipeline.config.schema import (
     Section,
     TrackSection,
 )
-from earlyfusion.rl.config import (
-    CorrectionConfig,
-    CurriculumConfig,
-    LengthRewardConfig,
-    ObjectiveConfig,
-    OverlongConfig,
-    PtxConfig,
-    RepeatConfig,
-    StaleConfig,
-    TemperatureConfig,
-    ToggleConfig,
-    check_together,
-)
+from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig
+from earlyfusion.rl.objectives.length import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
+from earlyfusion.rl.objectives.losses import ObjectiveConfig
+from earlyfusion.rl.rollouts.curriculum import CurriculumConfig, TemperatureConfig
 
 SHORTEST_CALL = 32
 """Tokens of the shortest call of a tool, markup included, and its end."""
+
+
+def start_directory(config: RLConfig) -> Path:
+    """The model directory a run starts from. Raises UserError when run.init_from names none or an unknown
+    one."""
+    if config.run.init_from is None:
+        raise UserError(
+            "reinforcement learning needs a model to start from: --init-from DIR, or --init-from"
+            " embedded:skills"
+        )
+    return model_folder(config.run.init_from)
 
 
 class TaskEntry(Section):
@@ -81,8 +86,6 @@ class TaskEntry(Section):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from earlyfusion.kernels.errors import did_you_mean
-
         if name not in TASKS:
             raise ValueError(f"unknown task {name!r}; {did_you_mean(name, TASKS)}")
         return name
@@ -122,15 +125,13 @@ class RolloutSection(Section):
     """
     token_cap: PositiveInt | None = None
     """Partial rollout (k1.5): a prompt whose unfinished answers have each written this many tokens in this
-    iteration is put aside and goes on in the next; "null": off."""
+    iteration is paused and goes on in the next; "null": off."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out and counted, never cut: a cut could go through a picture. "null": no limit.
     """
     fraction: float = Field(1.0, gt=0, le=1)
     """Partial rollout (K3): an iteration ends when this share (lambda) of a process's answers is finished;
     groups that are complete are trained, the others go on first in the next one."""
-    resume: Literal["keep", "reprefill"] = "keep"
-    """How an unfinished answer goes on under newer weights: from its state, or by reading its text again."""
     replay_routing: bool = True
     """Train with the experts that the engine chose (routing replay, R3), where the model has any."""
     dtype: Literal["same", "bfloat16"] = "same"
@@ -144,13 +145,6 @@ class RolloutSection(Section):
     tool_timeout_s: PositiveFloat = 5.0
     """Seconds of CPU time after which a program is stopped; by the clock, which a busy machine slows, twice
     as many."""
-    tool_memory_mb: PositiveFloat = 256.0
-    """Memory of a program beyond that of an idle interpreter."""
-    tool_workers: PositiveInt = 2
-    """Programs that run at a time, by one process."""
-    prefetch: bool = True
-    """Make the next iteration's prompts in a thread while this one trains; the same prompts either way. Not
-    in partial rollout, where an iteration's share is known only when it begins."""
     resample: NonNegativeInt = 0
     """Dynamic sampling (DAPO): most times that prompts whose answers all earn the same are replaced by new
     ones."""
@@ -213,15 +207,15 @@ class TrainSection(Section):
     """torch CPU threads; "null" keeps torch's choice."""
     frozen: list[str] = []
     """What is not trained: vision, text, projector, or fnmatch patterns of parameter names."""
-    balance_experts: bool = False
-    """Go on moving the router biases by the load."""
     warmup_updates: NonNegativeInt = 0
     """Updates of linear rise of the learning rate."""
     final_lr_ratio: float = Field(1.0, ge=0, le=1)
     """Learning rate of the last update as a share of the first, falling linearly."""
 
 
-class PtxSection(PtxConfig):
+class PtxSection(Section):
+    coef: NonNegativeFloat = 0.0
+    """Weight of the language-model loss on curated data, which is divided by its own tokens."""
     tokens: PositiveInt = 2048
     """Tokens of curated data beside each update."""
     length: PositiveInt = 512
@@ -274,7 +268,7 @@ class RLConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     toggle: ToggleConfig = ToggleConfig()
     repeat: RepeatConfig | None = None
-    """Penalty for answers that run in circles; they are also ended early. Not given: off."""
+    """Penalty for repetitions; they are also ended early. Not given: off."""
     temperature: TemperatureConfig = TemperatureConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     ptx: PtxSection = PtxSection()
@@ -291,53 +285,63 @@ class RLConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
-        check_together(self.objective, self.correction)
+        rollout, train, ptx = self.rollout, self.train, self.ptx
+        object.__setattr__(self, "overlong", self.overlong.within(rollout.max_new_tokens))
+
+        # Tasks, and tools among them.
         labels = [entry.label for entry in self.tasks]
         if len(set(labels)) != len(labels):
-            raise ValueError(
-                f"tasks: two entries are the same: {max(labels, key=labels.count)}; add up their weights"
-            )
+            twice = max(labels, key=labels.count)
+            raise ValueError(f"tasks: two entries are the same: {twice}; add up their weights")
         if not any(entry.weight for entry in self.tasks):
             raise ValueError("tasks: every weight is 0; give at least one a positive weight")
-        if (self.ptx.coef or self.ptx.only) and self.data is None:
-            raise ValueError("ptx.coef is above 0 but there is no [[data.sources]] to take documents from")
-        if self.ptx.length > self.ptx.tokens:
-            raise ValueError(f"ptx.length {self.ptx.length} is more than ptx.tokens {self.ptx.tokens}")
-        if self.rollout.group_size == 1 and self.objective.baseline != "none" and not self.ptx.only:
-            raise ValueError(
-                "rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none"
-            )
-        object.__setattr__(self, "overlong", self.overlong.within(self.rollout.max_new_tokens))
-        self._check_silent()
         if self.has_tools and self.partial:
             raise ValueError(
                 "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction,"
                 " or tools"
             )
-        if self.has_tools and self.rollout.max_new_tokens < SHORTEST_CALL:
+        if self.has_tools and rollout.max_new_tokens < SHORTEST_CALL:
             raise ValueError(
-                f"tasks with tools and rollout.max_new_tokens {self.rollout.max_new_tokens}: a call alone"
-                f" takes {SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
+                f"tasks with tools and rollout.max_new_tokens {rollout.max_new_tokens}: a call alone takes"
+                f" {SHORTEST_CALL} tokens and more; programs of the SFT recipes take up to 400"
             )
-        if self.train.minibatches > self.rollout.prompts:
+
+        # Groups and minibatches that leave something to learn from.
+        if rollout.group_size == 1 and self.objective.baseline != "none" and not ptx.only:
             raise ValueError(
-                f"train.minibatches {self.train.minibatches} is more than rollout.prompts"
-                f" {self.rollout.prompts}"
+                "rollout.group_size = 1: a group of one has no advantage; use 2 or more, or baseline none"
             )
+        if train.minibatches > rollout.prompts:
+            raise ValueError(
+                f"train.minibatches {train.minibatches} is more than rollout.prompts {rollout.prompts}"
+            )
+
+        # Curated documents.
+        if (ptx.coef or ptx.only) and self.data is None:
+            raise ValueError("ptx.coef is above 0 but there is no [[data.sources]] to take documents from")
+        if ptx.length > ptx.tokens:
+            raise ValueError(f"ptx.length {ptx.length} is more than ptx.tokens {ptx.tokens}")
+        self._check_silent()
         return self
 
     def _check_silent(self) -> None:
         """ValueError for settings that would do nothing, or another thing than they say."""
-        rollout, train = self.rollout, self.train
+        rollout, train, objective = self.rollout, self.train, self.objective
+        correction = self.correction
+        if correction.mode != "none" and correction.level == "token" and objective.ratio != "token":
+            raise ValueError(
+                f"correction.level='token' does not fit objective {objective.name!r}, which has one ratio for"
+                " each answer; set correction.level to 'sequence' or 'geometric'"
+            )
         own = "train.old_policy 'trainer'" if train.old_policy == "trainer" else ""
         if rollout.top_p < 1 or rollout.min_p > 0:
             own = f"rollout.top_p {rollout.top_p:g}, min_p {rollout.min_p:g}"
-        if own and self.partial and self.correction.mode == "none":
+        if own and self.partial and correction.mode == "none":
             raise ValueError(
                 f"{own} in partial rollouts: pi_old is then the trainer's own, and tokens of older weights"
                 " would count as drawn by it; set correction.mode (tis, mis or reject)"
             )
-        if self.objective.reset_optimizer and train.epochs * train.minibatches == 1 and not self.ptx.only:
+        if objective.reset_optimizer and train.epochs * train.minibatches == 1 and not self.ptx.only:
             raise ValueError(
                 "objective.reset_optimizer with one update in an iteration: the first step of an optimizer"
                 " without memory goes by the gradient's sign alone; set train.epochs or train.minibatches"
@@ -361,10 +365,10 @@ class RLConfig(Section):
 
     @property
     def longest_answer(self) -> int:
-        """Most tokens behind a prompt, with what tools say."""
+        """Most tokens behind a prompt, with the outputs of tools."""
         rollout = self.rollout
-        said = rollout.tool_turns * rollout.tool_output_tokens if self.has_tools else 0
-        return rollout.max_new_tokens + said
+        of_tools = rollout.tool_turns * rollout.tool_output_tokens if self.has_tools else 0
+        return rollout.max_new_tokens + of_tools
 
     @property
     def watched(self) -> bool:

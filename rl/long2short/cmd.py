@@ -206,7 +206,7 @@ def run_shortest(options: argparse.Namespace) -> int:
     from earlyfusion.pipeline.runtime import Runtime
     from earlyfusion.rl.long2short.samples import Sampler, Stopped, refuse_taken
     from earlyfusion.rl.long2short.shortest import write_documents
-    from earlyfusion.rl.parts import start_directory
+    from earlyfusion.rl.recipe import start_directory
 
     config = recipe_of(options)
     folder, out = start_directory(config), Path(options.out)

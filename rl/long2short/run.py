@@ -41,8 +41,7 @@ from earlyfusion.rl.long2short.dpo import (
 from earlyfusion.rl.long2short.heldout import Held, compared, fallen, look, read_held, table, write_held
 from earlyfusion.rl.long2short.report import write_report
 from earlyfusion.rl.long2short.samples import FILE, Answered, Sampler, Stopped
-from earlyfusion.rl.parts import start_directory
-from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.recipe import RLConfig, start_directory
 
 WIDTH = 100
 """Columns of the table where nothing says how many there are."""
@@ -109,7 +108,7 @@ class DpoRun:
         )
         if self.runtime.is_main:
             write_pairs(self.out / "pairs.jsonl", answered, pairs)
-            build.write_recipe(self.out, self.config)  # type: ignore[arg-type]
+            build.write_recipe(self.out, self.config)
         self.teacher = PreferenceLearner(
             self.learner, answered, pairs, self.options, self.config.train.row_tokens
         )

@@ -33,11 +33,11 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.compose import dump
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rewards import Rewards
-from earlyfusion.rl.rollouts.collect import Asked
+from earlyfusion.rl.rollouts.collect import Group
+from earlyfusion.rl.rollouts.curriculum import temperature
 from earlyfusion.rl.rollouts.experience import build_rewards, score
 from earlyfusion.rl.rollouts.packing import Trajectory, rollout
-from earlyfusion.rl.rollouts.prompts import Ask, PromptBook
-from earlyfusion.rl.rollouts.sampling import temperature
+from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 FILE = "samples.jsonl"
 PART = 64
@@ -68,7 +68,7 @@ class Answer:
 class Answered:
     """A training problem of entry `label` with its sampled answers."""
 
-    ask: Ask
+    asked: Prompt
     label: str
     problem: Problem
     prompt: Encoded
@@ -128,9 +128,9 @@ class Sampler:
         self.config, self.model, self.tokenizer = config, model, tokenizer
         self.path = out / FILE
         self.settings = settings_of(config, folder, tokenizer, problems)
-        self.book = PromptBook(config, tokenizer, model.config.vision)
-        self.rewards: Rewards = build_rewards(config.reward, self.book.tasks, config.run.seed)
-        self.asks = self.book.draw(problems, 0)
+        self.prompts = PromptPool(config, tokenizer, model.config.vision)
+        self.rewards: Rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
+        self.asked = self.prompts.draw(problems, 0)
 
     def gather(self, console: Console, stop: Callable[[], bool] = lambda: False) -> list[Answered]:
         """All answers, sampled as far as the file does not hold them. Raises Stopped when `stop()` turns
@@ -138,30 +138,30 @@ class Sampler:
         lines = self._known()
         columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=len(self.asks), completed=len(lines))
-            engine = self._engine() if len(lines) < len(self.asks) else None
-            while len(lines) < len(self.asks):
+            bar = progress.add_task("", total=len(self.asked), completed=len(lines))
+            engine = self._engine() if len(lines) < len(self.asked) else None
+            while len(lines) < len(self.asked):
                 if stop():
-                    raise Stopped(f"{len(lines)} of {len(self.asks)} problems are answered")
+                    raise Stopped(f"{len(lines)} of {len(self.asked)} problems are answered")
                 assert engine is not None
                 lines += self._part(engine, len(lines))
                 progress.update(bar, completed=len(lines))
                 if not console.is_terminal:
-                    console.print(f"answers: {len(lines)}/{len(self.asks)} problems", markup=False)
+                    console.print(f"answers: {len(lines)}/{len(self.asked)} problems", markup=False)
         return self.read(lines)
 
     def read(self, lines: Sequence[dict[str, Any]] | None = None) -> list[Answered]:
         """The answers of the file (or of its lines)."""
         found = []
         for line in self._known() if lines is None else lines:
-            ask = Ask(*line["ask"])
-            problem, prompt = self.book.prompt(ask)
+            asked = self.prompts.prompt(*line["ask"])
+            problem, prompt = asked.problem, asked.encoded
             right = [solved(problem.task, self.rewards.span.share(a["score"])) for a in line["answers"]]
             answers = [
                 Answer(tuple(a["ids"]), a["text"], a["finish"], a["score"], well)
                 for a, well in zip(line["answers"], right)
             ]
-            found.append(Answered(ask, self.config.tasks[ask.entry].label, problem, prompt, answers))
+            found.append(Answered(asked, self.config.tasks[asked.entry].label, problem, prompt, answers))
         return found
 
     def _known(self) -> list[dict[str, Any]]:
@@ -174,24 +174,24 @@ class Sampler:
             records = [json.loads(line) for line in whole.splitlines()]
             old = records[0]["settings"] if records else self.settings
             lines = records[1:]
-            asked = [Ask(*line["ask"]) for line in lines]
+            asked = [self.prompts.prompt(*line["ask"]) for line in lines]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self.path}: not a file of samples; remove it, or name another --out") from None
-        if old != self.settings or asked != self.asks[: len(asked)]:
+        if old != self.settings or asked != self.asked[: len(asked)]:
             odd = [key for key in self.settings if old.get(key) != self.settings[key]] or ["prompts"]
             raise UserError(
                 f"{self.path} was sampled with other settings ({', '.join(odd)} differ); put them back, or"
                 " name another --out"
             )
         # A part is sampled again whole: the noise of a sample is keyed by its place in the part.
-        kept = len(lines) if len(lines) == len(self.asks) else len(lines) // PART * PART
+        kept = len(lines) if len(lines) == len(self.asked) else len(lines) // PART * PART
         if len(whole) < len(raw) or kept < len(lines):
             write_atomic(self.path, b"".join(whole.splitlines(keepends=True)[: 1 + kept]))
         return lines[:kept]
 
     def _engine(self) -> Engine:
         rollout_, n = self.config.rollout, self.config.rollout.group_size
-        longest = max(len(self.book.prompt(ask)[1].ids) for ask in self.asks)
+        longest = max(len(prompt.encoded.ids) for prompt in self.asked)
         pages = -(-(longest + rollout_.max_new_tokens) // PAGE) + 1
         slots = max(n, min(rollout_.slots, PART * n))
         return Engine(
@@ -207,7 +207,7 @@ class Sampler:
 
     def _part(self, engine: Engine, start: int) -> list[dict[str, Any]]:
         """Sample, judge and write the next part."""
-        rollout_, asks = self.config.rollout, self.asks[start : start + PART]
+        rollout_, asked = self.config.rollout, self.asked[start : start + PART]
         params = SamplingParams(
             rollout_.max_new_tokens,
             temperature(self.config.temperature, 0),
@@ -215,15 +215,14 @@ class Sampler:
             rollout_.min_p,
             seed=self.config.run.seed,
         )
-        known = [self.book.prompt(ask) for ask in asks]
         made = rollout(
             engine,
-            [prompt for _, prompt in known],
+            [prompt.encoded for prompt in asked],
             group_size=rollout_.group_size,
             params=params,
             name=f"long2short/{start}",
         )
-        groups = [Asked(ask, problem, answers) for ask, (problem, _), answers in zip(asks, known, made)]
+        groups = [Group(prompt, answers) for prompt, answers in zip(asked, made)]
         scored = iter(score(self.rewards, groups))
         lines: list[dict[str, Any]] = []
         for group in groups:
@@ -232,7 +231,7 @@ class Sampler:
                 | {"score": next(scored).value}
                 for t in group.trajectories
             ]
-            lines.append({"ask": list(group.ask), "key": group.problem.key, "answers": answers})
+            lines.append({"ask": group.prompt.ids, "key": group.problem.key, "answers": answers})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not self.path.is_file() or not self.path.stat().st_size
         with self.path.open("a", encoding="utf-8") as file:

@@ -67,7 +67,7 @@ def write_documents(
         )
     rows, sizes = [], []
     for g, i in sorted(best.items()):
-        row = _row(answered[g], entries[answered[g].ask.entry], i, g, out)
+        row = _row(answered[g], entries[answered[g].asked.entry], i, g, out)
         rows.append(row)
         sizes.append(_read_back(row, g, answered[g].prompt.ids, tokenizer, vision, out))
     write_text(out / "train.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -32,10 +32,8 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import evaluating
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
-from earlyfusion.rl.rollouts.prompts import encode_prompt
-from earlyfusion.rl.rollouts.tool_desk import ToolDesk
-from earlyfusion.rl.rollouts.tool_prompts import tool_files
-from earlyfusion.rl.rollouts.tools import ToolRollouts
+from earlyfusion.rl.rollouts.prompts import encode_prompt, tool_files
+from earlyfusion.rl.rollouts.tools import ToolRollouts, ToolRunner
 
 PAGE = 16
 
@@ -72,22 +70,22 @@ def measure_tools(
     if not questions:
         return []
 
-    desk = ToolDesk(rollout, allow_weaker)
+    runner = ToolRunner(rollout, allow_weaker)
     try:
         with evaluating(model):
             longer = rollout.model_copy(update={"max_new_tokens": LONGER * limit})
             params = SamplingParams(longer.max_new_tokens, 0.0, logprobs=True)
-            greedy = play(model, tokenizer, questions, longer, desk, params, slots)
+            greedy = play(model, tokenizer, questions, longer, runner, params, slots)
             drawn: list[list[Trajectory]] = [[] for _ in questions]
             if samples:
                 params = SamplingParams(limit, temperature, logprobs=True, n=samples)
-                drawn = play(model, tokenizer, questions, rollout, desk, params, max(slots, samples))
+                drawn = play(model, tokenizer, questions, rollout, runner, params, max(slots, samples))
             return [
-                _record(model, question, answers[0], more, limit, desk.weaker)
+                _record(model, question, answers[0], more, limit, runner.weaker)
                 for question, answers, more in zip(questions, greedy, drawn)
             ]
     finally:
-        desk.close()
+        runner.close()
 
 
 def play(
@@ -95,7 +93,7 @@ def play(
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     rollout: RolloutSection,
-    desk: ToolDesk,
+    runner: ToolRunner,
     params: SamplingParams,
     slots: int,
 ) -> list[list[Trajectory]]:
@@ -111,7 +109,7 @@ def play(
         prefill_chunk=rollout.prefill_chunk,
         max_waiting=(params.n + 1) * len(questions),
     )
-    tools = ToolRollouts(rollout, desk, tokenizer, model.config.vision, params, replay=False)
+    tools = ToolRollouts(rollout, runner, tokenizer, model.config.vision, params, replay=False)
     names = [f"{question.label}|{question.problem.key}" for question in questions]
     for name, question in zip(names, questions):
         tools.open(name, question.prompt, tool_files(question.problem, question.entry.form))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.config import ObjectiveConfig
+from earlyfusion.rl.objectives.losses import ObjectiveConfig
 from earlyfusion.rl.objectives.sequences import Groups, group, wide
 
 STD_EPS = 1e-6  # rewards differ by far more, or not at all: groups of equal rewards are set to 0 before

@@ -12,15 +12,48 @@ Legend: T packed tokens, N responses.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments, check_packed
-from earlyfusion.rl.config import CorrectionConfig, StaleConfig
+from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.objectives.sequences import only, sequence_sums, spread, token_mask, wide
+
+
+class CorrectionConfig(Section):
+    """Importance weights for the gap between the engine that sampled and the trainer's own old policy."""
+
+    mode: Literal["none", "tis", "mis", "reject"] = "none"
+    """tis: weight cut off at `high`; mis: weight inside [low, high], else 0; reject: 1 inside, else 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Ratio of a token, of the whole answer (product), or its geometric mean over the answer."""
+    low: NonNegativeFloat = 0.0
+    """Smallest ratio that is kept (mis, reject)."""
+    high: PositiveFloat = 2.0
+    """Largest ratio."""
+    max_k3: PositiveFloat | None = None
+    """Also leave out answers whose mean k3 divergence is above this; "null" for no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CorrectionConfig:
+        if not self.low <= 1 <= self.high:
+            raise ValueError(
+                f"low={self.low}, high={self.high}: equal policies have ratio 1, which must lie between"
+            )
+        return self
+
+
+class StaleConfig(Section):
+    """Which tokens of a partial rollout are still trained, by the age of the weights that made them."""
+
+    max_lag: NonNegativeInt | None = None
+    """Most updates between making a token and training it; 0 trains only this iteration's, "null" all."""
+    scope: Literal["token", "sequence"] = "token"
+    """Leave out the stale tokens, or every answer that holds one."""
 
 
 class Correction(NamedTuple):

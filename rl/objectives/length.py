@@ -1,4 +1,4 @@
-"""The length of answers: rewards for brevity, budgets, token limits, answers that run in circles.
+"""The length of answers: rewards for brevity, budgets, token limits, repetitions.
 
 All functions take one number for each of N responses and give new rewards or a mask; none changes its input.
 
@@ -8,14 +8,86 @@ Legend: N responses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.config import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
+from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.objectives.sequences import group, wide
+
+
+class LengthRewardConfig(Section):
+    """k1.5: shorter right answers earn more, longer wrong ones less."""
+
+    weight: NonNegativeFloat = 0.0
+    """Weight of the length reward."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates without it at the start."""
+
+
+class OverlongConfig(Section):
+    """What happens to answers that reach the token limit."""
+
+    mode: Literal["none", "filter", "soft", "hard"] = "none"
+    """filter: no loss on cut answers; soft: penalty that grows inside the last `buffer_tokens` (DAPO); hard:
+    the whole penalty for every cut answer (K2's budget)."""
+    max_tokens: PositiveInt | None = None
+    """Where the soft penalty is whole, tokens; "null": rollout.max_new_tokens, beyond which no answer goes.
+    """
+    buffer_tokens: NonNegativeInt = 128
+    """Tokens before the limit over which the soft penalty grows."""
+    penalty: NonNegativeFloat = 1.0
+    """Taken off the reward."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OverlongConfig:
+        limit = self.max_tokens
+        if self.mode == "soft" and limit is not None and not 0 < self.buffer_tokens < limit:
+            raise ValueError(
+                f"buffer_tokens={self.buffer_tokens}: the soft penalty needs 1 to max_tokens-1={limit - 1}"
+            )
+        return self
+
+    def within(self, max_new_tokens: int) -> OverlongConfig:
+        """The same with its limit known. Raises ValueError for one that no answer reaches."""
+        if (self.max_tokens or 0) > max_new_tokens:
+            raise ValueError(
+                f"overlong.max_tokens {self.max_tokens} is more than rollout.max_new_tokens {max_new_tokens}:"
+                " no answer would ever be overlong; leave it out to use that limit"
+            )
+        if self.mode != "soft":
+            return self
+        return OverlongConfig(**{**self.model_dump(), "max_tokens": self.max_tokens or max_new_tokens})
+
+
+class ToggleConfig(Section):
+    """K2.5 Toggle: `every` updates with a budget on prompts that are solved, `every` updates without. Budgets
+    are those of problems, so it needs rollout.pool."""
+
+    every: NonNegativeInt = 0
+    """Updates of one phase (m); 0 turns Toggle off."""
+    percentile: float = Field(50.0, ge=0, le=100)
+    """The budget of a prompt: this percentile (rho) of the lengths of its right answers."""
+    min_accuracy: float = Field(0.8, ge=0, le=1)
+    """The budget holds only for groups with at least this mean reward (lambda), as a share of reward.low to
+    reward.high."""
+
+
+class RepeatConfig(Section):
+    """When an answer counts as a repetition."""
+
+    min_repeats: int = Field(4, ge=2)
+    """Repetitions of the same tokens at its end."""
+    max_period: PositiveInt = 32
+    """Longest run of tokens that is repeated."""
+    min_tokens: PositiveInt = 32
+    """Tokens that the repetitions must cover together."""
+    penalty: NonNegativeFloat = 1.0
+    """Taken off the reward."""
 
 
 def length_rewards(lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor) -> Tensor:

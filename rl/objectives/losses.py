@@ -1,8 +1,13 @@
 """Policy losses: the Moonshot line and its peers as members of one family.
 
-    A_N = advantages(config, rewards_N, groups_N)
-    out = policy_loss(config, logp_T, old_logp_T, A_N, segments, mask_T=trained_T)
-    (out.loss + ptx_loss(...)).backward()
+    A_N = advantages(options, rewards_N, groups_N)
+    out = policy_loss(options, logp_T, old_logp_T, A_N, segments, mask_T=trained_T)
+    out.loss.backward()
+
+An objective is a term (an equation below) with a preset of its parts, registered over it by `@objective`; a
+recipe names it, and any part may be given beside the name:
+
+    ObjectiveConfig(name="k2.5")        ObjectiveConfig(name="dapo", clip_high=0.3, tau=1e-3)
 
 With l = log pi(token) - log pi_old(token), rho = e^l, n the trained tokens of an answer, L = sum l over the
 answer, S answers and M trained tokens in the batch, what is minimised and its derivative by log pi of a
@@ -17,28 +22,259 @@ token:
     gspo        mean over answers of -min(s A, clip(s) A), s = e^{L/n}       -[active] s A / (n S)
     cispo       1/M sum  -constant(clip(rho)) A log pi                       -clip(rho) A / M
 
+with A = r - mean of the group, over its standard deviation for grpo, dapo, gspo and cispo.
+
 The window of K2.5 is a mask of the gradient, not a clamp of the ratio: it does not ask for the advantage's
 sign (PPO masks one side for each sign), and the squared term acts on every token, masked or not, so that a
-token outside is pulled back. `pi_old` is whoever sampled: for K2.5 the engine itself.
+token outside is pulled back. `pi_old` is whoever sampled: for K2.5 the engine itself. Moonshot publishes
+neither alpha, beta nor tau: the numbers here are ours. Sources: Kimi k1.5 2.3.2, Kimi K2 3.2.3, Kimi K2.5
+4.4.2 eq. 1, Kimi K3 4.1.2, DeepSeekMath, 2503.20783, 2503.14476, 2507.18071, 2506.13585.
 
-Legend: T packed tokens, N responses.
+A term of your own, `objective.loss = "package.module:function"`, has the signature of those below.
+
+Legend: T packed tokens, N responses; X is T or N, whichever the objective has a ratio of.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.segments import Segments, check_packed
-from earlyfusion.rl.config import ObjectiveConfig
+from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.objectives.sequences import Totals, only, sequence_sums, spread, token_mask, totals, wide
 
-MAX_LOG_RATIO = (
-    20.0  # e^20 = 5e8: beyond it a ratio no longer moves, which keeps products with 0 from becoming NaN
+MAX_LOG_RATIO = 20.0
+"""e^20 = 5e8: beyond it a ratio no longer moves, which keeps products with 0 from becoming NaN."""
+
+Term: TypeAlias = "Callable[[ObjectiveConfig, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
+"""(options, log_ratio_X, advantages_X, logp_X) -> (policy term [X] to be minimised, bool [X]: outside the
+trust region). log_ratio_X and logp_X are differentiable; an answer without a trained token has zeros."""
+
+PRESETS: dict[str, dict[str, Any]] = {}
+"""Objective -> its parts."""
+TERMS: dict[str, tuple[Term, tuple[str, ...]]] = {}
+"""Term -> (equation, ratios it works with)."""
+
+
+def term(name: str, *ratios: str) -> Callable[[Term], Term]:
+    """Register an equation that works with these kinds of ratio."""
+
+    def register(function: Term) -> Term:
+        TERMS[name] = function, ratios
+        return function
+
+    return register
+
+
+def objective(*names: str, **parts: Any) -> Callable[[Term], Term]:
+    """Register presets of the decorated term; parts: fields of ObjectiveConfig."""
+
+    def register(function: Term) -> Term:
+        chosen = next(name for name, (known, _) in TERMS.items() if known is function)
+        PRESETS.update({name: {"term": chosen, **parts} for name in names})
+        return function
+
+    return register
+
+
+class ObjectiveConfig(Section):
+    """The loss of the policy; parts that are not given come from the preset `name`."""
+
+    loss: str | None = None
+    """A term of yours in place of `term`: package.module:function; "null" for none."""
+    name: str = "k2.5"
+    """Preset: k1.5, k2, k2.5, k3, grpo, dr_grpo, dapo, gspo or cispo."""
+    term: Literal["window", "clip", "weight", "linear", "squared"] = "window"
+    """window: K2.5 gradient mask; clip: PPO; weight: CISPO; linear: k1.5; squared: K2."""
+    ratio: Literal["token", "sequence_mean", "sequence_sum"] = "token"
+    """Of one token, the geometric mean over the answer, or of the whole answer."""
+    normaliser: Literal["tokens", "sequences", "sequence_means", "constant"] = "tokens"
+    """Divide by trained tokens; by answers; by answers with each first divided by its tokens; by answers x
+    constant_tokens."""
+    baseline: Literal["mean", "leave_one_out", "log_mean_exp", "none"] = "mean"
+    """What is taken off the reward: mean of the group, of the others in it, tau log mean exp(r/tau), or
+    nothing."""
+    divide_by_std: bool = False
+    """Divide advantages by the group's standard deviation."""
+    tau: NonNegativeFloat = 0.0
+    """Weight of the squared log ratio."""
+    log_low: float = -0.7
+    """alpha: smallest log ratio with a policy gradient (window). Must be below 0."""
+    log_high: float = 0.7
+    """beta: largest log ratio with a policy gradient (window). Must be above 0."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """PPO clip below 1."""
+    clip_high: PositiveFloat = 0.2
+    """PPO clip above 1."""
+    clip_negative: float | None = Field(None, gt=1)
+    """Largest ratio that counts for a negative advantage (two-sided clip); "null" for none."""
+    weight_low: NonNegativeFloat = 0.0
+    """CISPO: smallest importance weight."""
+    weight_high: PositiveFloat = 5.0
+    """CISPO: largest importance weight."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 divergence from a reference policy."""
+    constant_tokens: PositiveInt | None = None
+    """Tokens that every answer counts as when normaliser is "constant" (dr_grpo): the longest answer allowed.
+    """
+    reset_optimizer: bool = False
+    """Forget the optimizer's moments at every iteration: k1.5 sees a new reference as a new problem."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        name = given.get("name", "k2.5")
+        if not isinstance(name, str) or name not in PRESETS:
+            raise ValueError(f"unknown objective {name!r}; {did_you_mean(str(name), PRESETS)}")
+        return {**PRESETS[name], **given}
+
+    @model_validator(mode="after")
+    def _check(self) -> ObjectiveConfig:
+        if not self.log_low < 0 < self.log_high:
+            raise ValueError(
+                f"log_low={self.log_low}, log_high={self.log_high}: the window is on the LOG ratio and must"
+                " hold 0 inside, log_low < 0 < log_high; for bounds on the ratio itself give their"
+                " logarithms"
+            )
+        ratios = TERMS[self.term][1]
+        if self.loss is None and self.ratio not in ratios:
+            raise ValueError(f"term {self.term!r} works with ratio {' or '.join(ratios)}, not {self.ratio}")
+        if (self.ratio == "token") == (self.normaliser == "sequences"):
+            raise ValueError(
+                f"normaliser {self.normaliser!r} does not fit ratio {self.ratio!r}: token ratios take tokens,"
+                " sequence_means or constant; ratios of answers take sequences"
+            )
+        if self.normaliser == "constant" and self.constant_tokens is None:
+            raise ValueError(
+                "normaliser 'constant' (dr_grpo) needs constant_tokens, the longest answer allowed"
+            )
+        if self.weight_low > min(1.0, self.weight_high) or self.weight_high < 1:
+            raise ValueError(
+                f"weight_low={self.weight_low}, weight_high={self.weight_high}: 1 must lie between them"
+            )
+        self._check_tau()
+        self.equation()  # a term that cannot be imported is told before the run begins
+        return self
+
+    def equation(self) -> Term:
+        """The function of the policy term. Raises ValueError for a `loss` that cannot be imported."""
+        if self.loss is None:
+            return TERMS[self.term][0]
+        module, _, name = self.loss.partition(":")
+        if os.getcwd() not in sys.path:  # the console script does not look in the working directory
+            sys.path.append(os.getcwd())
+        try:
+            function: Term = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"loss {self.loss!r} cannot be imported ({error}); expected package.module:function"
+            ) from None
+        return function
+
+    def _check_tau(self) -> None:
+        whole = self.ratio == "sequence_sum"
+        if self.tau == 0 and (whole or self.baseline == "log_mean_exp"):
+            raise ValueError(f"tau=0: term {self.term!r} with baseline {self.baseline!r} needs tau above 0")
+        if self.tau > 0 and self.ratio == "sequence_mean" and self.baseline != "log_mean_exp":
+            raise ValueError(
+                f"tau={self.tau}: the squared term is per token; ratio 'sequence_mean' has none, use kl_coef"
+            )
+        if whole and self.kl_coef:
+            raise ValueError(
+                f"kl_coef={self.kl_coef}: term {self.term!r} holds its own divergence (tau); leave it 0"
+            )
+
+
+@objective("k2.5", "k3", ratio="token", normaliser="tokens", baseline="mean", divide_by_std=False, tau=1e-3)
+@term("window", "token")
+def window(
+    options: ObjectiveConfig, log_ratio_T: Tensor, advantages_T: Tensor, logp_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-[alpha <= l <= beta] rho A."""
+    fixed_T = log_ratio_T.detach()
+    inside_T = (fixed_T >= options.log_low) & (fixed_T <= options.log_high)
+    # The ratio is taken of the inside only: a masked token may be so far out that e^l is not finite.
+    return -only(inside_T, only(inside_T, log_ratio_T).exp() * advantages_T), ~inside_T
+
+
+@objective("grpo", ratio="token", normaliser="sequence_means", baseline="mean", divide_by_std=True)
+@objective("dr_grpo", ratio="token", normaliser="constant", baseline="mean", divide_by_std=False)
+@objective("dapo", ratio="token", normaliser="tokens", baseline="mean", divide_by_std=True, clip_high=0.28)
+@objective(
+    "gspo",
+    ratio="sequence_mean",
+    normaliser="sequences",
+    baseline="mean",
+    divide_by_std=True,
+    clip_low=3e-4,
+    clip_high=4e-4,
 )
+@term("clip", "token", "sequence_mean")
+def clip(
+    options: ObjectiveConfig, log_ratio_X: Tensor, advantages_X: Tensor, logp_X: Tensor
+) -> tuple[Tensor, Tensor]:
+    """PPO: -min(rho A, clip(rho) A); with clip_negative, rho is first cut off there where A < 0
+    (INTELLECT-2)."""
+    ratio_X = log_ratio_X.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = 1 - options.clip_low, 1 + options.clip_high
+    bound_X, fixed_X = ratio_X.clamp(low, high), ratio_X.detach()
+    better_X, worse_X = advantages_X > 0, advantages_X < 0
+    outside_X = (better_X & (fixed_X > high)) | (worse_X & (fixed_X < low))
+    if options.clip_negative is not None:
+        outside_X = outside_X | (worse_X & (fixed_X > options.clip_negative))
+        ratio_X = torch.where(worse_X, ratio_X.clamp(max=options.clip_negative), ratio_X)
+    return -torch.minimum(ratio_X * advantages_X, bound_X * advantages_X), outside_X
+
+
+@objective("cispo", ratio="token", normaliser="tokens", baseline="mean", divide_by_std=True)
+@term("weight", "token")
+def weight(
+    options: ObjectiveConfig, log_ratio_T: Tensor, advantages_T: Tensor, logp_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-constant(clip(rho)) A log pi: the weight is clipped, no gradient is lost."""
+    fixed_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().detach()
+    outside_T = (fixed_T < options.weight_low) | (fixed_T > options.weight_high)
+    return -fixed_T.clamp(options.weight_low, options.weight_high) * advantages_T * logp_T, outside_T
+
+
+@objective(
+    "k1.5",
+    ratio="sequence_sum",
+    normaliser="sequences",
+    baseline="mean",
+    divide_by_std=False,
+    tau=0.1,
+    reset_optimizer=True,
+)
+@term("linear", "sequence_sum")
+def linear(
+    options: ObjectiveConfig, log_ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-A L + (tau/2) L^2."""
+    terms_N = -advantages_N * log_ratio_N + 0.5 * options.tau * log_ratio_N.square()
+    return terms_N, torch.zeros_like(log_ratio_N, dtype=torch.bool)
+
+
+@objective("k2", ratio="sequence_sum", normaliser="sequences", baseline="mean", divide_by_std=False, tau=0.1)
+@term("squared", "sequence_sum")
+def squared(
+    options: ObjectiveConfig, log_ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(A - tau L)^2."""
+    terms_N = (advantages_N - options.tau * log_ratio_N).square()
+    return terms_N, torch.zeros_like(log_ratio_N, dtype=torch.bool)
 
 
 class PolicyLoss(NamedTuple):
@@ -56,7 +292,7 @@ class PolicyLoss(NamedTuple):
 
 
 def policy_loss(
-    config: ObjectiveConfig,
+    options: ObjectiveConfig,
     logp_T: Tensor,
     old_logp_T: Tensor,
     advantages_N: Tensor,
@@ -67,7 +303,7 @@ def policy_loss(
     ref_logp_T: Tensor | None = None,
     batch: Totals | None = None,
 ) -> PolicyLoss:
-    """The loss of `config` on N responses packed in T tokens.
+    """The loss of `options` on N responses packed in T tokens.
 
     logp_T: log-probabilities under the policy being trained (differentiable); old_logp_T under the one the
     objective calls old; ref_logp_T under a reference, for kl_coef. mask_T: tokens that are trained (all if
@@ -95,71 +331,33 @@ def policy_loss(
     batch = totals(mask_T, segments) if batch is None else batch
     batch = Totals(*(total.to(log_T) for total in batch))
     counts_N = sequence_sums(mask_T.to(log_T.dtype), segments)
-    if config.ratio == "token":
-        terms_T, outside_T = _token_terms(config, logp_T, log_T, only(mask_T, spread(advantages_N, segments)))
-        terms_T = weight_T * terms_T + config.tau * log_T.square()
-        loss = _reduce(config.normaliser, terms_T, counts_N, segments, batch, config.constant_tokens)
+    equation, constant = options.equation(), options.constant_tokens
+
+    # The policy term: of every token, or of every answer that has a trained one.
+    if options.ratio == "token":
+        advantages_T = only(mask_T, spread(advantages_N, segments))
+        terms_T, outside_T = equation(options, log_T, advantages_T, logp_T)
+        terms_T = weight_T * terms_T + options.tau * log_T.square()
+        loss = _reduce(options.normaliser, terms_T, counts_N, segments, batch, constant)
     else:
-        weight_N = sequence_sums(weight_T, segments) / counts_N.clamp(min=1)
-        terms_N, outside_N = _answer_terms(config, sequence_sums(log_T, segments), advantages_N, counts_N)
-        loss = (weight_N * terms_N).sum() / batch.sequences.clamp(min=1)
+        log_N, trained_N = sequence_sums(log_T, segments), counts_N.clamp(min=1)
+        if options.ratio == "sequence_mean":
+            log_N = log_N / trained_N
+        advantages_N = only(counts_N > 0, advantages_N)
+        terms_N, outside_N = equation(options, log_N, advantages_N, sequence_sums(logp_T, segments))
+        loss = (sequence_sums(weight_T, segments) / trained_N * terms_N).sum() / batch.sequences.clamp(min=1)
         outside_T = spread(outside_N, segments)
-    if config.kl_coef:
-        style = "sequence_means" if config.ratio != "token" else config.normaliser
+
+    if options.kl_coef:
+        style = "sequence_means" if options.ratio != "token" else options.normaliser
         kl_T = _reference_kl(logp_T, ref_logp_T, mask_T, segments)
-        loss = loss + config.kl_coef * _reduce(style, kl_T, counts_N, segments, batch, config.constant_tokens)
-    return _with_sums(loss, log_T.detach(), mask_T, outside_T)
+        loss = loss + options.kl_coef * _reduce(style, kl_T, counts_N, segments, batch, constant)
 
-
-def _with_sums(loss: Tensor, log_T: Tensor, mask_T: Tensor, outside_T: Tensor) -> PolicyLoss:
+    # What the log shows, over the trained tokens.
+    log_T = log_T.detach()
     k3 = (torch.expm1(log_T.clamp(max=MAX_LOG_RATIO)) - log_T).sum()
     largest = torch.cat([log_T.abs(), log_T.new_zeros(1)]).amax()
     return PolicyLoss(loss, mask_T.sum(), (outside_T & mask_T).sum(), k3, log_T.sum(), largest)
-
-
-def _token_terms(
-    config: ObjectiveConfig, logp_T: Tensor, log_T: Tensor, A_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Policy term of every token and whether it is outside the trust region."""
-    if config.term == "window":
-        inside_T = (log_T.detach() >= config.log_low) & (log_T.detach() <= config.log_high)
-        # The ratio is taken of the inside only: a masked token may be so far out that e^l is not finite.
-        return -only(inside_T, only(inside_T, log_T).exp() * A_T), ~inside_T
-    ratio_T = log_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if config.term == "weight":
-        fixed_T = ratio_T.detach()
-        return -fixed_T.clamp(config.weight_low, config.weight_high) * A_T * logp_T, (
-            (fixed_T < config.weight_low) | (fixed_T > config.weight_high)
-        )
-    return _clipped(config, ratio_T, A_T)
-
-
-def _clipped(config: ObjectiveConfig, ratio: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """PPO: -min(rho A, clip(rho) A); with clip_negative, rho is first cut off there where A < 0
-    (INTELLECT-2)."""
-    bound = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    fixed = ratio.detach()
-    outside = ((A > 0) & (fixed > 1 + config.clip_high)) | ((A < 0) & (fixed < 1 - config.clip_low))
-    if config.clip_negative is not None:
-        outside = outside | ((A < 0) & (fixed > config.clip_negative))
-        ratio = torch.where(A < 0, ratio.clamp(max=config.clip_negative), ratio)
-    return -torch.minimum(ratio * A, bound * A), outside
-
-
-def _answer_terms(
-    config: ObjectiveConfig, sum_N: Tensor, A_N: Tensor, counts_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Term of every answer from L = sum of its log ratios; answers without a trained token have none."""
-    real_N = counts_N > 0
-    A_N = only(real_N, A_N)
-    none_N = torch.zeros_like(real_N)
-    if config.term == "linear":
-        return -A_N * sum_N + 0.5 * config.tau * sum_N.square(), none_N
-    if config.term == "squared":
-        return (A_N - config.tau * sum_N).square(), none_N
-    mean_N = sum_N / counts_N.clamp(min=1)
-    terms_N, outside_N = _clipped(config, mean_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), A_N)
-    return terms_N, outside_N
 
 
 def _reference_kl(logp_T: Tensor, ref_logp_T: Tensor | None, mask_T: Tensor, segments: Segments) -> Tensor:
@@ -188,19 +386,3 @@ def _reduce(
     if normaliser == "constant":
         return terms_T.sum() / (batch.sequences.clamp(min=1) * (constant or 1))
     return (sequence_sums(terms_T, segments) / counts_N.clamp(min=1)).sum() / batch.sequences.clamp(min=1)
-
-
-def ptx_loss(
-    logp_T: Tensor, loss_weights_T: Tensor, coef: float, *, total_weight: Tensor | None = None
-) -> Tensor:
-    """coef * -sum w log pi / sum w on curated data (K2), divided by its own weights: more or longer rollouts
-    in the batch do not dilute it. total_weight: sum of w over all pieces and ranks, if this is a piece. No
-    weight: 0."""
-    if logp_T.shape != loss_weights_T.shape:
-        raise ValueError(
-            f"{tuple(logp_T.shape)} log-probabilities for {tuple(loss_weights_T.shape)} loss weights"
-        )
-    weights_T = loss_weights_T.to(logp_T.device, wide(logp_T).dtype)
-    whole = weights_T.sum() if total_weight is None else total_weight.to(weights_T)
-    summed = (weights_T * only(weights_T != 0, wide(logp_T))).sum()
-    return -coef * summed / torch.where(whole > 0, whole, torch.ones_like(whole))

@@ -17,25 +17,136 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image as PILImage
 
+from earlyfusion.data.sample import Text
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.kernels.files import plain, read_jsonl, replacing, write_atomic
-from earlyfusion.rl.records import GroupRecord
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollouts.experience import Experience
+from earlyfusion.rl.rollouts.prompts import prompt_segments
 
 FILE, FOLDER = "rollouts.jsonl", "rollouts"
-_OURS = re.compile(r"\.?[0-9a-f]{24}\.png(\.\d+\.tmp)?")
+_OURS = re.compile(r"[0-9a-f]{24}\.png|\.[0-9a-f]{24}\.png\.\d+\.tmp")
+"""Pictures, and what a kill left of one."""
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """One sampled answer. reward: after all shaping; score: of the task or the reward function alone;
+    logprob: sum over its tokens under the policy that sampled it, nats; status: see rewards.STATUSES; finish:
+    stop, length or cancelled."""
+
+    text: str
+    tokens: int
+    score: float
+    reward: float
+    advantage: float
+    logprob: float
+    finish: str
+    status: str = "ok"
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """All answers to one prompt at one update. prompt: the words of the prompt; picture: what was shown, or
+    None."""
+
+    update: int
+    task: str
+    form: str
+    key: str
+    difficulty: Any
+    prompt: str
+    target: str
+    answers: Sequence[AnswerRecord]
+    picture: PILImage.Image | None = None
+
+    @property
+    def mean_score(self) -> float:
+        """Mean score of the answers."""
+        return sum(answer.score for answer in self.answers) / max(1, len(self.answers))
+
+
+def group_records(
+    config: RLConfig, experience: Experience, update: int, limit: int, runtime: Runtime
+) -> list[GroupRecord]:
+    """`limit` groups of all processes, as they are logged and shown: of every entry in turn, the worst, the
+    best, the next worst, ... Every process calls it and gets the same."""
+    # What every process has, as (entry, mean score), and which numbers are this one's.
+    own = []
+    for group, (start, end) in zip(experience.groups, experience.bounds):
+        own.append((group.prompt.entry, float(experience.scores_N[start:end].mean())))
+    by_rank = runtime.gather(own)
+    first = sum(map(len, by_rank[: runtime.rank]))
+    groups = [one for part in by_rank for one in part]
+
+    chosen: list[int] = []
+    lines = [_extremes(groups, entry) for entry in range(len(config.tasks))]
+    while any(lines) and len(chosen) < limit:
+        chosen += [line.pop(0) for line in lines if line]
+    chosen = chosen[:limit]
+
+    # Each process makes the records of its own groups.
+    mine = [g for g in chosen if first <= g < first + len(own)]
+    records: dict[int, GroupRecord] = {}
+    for part in runtime.gather({g: _record(config, experience, update, g - first) for g in mine}):
+        records |= part
+    return [records[g] for g in chosen]
+
+
+def _extremes(groups: Sequence[tuple[int, float]], entry: int) -> list[int]:
+    """Groups (entry, mean score) of an entry, by number: lowest score, highest, second lowest, ..."""
+    own = [g for g, group in enumerate(groups) if group[0] == entry]
+    own.sort(key=lambda g: groups[g][1])
+    return [own[i // 2] if i % 2 == 0 else own[-1 - i // 2] for i in range(len(own))]
+
+
+def _record(config: RLConfig, experience: Experience, update: int, g: int) -> GroupRecord:
+    group, (start, _) = experience.groups[g], experience.bounds[g]
+    entry, problem = config.tasks[group.prompt.entry], group.problem
+    answers = [
+        AnswerRecord(
+            text=trajectory.text,
+            tokens=len(trajectory.ids),
+            score=float(experience.scores_N[n]),
+            reward=float(experience.rewards_N[n]),
+            advantage=float(experience.advantages_N[n]),
+            logprob=sum(trajectory.completion.logprobs),
+            finish=trajectory.completion.finish_reason,
+            status=experience.scored[n].status,
+        )
+        for n, trajectory in enumerate(group.trajectories, start)
+    ]
+    words = [segment.text for segment in prompt_segments(problem, entry) if isinstance(segment, Text)]
+    picture = None
+    if entry.form == "picture":
+        picture = problem.picture
+    elif entry.form == "rendered":
+        picture = render_text(problem.description)
+    return GroupRecord(
+        update=update,
+        task=entry.name,
+        form=entry.form,
+        key=problem.key,
+        difficulty=entry.difficulty,
+        prompt="".join(words),
+        target=problem.target,
+        answers=answers,
+        picture=picture,
+    )
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
     """The records of a rollout file (or of OUT), in order; [] when there is none. Torn lines are left out."""
     path = Path(path)
-    if path.is_dir():
-        path = path / FILE
-    return [record for record in read_jsonl(path) if isinstance(record.get("update"), int)]
+    records = read_jsonl(path / FILE if path.is_dir() else path)
+    return [record for record in records if isinstance(record.get("update"), int)]
 
 
 class RolloutLog:
@@ -47,48 +158,32 @@ class RolloutLog:
 
     def __init__(self, out: Path, *, start_update: int) -> None:
         self.out = Path(out)
-        self.path, self.folder = self.out / FILE, self.out / FOLDER
-        self.out.mkdir(parents=True, exist_ok=True)
-        kept = (
-            [record for record in read_rollouts(self.path) if record["update"] <= start_update]
-            if start_update
-            else []
-        )
-        self._rewrite(kept)
-        self._pictures = {str(record["image"]) for record in kept if record.get("image")}
-        self._sweep()
-
-    def _rewrite(self, kept: Sequence[dict[str, Any]]) -> None:
-        if not kept:
-            self.path.unlink(missing_ok=True)
-            return
+        self.path = self.out / FILE
+        kept = []
+        for record in read_rollouts(self.path) if start_update else []:
+            if record["update"] <= start_update:
+                kept.append(record)
         write_atomic(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+        if not kept:
+            self.path.unlink()
 
-    def _sweep(self) -> None:
-        for path in self.folder.glob("*.png*"):
+        self._pictures = {str(record["image"]) for record in kept if record.get("image")}
+        for path in (self.out / FOLDER).glob("*"):
             if _OURS.fullmatch(path.name) and f"{FOLDER}/{path.name}" not in self._pictures:
                 path.unlink()
 
     def write(self, groups: Sequence[GroupRecord], sandbox: str = "") -> None:
         """Append one record for each group; pictures are on disk before the line that names them. sandbox:
-        what is said of one with walls missing.
+        walls of the sandbox that are missing, in words.
 
         Numbers that are not finite are written as null.
         """
         lines = []
         for group in groups:
-            record = {
-                "update": int(group.update),
-                "task": group.task,
-                "form": group.form,
-                "key": group.key,
-                "difficulty": group.difficulty,
-                "prompt": group.prompt,
-                "target": group.target,
-                "image": None if group.picture is None else self._keep(group.picture),
-                "mean_score": group.mean_score,
-                "answers": [asdict(answer) for answer in group.answers],
-            }
+            record = vars(group) | {"mean_score": group.mean_score}
+            record["answers"] = [asdict(answer) for answer in group.answers]
+            picture = record.pop("picture")
+            record["image"] = None if picture is None else self._keep(picture)
             record |= {"sandbox": sandbox} if sandbox else {}
             lines.append(json.dumps(plain(record), allow_nan=False) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
@@ -99,8 +194,7 @@ class RolloutLog:
         about = f"{picture.mode} {picture.width} {picture.height} ".encode()
         name = f"{FOLDER}/{hashlib.sha256(about + picture.tobytes()).hexdigest()[:24]}.png"
         if name not in self._pictures:
-            self.folder.mkdir(exist_ok=True)
-            with replacing(self.out / name, sync=False) as partial:
-                picture.save(partial, "PNG")
+            with replacing(self.out / name, sync=False) as temporary:
+                picture.save(temporary, "PNG")
             self._pictures.add(name)
         return name

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams
+from earlyfusion.model.engine.requests import Completion, Prompt, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.moe import replaying_routing
@@ -32,7 +32,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Inserted:
-    """Tokens that somebody else put into an answer, such as what a tool said, behind the first `at` generated
+    """Tokens that somebody else put into an answer, such as a tool's output, behind the first `at` generated
     ones."""
 
     at: int
@@ -65,8 +65,7 @@ class Trajectory:
 
     @property
     def ended(self) -> bool:
-        """Whether the policy ended its answer itself: no limit cut it off, and it was not stopped for running
-        in circles."""
+        """Whether the policy ended its answer itself: no limit and no repetition cut it off."""
         return self.completion.finish_reason == "stop"
 
     @property
@@ -130,42 +129,54 @@ def rollout(
 class Places:
     """Where the generated tokens stand (inserted ones have no place). positions_M: row positions whose logits
     choose them; ids_M: the tokens. routing_TLJ: int16 experts of the row's tokens (UNKNOWN where the engine
-    fed none), or None if not captured."""
+    fed none), or None if not captured. feature_of_F: the feature that belongs at each media position of the
+    row, where pictures are shared; else None."""
 
     positions_M: Tensor
     ids_M: Tensor
     routing_TLJ: Tensor | None
+    feature_of_F: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """Prompt and answer as one document."""
+def pack(
+    model: NativeFusion, trajectories: Sequence[Trajectory], share_pictures: bool = False
+) -> tuple[Row, Places]:
+    """Trajectories as the documents of one packed row. Raises ValueError for none.
 
-    ids: Tensor
-    patches: Tensor | None
-    grids: Sequence[tuple[int, int, int]]
-    media_positions: Tensor
-
-
-def pack(model: NativeFusion, trajectories: Sequence[Trajectory]) -> tuple[Row, Places]:
-    """Trajectories as the documents of one packed row. Raises ValueError for none."""
-    documents, positions, routing, start = [], [], [], 0
+    share_pictures: answers to one prompt (one object) bring its pictures into the row once, for
+    `model.embed(row, feature_of_M=places.feature_of_F)`.
+    """
+    documents, positions, routing, features = [], [], [], []
+    first_feature: dict[int, int] = {}  # of a prompt whose pictures are in the row
+    start = known_features = 0
     for trajectory in trajectories:
-        prompt = trajectory.prompt
-        answer = torch.tensor(trajectory.tail, dtype=torch.long)
-        places = torch.as_tensor(prompt.media_positions).long()
+        prompt, answer = trajectory.prompt, torch.tensor(trajectory.tail, dtype=torch.long)
+        media = torch.as_tensor(prompt.media_positions).long()
+        brings = not (share_pictures and id(prompt) in first_feature)
+        if brings:
+            first_feature[id(prompt)] = known_features
+            known_features += media.numel()
+        features.append(first_feature[id(prompt)] + torch.arange(media.numel()))
+
         ids = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), answer])
-        documents.append(_Whole(ids, prompt.patches, prompt.grids, places))
-        first = start + int(prompt.ids.shape[0]) - 1
-        positions.append(first + trajectory.trained.nonzero().flatten())
+        patches, grids = (prompt.patches, prompt.grids) if brings else (None, ())
+        documents.append(TokenPrompt(ids, patches, tuple(grids), tuple(media.tolist())))
+        positions.append(start + int(prompt.ids.shape[0]) - 1 + trajectory.trained.nonzero().flatten())
         routing.append(_document_routing(trajectory))
         start += trajectory.total
+
     row = pack_prompts(model, documents)
-    known = [part for part in routing if part is not None]
-    experts = torch.from_numpy(np.concatenate(known)) if known and len(known) == len(routing) else None
-    ids_M = torch.tensor([i for trajectory in trajectories for i in trajectory.ids], dtype=torch.long)
     device = row.ids.device
-    return row, Places(torch.cat(positions).to(device), ids_M.to(device), experts)
+    captured = [part for part in routing if part is not None]
+    whole = bool(captured) and len(captured) == len(routing)
+    ids_M = torch.tensor([i for trajectory in trajectories for i in trajectory.ids], dtype=torch.long)
+    places = Places(
+        torch.cat(positions).to(device),
+        ids_M.to(device),
+        torch.from_numpy(np.concatenate(captured)) if whole else None,
+        torch.cat(features).to(device) if share_pictures else None,
+    )
+    return row, places
 
 
 def _document_routing(trajectory: Trajectory) -> np.ndarray | None:

@@ -1,56 +1,80 @@
-"""Which prompts an iteration asks, and what is remembered of how often each was solved.
+"""Which prompts an iteration asks, in words and pictures, and how often each was solved.
 
 A bin is what the curriculum weighs: a task entry (new problems for every prompt), or, with rollout.pool, one
 problem that is asked again and again. Everything drawn is a function of the seed, the generator's state and
 the counters, which the checkpoint keeps. All processes draw the same prompts, but each makes and reads only
 those of its own share.
 
-Legend: P bins.
+Legend: P bins, E entries of the recipe.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import io
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from PIL import Image as PILImage
 from torch import Tensor
 
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.errors import REASONS, BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.sample import Image, Segment, Text
-from earlyfusion.data.tasks.problem import Problem, Task
+from earlyfusion.data.sources.zero_vision import SYSTEM
+from earlyfusion.data.tasks.problem import Form, Problem, Task
 from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.data.tool_tasks import FILE
 from earlyfusion.eval.measure import plain_prompt, replaced
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
-from earlyfusion.rl.rollouts.sampling import draw, prompt_weights
-from earlyfusion.rl.rollouts.tool_prompts import tool_messages
+from earlyfusion.rl.rollouts.curriculum import MEMORY_ANSWERS, draw, prompt_weights
 from earlyfusion.vision.config import VisionConfig
 
-KEPT_BYTES = 1 << 30
-"""Memory of encoded prompts that are kept (a pool asks the same again, and an iteration's are made ahead).
-Pictures are what counts: 16,384 patches of 14 x 14 pixels take 9.6 MB."""
 OBJECTIONS = ("", "too_long", *REASONS)
 """Why a prompt is left out; 0 is none."""
 TRIES = 50
 """Prompts that are drawn in place of one that is too long."""
+PLAIN_SYSTEM = "Answer with the tool python(code)."
+"""The system message of a prompt with tools that has no picture at all."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One prompt to be asked: bin, entry of the recipe, number of its problem. JSON: list(ask)."""
+class Prompt:
+    """One prompt to be asked: bin, entry of the recipe, number of its problem.
+
+    Its problem and document are made when they are first asked for, and kept as long as it is.
+    """
 
     bin: int
     entry: int
     number: int
+    pool: PromptPool = field(repr=False, compare=False)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter((self.bin, self.entry, self.number))
+    @cached_property
+    def problem(self) -> Problem:
+        """Equal numbers of two entries of one task are one problem in two forms, so that forms compare."""
+        entry = self.pool.entries[self.entry]
+        seed = digest64("rl", self.pool.config.run.seed, entry.name, self.number) >> 16
+        return self.pool.tasks[self.entry].sample(seed, "train", entry.difficulty)
+
+    @cached_property
+    def encoded(self) -> Encoded:
+        """The open document that the engine reads. Raises BadSample for one that cannot be read."""
+        pool = self.pool
+        return encode_prompt(self.problem, pool.entries[self.entry], pool.tokenizer, pool.vision)
+
+    @property
+    def ids(self) -> list[int]:
+        """What names it, for JSON and checkpoints: `PromptPool.prompt(*ids)`."""
+        return [self.bin, self.entry, self.number]
 
 
 def encode_prompt(
@@ -65,56 +89,56 @@ def encode_prompt(
     speak.
 
     shown: what stands in the picture's place, if not the picture (eval/measure.py)."""
-    if entry.tools:
-        said = [
-            replace(m, content=tuple(replaced(m.content, shown))) for m in tool_messages(problem, entry.form)
-        ]
-        return encode_chat(said, tokenizer, vision, key=problem.key)
-    return plain_prompt(problem, entry, tokenizer, vision, shown)
+    if not entry.tools:
+        return plain_prompt(problem, entry, tokenizer, vision, shown)
+    messages = []
+    for message in tool_messages(problem, entry.form):
+        messages.append(replace(message, content=tuple(replaced(message.content, shown))))
+    return encode_chat(messages, tokenizer, vision, key=problem.key)
 
 
 def prompt_segments(problem: Problem, entry: TaskEntry) -> list[Segment]:
-    """What a prompt says and shows; of the chat form, its messages with an empty line between them."""
+    """Text and pictures of a prompt; of the chat form, its messages with an empty line between them."""
     if entry.tools:
         system, question = tool_messages(problem, entry.form)
         return [*system.content, Text("\n\n", 0.0), *question.content]
     return list(problem.prompt(entry.form, entry.thought))
 
 
-def prompt_bytes(made: tuple[Problem, Encoded]) -> int:
-    """Memory of a problem and its prompt: the picture, its patches and the ids."""
-    problem, prompt = made
-    tensors = [prompt.ids, prompt.loss_weights, prompt.media_positions]
-    tensors += [] if prompt.patches is None else [prompt.patches]
-    picture = problem.picture
-    pixels = 0 if picture is None else picture.width * picture.height * len(picture.getbands())
-    return pixels + sum(tensor.nbytes for tensor in tensors)
+def tool_messages(problem: Problem, form: Form) -> list[Message]:
+    """System message and question of a prompt with tools. Raises TaskError for an unknown form.
+
+    The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
+    """
+    problem.check_form(form)
+    picture = tool_picture(problem, form)
+    shown: list[Segment] = []
+    if picture is not None and form != "twin":
+        shown = [Image(picture)]
+    elif problem.description:
+        named = f"The picture {FILE}:\n" if picture is not None else ""
+        shown = [Text(f"{named}{problem.description}\n", 0.0)]
+    system = PLAIN_SYSTEM if picture is None else SYSTEM
+    return [Message("system", (Text(system, 0.0),)), Message("user", (*shown, Text(problem.question, 0.0)))]
 
 
-class Remembered:
-    """`make(ask)`, with the latest results kept: as many as fit in `limit` bytes, the last one in any case.
-    One thread at a time (a collector waits for the thread that makes prompts ahead before it asks). made:
-    calls of `make`."""
-
-    def __init__(self, make: Callable[[Ask], tuple[Problem, Encoded]], limit: int) -> None:
-        self.make, self.limit = make, limit
-        self.bytes = self.made = 0
-        self._known: OrderedDict[Ask, tuple[Problem, Encoded]] = OrderedDict()
-
-    def __call__(self, ask: Ask) -> tuple[Problem, Encoded]:
-        if ask in self._known:
-            self._known.move_to_end(ask)
-            return self._known[ask]
-        self.made += 1
-        found = self._known[ask] = self.make(ask)
-        self.bytes += prompt_bytes(found)
-        while self.bytes > self.limit and len(self._known) > 1:
-            self.bytes -= prompt_bytes(self._known.popitem(last=False)[1])
-        return found
+def tool_picture(problem: Problem, form: Form) -> PILImage.Image | None:
+    """What programs find under the name FILE: the picture as it is shown, or the scene described in words."""
+    return render_text(problem.description) if form == "rendered" else problem.picture
 
 
-class PromptBook:
-    """See the file's head.
+def tool_files(problem: Problem, form: Form) -> dict[str, bytes]:
+    """The files in the directory of every program: PNG by name."""
+    picture = tool_picture(problem, form)
+    if picture is None:
+        return {}
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return {FILE: buffer.getvalue()}
+
+
+class PromptPool:
+    """Draws prompts by the curriculum, and remembers how they went; see the file's head.
 
     config: tasks, rollout.pool, curriculum and seed are read. Raises TaskError for a task that cannot be
     made.
@@ -124,29 +148,33 @@ class PromptBook:
         self.config, self.tokenizer, self.vision = config, tokenizer, vision
         self.entries = config.tasks
         self.tasks: list[Task] = [make_task(entry.name, **entry.options) for entry in self.entries]
-        self.pool = config.rollout.pool
-        own = [share_of_levels(task, entry.difficulty) for task, entry in zip(self.tasks, self.entries)]
-        self.difficulty_P = torch.tensor(own, dtype=torch.float64).repeat_interleave(max(1, self.pool))
-        bins = len(self.entries) * max(1, self.pool)
-        self.solved_P, self.tried_P = (
-            torch.zeros(bins, dtype=torch.float64),
-            torch.zeros(bins, dtype=torch.float64),
-        )
-        self.made_E = [0] * len(self.entries)
+        self.size = config.rollout.pool
+
+        # One bin an entry, or one for each problem of its pool.
+        each = max(1, self.size)
+        levels = [share_of_levels(task, entry.difficulty) for task, entry in zip(self.tasks, self.entries)]
+        self.difficulty_P = torch.tensor(levels, dtype=torch.float64).repeat_interleave(each)
+        self.solved_P = torch.zeros(len(self.entries) * each, dtype=torch.float64)
+        self.tried_P = torch.zeros_like(self.solved_P)
+
+        self.drawn_E = [0] * len(self.entries)
         self.generator = torch.Generator().manual_seed(config.run.seed)
         self.left_out: Counter[str] = Counter()
-        self.prompt = Remembered(self._prompt, KEPT_BYTES)
+        self._ahead: dict[tuple[int, ...], Prompt] = {}
+
+    def prompt(self, bin: int, entry: int, number: int) -> Prompt:
+        """A prompt by what names it; one that `coming` has begun to make is that one."""
+        return self._ahead.get((bin, entry, number)) or Prompt(bin, entry, number, self)
 
     def weights(self, update: int) -> Tensor:
         """Probability of every bin at this update, float64 [P]."""
         shares = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float64)
-        shares_P = shares.repeat_interleave(max(1, self.pool))
+        shares_P = shares.repeat_interleave(max(1, self.size))
         curriculum = self.config.curriculum
         own_P = self.difficulty_P if curriculum.mode == "easy_to_hard" else None
         weights_P = prompt_weights(curriculum, self.solved_P, self.tried_P, update, own_P) * shares_P
         total = weights_P.sum()
-        # The curriculum may allow only bins whose entries have weight 0: then the recipe's own weights
-        # decide.
+        # The curriculum may allow only bins of entries with weight 0: then the recipe's weights decide.
         return weights_P / total if float(total) > 0 else shares_P / shares_P.sum()
 
     def draw(
@@ -155,7 +183,7 @@ class PromptBook:
         update: int,
         share: slice = slice(None),
         agree: Callable[[Tensor], Tensor] | None = None,
-    ) -> list[Ask]:
+    ) -> list[Prompt]:
         """`count` prompts for this update; those that are too long or broken are left out, counted and
         replaced.
 
@@ -163,73 +191,67 @@ class PromptBook:
         together be all; every process calls it equally often and gets the same prompts. Raises DataError
         where TRIES prompts in a row do not serve.
         """
-        asks = self._proposed(count, update)
+        prompts = self._proposed(count, update)
+        self._ahead = {}
         mine, unsure = set(range(*share.indices(count))), list(range(count))
         for _ in range(TRIES):
             found_N = torch.zeros(count, dtype=torch.float64)
             for i in unsure:
                 if i in mine:
-                    found_N[i] = self._objection(asks[i])
+                    found_N[i] = self._objection(prompts[i])
             objections = [int(x) for x in (found_N if agree is None else agree(found_N)).tolist()]
             unsure = [i for i in unsure if objections[i]]
             if not unsure:
-                return asks
+                return prompts
             for i in unsure:
                 self.left_out[OBJECTIONS[objections[i]]] += 1
-                asks[i] = self._another(asks[i])
+                prompts[i] = self._another(prompts[i])
         raise DataError(
-            f"{self.entries[asks[unsure[0]].entry].label}: {TRIES} prompts in a row were left out"
+            f"{self.entries[prompts[unsure[0]].entry].label}: {TRIES} prompts in a row were left out"
             f" ({dict(self.left_out)}); raise rollout.max_prompt_tokens or make the task easier"
         )
 
-    def coming(self, count: int, update: int) -> list[Ask]:
-        """What `draw` would begin with if it were called now; nothing changes."""
-        generator, made_E = self.generator.get_state(), list(self.made_E)
-        asks = self._proposed(count, update)
-        self.made_E = made_E
+    def coming(self, count: int, update: int) -> list[Prompt]:
+        """What `draw` will begin with if it is called next; nothing that a checkpoint holds changes."""
+        generator, drawn_E = self.generator.get_state(), list(self.drawn_E)
+        prompts = self._proposed(count, update)
+        self.drawn_E = drawn_E
         self.generator.set_state(generator)
-        return asks
+        self._ahead = {tuple(prompt.ids): prompt for prompt in prompts}
+        return prompts
 
-    def _proposed(self, count: int, update: int) -> list[Ask]:
-        how = draw if self.pool else spread_evenly
+    def _proposed(self, count: int, update: int) -> list[Prompt]:
+        how = draw if self.size else spread_evenly
         bins = how(self.weights(update), count, self.generator)
-        return [Ask(bin, bin // max(1, self.pool), self._number(bin)) for bin in bins]
+        return [self.prompt(bin, bin // max(1, self.size), self._number(bin)) for bin in bins]
 
     def _number(self, bin: int) -> int:
         """Which problem a bin asks: its own of the pool, or the next one of its entry."""
-        if self.pool:
-            return bin % self.pool
-        self.made_E[bin] += 1
-        return self.made_E[bin] - 1
+        if self.size:
+            return bin % self.size
+        self.drawn_E[bin] += 1
+        return self.drawn_E[bin] - 1
 
-    def _another(self, ask: Ask) -> Ask:
+    def _another(self, prompt: Prompt) -> Prompt:
         """In place of a problem that does not serve: another one of the same entry."""
-        bin = ask.bin
-        if self.pool:
-            bin = ask.entry * self.pool + int(torch.randint(self.pool, (1,), generator=self.generator))
-        return Ask(bin, ask.entry, self._number(bin))
+        bin = prompt.bin
+        if self.size:
+            bin = prompt.entry * self.size + int(torch.randint(self.size, (1,), generator=self.generator))
+        return self.prompt(bin, prompt.entry, self._number(bin))
 
-    def _objection(self, ask: Ask) -> int:
+    def _objection(self, prompt: Prompt) -> int:
         """Why a prompt cannot be asked, as a number of OBJECTIONS; 0 if it can."""
         try:
-            tokens = len(self.prompt(ask)[1].ids)
+            tokens = len(prompt.encoded.ids)
         except BadSample as error:
             return OBJECTIONS.index(error.reason)
         limit = self.config.rollout.max_prompt_tokens
         return 0 if limit is None or tokens <= limit else OBJECTIONS.index("too_long")
 
-    def _prompt(self, ask: Ask) -> tuple[Problem, Encoded]:
-        entry, task = self.entries[ask.entry], self.tasks[ask.entry]
-        # Equal numbers of two entries of one task are one problem in two forms, so that forms can be
-        # compared.
-        seed = digest64("rl", self.config.run.seed, entry.name, ask.number) >> 16
-        problem = task.sample(seed, "train", entry.difficulty)
-        return problem, encode_prompt(problem, entry, self.tokenizer, self.vision)
-
-    def note(self, solved_P: Tensor, tried_P: Tensor) -> None:
+    def count(self, solved_P: Tensor, tried_P: Tensor) -> None:
         """Add what all processes saw at this update: sums of scores and numbers of answers by bin. What was
         there before fades by the answers that were added, so that a rate follows the policy."""
-        kept_P = (-tried_P.cpu() / self.config.curriculum.memory_answers).exp()
+        kept_P = (-tried_P.cpu() / MEMORY_ANSWERS).exp()
         self.solved_P = self.solved_P * kept_P + solved_P.cpu()
         self.tried_P = self.tried_P * kept_P + tried_P.cpu()
 
@@ -238,7 +260,7 @@ class PromptBook:
         return {
             "solved": self.solved_P.clone(),
             "tried": self.tried_P.clone(),
-            "made": list(self.made_E),
+            "made": list(self.drawn_E),
             "generator": self.generator.get_state(),
             "left_out": dict(self.left_out),
         }
@@ -246,7 +268,7 @@ class PromptBook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave, of the same recipe."""
         self.solved_P, self.tried_P = state["solved"].clone(), state["tried"].clone()
-        self.made_E, self.left_out = list(state["made"]), Counter(state["left_out"])
+        self.drawn_E, self.left_out = list(state["made"]), Counter(state["left_out"])
         self.generator.set_state(state["generator"])
 
 

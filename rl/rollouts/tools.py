@@ -4,7 +4,7 @@
     -> ...
 
 Tokens in, tokens out: generated ids are kept as they are and never made anew from text; a tool turn is
-encoded once and put behind them (rollout.Inserted), and the next turn is a request whose prompt is all of it.
+encoded once and put behind them (packing.Inserted), and the next turn is a request whose prompt is all of it.
 Its noise is a function of (seed, request, sample, turn); it goes on from the state that the turn before left
 in the engine, so a conversation is read once, however many turns it has. A result joins the engine a fixed
 number of engine steps after the call, whenever the program was ready: neither the clock nor the batch decides
@@ -12,16 +12,18 @@ what is generated.
 
 An answer ends with a message without calls, with one whose markup is broken, after `tool_turns` messages with
 calls, or with its last token. The reward sees the text of that last message (its response channel), "" where
-it is no answer.
+it is no answer. Whatever a program does costs its own answer: it ends within its limits
+(eval/sandbox/host.py) and the model reads why.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,49 +32,168 @@ from earlyfusion.data.chat.template import Message
 from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.sandbox.host import ProgramResult
-from earlyfusion.model.engine.requests import (
-    Completion,
-    FinishReason,
-    PausedSample,
-    Prompt,
-    Request,
-    SamplingParams,
-    TokenPrompt,
-)
+from earlyfusion.eval.sandbox.host import Limits, ProgramResult, Sandbox, SandboxError
+from earlyfusion.eval.tool_turns import answer_calls
+from earlyfusion.model.engine import requests as engine
+from earlyfusion.model.engine.requests import PausedSample
 from earlyfusion.rl.recipe import RolloutSection
 from earlyfusion.rl.rollouts.packing import Inserted, Trajectory
-from earlyfusion.rl.rollouts.tool_desk import Reply, ToolDesk
 from earlyfusion.vision.config import VisionConfig
 
 STEPS = 16
 """Engine steps between a call and its result: time for the program while other answers are written."""
+MEMORY_MB = 256.0
+"""Memory of a program beyond that of an idle interpreter."""
+WORKERS = 2
+"""Programs that run at a time, by one process."""
+
+Turn: TypeAlias = tuple[engine.Request, PausedSample | None]
+"""What the engine is asked, and what it goes on from."""
+Reply: TypeAlias = tuple[list[Message], Sequence[ProgramResult | None] | None]
+"""A tool message for every call, and the result of its program (None: none was run); None: the sandbox
+failed."""
+
+COUNTED = (
+    "answers valid turns calls ok error timeout memory output_limit forbidden blocked_import blocked_file"
+    " blocked_network blocked_process blocked_other not_a_program malformed over_turns over_tokens unavailable"
+).split()
+"""answers; those with a valid call (valid); messages with calls that were answered (turns); programs run
+(calls) by how they ended (ok ... forbidden); refusals by kind, one for each; calls of another tool or without
+code (not_a_program); messages whose markup is broken around a call (malformed); calls after the last turn;
+tool turns without room; programs that could not be started (unavailable)."""
+NETWORK = set("socket _socket ssl _ssl urllib http ftplib smtplib requests asyncio poplib".split())
+PROCESS = tuple(
+    "os.fork os.exec os.posix_spawn os.spawn os.system os.kill subprocess _posixsubprocess pty multiprocessing"
+    " _multiprocessing threading _thread concurrent signal".split()
+)
+FILES = ("open", "os.", "shutil", "tempfile", "glob", "pathlib")
+_FOLDER = re.compile(r"/[^\s'\"]*/program-[a-z0-9_]{8}\b")
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
 
-Turn: TypeAlias = tuple[Request, PausedSample | None]
-"""What is asked, and what it goes on from."""
+def repeatable(text: str) -> str:
+    """The text without what is random about a place, not about a program: names of temporary directories,
+    addresses of objects. A run with one seed then reads the same text again."""
+    return _ADDRESS.sub("0x0", _FOLDER.sub(".", text))
+
+
+def kinds_of(refused: str) -> list[str]:
+    """Counters of one refusal of the sandbox ("import socket", "open", "os.fork", ...)."""
+    name = refused.removeprefix("import ")
+    kinds = ["blocked_import"] if refused.startswith("import ") else []
+    if name.split(".")[0] in NETWORK:
+        return [*kinds, "blocked_network"]
+    if name.startswith(PROCESS):
+        return [*kinds, "blocked_process"]
+    if name.startswith(FILES):
+        return [*kinds, "blocked_file"]
+    return kinds or ["blocked_other"]
+
+
+class ToolRunner:
+    """Runs the calls of messages, WORKERS messages at a time, and counts what became of them.
+
+    Raises SandboxError when no sandbox can be started here, or one of its walls is missing and allow_weaker
+    is not set, at once and not in the middle of a run. weaker: what records say of a sandbox with walls
+    missing, "" for a whole one.
+    """
+
+    def __init__(self, rollout: RolloutSection, allow_weaker: bool = False) -> None:
+        # The clock, which a busy machine slows, gets twice the CPU time.
+        limits = Limits(
+            wall_s=2 * rollout.tool_timeout_s,
+            cpu_s=rollout.tool_timeout_s,
+            memory_mb=MEMORY_MB,
+            max_chars=16 * rollout.tool_output_tokens,
+        )
+        self.sandbox = Sandbox(limits, allow_weaker=allow_weaker)
+        self.counts: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="tool")
+        try:
+            self.weaker = self.sandbox.check().weaker
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, message: Message, files: Mapping[str, Any]) -> Future[Reply]:
+        """Run the calls of a message; the result never raises."""
+        return self._threads.submit(self._run, message, files)
+
+    def _run(self, message: Message, files: Mapping[str, Any]) -> Reply:
+        try:
+            messages, results = answer_calls(message, self.sandbox, files)
+        except (SandboxError, OSError) as error:
+            failure = (Text(f"the tool is not available: {type(error).__name__}"),)
+            calls = enumerate(message.calls, start=1)
+            return [Message("tool", failure, tool=call.tool, index=index) for index, call in calls], None
+        return [replace(one, content=(Text(repeatable(one.text)),)) for one in messages], results
+
+    def count(self, results: Sequence[ProgramResult | None] | None) -> bool:
+        """Count what became of the calls of one message; True when a program ran. Called by one thread."""
+        self.counts["turns"] += 1
+        self.counts["unavailable"] += results is None
+        for result in results or ():
+            if result is None:
+                self.counts["not_a_program"] += 1
+                continue
+            self.counts.update(["calls", result.reason])
+            for refused in result.refused:
+                self.counts.update(kinds_of(refused))
+        return any(result is not None for result in results or ())
+
+    def close(self) -> None:
+        """Wait for the programs that run (their limits end them), drop the others, stop the sandbox."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self.sandbox.close()
 
 
 @dataclass
-class Talk:
-    """One answer on its way: sample `index` of request `name`."""
+class Conversation:
+    """One answer on its way: sample `index` of request `name`. parts: what was generated, a turn each; lines:
+    the answer as people read it; left: the state to go on from; answer: set when it has ended."""
 
     name: str
     index: int
-    prompt: Prompt
+    prompt: engine.Prompt
     files: Mapping[str, bytes]
-    parts: list[Completion] = field(default_factory=list)
+    parts: list[engine.Completion] = field(default_factory=list)
     inserted: list[Inserted] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     turns: int = 0
     valid: bool = False
-    done: Trajectory | None = None
     left: PausedSample | None = None
+    answer: Trajectory | None = None
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         """Generated tokens."""
         return sum(len(part.ids) for part in self.parts)
+
+    def whole(self, reason: engine.FinishReason, text: str) -> Trajectory:
+        """The turns as one answer of generated tokens, each with the numbers of the request that made it."""
+        first, last = self.parts[0], self.parts[-1]
+
+        # What was read again went through the same layers before: the first time counts.
+        routing, known = [], 0
+        for part in self.parts:
+            if part.routing is not None:
+                routing.append(part.routing[known:])
+                known = len(part.routing)
+        completion = replace(
+            last,
+            request_id=self.name,
+            index=self.index,
+            ids=[i for part in self.parts for i in part.ids],
+            logprobs=[p for part in self.parts for p in part.logprobs],
+            logprobs1=[p for part in self.parts for p in part.logprobs1],
+            versions=[v for part in self.parts for v in part.versions],
+            text=text,
+            finish_reason=reason,
+            prompt_tokens=first.prompt_tokens,
+            cached_tokens=first.cached_tokens,
+            routing=np.concatenate(routing) if len(routing) == len(self.parts) else None,
+        )
+        return Trajectory(self.prompt, completion, tuple(self.inserted), "\n".join(self.lines))
 
 
 class ToolRollouts:
@@ -81,22 +202,22 @@ class ToolRollouts:
     def __init__(
         self,
         rollout: RolloutSection,
-        desk: ToolDesk,
+        runner: ToolRunner,
         tokenizer: Tokenizer,
         vision: VisionConfig,
-        params: SamplingParams,
+        params: engine.SamplingParams,
         replay: bool,
     ) -> None:
-        self.rollout, self.desk, self.tokenizer, self.vision = rollout, desk, tokenizer, vision
+        self.rollout, self.runner, self.tokenizer, self.vision = rollout, runner, tokenizer, vision
         self.params, self.replay = params, replay
-        self.talks: dict[str, list[Talk]] = {}
-        self._asked: dict[str, Talk] = {}
-        self._running: deque[tuple[int, Talk, Future[Reply]]] = deque()
+        self.conversations: dict[str, list[Conversation]] = {}
+        self._by_request: dict[str, Conversation] = {}
+        self._running: deque[tuple[int, Conversation, Future[Reply]]] = deque()
         self._step = 0
 
-    def open(self, name: str, prompt: Prompt, files: Mapping[str, bytes]) -> None:
+    def open(self, name: str, prompt: engine.Prompt, files: Mapping[str, bytes]) -> None:
         """A prompt with tools whose first turn goes to the engine as request `name`."""
-        self.talks[name] = [Talk(name, index, prompt, files) for index in range(self.params.n)]
+        self.conversations[name] = [Conversation(name, i, prompt, files) for i in range(self.params.n)]
 
     @property
     def waits(self) -> bool:
@@ -105,33 +226,38 @@ class ToolRollouts:
 
     def answers(self, name: str) -> list[Trajectory] | None:
         """The answers to a prompt in order, None for a prompt without tools."""
-        if name not in self.talks:
+        if name not in self.conversations:
             return None
-        return [talk.done for talk in self.talks[name] if talk.done is not None]
+        return [one.answer for one in self.conversations[name] if one.answer is not None]
 
-    def take(self, completion: Completion, left: PausedSample | None = None) -> bool:
+    def take(self, completion: engine.Completion, left: PausedSample | None = None) -> bool:
         """A turn that the engine has finished, of any request, with the state it left; True when an answer is
         complete by it."""
-        talk = self._asked.pop(completion.request_id, None)
+        talk = self._by_request.pop(completion.request_id, None)
         if talk is None:
-            if completion.request_id not in self.talks:
+            if completion.request_id not in self.conversations:
                 return True
-            talk = self.talks[completion.request_id][completion.index]
+            talk = self.conversations[completion.request_id][completion.index]
         talk.parts.append(completion)
         parsed = parse_assistant(completion.ids, self.tokenizer)
-        if not (parsed.well_formed and parsed.message.calls) or completion.finish_reason != "stop":
+
+        # Without a whole call the message is the last: an answer, or markup that nothing can be made of.
+        counts, stopped = self.runner.counts, completion.finish_reason == "stop"
+        if not (parsed.well_formed and parsed.message.calls and stopped):
             broken = not parsed.well_formed and self.tokenizer.open_id in completion.ids
-            self.desk.counts["malformed"] += broken and completion.finish_reason == "stop"
-            talk.said.append(spoken(parsed) if not broken else self.tokenizer.decode(completion.ids))
+            counts["malformed"] += broken and stopped
+            talk.lines.append(self.tokenizer.decode(completion.ids) if broken else readable(parsed))
             return self._end(talk, "" if broken or parsed.message.calls else parsed.message.text)
-        talk.said.append(spoken(parsed))
+
+        # A call, if there is a turn and a token left for what comes after it.
+        talk.lines.append(readable(parsed))
         if talk.turns == self.rollout.tool_turns:
-            self.desk.counts["over_turns"] += 1
+            counts["over_turns"] += 1
             return self._end(talk, "")
-        if talk.made >= self.rollout.max_new_tokens:
+        if talk.generated >= self.rollout.max_new_tokens:
             return self._end(talk, "", "length")
         talk.turns, talk.left = talk.turns + 1, left
-        self._running.append((self._step + STEPS, talk, self.desk.start(parsed.message, talk.files)))
+        self._running.append((self._step + STEPS, talk, self.runner.start(parsed.message, talk.files)))
         return False
 
     def due(self, idle: bool) -> tuple[list[Turn], int]:
@@ -151,57 +277,34 @@ class ToolRollouts:
         return turns, ended
 
     def _go_on(
-        self, talk: Talk, messages: Sequence[Message], results: Sequence[ProgramResult | None] | None
-    ) -> Request | None:
-        talk.valid |= self.desk.count(results)
-        heard = fitted(messages, self.tokenizer, self.vision, self.rollout.tool_output_tokens)
-        if heard is None:
-            self.desk.counts["over_tokens"] += 1
+        self, talk: Conversation, messages: Sequence[Message], results: Sequence[ProgramResult | None] | None
+    ) -> engine.Request | None:
+        """The next turn of an answer whose tools replied; None where there is no room for the reply."""
+        talk.valid |= self.runner.count(results)
+        replies = fitted(messages, self.tokenizer, self.vision, self.rollout.tool_output_tokens)
+        if replies is None:
+            self.runner.counts["over_tokens"] += 1
             self._end(talk, "", "length")
             return None
-        talk.said += [f"[{one.tool}] {one.text}" for one in heard]
-        talk.inserted.append(Inserted(talk.made, turn_ids(heard, self.tokenizer, self.vision)))
-        so_far = Trajectory(talk.prompt, merged(talk, "stop", ""), tuple(talk.inserted))
-        prompt = talk.prompt
-        whole = torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(so_far.tail, dtype=torch.long)])
-        places = tuple(int(i) for i in torch.as_tensor(prompt.media_positions).tolist())
+        talk.lines += [f"[{reply.tool}] {reply.text}" for reply in replies]
+        talk.inserted.append(Inserted(talk.generated, turn_ids(replies, self.tokenizer, self.vision)))
+
+        # All of it so far is the next prompt.
+        prompt, tail = talk.prompt, talk.whole("stop", "").tail
+        ids = torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(tail, dtype=torch.long)])
+        positions = tuple(int(i) for i in torch.as_tensor(prompt.media_positions).tolist())
         grids = tuple((t, h, w) for t, h, w in prompt.grids)
         name = f"{talk.name}#{talk.index}.{talk.turns}"
-        params = replace(self.params, n=1, max_new_tokens=self.rollout.max_new_tokens - talk.made)
-        self._asked[name] = talk
-        prompt = TokenPrompt(whole, prompt.patches, grids, places)
-        return Request(name, prompt, params, self.replay, keep_state=True)
+        params = replace(self.params, n=1, max_new_tokens=self.rollout.max_new_tokens - talk.generated)
+        self._by_request[name] = talk
+        document = engine.TokenPrompt(ids, prompt.patches, grids, positions)
+        return engine.Request(name, document, params, self.replay, keep_state=True)
 
-    def _end(self, talk: Talk, answer: str, reason: FinishReason | None = None) -> bool:
-        self.desk.counts["answers"] += 1
-        self.desk.counts["valid"] += talk.valid
-        whole = merged(talk, reason or talk.parts[-1].finish_reason, answer)
-        talk.done = Trajectory(talk.prompt, whole, tuple(talk.inserted), "\n".join(talk.said))
+    def _end(self, talk: Conversation, answer: str, reason: engine.FinishReason | None = None) -> bool:
+        self.runner.counts["answers"] += 1
+        self.runner.counts["valid"] += talk.valid
+        talk.answer = talk.whole(reason or talk.parts[-1].finish_reason, answer)
         return True
-
-
-def merged(talk: Talk, reason: FinishReason, answer: str) -> Completion:
-    """The turns as one completion of generated tokens, each with the numbers of the request that made it."""
-    first, last = talk.parts[0], talk.parts[-1]
-    routing, known = [], 0
-    for part in talk.parts:  # what was read again went through the same layers before: the first time counts
-        if part.routing is not None:
-            routing.append(part.routing[known:])
-            known = len(part.routing)
-    return replace(
-        last,
-        request_id=talk.name,
-        index=talk.index,
-        ids=[i for part in talk.parts for i in part.ids],
-        logprobs=[p for part in talk.parts for p in part.logprobs],
-        logprobs1=[p for part in talk.parts for p in part.logprobs1],
-        versions=[v for part in talk.parts for v in part.versions],
-        text=answer,
-        finish_reason=reason,
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-        routing=np.concatenate(routing) if len(routing) == len(talk.parts) else None,
-    )
 
 
 def fitted(
@@ -210,10 +313,10 @@ def fitted(
     """The tool's messages with texts cut, evenly, so that their turn has at most `limit` tokens, markup
     included; None where there is no room for any text."""
     bare = [replace(one, content=(Text(""),)) for one in messages]
-    room = (limit - len(turn_ids(bare, tokenizer, vision))) // max(1, len(messages))
-    if room < 1:
+    each = (limit - len(turn_ids(bare, tokenizer, vision))) // max(1, len(messages))
+    if each < 1:
         return None
-    return [replace(one, content=(Text(cut(one.text, room, tokenizer)),)) for one in messages]
+    return [replace(one, content=(Text(cut(one.text, each, tokenizer)),)) for one in messages]
 
 
 def turn_ids(messages: Sequence[Message], tokenizer: Tokenizer, vision: VisionConfig) -> tuple[int, ...]:
@@ -222,19 +325,19 @@ def turn_ids(messages: Sequence[Message], tokenizer: Tokenizer, vision: VisionCo
     return tuple(encode_chat(messages, tokenizer, vision).ids.tolist()[1:])  # all but [BOS]
 
 
-def cut(text: str, room: int, tokenizer: Tokenizer) -> str:
-    """The longest beginning of a text, character by character, that has at most `room` tokens (or nearly
+def cut(text: str, most: int, tokenizer: Tokenizer) -> str:
+    """The longest beginning of a text, character by character, that has at most `most` tokens (or nearly
     so)."""
     ids = tokenizer.encode(text)
-    if len(ids) <= room:
+    if len(ids) <= most:
         return text
-    short = tokenizer.decode(ids[:room]).rstrip("\ufffd")
-    while len(tokenizer.encode(short)) > room:  # a cut may split a token in two
+    short = tokenizer.decode(ids[:most]).rstrip("\ufffd")
+    while len(tokenizer.encode(short)) > most:  # a cut may split a token in two
         short = short[:-1]
     return short
 
 
-def spoken(parsed: Parsed) -> str:
+def readable(parsed: Parsed) -> str:
     """A message of the assistant as people read it."""
     message = parsed.message
     lines = [f"(thinks) {message.thinking}"] if message.thinking else []

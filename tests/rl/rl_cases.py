@@ -18,9 +18,27 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import Row, pack_prompts
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline.config.compose import merge, validate
-from earlyfusion.rl import parts, train
+from earlyfusion.rl import train
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rollouts.packing import Places, Trajectory, used_experts
+
+PTX = {
+    "ptx": {"coef": 0.3, "tokens": 192, "length": 96},
+    "data": {
+        "prefetch": "none",
+        "sources": [
+            {"name": "p", "kind": "problems", "options": {"tasks": {"counting": 1}, "forms": {"twin": 1}}}
+        ],
+    },
+    "rollout": {"pool": 6, "resample": 1},
+    "train": {"epochs": 2, "minibatches": 2, "old_policy": "trainer"},
+    "correction": {"mode": "tis"},
+    "objective": {"name": "dapo", "kl_coef": 0.01},
+}
+
+
+OPEN: list[train.Reinforcement] = []
+"""Runs that a test has begun; conftest.py closes them."""
 
 
 def problem_of(key: str) -> Problem:
@@ -73,23 +91,21 @@ def training(folder: Path, out: Path, resume: bool = False, **changes: Any) -> t
     """A run in this process, ready to train. Rewards are called here: worker processes cannot import the
     tests."""
     AcceleratorState._reset_state(True)
-    return train.Reinforcement(config(folder, out, **changes), resume)
+    OPEN.append(train.Reinforcement(config(folder, out, **changes), resume))
+    return OPEN[-1]
 
 
 def run(folder: Path, out: Path, resume: bool = False, **changes: Any) -> int:
-    made = training(folder, out, resume, **changes)
     try:
-        return made.train()
+        return training(folder, out, resume, **changes).train()
     finally:
-        made.close()
+        while OPEN and OPEN[-1].out == out:
+            OPEN.pop().close()
 
 
 def spaces(problem: Problem, response: str) -> float:
     """A reward that random weights can earn: the share of vowels among the characters."""
     return sum(c in "aeiou" for c in response.lower()) / max(1, len(response))
-
-
-__all__ = ["config", "model_directory", "parts", "recipe", "run", "spaces", "training"]
 
 
 def trained_logprobs(model: NativeFusion, row: Row, places: Places, replay: bool = True) -> Tensor:

@@ -13,10 +13,9 @@ from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.eval.measured import Measured
-from earlyfusion.rl.config import ObjectiveConfig
 from earlyfusion.rl.objectives.advantages import advantages
-from earlyfusion.rl.records import AnswerRecord, GroupRecord
-from earlyfusion.rl.rollouts.log import RolloutLog
+from earlyfusion.rl.objectives.losses import ObjectiveConfig
+from earlyfusion.rl.rollouts.log import AnswerRecord, GroupRecord, RolloutLog
 
 ENTRIES = (
     ("counting", 0, "picture"),

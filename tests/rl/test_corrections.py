@@ -8,8 +8,7 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.config import CorrectionConfig, StaleConfig
-from earlyfusion.rl.objectives.corrections import fresh, importance_weights
+from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig, fresh, importance_weights
 from earlyfusion.rl.objectives.sequences import sequence_sums, spread
 
 EXACT = 1e-12  # float64

@@ -1,6 +1,7 @@
 """An answer is what the policy ends itself: nothing is to be won by going on until the limit cuts it off."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,14 @@ from earlyfusion.model.engine.requests import Completion, TokenPrompt
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import RandomReward, Rewards, TaskReward
-from earlyfusion.rl.rollouts.collect import Asked
+from earlyfusion.rl.rollouts.collect import Group
 from earlyfusion.rl.rollouts.experience import experience, score
 from earlyfusion.rl.rollouts.packing import Trajectory
-from earlyfusion.rl.rollouts.prompts import Ask
 
 LIMIT = 6
 TASK = make_task("odd_one_out")
 PROBLEM = next(p for p in (TASK.sample(seed) for seed in range(99)) if p.target == "row 1, column 2")
+PROMPT = SimpleNamespace(bin=0, entry=0, problem=PROBLEM)
 SAYS = [" row 1", " row 2", ", column 1", ", column 2", "wsslonment for", ""]
 SHARED = 3.0
 END = 5
@@ -59,7 +60,7 @@ def trained(settings, updates=150, answers=48):
     rewards = Rewards(TaskReward([TASK]))
     for update in range(updates):
         drawn = [Trajectory(TokenPrompt(torch.zeros(1)), toy.draw(LIMIT, generator)) for _ in range(answers)]
-        groups = [Asked(Ask(0, 0, 0), PROBLEM, drawn)]
+        groups = [Group(PROMPT, drawn)]
         seen = experience(settings, groups, score(rewards, groups), update, {})
         ids_M = torch.tensor([i for t in drawn for i in t.ids])
         places_M = torch.tensor([place for t in drawn for place in range(len(t.ids))])
@@ -94,7 +95,7 @@ def test_an_answer_that_did_not_end_itself_earns_nothing(reason):
         Trajectory(TokenPrompt(torch.zeros(1)), replace(done, finish_reason=how)) for how in ("stop", reason)
     ]
     with Rewards(TaskReward([TASK])) as rewards:
-        assert [one.value for one in score(rewards, [Asked(Ask(0, 0, 0), PROBLEM, answers)])] == [1.0, 0.0]
+        assert [one.value for one in score(rewards, [Group(PROMPT, answers)])] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("paid", [RandomReward(0), lambda problem, text: 1.0, lambda problem, text: -1.0])
@@ -105,7 +106,7 @@ def test_a_reward_that_pays_whatever_is_said_pays_no_cut_answer_more_than_the_wo
     ends = [replace(cut, text=f" {i}", finish_reason="stop") for i in range(6)]
     answers = [Trajectory(TokenPrompt(torch.zeros(1)), one) for one in (cut, *ends)]
     with Rewards(paid) as rewards:
-        cut_value, *values = [one.value for one in score(rewards, [Asked(Ask(0, 0, 0), PROBLEM, answers)])]
+        cut_value, *values = [one.value for one in score(rewards, [Group(PROMPT, answers)])]
     assert cut_value == min(0.0, *values)
 
 

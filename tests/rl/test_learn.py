@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rl_cases import flat, model_directory, training
+from rl_cases import PTX, flat, model_directory, training
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.learn import Sums, distinct, minibatches, rows
@@ -30,8 +30,8 @@ def asked(folder, tmp_path, objective, temperature=1.0, **rollout):
         rollout={"prompts": 5, "group_size": 6, **rollout},
         temperature={"start": temperature, "end": temperature},
     )
-    made.kit.refresh_engine(0)
-    groups = made.kit.collector.collect(0, temperature, 5).groups
+    made.refresh_engine()
+    groups = made.collector.collect(0, temperature, 5).groups
     answers = [t for g in groups for t in g.trajectories]
     scored = [Scored((sum(t.ids) % 11) / 10) for t in answers]
     return made, experience(made.config, groups, scored, 0, {})
@@ -51,7 +51,7 @@ def plain(made, seen, temperature):
         row, places = pack(net, [every[n]])
         with used_experts(net, places):
             logits = net.logits(net.hidden(row).index_select(0, places.positions_M)).float() / temperature
-        logits[:, sorted(made.kit.engine.rules.banned_ids)] = float("-inf")
+        logits[:, sorted(made.engine.rules.banned_ids)] = float("-inf")
         logp.append(logits.log_softmax(-1).gather(1, places.ids_M[:, None]).squeeze(1))
     old = torch.tensor([p for n in kept for p in every[n].completion.logprobs])
     segments = Segments(tuple(len(every[n].ids) for n in kept))
@@ -66,60 +66,51 @@ def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itsel
     folder, tmp_path, name, temperature
 ):
     made, seen = asked(folder, tmp_path, {"name": name}, temperature)
-    try:
-        pieces = distinct(seen, range(len(seen.groups)))
-        assert sum(len(p.answers) for p in pieces) == sum(
-            bool(t.ids) for g in seen.groups for t in g.trajectories
-        )
-        net = made.model.train()
-        want_loss = plain(made, seen, temperature)
-        want = gradients(net)
-        for row_tokens in (40, 100_000):  # every piece in a row of its own, and all in one
-            object.__setattr__(made.config.train, "row_tokens", row_tokens)
-            net.zero_grad(set_to_none=True)
-            sums = Sums()
-            made.kit.learner.gradients(seen, range(len(seen.groups)), 0, sums)
-            assert sums.reduced(made.runtime)["loss"] == pytest.approx(want_loss, rel=2e-5, abs=1e-6)
-            got = gradients(net)
-            for key, grad in want.items():
-                error = (got[key] - grad).norm() / grad.norm().clamp(min=1e-7)
-                assert error < GRAD_RTOL or (got[key] - grad).abs().max() < 1e-8, (
-                    row_tokens,
-                    key,
-                    float(error),
-                )
-    finally:
-        made.close()
+    pieces = distinct(seen, range(len(seen.groups)))
+    assert sum(len(p.answers) for p in pieces) == sum(
+        bool(t.ids) for g in seen.groups for t in g.trajectories
+    )
+    net = made.model.train()
+    want_loss = plain(made, seen, temperature)
+    want = gradients(net)
+    for row_tokens in (40, 100_000):  # every piece in a row of its own, and all in one
+        object.__setattr__(made.config.train, "row_tokens", row_tokens)
+        net.zero_grad(set_to_none=True)
+        sums = Sums()
+        made.learner.gradients(seen, range(len(seen.groups)), 0, sums)
+        assert sums.reduced(made.runtime)["loss"] == pytest.approx(want_loss, rel=2e-5, abs=1e-6)
+        got = gradients(net)
+        for key, grad in want.items():
+            error = (got[key] - grad).norm() / grad.norm().clamp(min=1e-7)
+            assert error < GRAD_RTOL or (got[key] - grad).abs().max() < 1e-8, (
+                row_tokens,
+                key,
+                float(error),
+            )
 
 
 def test_equal_answers_are_computed_once(folder, tmp_path):
-    made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
-    try:
-        pieces = distinct(seen, range(len(seen.groups)))
-        assert len(pieces) < sum(len(g.trajectories) for g in seen.groups) / 2
-    finally:
-        made.close()
+    _, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
+    pieces = distinct(seen, range(len(seen.groups)))
+    assert len(pieces) < sum(len(g.trajectories) for g in seen.groups) / 2
 
 
 def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
     made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
-    try:
-        both = [t for group in seen.groups for t in group.trajectories]
-        pieces = distinct(seen, range(len(seen.groups)))
-        shared = next(piece for piece in pieces if len(piece.answers) > 1)
-        both[shared.answers[-1]].completion.versions[0] -= 1
-        split = distinct(seen, range(len(seen.groups)))
-        assert len(split) == len(pieces) + 1
-        masks, tokens, answers = made.kit.learner._masks(seen, split, 0)
-        assert tokens == sum(len(each.ids) for each in both) == sum(len(mask) for mask in masks.values())
-        assert answers == sum(bool(each.ids) for each in both)
-    finally:
-        made.close()
+    both = [t for group in seen.groups for t in group.trajectories]
+    pieces = distinct(seen, range(len(seen.groups)))
+    shared = next(piece for piece in pieces if len(piece.answers) > 1)
+    both[shared.answers[-1]].completion.versions[0] -= 1
+    split = distinct(seen, range(len(seen.groups)))
+    assert len(split) == len(pieces) + 1
+    masks = made.learner._masks(seen, split, 0)
+    assert sum(int(mask.sum()) for mask in masks.values()) == sum(len(each.ids) for each in both)
+    assert len(masks) == sum(bool(each.ids) for each in both)
 
 
 def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_batchs(folder, tmp_path):
     """Two minibatches are two updates with totals of their own; together they hold every group once."""
-    parts = minibatches(7, 3, lambda n: list(range(n))[::-1])
+    parts = minibatches(range(7)[::-1], 3)
     assert sorted(i for part in parts for i in part) == list(range(7)) and [len(p) for p in parts] == [
         3,
         2,
@@ -128,14 +119,11 @@ def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_b
 
 
 def test_rows_keep_order_and_limit(folder, tmp_path):
-    made, seen = asked(folder, tmp_path, {"name": "k2.5"})
-    try:
-        pieces = distinct(seen, range(len(seen.groups)))
-        made_rows = list(rows(pieces, 120))
-        assert [p for row in made_rows for p in row] == pieces
-        assert all(len(row) == 1 or sum(p.trajectory.total for p in row) <= 120 for row in made_rows)
-    finally:
-        made.close()
+    _, seen = asked(folder, tmp_path, {"name": "k2.5"})
+    pieces = distinct(seen, range(len(seen.groups)))
+    made_rows = list(rows(pieces, 120))
+    assert [p for row in made_rows for p in row] == pieces
+    assert all(len(row) == 1 or sum(p.trajectory.total for p in row) <= 120 for row in made_rows)
 
 
 def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
@@ -143,10 +131,22 @@ def test_the_engine_and_the_trainer_agree_on_what_was_sampled(folder, tmp_path):
     1."""
     for temperature in (1.0, 0.6):
         made, seen = asked(folder, tmp_path / str(temperature), {"name": "k2.5"}, temperature)
-        try:
-            sums = Sums()
-            made.model.train()
-            made.kit.learner.gradients(seen, range(len(seen.groups)), 0, sums)
-            assert sums.largest < 1e-4
-        finally:
-            made.close()
+        sums = Sums()
+        made.model.train()
+        made.learner.gradients(seen, range(len(seen.groups)), 0, sums)
+        assert sums.largest < 1e-4
+
+
+def test_curated_rows_are_divided_by_their_own_weights(folder, tmp_path):
+    """Oracle: coef times the weighted mean loss of all rows together, whatever row a token stands in."""
+    made = training(folder, tmp_path / "run", **{**PTX, "ptx": {"coef": 0.3, "tokens": 192, "length": 96}})
+    batches = [*made.curated.next_step(), *made.curated.next_step()]
+    net = made.model.train()
+    outs = [net(batch) for batch in batches]
+    mean = sum(out.loss_sum for out in outs) / sum(out.weight_sum for out in outs)
+    (0.3 * mean).backward()
+    expected, sums = gradients(net), Sums()
+    net.zero_grad(set_to_none=True)
+    assert made.learner.ptx_gradients(batches, 0.3, sums) == pytest.approx(mean.item(), rel=1e-5)
+    for name, grad in gradients(net).items():
+        torch.testing.assert_close(grad, expected[name], rtol=GRAD_RTOL, atol=1e-7)

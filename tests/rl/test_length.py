@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.config import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
 from earlyfusion.rl.objectives.length import (
+    LengthRewardConfig,
+    OverlongConfig,
+    RepeatConfig,
+    ToggleConfig,
     budget_phase,
     estimate_budgets,
     length_rewards,

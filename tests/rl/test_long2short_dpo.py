@@ -37,7 +37,7 @@ from earlyfusion.rl.long2short.run import DpoRun
 from earlyfusion.rl.long2short.samples import Answer, Answered, Sampler
 from earlyfusion.rl.long2short.shortest import lengths, shortest
 from earlyfusion.rl.recipe import TaskEntry
-from earlyfusion.rl.rollouts.prompts import Ask, encode_prompt
+from earlyfusion.rl.rollouts.prompts import Prompt, encode_prompt
 
 GRAD_RTOL = 2e-4
 """fp32 sums in another order, as in test_learn.py."""
@@ -63,7 +63,7 @@ def made_up(number: int, *answers: tuple[int, bool]) -> Answered:
     problem = problem_of(f"counting/train/0/{number}")
     prompt = encode_prompt(problem, entry, TOKENIZER, model(0).config.vision)
     made = [Answer(tuple(range(20, 20 + n)), f"{n}", "stop", float(right), right) for n, right in answers]
-    return Answered(Ask(0, 0, number), entry.label, problem, prompt, made)
+    return Answered(Prompt(0, 0, number, None), entry.label, problem, prompt, made)
 
 
 def test_pairs_by_hand():

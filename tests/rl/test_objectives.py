@@ -8,9 +8,8 @@ import torch
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.config import PRESETS, ObjectiveConfig
 from earlyfusion.rl.objectives.advantages import advantages
-from earlyfusion.rl.objectives.losses import policy_loss, ptx_loss
+from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss
 from earlyfusion.rl.objectives.sequences import Totals, totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms
@@ -379,22 +378,6 @@ def test_sums_for_the_log_are_those_of_the_trained_tokens():
     assert int(out.outside) == int((l.abs() > 0.7).sum()) > 0
 
 
-def test_ptx_is_divided_by_its_own_weights():
-    g = torch.Generator().manual_seed(0)
-    logp = -torch.rand(9, generator=g, dtype=torch.float64)
-    logp[3] = float("nan")  # a token without a loss
-    weights = torch.tensor([1, 0.5, 1, 0, 1, 1, 0.5, 1, 1])
-    logp.requires_grad_()
-    loss = ptx_loss(logp, weights, 0.2)
-    loss.backward()
-    torch.testing.assert_close(logp.grad, -0.2 * weights.double() / 7, atol=EXACT, rtol=EXACT)
-    parts = [ptx_loss(logp[a:b], weights[a:b], 0.2, total_weight=weights.sum()) for a, b in ((0, 4), (4, 9))]
-    torch.testing.assert_close(sum(parts), loss, atol=EXACT, rtol=EXACT)
-    assert float(ptx_loss(torch.zeros(2), torch.zeros(2), 1.0)) == 0
-    with pytest.raises(ValueError, match="loss weights"):
-        ptx_loss(torch.zeros(2), torch.zeros(3), 1.0)
-
-
 def test_tensors_that_do_not_fit_are_refused():
     cfg, segments, T = config("k2.5"), Segments((2, 3)), torch.zeros(5)
     with pytest.raises(ValueError, match="4 tokens"):
@@ -434,3 +417,25 @@ def test_every_member_learns_a_two_token_code(name, seed):
                 logits -= LEARNING.get(name, 4.0) * grad
     right = logits.softmax(-1).gather(2, target[..., None]).mean()
     assert float(right.detach()) > 0.8
+
+
+def of_ours(options, log_ratio_T, advantages_T, logp_T):
+    """The window's equation once more, written by a user."""
+    inside = (log_ratio_T.detach() >= options.log_low) & (log_ratio_T.detach() <= options.log_high)
+    return torch.where(inside, -log_ratio_T.clamp(max=options.log_high).exp() * advantages_T, 0.0), ~inside
+
+
+def test_a_term_of_one_s_own_is_used_like_a_registered_one():
+    """Same equation, same loss, same gradients; a place that holds nothing is told when the recipe is read."""
+    g, segments = torch.Generator().manual_seed(3), Segments((3, 2))
+    old, A = -torch.rand(5, generator=g).double(), torch.tensor([1.0, -0.5]).double()
+    outs, grads = [], []
+    for loss in (None, f"{__name__}:of_ours"):
+        logp = (old + torch.tensor([0.1, -0.2, 0.9, 0.3, -0.8])).requires_grad_()
+        outs.append(policy_loss(ObjectiveConfig(loss=loss), logp, old, A, segments))
+        outs[-1].loss.backward()
+        grads.append(logp.grad)
+    assert torch.equal(outs[0].loss, outs[1].loss) and torch.equal(grads[0], grads[1]) and grads[0].any()
+    assert int(outs[0].outside) == int(outs[1].outside) == 2
+    with pytest.raises(ValueError, match="cannot be imported"):
+        ObjectiveConfig(loss="nowhere:at_all")

@@ -9,10 +9,9 @@ from rl_cases import flat, trained_logprobs
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import SamplingParams
-from earlyfusion.rl.config import CorrectionConfig, ObjectiveConfig
 from earlyfusion.rl.objectives.advantages import advantages
-from earlyfusion.rl.objectives.corrections import importance_weights
-from earlyfusion.rl.objectives.losses import policy_loss
+from earlyfusion.rl.objectives.corrections import CorrectionConfig, importance_weights
+from earlyfusion.rl.objectives.losses import ObjectiveConfig, policy_loss
 from earlyfusion.rl.objectives.sequences import sequence_sums
 from earlyfusion.rl.rollouts.packing import pack, rollout
 

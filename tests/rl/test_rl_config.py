@@ -4,17 +4,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from earlyfusion.rl.config import (
-    PRESETS,
-    CorrectionConfig,
-    CurriculumConfig,
-    ObjectiveConfig,
-    OverlongConfig,
-    TemperatureConfig,
-    check_together,
-)
-from earlyfusion.rl.objectives.length import overlong_rewards
+from earlyfusion.rl.objectives.corrections import CorrectionConfig
+from earlyfusion.rl.objectives.length import OverlongConfig, overlong_rewards
+from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig
 from earlyfusion.rl.recipe import RewardSection, RLConfig
+from earlyfusion.rl.rollouts.curriculum import CurriculumConfig, TemperatureConfig
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -68,13 +62,15 @@ def test_what_cannot_work_is_named(given, message):
 
 
 def test_token_corrections_do_not_fit_ratios_of_whole_answers():
-    token = CorrectionConfig(mode="tis")
+    tasks = [{"name": "counting"}]
+    token, geometric = {"mode": "tis"}, {"mode": "tis", "level": "geometric"}
     for name in ("k1.5", "k2", "gspo"):
+        objective = {"name": name, "reset_optimizer": False}
         with pytest.raises(ValueError, match="'sequence' or 'geometric'"):
-            check_together(ObjectiveConfig(name=name), token)
-        check_together(ObjectiveConfig(name=name), CorrectionConfig(mode="tis", level="geometric"))
-        check_together(ObjectiveConfig(name=name), CorrectionConfig())
-    check_together(ObjectiveConfig(name="k2.5"), token)
+            RLConfig(tasks=tasks, objective=objective, correction=token)
+        RLConfig(tasks=tasks, objective=objective, correction=geometric)
+        RLConfig(tasks=tasks, objective=objective)
+    RLConfig(tasks=tasks, objective={"name": "k2.5"}, correction=token)
 
 
 @pytest.mark.parametrize(

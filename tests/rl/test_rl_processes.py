@@ -7,20 +7,22 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from rl_cases import model_directory, recipe, run, spaces, training
+from rl_cases import PTX, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
-from test_rl_train import LIMIT, PARTIAL, PTX, assert_same, numbers, weights
+from test_rl_train import LIMIT, PARTIAL, assert_same, numbers, weights
 
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import measure
 from earlyfusion.eval.measured import load_measured
 from earlyfusion.pipeline.config.compose import to_toml
-from earlyfusion.rl.rollouts.prompts import PromptBook
+from earlyfusion.rl import train
+from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +46,18 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
     monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (judge, "inline"))
     made = training(folder, tmp_path / "run", optim={"name": name}, rollout={"max_new_tokens": 24})
     try:
-        assert [made._iterate()["empty"] for _ in range(2)] == [0, 0]
+        assert [made.iterate()["empty"] for _ in range(2)] == [0, 0]
         before = [p.clone() for p in made.model.parameters()]
-        held = [value.clone() for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        held = [value.clone() for state in made.optimizer.state.values() for value in tensors(state)]
         constant["now"] = True
         for world in (1, 2):
             monkeypatch.setattr(made.runtime, "world", world)
             monkeypatch.setattr("torch.distributed.all_reduce", lambda values, op=None: values)
-            monkeypatch.setattr(made.kit.collector, "due", lambda count, rank: count if rank == 0 else 0)
-            record = made._iterate()
+            monkeypatch.setattr(made.collector, "due", lambda count, rank: count if rank == 0 else 0)
+            record = made.iterate()
             assert record["empty"] == 1 and record["grad_norm"] == 0 and record["informative"] == 0
         assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
-        now = [value for state in made.kit.optimizer.state.values() for value in tensors(state)]
+        now = [value for state in made.optimizer.state.values() for value in tensors(state)]
         assert all(torch.equal(p, q) for p, q in zip(now, held, strict=True))
     finally:
         monkeypatch.setattr(made.runtime, "world", 1)
@@ -65,17 +67,14 @@ def test_a_batch_with_nothing_to_learn_makes_no_step_and_is_counted(folder, tmp_
 def test_a_batch_of_which_nothing_is_trained_makes_no_step(folder, tmp_path):
     """Every answer cut at the limit and filtered: its gradients would be zeros."""
     made = training(folder, tmp_path / "run", overlong={"mode": "filter"}, rollout={"max_new_tokens": 2})
-    try:
-        before = [p.clone() for p in made.model.parameters()]
-        assert made._iterate()["empty"] == 1
-        assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
-    finally:
-        made.close()
+    before = [p.clone() for p in made.model.parameters()]
+    assert made.iterate()["empty"] == 1
+    assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), before))
 
 
 def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
     made = training(folder, tmp_path / "run", train={"updates": 5})
-    real, count = made._iterate, []
+    real, count = made.iterate, []
 
     def iterate():
         count.append(1)
@@ -83,11 +82,8 @@ def test_a_signal_saves_and_the_run_goes_on(folder, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
         return real()
 
-    made._iterate = iterate
-    try:
-        assert made.train() == 75
-    finally:
-        made.close()
+    made.iterate = iterate
+    assert made.train() == 75
     assert run(folder, tmp_path / "run", resume=True, train={"updates": 5}) == 0
     assert run(folder, tmp_path / "whole", train={"updates": 5}) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -97,7 +93,7 @@ def test_a_signal_while_answers_are_collected_stops_at_once_and_loses_no_exactne
     """The iteration is as if it had not begun: unfinished answers, prompts and tallies are those before
     it."""
     made = training(folder, tmp_path / "run", **PARTIAL)
-    step, after = made.kit.engine.step, []
+    step, after = made.engine.step, []
 
     def stepping():
         if made.update == 2:
@@ -105,12 +101,9 @@ def test_a_signal_while_answers_are_collected_stops_at_once_and_loses_no_exactne
             os.kill(os.getpid(), signal.SIGTERM)
         return step()
 
-    made.kit.engine.step = stepping
-    try:
-        assert made.train() == 75
-        assert made.update == 2 and len(after) == 1 and made.kit.collector.carried
-    finally:
-        made.close()
+    made.engine.step = stepping
+    assert made.train() == 75
+    assert made.update == 2 and len(after) == 1 and made.collector.carried
     assert run(folder, tmp_path / "run", resume=True, **PARTIAL) == 0
     assert run(folder, tmp_path / "whole", **PARTIAL) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -121,10 +114,7 @@ def test_a_signal_before_the_first_iteration_is_resumed_from_the_start(folder, t
     changes = {"toggle": {"every": 2}, "rollout": {"pool": 2}, "train": {"updates": 2}}
     made = training(folder, tmp_path / "run", **changes)
     os.kill(os.getpid(), signal.SIGTERM)
-    try:
-        assert made.train() == 75 and not made.begun
-    finally:
-        made.close()
+    assert made.train() == 75 and not made.begun
     assert run(folder, tmp_path / "run", resume=True, **changes) == 0
     assert run(folder, tmp_path / "whole", **changes) == 0
     assert_same(tmp_path / "whole", tmp_path / "run")
@@ -136,12 +126,12 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
     made = training(folder, tmp_path / "run")
     try:
         entries, how = made.config.tasks, {"problems": 5, "seed": 1, "samples": 2}
-        whole = measure(made.model, made.kit.tokenizer, entries, **how)
-        shares = [measure(made.model, made.kit.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
+        whole = measure(made.model, made.tokenizer, entries, **how)
+        shares = [measure(made.model, made.tokenizer, entries, **how, share=(r, 4)) for r in range(4)]
         assert [len(share) for share in shares] == [4, 4, 4, 3]
         monkeypatch.setattr(made.runtime, "world", 4)
         monkeypatch.setattr(made.runtime, "gather", lambda own: shares)
-        dealt = made.kit._of_all(shares[0])
+        dealt = train.in_order(shares[0], made.runtime)
     finally:
         monkeypatch.undo()
         made.close()
@@ -150,38 +140,37 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
     assert [one.p_target for one in dealt] == pytest.approx([one.p_target for one in whole], rel=1e-4)
 
 
-def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path):
+def test_processes_make_their_own_prompts_only_and_agree_on_all(folder, tmp_path, monkeypatch):
     """Oracle: one process. Two draw the same prompts, leave out the same ones, and each makes its share and
     no more."""
     tasks = [{"name": "counting"}, {"name": "colour_shape"}]
     made = training(folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=tasks)
-    try:
-        kit = made.kit
-        books = [PromptBook(made.config, kit.book.tokenizer, kit.book.vision) for _ in range(3)]
-        whole = [books[0].draw(30, 0), books[0].draw(31, 1)]
-        assert books[0].left_out["too_long"] > 0
-        sums, meet = [None, None], threading.Barrier(2)
+    encoded: Counter[PromptPool] = Counter()
+    real = Prompt.encoded.func
+    counted = lambda prompt: encoded.update([prompt.pool]) or real(prompt)
+    monkeypatch.setattr(Prompt.encoded, "func", counted)
+    pools = [PromptPool(made.config, made.tokenizer, made.model.config.vision) for _ in range(3)]
+    whole = [pools[0].draw(30, 0), pools[0].draw(31, 1)]
+    assert pools[0].left_out["too_long"] > 0
+    sums, meet = [None, None], threading.Barrier(2)
 
-        def process(rank):
-            def agree(found_N):
-                sums[rank] = found_N
-                meet.wait(60)
-                total = sums[0] + sums[1]
-                meet.wait(60)
-                return total
+    def process(rank):
+        def agree(found_N):
+            sums[rank] = found_N
+            meet.wait(60)
+            total = sums[0] + sums[1]
+            meet.wait(60)
+            return total
 
-            shares = slice(0, 13) if rank == 0 else slice(13, None)
-            return [books[1 + rank].draw(30, 0, shares, agree), books[1 + rank].draw(31, 1, shares, agree)]
+        shares = slice(0, 13) if rank == 0 else slice(13, None)
+        return [pools[1 + rank].draw(30, 0, shares, agree), pools[1 + rank].draw(31, 1, shares, agree)]
 
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(process, range(2))
-        assert first == second == whole
-        assert books[1].left_out == books[2].left_out == books[0].left_out
-        assert books[1].made_E == books[2].made_E == books[0].made_E
-        made_by = [book.prompt.made for book in books]
-        assert made_by[1] + made_by[2] == made_by[0] and min(made_by[1:]) >= 26
-    finally:
-        made.close()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(process, range(2))
+    assert first == second == whole
+    assert pools[1].left_out == pools[2].left_out == pools[0].left_out
+    assert pools[1].drawn_E == pools[2].drawn_E == pools[0].drawn_E
+    assert encoded[pools[1]] + encoded[pools[2]] == encoded[pools[0]] and min(encoded.values()) >= 26
 
 
 def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatch):
@@ -192,7 +181,7 @@ def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatc
         "train": {"updates": 2},
     }
     with monkeypatch.context() as patch:
-        patch.setattr("earlyfusion.rl.parts.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
+        patch.setattr("earlyfusion.rl.train.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
         assert run(folder, tmp_path / "whole", **changes) == 0
         assert run(folder, tmp_path / "cut", **{**changes, "run": {"steps": 1}}) == 0
     assert run(folder, tmp_path / "cut", resume=True, **changes) == 0

@@ -10,8 +10,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import RL_RECIPES, compose, recipe_names, validate
-from earlyfusion.rl.parts import start_directory
-from earlyfusion.rl.recipe import RLConfig, TaskEntry
+from earlyfusion.rl.recipe import RLConfig, TaskEntry, start_directory
 
 
 @pytest.mark.parametrize("name", recipe_names(RL_RECIPES))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import TOKENIZER, model
-from rl_cases import config, model_directory, recipe, run, spaces, training
+from rl_cases import PTX, config, model_directory, recipe, run, spaces, training
 from safetensors.torch import load_file
 
 from earlyfusion.kernels.errors import UserError
@@ -16,10 +16,9 @@ from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
 from earlyfusion.rl import train
 from earlyfusion.rl.rewards import Scored
-from earlyfusion.rl.rollouts.collect import LOOK_EVERY
+from earlyfusion.rl.rollouts.collect import CHECK_EVERY
+from earlyfusion.rl.rollouts.curriculum import success_rates
 from earlyfusion.rl.rollouts.experience import experience
-from earlyfusion.rl.rollouts.prompts import PromptBook, prompt_bytes
-from earlyfusion.rl.rollouts.sampling import success_rates
 
 CLOCK = ("time", "_per_", "step_s", "seconds", "engine_idle", "memory")
 HERE = Path(__file__).parent
@@ -57,19 +56,6 @@ PARTIAL = {
     "temperature": {"start": 1.2, "end": 0.8, "updates": 4},
     "curriculum": {"prioritised": True},
     "optim": {"name": "adamw", "lr": 2e-3, "weight_decay": 0.0},
-}
-PTX = {
-    "ptx": {"coef": 0.3, "tokens": 192, "length": 96},
-    "data": {
-        "prefetch": "none",
-        "sources": [
-            {"name": "p", "kind": "problems", "options": {"tasks": {"counting": 1}, "forms": {"twin": 1}}}
-        ],
-    },
-    "rollout": {"pool": 6, "resample": 1},
-    "train": {"epochs": 2, "minibatches": 2, "old_policy": "trainer"},
-    "correction": {"mode": "tis"},
-    "objective": {"name": "dapo", "kl_coef": 0.01},
 }
 
 
@@ -159,58 +145,48 @@ def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
     made = training(
         folder, tmp_path / "run", rollout={"pool": 3}, curriculum={"prioritised": True, "floor": 0.01}
     )
-    try:
-        book = made.kit.book
-        solved, tried = torch.zeros(9, dtype=torch.float64), torch.full((9,), 20.0, dtype=torch.float64)
-        solved[[0, 3, 6]] = 20.0  # the first problem of every entry is solved
-        book.note(solved, tried)
-        weights_P = book.weights(0)
-        assert weights_P[0] < weights_P[1] / 5 and weights_P.sum() == pytest.approx(1)
-        first, again = book.prompt(book.draw(4, 0)[0]), book.prompt(book.draw(9, 0)[0])
-        assert first[0].task in {"colour_shape", "counting", "odd_one_out"} and again is not None
-    finally:
-        made.close()
+    pool = made.prompts
+    solved, tried = torch.zeros(9, dtype=torch.float64), torch.full((9,), 20.0, dtype=torch.float64)
+    solved[[0, 3, 6]] = 20.0  # the first problem of every entry is solved
+    pool.count(solved, tried)
+    weights_P = pool.weights(0)
+    assert weights_P[0] < weights_P[1] / 5 and weights_P.sum() == pytest.approx(1)
+    drawn = pool.draw(18, 0)
+    assert len(set(drawn)) == 9 and {one.problem.key for one in drawn[:9]} == {
+        one.problem.key for one in drawn[9:]
+    }
 
 
 def test_easy_to_hard_goes_by_the_tasks_own_levels_whatever_was_solved(folder, tmp_path):
     tasks = [{"name": "counting", "difficulty": level} for level in (0, 1, 3)]
     ladder = {"mode": "easy_to_hard", "warmup_updates": 10, "start_difficulty": 0.0}
     made = training(folder, tmp_path / "run", tasks=tasks, curriculum=ladder)
-    try:
-        book = made.kit.book
-        assert book.difficulty_P.tolist() == pytest.approx([0, 1 / 3, 1])
-        # Never tried, always solved, never solved: neither decides what is easy.
-        book.note(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
-        assert book.weights(0).tolist() == pytest.approx([1, 0, 0])
-        assert book.weights(5).tolist() == pytest.approx([0.5, 0.5, 0])
-        assert book.weights(10).tolist() == pytest.approx([1 / 3] * 3)
-    finally:
-        made.close()
+    pool = made.prompts
+    assert pool.difficulty_P.tolist() == pytest.approx([0, 1 / 3, 1])
+    # Never tried, always solved, never solved: neither decides what is easy.
+    pool.count(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
+    assert pool.weights(0).tolist() == pytest.approx([1, 0, 0])
+    assert pool.weights(5).tolist() == pytest.approx([0.5, 0.5, 0])
+    assert pool.weights(10).tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_success_rates_follow_the_policy_and_forget_what_it_was(folder, tmp_path):
     """Right in .2 of 1,000 answers, then in all of 300; a mean over everything would stand at .38."""
     made = training(folder, tmp_path / "run", tasks=[{"name": "counting"}])
-    try:
-        book = made.kit.book
-        for solved, updates in ((2.0, 100), (10.0, 30)):
-            for _ in range(updates):
-                book.note(torch.tensor([solved]).double(), torch.tensor([10.0]).double())
-        rate = success_rates(book.solved_P, book.tried_P, made.config.curriculum.prior_trials)
-        assert 0.9 < float(rate) < 1
-    finally:
-        made.close()
+    pool = made.prompts
+    for solved, updates in ((2.0, 100), (10.0, 30)):
+        for _ in range(updates):
+            pool.count(torch.tensor([solved]).double(), torch.tensor([10.0]).double())
+    rate = success_rates(pool.solved_P, pool.tried_P)
+    assert 0.9 < float(rate) < 1
 
 
 def test_entries_are_asked_in_proportion_to_their_weights(folder, tmp_path):
     made = training(folder, tmp_path / "run")
-    try:
-        asks = made.kit.book.draw(100, 0)
-        counts = [sum(ask.entry == entry for ask in asks) for entry in range(3)]
-        assert counts == [40, 40, 20]
-        assert len({(ask.entry, ask.number) for ask in asks}) == 100  # none twice
-    finally:
-        made.close()
+    drawn = made.prompts.draw(100, 0)
+    counts = [sum(prompt.entry == entry for prompt in drawn) for entry in range(3)]
+    assert counts == [40, 40, 20]
+    assert len({(prompt.entry, prompt.number) for prompt in drawn}) == 100  # none twice
 
 
 LIMIT = 45
@@ -221,50 +197,23 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tm
     made = training(
         folder, tmp_path / "run", rollout={"max_prompt_tokens": LIMIT}, tasks=[{"name": "counting"}]
     )
-    try:
-        asks = made.kit.book.draw(40, 0)
-        assert all(len(made.kit.book.prompt(ask)[1].ids) <= LIMIT for ask in asks)
-        assert made.kit.book.left_out["too_long"] > 0, [len(made.kit.book.prompt(ask)[1].ids) for ask in asks]
-    finally:
-        made.close()
+    drawn = made.prompts.draw(40, 0)
+    assert all(len(prompt.encoded.ids) <= LIMIT for prompt in drawn)
+    assert made.prompts.left_out["too_long"] > 0, [len(prompt.encoded.ids) for prompt in drawn]
     made = training(folder, tmp_path / "none", rollout={"max_prompt_tokens": 5})
-    try:
-        with pytest.raises(Exception, match=r"raise rollout\.max_prompt_tokens"):
-            made.kit.book.draw(4, 0)
-    finally:
-        made.close()
+    with pytest.raises(Exception, match=r"raise rollout\.max_prompt_tokens"):
+        made.prompts.draw(4, 0)
 
 
 @pytest.mark.parametrize("rollout", [{}, {"pool": 5}, {"max_prompt_tokens": LIMIT}])
-def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, rollout):
+def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, rollout, monkeypatch):
     """Oracle: the run without the thread."""
-    for name, prefetch in (("ahead", True), ("at once", False)):
-        tasks = [{"name": "counting"}, {"name": "colour_shape"}]
-        run(
-            folder,
-            tmp_path / name,
-            rollout={**rollout, "prefetch": prefetch},
-            train={"updates": 3},
-            tasks=tasks,
-        )
+    changes = {"rollout": rollout, "train": {"updates": 3}}
+    changes["tasks"] = [{"name": "counting"}, {"name": "colour_shape"}]
+    run(folder, tmp_path / "ahead", **changes)
+    monkeypatch.setattr("earlyfusion.rl.rollouts.collect.Collector.prefetch", lambda *_: None)
+    run(folder, tmp_path / "at once", **changes)
     assert_same(tmp_path / "ahead", tmp_path / "at once")
-
-
-def test_prompts_are_kept_within_a_number_of_bytes(folder, tmp_path):
-    """However many are asked; the oldest go first, and what is made again is what was forgotten."""
-    made = training(folder, tmp_path / "run", tasks=[{"name": "counting"}])
-    try:
-        asks = made.kit.book.draw(30, 0)
-        sizes = [prompt_bytes(made.kit.book.prompt(ask)) for ask in asks]
-        book = PromptBook(made.config, made.kit.book.tokenizer, made.kit.book.vision)
-        book.prompt.limit = sum(sizes[-4:])
-        first = [book.prompt(ask) for ask in asks]
-        assert min(sizes) > 40 * 40 * 3 and book.prompt.bytes <= book.prompt.limit
-        again = [book.prompt(ask)[1] for ask in asks[-4:]]
-        assert book.prompt.made == 30 and all(kept is old[1] for kept, old in zip(again, first[-4:]))
-        assert torch.equal(book.prompt(asks[0])[1].ids, first[0][1].ids) and book.prompt.made == 31
-    finally:
-        made.close()
 
 
 def test_every_checkpoint_can_be_a_model_directory(folder, tmp_path):
@@ -279,13 +228,10 @@ def test_every_checkpoint_can_be_a_model_directory(folder, tmp_path):
 
 def test_what_is_coming_is_what_is_drawn(folder, tmp_path):
     made = training(folder, tmp_path / "run")
-    try:
-        book = made.kit.book
-        book.draw(3, 0)
-        coming = book.coming(8, 1)
-        assert coming == book.coming(8, 1) == book.draw(8, 1) != book.draw(8, 1)
-    finally:
-        made.close()
+    pool = made.prompts
+    pool.draw(3, 0)
+    coming = pool.coming(8, 1)
+    assert coming == pool.coming(8, 1) == pool.draw(8, 1) != pool.draw(8, 1)
 
 
 def raising(problem, response):
@@ -306,16 +252,13 @@ def test_rewards_of_any_range_teach_what_their_differences_say(folder, tmp_path)
     for name, low in (("zero", 0.0), ("below", -1.0)):
         scale, rollout = {"low": low, "high": low + 1.0}, {"max_new_tokens": 24}
         made = training(folder, tmp_path / name, reward=scale, rollout=rollout, length={"weight": 0.5})
-        try:
-            made.kit.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
-            made.kit.refresh_engine(0)
-            _, seen, _ = made._experience(1.0, 0)
-            rate = made.kit.book.solved_P / made.kit.book.tried_P.clamp(min=1)
-            if name == "zero":
-                wanted, rates = seen, rate
-            assert made.kit.rewards.counts.keys() == {"ok"} and float(seen.scores_N.std()) > 0.01
-        finally:
-            made.close()
+        made.rewards.function = lambda problem, response, low=low: low + spaces(problem, response)
+        made.refresh_engine()
+        _, seen, _ = made.collect_and_score()
+        rate = made.prompts.solved_P / made.prompts.tried_P.clamp(min=1)
+        if name == "zero":
+            wanted, rates = seen, rate
+        assert made.rewards.counts.keys() == {"ok"} and float(seen.scores_N.std()) > 0.01
     assert torch.allclose(seen.advantages_N, wanted.advantages_N, atol=1e-6)
     assert torch.allclose(seen.scores_N + 1, wanted.scores_N, atol=1e-6)
     assert torch.allclose(rate, rates, atol=1e-6) and 0 < float(rate.max()) < 1
@@ -325,14 +268,11 @@ def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
     made = training(
         folder, tmp_path / "run", tasks=[{"name": "counting", "power": 2.5}], reward={"low": -1.0}
     )
-    try:
-        made.kit.refresh_engine(0)
-        groups = made.kit.collector.collect(0, 1.0, 1).groups
-        scored = [Scored(value) for value in (-1.0, -0.25, 0.25, 2.0)]
-        rewards_N = experience(made.config, groups, scored, 0, {}).rewards_N
-        assert rewards_N.tolist() == pytest.approx([-1.0, -0.03125, 0.03125, 2**2.5])
-    finally:
-        made.close()
+    made.refresh_engine()
+    groups = made.collector.collect(0, 1.0, 1).groups
+    scored = [Scored(value) for value in (-1.0, -0.25, 0.25, 2.0)]
+    rewards_N = experience(made.config, groups, scored, 0, {}).rewards_N
+    assert rewards_N.tolist() == pytest.approx([-1.0, -0.03125, 0.03125, 2**2.5])
 
 
 @pytest.mark.parametrize(
@@ -367,7 +307,7 @@ def test_a_run_is_never_written_over(folder, tmp_path):
 def test_rollouts_are_logged_with_their_pictures(folder, tmp_path, monkeypatch):
     """No prompt here is text drawn as a picture, so none is drawn for the log."""
     drawn = lambda text: pytest.fail("drew what nobody was shown")
-    monkeypatch.setattr("earlyfusion.rl.rollouts.experience.render_text", drawn)
+    monkeypatch.setattr("earlyfusion.rl.rollouts.log.render_text", drawn)
     assert run(folder, tmp_path / "run", train={"updates": 1}, log={"groups": 4}) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -395,15 +335,12 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
     )
     changes = {"repeat": {}, "rollout": {"max_new_tokens": 40, "prompts": 3, "group_size": 6}}
     made = training(folder, tmp_path / "run", **changes)
-    try:
-        made.kit.refresh_engine(0)
-        answers = [t for g in made.kit.collector.collect(0, 1.0, 3).groups for t in g.trajectories]
-        ended = [t for t in answers if t.completion.finish_reason == "cancelled"]
-        assert ended and len(ended) == made.kit.collector.counts["ended_in_circles"] < len(answers)
-        assert all(t.ids[0] % 2 and len(t.ids) == LOOK_EVERY for t in ended)
-        others = [t for t in answers if t.completion.finish_reason != "cancelled"]
-        assert all(len(t.ids) <= LOOK_EVERY for t in others if t.ids[0] % 2)
-        assert any(len(t.ids) == 40 for t in answers)
-        assert made.kit.engine.stats()["free_slots"] == made.kit.engine.stats()["slots"]
-    finally:
-        made.close()
+    made.refresh_engine()
+    answers = [t for g in made.collector.collect(0, 1.0, 3).groups for t in g.trajectories]
+    ended = [t for t in answers if t.completion.finish_reason == "cancelled"]
+    assert ended and len(ended) == made.collector.repetitions < len(answers)
+    assert all(t.ids[0] % 2 and len(t.ids) == CHECK_EVERY for t in ended)
+    others = [t for t in answers if t.completion.finish_reason != "cancelled"]
+    assert all(len(t.ids) <= CHECK_EVERY for t in others if t.ids[0] % 2)
+    assert any(len(t.ids) == 40 for t in answers)
+    assert made.engine.stats()["free_slots"] == made.engine.stats()["slots"]

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from earlyfusion.data.tasks.registry import make_task
-from earlyfusion.rl.records import AnswerRecord, GroupRecord
-from earlyfusion.rl.rollouts.log import RolloutLog, read_rollouts
+from earlyfusion.rl.rollouts.log import AnswerRecord, GroupRecord, RolloutLog, read_rollouts
 
 
 def group(update: int, seed: int = 0, **changes) -> GroupRecord:
@@ -83,7 +82,7 @@ def test_a_resumed_folder_equals_one_that_was_never_interrupted(tmp_path, killed
         log.write([group(update, update), group(update, 0, form="twin", picture=None)])
     with open(broken / "rollouts.jsonl", "a") as file:
         file.write('{"update": 6, "task": "cou')
-    (broken / "rollouts" / ("." + "0" * 24 + ".png.17.tmp")).write_bytes(b"half")
+    (broken / "rollouts" / f".{'0' * 24}.png.77.tmp").write_bytes(b"half")
     log = RolloutLog(broken, start_update=2)  # the checkpoint was older than the log
     assert [record["update"] for record in read_rollouts(broken)] == [1, 1, 2, 2]
     for update in range(3, 7):

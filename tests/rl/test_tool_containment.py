@@ -39,8 +39,7 @@ from earlyfusion.rl.measure import cmd as measure_cmd
 from earlyfusion.rl.measure import tools as tool_measure
 from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.rollouts.tool_desk import ToolDesk, kinds_of, repeatable
-from earlyfusion.rl.rollouts.tools import cut, fitted, turn_ids
+from earlyfusion.rl.rollouts.tools import ToolRunner, cut, fitted, kinds_of, repeatable, turn_ids
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +89,12 @@ def test_attacks_are_contained_and_counted_and_the_run_goes_on(folder, tmp_path)
         return [call(codes[int(name.rpartition("/")[2]) % len(codes)])]
 
     changes = {
-        "rollout": {"prompts": len(codes), "group_size": 2, "tool_timeout_s": 1.0, "tool_workers": 4},
+        "rollout": {"prompts": len(codes), "group_size": 2, "tool_timeout_s": 1.0},
         "train": {"updates": 2},
         "log": {"groups": 12, "rollouts_every": 1},
     }
     made = tool_training(folder, tmp_path / "run", say, **changes)
-    try:
-        assert made.train() == 0
-    finally:
-        made.close()
+    assert made.train() == 0
     assert victim.read_text() == "untouched"
     for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train"):
         wanted = [name for names in programs.values() for name in names]
@@ -119,14 +115,11 @@ def test_a_program_that_hangs_costs_its_own_answer(folder, tmp_path):
         return [call("while True:\n    pass" if name.endswith("/0") else "6 * 7")]
 
     made = tool_training(folder, tmp_path / "run", say, rollout={"tool_timeout_s": 3.0})
-    try:
-        groups, counts = collected(made)
-        said = [[t.completion.text for t in g.trajectories] for g in groups]
-        assert said[1:] == [["42", "42"]] * 3, said
-        assert all("stopped: more than 6 s" in text for text in said[0]), said[0]
-        assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
-    finally:
-        made.close()
+    groups, counts = collected(made)
+    said = [[t.completion.text for t in g.trajectories] for g in groups]
+    assert said[1:] == [["42", "42"]] * 3, said
+    assert all("stopped: more than 6 s" in text for text in said[0]), said[0]
+    assert counts["tools/timeout"] == 2 and counts["tools/ok"] == 6
 
 
 def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, monkeypatch):
@@ -135,15 +128,12 @@ def test_a_sandbox_that_dies_is_told_to_the_model_and_counted(folder, tmp_path, 
     def gone(*_):
         raise OSError("no more processes")
 
-    monkeypatch.setattr(made.kit.collector.desk.sandbox, "run", gone)
-    try:
-        groups, counts = collected(made)
-        assert {t.completion.text for g in groups for t in g.trajectories} == {
-            "the tool is not available: OSError"
-        }
-        assert counts["tools/unavailable"] == 8 and counts["tools/valid"] == 0 == counts["tools/calls"]
-    finally:
-        made.close()
+    monkeypatch.setattr(made.collector.tool_runner.sandbox, "run", gone)
+    groups, counts = collected(made)
+    assert {t.completion.text for g in groups for t in g.trajectories} == {
+        "the tool is not available: OSError"
+    }
+    assert counts["tools/unavailable"] == 8 and counts["tools/valid"] == 0 == counts["tools/calls"]
 
 
 BROKEN = {
@@ -169,15 +159,12 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
             return [answer("7 no tool 'ruby'")] if 'tool="ruby" index="1"<|sep|>no tool' in prompt else [ids]
 
     made = tool_training(folder, tmp_path / "run", say)
-    try:
-        groups, counts = collected(made)
-        for trajectory in flat([g.trajectories for g in groups]):
-            said = trajectory.completion.text
-            assert said == "" if told is None else said.startswith("7 ") and told in said
-            assert bool(trajectory.inserted) == (told is not None)
-        assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
-    finally:
-        made.close()
+    groups, counts = collected(made)
+    for trajectory in flat([g.trajectories for g in groups]):
+        said = trajectory.completion.text
+        assert said == "" if told is None else said.startswith("7 ") and told in said
+        assert bool(trajectory.inserted) == (told is not None)
+    assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
 
 
 def test_equal_programs_say_equal_things_in_every_process():
@@ -194,7 +181,7 @@ def test_equal_programs_say_equal_things_in_every_process():
     ]
     said = []
     for _ in range(2):
-        desk = ToolDesk(RolloutSection())
+        desk = ToolRunner(RolloutSection())
         try:
             calls = Message(
                 "assistant", (), calls=tuple(ToolCall("python", {"code": code}) for code in programs)
@@ -277,10 +264,7 @@ def test_a_run_measures_both_kinds(folder, tmp_path, held_engine):
     tasks = [{"name": "counting", "tools": True}, {"name": "counting"}]
     changes = {"tasks": tasks, "eval": {"problems": 3}, "train": {"updates": 1}, "rollout": {"prompts": 2}}
     made = tool_training(folder, tmp_path / "run", lambda *_: [answer("2"), answer("3")], **changes)
-    try:
-        assert made.train() == 0
-    finally:
-        made.close()
+    assert made.train() == 0
     lines = (tmp_path / "run" / "eval" / "update-000001.jsonl").read_text().splitlines()
     labels = [json.loads(line)["label"] for line in lines]
     assert labels == ["counting/0/picture"] * 3 + ["counting/0/picture/tools"] * 3
@@ -326,7 +310,7 @@ PLAIN = {
 
 def test_what_a_program_says_can_always_be_encoded():
     """Plain programs that once ended the trainer: their text becomes a tool turn like any other."""
-    desk = ToolDesk(RolloutSection(), allow_weaker=True)
+    desk = ToolRunner(RolloutSection(), allow_weaker=True)
     try:
         for name, code in PLAIN.items():
             said = Message("assistant", (), calls=(ToolCall("python", {"code": code}),))
@@ -356,10 +340,7 @@ def test_a_missing_wall_ends_the_run_at_its_start_or_stands_in_every_record(
         tool_training(folder, tmp_path / "refused", look_then_tell)
     changes = {"train": {"updates": 1}, "log": {"rollouts_every": 1}, "eval": {"problems": 2}}
     made = tool_training(folder, tmp_path / "run", look_then_tell, sandbox={"allow_weaker": True}, **changes)
-    try:
-        assert made.train() == 0
-    finally:
-        made.close()
+    assert made.train() == 0
     (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
     told = record["tools/sandbox"]
     without, _, standing = told.partition("; with ")

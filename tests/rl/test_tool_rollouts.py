@@ -34,7 +34,7 @@ from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
 from earlyfusion.rl.rollouts.packing import Inserted, Trajectory, pack, used_experts
-from earlyfusion.rl.rollouts.tool_prompts import tool_messages
+from earlyfusion.rl.rollouts.prompts import tool_messages
 
 GRAD_RTOL = 2e-4
 """As in test_learn: fp32 sums in another order."""
@@ -72,46 +72,40 @@ def wander(name, prompt):
 def test_programs_read_the_picture_and_the_answer_depends_on_it(folder, tmp_path, form):
     tasks = [{"name": "counting", "form": form, "tools": True}]
     made = tool_training(folder, tmp_path / "run", look_then_tell, tasks=tasks)
-    try:
-        groups, counts = collected(made)
-        pixels = set()
-        for group in groups:
-            picture = render_text(group.problem.description) if form == "rendered" else group.problem.picture
-            pixel = str(picture.convert("RGB").getpixel((0, 0)))
-            assert [t.completion.text for t in group.trajectories] == [pixel, pixel]
-            assert all(len(t.inserted) == 1 and f"[python] {pixel}" in t.text for t in group.trajectories)
-            pixels.add(pixel)
-            assert (group.trajectories[0].prompt.patches is not None) == (form != "twin")
-        assert len(pixels) > 1 or form == "rendered"
-        assert counts["tools/calls"] == counts["tools/ok"] == 8 and counts["tools/valid"] == 1
-    finally:
-        made.close()
+    groups, counts = collected(made)
+    pixels = set()
+    for group in groups:
+        picture = render_text(group.problem.description) if form == "rendered" else group.problem.picture
+        pixel = str(picture.convert("RGB").getpixel((0, 0)))
+        assert [t.completion.text for t in group.trajectories] == [pixel, pixel]
+        assert all(len(t.inserted) == 1 and f"[python] {pixel}" in t.text for t in group.trajectories)
+        pixels.add(pixel)
+        assert (group.trajectories[0].prompt.patches is not None) == (form != "twin")
+    assert len(pixels) > 1 or form == "rendered"
+    assert counts["tools/calls"] == counts["tools/ok"] == 8 and counts["tools/valid"] == 1
 
 
 def test_prompt_and_turns_are_the_document_of_training_token_for_token(folder, tmp_path):
     made = tool_training(folder, tmp_path / "run", look_then_tell)
-    try:
-        for group in collected(made)[0]:
-            for trajectory in group.trajectories:
-                pixel = trajectory.completion.text
-                thinking = "I look." if "I look." in trajectory.text else None
-                talk = [
-                    *tool_messages(group.problem, "picture"),
-                    Message(
-                        "assistant",
-                        (Text(""),),
-                        thinking=thinking,
-                        calls=(ToolCall("python", {"code": PIXEL}),),
-                    ),
-                    Message("tool", (Text(pixel),), tool="python"),
-                    Message("assistant", (Text(pixel),), thinking="so"),
-                ]
-                whole = encode_chat(
-                    talk, TOKENIZER, made.model.config.vision, add_generation_prompt=False
-                ).ids.tolist()
-                assert [*trajectory.prompt.ids.tolist(), *trajectory.tail] == whole[:-1]
-    finally:
-        made.close()
+    for group in collected(made)[0]:
+        for trajectory in group.trajectories:
+            pixel = trajectory.completion.text
+            thinking = "I look." if "I look." in trajectory.text else None
+            talk = [
+                *tool_messages(group.problem, "picture"),
+                Message(
+                    "assistant",
+                    (Text(""),),
+                    thinking=thinking,
+                    calls=(ToolCall("python", {"code": PIXEL}),),
+                ),
+                Message("tool", (Text(pixel),), tool="python"),
+                Message("assistant", (Text(pixel),), thinking="so"),
+            ]
+            whole = encode_chat(
+                talk, TOKENIZER, made.model.config.vision, add_generation_prompt=False
+            ).ids.tolist()
+            assert [*trajectory.prompt.ids.tolist(), *trajectory.tail] == whole[:-1]
 
 
 def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
@@ -122,15 +116,12 @@ def test_entries_without_tools_are_answered_as_ever(folder, tmp_path):
     for tools in (True, False):
         tasks = [{"name": "colour_shape"}, {"name": "counting", "tools": tools}]
         made = tool_training(folder, tmp_path / str(tools), say, tasks=tasks, rollout={"max_new_tokens": 120})
-        try:
-            groups, _ = collected(made)
-            plain = [g for g in groups if g.ask.entry == 0]
-            assert len(plain) == 2 and not any(t.inserted for g in plain for t in g.trajectories)
-            seen.append([[(t.ids, t.text) for t in g.trajectories] for g in plain])
-        finally:
-            made.close()
+        groups, _ = collected(made)
+        plain = [g for g in groups if g.prompt.entry == 0]
+        assert len(plain) == 2 and not any(t.inserted for g in plain for t in g.trajectories)
+        seen.append([[(t.ids, t.text) for t in g.trajectories] for g in plain])
     assert seen[0] == seen[1]
-    assert made.kit.collector.desk is None  # no tools: no sandbox is started at all
+    assert made.collector.tool_runner is None  # no tools: no sandbox is started at all
 
 
 def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path):
@@ -143,15 +134,12 @@ def test_a_conversation_is_read_once_however_many_turns_it_has(folder, tmp_path)
     seen, read = [], []
     for number, kept in enumerate((True, True, False)):
         made = tool_training(folder, tmp_path / str(number), thrice, rollout={"tool_turns": 3, "prompts": 2})
-        try:
-            if not kept:
-                held = made.kit.engine.submit
-                made.kit.engine.submit = lambda request, after=None, held=held: held(request)
-            groups, _ = collected(made)
-            seen.append(flat([group.trajectories for group in groups]))
-            read.append(made.kit.engine.stats()["read_tokens"])
-        finally:
-            made.close()
+        if not kept:
+            held = made.engine.submit
+            made.engine.submit = lambda request, after=None, held=held: held(request)
+        groups, _ = collected(made)
+        seen.append(flat([group.trajectories for group in groups]))
+        read.append(made.engine.stats()["read_tokens"])
     once, again, whole = seen
     prompts = sum(len(group.trajectories[0].prompt.ids) for group in groups)
     assert all(len(t.inserted) == 3 for t in once)
@@ -192,7 +180,7 @@ def by_hand(made, seen, everything=False):
         _, places = pack(net, [trajectory])
         with used_experts(net, places):
             logits = net.logits(net.hidden(row)).float()
-        logits[:, sorted(made.kit.engine.rules.banned_ids)] = float("-inf")
+        logits[:, sorted(made.engine.rules.banned_ids)] = float("-inf")
         chosen = [i for i, label in enumerate(labels) if label >= 0]
         wanted = torch.tensor([labels[i] for i in chosen])
         logp.append(logits[[i - 1 for i in chosen]].log_softmax(-1).gather(1, wanted[:, None]).squeeze(1))
@@ -220,25 +208,22 @@ def test_gradients_are_those_of_the_generated_tokens_with_what_tools_said_as_con
     made = tool_training(
         folder, tmp_path / "run", look_then_tell, objective=objective, rollout={"prompts": 3}
     )
-    try:
-        groups, _ = collected(made)
-        # As if the sampler had drawn freely: the script's grammar is no part of the policy.
-        groups = [type(g)(g.ask, g.problem, [unheld(made, t) for t in g.trajectories]) for g in groups]
-        answers = flat([g.trajectories for g in groups])
-        scored = [Scored((i * 7 % 5) / 4) for i in range(len(answers))]
-        seen = experience(made.config, groups, scored, 0, {})
-        assert seen.lengths_N.tolist() == [len(t.ids) for t in answers] != [len(t.tail) for t in answers]
-        net, sums = made.model.train(), Sums()
-        made.kit.learner.gradients(seen, range(len(groups)), 0, sums)
-        got = {key: p.grad.clone() for key, p in net.named_parameters() if p.grad is not None}
-        tokens = sums.reduced(made.runtime)["tokens"]
-        assert tokens == sum(len(t.ids) for t in answers)
-        net.zero_grad(set_to_none=True)
-        assert distance(got, by_hand(made, seen)) < GRAD_RTOL
-        net.zero_grad(set_to_none=True)
-        assert distance(got, by_hand(made, seen, everything=True)) > 100 * GRAD_RTOL
-    finally:
-        made.close()
+    groups, _ = collected(made)
+    # As if the sampler had drawn freely: the script's grammar is no part of the policy.
+    groups = [type(g)(g.prompt, [unheld(made, t) for t in g.trajectories]) for g in groups]
+    answers = flat([g.trajectories for g in groups])
+    scored = [Scored((i * 7 % 5) / 4) for i in range(len(answers))]
+    seen = experience(made.config, groups, scored, 0, {})
+    assert seen.lengths_N.tolist() == [len(t.ids) for t in answers] != [len(t.tail) for t in answers]
+    net, sums = made.model.train(), Sums()
+    made.learner.gradients(seen, range(len(groups)), 0, sums)
+    got = {key: p.grad.clone() for key, p in net.named_parameters() if p.grad is not None}
+    tokens = sums.reduced(made.runtime)["tokens"]
+    assert tokens == sum(len(t.ids) for t in answers)
+    net.zero_grad(set_to_none=True)
+    assert distance(got, by_hand(made, seen)) < GRAD_RTOL
+    net.zero_grad(set_to_none=True)
+    assert distance(got, by_hand(made, seen, everything=True)) > 100 * GRAD_RTOL
 
 
 def unheld(made, trajectory):
@@ -253,38 +238,28 @@ def unheld(made, trajectory):
 def test_the_engine_and_the_trainer_agree_on_all_turns(folder, tmp_path):
     """Log-probabilities are of the turn that made the token; experts too, each once for every token."""
     made = tool_training(folder, tmp_path / "run", look_then_tell)
-    try:
-        answers = flat([g.trajectories for g in collected(made)[0]])
-        for trajectory in answers:
-            assert len(trajectory.completion.routing) == trajectory.total - 1
-            assert (
-                len(trajectory.completion.logprobs)
-                == len(trajectory.completion.versions)
-                == len(trajectory.ids)
-            )
-        for replay in (True, False):
-            row, places = pack(made.model, answers)
-            report = mismatch(answers, trained_logprobs(made.model, row, places, replay).detach())
-            assert report.tokens == sum(len(t.ids) for t in answers) and report.max_abs < LOGP_ATOL
-    finally:
-        made.close()
+    answers = flat([g.trajectories for g in collected(made)[0]])
+    for trajectory in answers:
+        assert len(trajectory.completion.routing) == trajectory.total - 1
+        assert (
+            len(trajectory.completion.logprobs) == len(trajectory.completion.versions) == len(trajectory.ids)
+        )
+    for replay in (True, False):
+        row, places = pack(made.model, answers)
+        report = mismatch(answers, trained_logprobs(made.model, row, places, replay).detach())
+        assert report.tokens == sum(len(t.ids) for t in answers) and report.max_abs < LOGP_ATOL
 
 
 def test_answers_that_differ_only_in_what_the_tool_said_are_two(folder, tmp_path):
     prompt = TokenPrompt(torch.tensor([0, 20, 21]))
     made = tool_training(folder, tmp_path / "run", look_then_tell, rollout={"prompts": 1})
-    try:
-        (group,), _ = collected(made)
-        one = group.trajectories[0].completion
-        told = [Trajectory(prompt, one, (Inserted(2, ids),)) for ids in ((30, 31), (30, 32), (30, 31))]
-        seen = experience(
-            made.config, [type(group)(group.ask, group.problem, told)], [Scored(0.0)] * 3, 0, {}
-        )
-        assert [piece.answers for piece in distinct(seen, [0])] == [[0, 2], [1]]
-        assert told[0].tail == [*one.ids[:2], 30, 31, *one.ids[2:]] and told[0].total == 5 + len(one.ids)
-        assert told[0].trained.tolist() == [True] * 2 + [False] * 2 + [True] * (len(one.ids) - 2)
-    finally:
-        made.close()
+    (group,), _ = collected(made)
+    one = group.trajectories[0].completion
+    told = [Trajectory(prompt, one, (Inserted(2, ids),)) for ids in ((30, 31), (30, 32), (30, 31))]
+    seen = experience(made.config, [type(group)(group.prompt, told)], [Scored(0.0)] * 3, 0, {})
+    assert [piece.answers for piece in distinct(seen, [0])] == [[0, 2], [1]]
+    assert told[0].tail == [*one.ids[:2], 30, 31, *one.ids[2:]] and told[0].total == 5 + len(one.ids)
+    assert told[0].trained.tolist() == [True] * 2 + [False] * 2 + [True] * (len(one.ids) - 2)
 
 
 # ------------------------------------------------------------------------------------------------- turns and
@@ -297,17 +272,11 @@ def test_a_call_after_the_last_turn_ends_the_answer_without_one(folder, tmp_path
         return [call("1 + 1")]
 
     made = tool_training(folder, tmp_path / "run", say, rollout={"tool_turns": limit})
-    try:
-        groups, counts = collected(made)
-        for trajectory in flat([g.trajectories for g in groups]):
-            assert len(trajectory.inserted) == limit and trajectory.completion.text == ""
-            assert (
-                trajectory.ids == call("1 + 1") * (limit + 1)
-                and trajectory.completion.finish_reason == "stop"
-            )
-        assert counts["tools/over_turns"] == 8 and counts["tools/turns"] == 8 * limit
-    finally:
-        made.close()
+    groups, counts = collected(made)
+    for trajectory in flat([g.trajectories for g in groups]):
+        assert len(trajectory.inserted) == limit and trajectory.completion.text == ""
+        assert trajectory.ids == call("1 + 1") * (limit + 1) and trajectory.completion.finish_reason == "stop"
+    assert counts["tools/over_turns"] == 8 and counts["tools/turns"] == 8 * limit
 
 
 def test_tokens_are_limited_over_all_turns_together_and_outputs_apart(folder, tmp_path):
@@ -318,33 +287,22 @@ def test_tokens_are_limited_over_all_turns_together_and_outputs_apart(folder, tm
     made = tool_training(
         folder, tmp_path / "run", say, rollout={"max_new_tokens": first + 20, "tool_output_tokens": 100}
     )
-    try:
-        for trajectory in flat([g.trajectories for g in collected(made)[0]]):
-            assert len(trajectory.ids) == first + 20 and trajectory.completion.finish_reason == "length"
-            assert 90 <= len(trajectory.inserted[0].ids) <= 100 and "ababab" in trajectory.shown
-    finally:
-        made.close()
+    for trajectory in flat([g.trajectories for g in collected(made)[0]]):
+        assert len(trajectory.ids) == first + 20 and trajectory.completion.finish_reason == "length"
+        assert 90 <= len(trajectory.inserted[0].ids) <= 100 and "ababab" in trajectory.shown
     made = tool_training(folder, tmp_path / "short", say, rollout={"max_new_tokens": first})
-    try:
-        groups, counts = collected(made)
-        assert all(
-            t.completion.finish_reason == "length" and not t.inserted for g in groups for t in g.trajectories
-        )
-        assert (
-            counts["tools/calls"] == 0 and counts["tools/answers"] == 8
-        )  # nobody could have read the result
-    finally:
-        made.close()
+    groups, counts = collected(made)
+    assert all(
+        t.completion.finish_reason == "length" and not t.inserted for g in groups for t in g.trajectories
+    )
+    assert counts["tools/calls"] == 0 and counts["tools/answers"] == 8  # nobody could have read the result
 
 
 def test_the_reward_sees_the_last_message_alone_and_the_log_the_whole_answer(folder, tmp_path):
     changes = {"reward": {"name": f"{__name__}:heard"}, "train": {"updates": 1}, "log": {"groups": 4}}
     made = tool_training(folder, tmp_path / "run", look_then_tell, **changes)
     HEARD.clear()
-    try:
-        assert made.train() == 0
-    finally:
-        made.close()
+    assert made.train() == 0
     assert len(HEARD) == 8 and all(
         text.startswith("(") and text.endswith(")") and "\n" not in text for text in HEARD
     )
@@ -368,16 +326,14 @@ def heard(problem, response):
 # run again
 
 
-def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path):
+def test_what_is_said_depends_on_no_batch_and_no_clock(folder, tmp_path, monkeypatch):
     seen = []
     for slots, workers in ((128, 2), (4, 1)):
-        rollout = {"slots": slots, "tool_workers": workers, "group_size": 4}
+        monkeypatch.setattr("earlyfusion.rl.rollouts.tools.WORKERS", workers)
+        rollout = {"slots": slots, "group_size": 4}
         made = tool_training(folder, tmp_path / str(slots), wander, rollout=rollout)
-        try:
-            groups, counts = collected(made)
-            seen.append([[(t.ids, t.inserted, t.text) for t in g.trajectories] for g in groups])
-        finally:
-            made.close()
+        groups, counts = collected(made)
+        seen.append([[(t.ids, t.inserted, t.text) for t in g.trajectories] for g in groups])
     assert seen[0] == seen[1] and counts["tools/calls"] > 4
     assert len({tuple(t[0]) for g in seen[0] for t in g}) > 3 and any(
         len(t[1]) == 2 for g in seen[0] for t in g
@@ -402,10 +358,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_bit_for_bit(folder, tm
 
     for name, resume, run in (("whole", False, {}), ("cut", False, {"steps": 1}), ("cut", True, {})):
         made = tool_training(folder, tmp_path / name, say, resume, run={"seed": seed, **run}, **changes)
-        try:
-            assert made.train() == 0
-        finally:
-            made.close()
+        assert made.train() == 0
     assert_same(tmp_path / "whole", tmp_path / "cut")
     whole, cut_ = (
         [
@@ -436,10 +389,7 @@ def test_the_call_that_leads_to_the_reward_is_learned(folder, tmp_path, seed):
         "reward": {"name": f"{__name__}:two"},
     }
     made = tool_training(folder, tmp_path / "run", say, **changes)
-    try:
-        assert made.train() == 0
-    finally:
-        made.close()
+    assert made.train() == 0
     scores = [record["score"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")]
     assert scores[0] < 0.6 and sum(scores[-3:]) / 3 > 0.85, scores  # the first stands before any training
 

@@ -93,7 +93,7 @@ def hold(engine: Any) -> dict[str, Among]:
 
 def scripted(made: Any, say: Say) -> Any:
     """A run whose engine may only say what `say` allows; returns the run."""
-    engine = made.kit.engine
+    engine = made.engine
     submit, allowed = engine.submit, hold(engine)
 
     def held(request, after=None):
@@ -130,9 +130,9 @@ def last_output(prompt: str) -> str:
 
 def collected(made, update=0):
     """(groups, counters) of one iteration."""
-    made.kit.refresh_engine(update)
-    groups = made.kit.collector.collect(update, 1.0, made.config.rollout.prompts).groups
-    return groups, made.kit.collector.tool_metrics()
+    made.refresh_engine()
+    groups = made.collector.collect(update, 1.0, made.config.rollout.prompts).groups
+    return groups, made.collector.tool_metrics()
 
 
 def look_then_tell(name, prompt):

@@ -1,4 +1,4 @@
-"""Which prompts are drawn and how hot the policy samples.
+"""Which prompts are drawn, and the temperature of sampling.
 
 A prompt is described by how often it was tried and solved; from that come a difficulty and a weight. All
 schedules are functions of the update's number, so a resumed run needs no more than that number, the tallies
@@ -9,13 +9,49 @@ Legend: P prompts.
 
 from __future__ import annotations
 
-import math
+from typing import Literal
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.config import CurriculumConfig, TemperatureConfig
+from earlyfusion.pipeline.config.schema import Section
+
+PRIOR_TRIALS = 2.0
+"""Imagined trials, half of them successes, before a prompt was tried."""
+MEMORY_ANSWERS = 100.0
+"""Answers to a prompt (with rollout.pool = 0: of a task entry) after which older ones count 1/e: the policy
+changes."""
+
+
+class TemperatureConfig(Section):
+    """Sampling temperature: high first, to explore; lower later."""
+
+    start: PositiveFloat = 1.0
+    """Temperature of the first update."""
+    end: PositiveFloat = 1.0
+    """Temperature from `updates` on."""
+    updates: NonNegativeInt = 0
+    """Updates from start to end."""
+
+
+class CurriculumConfig(Section):
+    """Which prompts are drawn, and how often."""
+
+    mode: Literal["uniform", "hard_after_warmup", "easy_to_hard"] = "uniform"
+    """hard_after_warmup: all prompts alike, then only those that are seldom solved (k1.5); easy_to_hard: the
+    hardest allowed level of the tasks grows evenly from `start_difficulty` to 1."""
+    warmup_updates: NonNegativeInt = 0
+    """Updates until only hard prompts are left, or until all are allowed."""
+    hard_from: float = Field(0.5, ge=0, le=1)
+    """Failure rate from which a prompt is hard."""
+    start_difficulty: float = Field(0.3, ge=0, le=1)
+    """Hardest level at the start of easy_to_hard, as a share of the task's highest."""
+    prioritised: bool = False
+    """Draw prompts in proportion to 1 - success rate."""
+    floor: float = Field(0.05, ge=0, le=1)
+    """Smallest weight of a prompt that is allowed, so that no skill is forgotten unseen."""
 
 
 def temperature(config: TemperatureConfig, update: int) -> float:
@@ -24,14 +60,10 @@ def temperature(config: TemperatureConfig, update: int) -> float:
     if update >= config.updates:
         return config.end
     share = max(0, update) / config.updates
-    if config.shape == "exponential":
-        return config.start * (config.end / config.start) ** share
-    if config.shape == "cosine":
-        share = 0.5 - 0.5 * math.cos(math.pi * share)
     return config.start + (config.end - config.start) * share
 
 
-def success_rates(solved_P: Tensor, tried_P: Tensor, prior_trials: float) -> Tensor:
+def success_rates(solved_P: Tensor, tried_P: Tensor) -> Tensor:
     """(solved + prior/2) / (tried + prior), float64 in (0, 1): a prompt that was never tried stands at one
     half.
 
@@ -42,7 +74,7 @@ def success_rates(solved_P: Tensor, tried_P: Tensor, prior_trials: float) -> Ten
         raise DataError(
             "solved counts must lie between 0 and the trials of the same prompt, one for each prompt"
         )
-    return (solved + prior_trials / 2) / (tried + prior_trials)
+    return (solved + PRIOR_TRIALS / 2) / (tried + PRIOR_TRIALS)
 
 
 def allowed(config: CurriculumConfig, difficulty_P: Tensor, update: int) -> Tensor:
@@ -77,7 +109,7 @@ def prompt_weights(
     """
     if solved_P.numel() == 0:
         raise DataError("no prompts to draw from")
-    rates_P = success_rates(solved_P, tried_P, config.prior_trials)
+    rates_P = success_rates(solved_P, tried_P)
     difficulty_P = 1 - rates_P if difficulty_P is None else difficulty_P.double()
     if difficulty_P.shape != rates_P.shape:
         raise DataError(
