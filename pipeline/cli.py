@@ -91,7 +91,7 @@ VERBS = {
         "turn folders, jsonl, parquet, datasets or videos into indexed shards",
     ),
     "data": Verb(
-        "earlyfusion.data.inspect_cmd:main",
+        "earlyfusion.pipeline.report.sheet:app",
         "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
     ),
     "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),

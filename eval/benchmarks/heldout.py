@@ -26,13 +26,13 @@ from typing import Any, Protocol
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.build import BUILDERS, build
 from earlyfusion.data.formats.group import Group
-from earlyfusion.data.inspect_cmd import kind_of
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import Permutation, digest64
 from earlyfusion.data.prepare.inputs import InputOptions, open_input
 from earlyfusion.data.prepare.work import key_of
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import SourceConfig, build_source
+from earlyfusion.data.sources.guess import guess_kind
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.benchmarks.visual import generate_request
@@ -84,7 +84,7 @@ class HeldOut:
 
     def __init__(self, path: str, form: str, fraction: float) -> None:
         local = Path(path)
-        kind = kind_of(path, local if local.exists() else None)
+        kind = guess_kind(path, local if local.exists() else None)
         options = {"format": form} if kind == "webdataset" else {}
         config = SourceConfig(name="heldout", kind=kind, path=path, options=options)
         self.source = build_source(config, val_fraction=fraction)

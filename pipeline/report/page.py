@@ -20,7 +20,7 @@ from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.pipeline.progress import is_finite
 from earlyfusion.pipeline.report.charts import heat_map, histogram, lines, spans
-from earlyfusion.pipeline.report.data import by_source, curves, family, image_source, series
+from earlyfusion.pipeline.report.data import by_source, curves, data_uri, family, image_source, series
 
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
 
@@ -84,7 +84,7 @@ ENVIRONMENT = Environment(
 ENVIRONMENT.globals |= {"guarded": guarded, "section": section, "image_source": image_source}
 ENVIRONMENT.globals |= {draw.__name__: titled(draw) for draw in (lines, heat_map, spans, histogram)}
 ENVIRONMENT.filters |= {
-    **{function.__name__: function for function in (series, curves, family, by_source)},
+    **{function.__name__: function for function in (series, curves, family, by_source, data_uri)},
     "number": number,
     "p_value": p_value,
     "percent": partial(number, form=".1f", scale=100),

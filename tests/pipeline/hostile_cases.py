@@ -36,7 +36,6 @@ from shard_files import captions, picture, write_tar
 from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
 
-from earlyfusion.data import inspect_cmd
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.stream import Geometry, Spec, Stream
@@ -51,6 +50,7 @@ from earlyfusion.pipeline.config.compose import load_config, to_toml
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.report.compare import compare
 from earlyfusion.pipeline.report.run import write_report
+from earlyfusion.pipeline.report.sheet import inspect
 from earlyfusion.pipeline.runtime import Runtime
 
 SECONDS = 10
@@ -219,9 +219,7 @@ class World:
         append_skipped(log, entries)
         assert len(read_skipped(path.parent)) == sum(stream.skipped.values()) == len(stream.noted)
         out = str(path.parent / "sheet.html")
-        inspect_cmd.main(
-            ["inspect", str(path), "--out", out, "--samples", "3", "--tokenizer", str(self.words)]
-        )
+        inspect(str(path), out=Path(out), samples=3, tokenizer=str(self.words))
         return [len(source), stream.given[0], sum(stream.skipped.values())]
 
 
