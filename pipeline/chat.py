@@ -20,7 +20,7 @@ from typing import Annotated, Literal, TextIO
 import typer
 
 from earlyfusion.data.chat.template import Message, Template, template_of
-from earlyfusion.data.chat.tokens import Channel, ChatStream, encode_chat, parse_assistant
+from earlyfusion.data.chat.tokens import ChatStream, encode_chat, parse_assistant
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Segment, Text, VideoFile
 from earlyfusion.data.sources.folder import PICTURES
@@ -30,7 +30,7 @@ from earlyfusion.eval.tool_turns import answer_calls, picture_files
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import Event, Request, SamplingParams
+from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
@@ -51,29 +51,6 @@ PAGE = 64
 """Tokens of a page of the engine's memory."""
 TOOL_ROUNDS = 4
 """Messages of the model for one of the user, the answers of tools in between."""
-
-
-class Printer:
-    """Writes an answer as it comes; what the model thinks, and its calls, stand on lines of their own."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out, self.channel = out, ""
-
-    def write(self, channel: str, text: str) -> None:
-        """A piece of one channel of the message."""
-        if channel != self.channel:
-            mark = "" if channel == "content" else f"({channel}) "
-            self.out.write(("\n" if self.channel else "") + mark)
-            self.channel = channel
-        self.out.write(text)
-        self.out.flush()
-
-
-def _pieces(event: Event, stream: ChatStream | None) -> list[tuple[Channel, str]]:
-    """The text of one event by channel; without a stream (the qa form) all of it is content."""
-    if stream is None:
-        return [("content", event.text)]
-    return [piece for token in event.tokens for piece in stream.push(token.id)]
 
 
 class Conversation:
@@ -98,12 +75,11 @@ class Conversation:
         self.system = ""
         self.messages: list[Message] = []
         self.attached: list[Segment] = []
-        self.confirm: Callable[[str], object] = lambda text: None
-        """Told what was attached."""
         self._turn = 0
 
-    def reset(self) -> None:
-        """Forget everything but the system message."""
+    def begin(self, system: str | None = None) -> None:
+        """Begin anew, with another system message if one is given."""
+        self.system = self.system if system is None else system
         self.messages = [Message("system", (Text(self.system),))] if self.system else []
         self.attached = []
 
@@ -112,17 +88,17 @@ class Conversation:
         file = Path(path.strip()).expanduser()
         if not file.is_file():
             raise UserError(f"{kind} {path.strip()!r}: no such file")
-        if kind == "video":
-            self.attached.append(VideoFile(file.read_bytes(), suffix=file.suffix))
-            self.confirm(f"attached {file.name}")
-            return
-        picture = Image(file.read_bytes())
-        try:
-            opened = picture.open()
-        except DataError as error:
-            raise UserError(f"image {str(file)!r}: {error}") from None
-        self.attached.append(picture)
-        self.confirm(f"attached {file.name} ({opened.width} x {opened.height})")
+        segment: Segment = VideoFile(file.read_bytes(), suffix=file.suffix)
+        size = ""
+        if kind == "image":
+            segment = Image(file.read_bytes())
+            try:
+                picture = segment.open()
+            except DataError as error:
+                raise UserError(f"image {str(file)!r}: {error}") from None
+            size = f" ({picture.width} x {picture.height})"
+        self.attached.append(segment)
+        print(f"attached {file.name}{size}", file=sys.stderr)
 
     def say(self, text: str, out: TextIO) -> str:
         """Send a message; the answer is written to `out` as it comes, and returned. A failed turn leaves no
@@ -152,15 +128,19 @@ class Conversation:
         request = Request(f"turn-{self._turn}", prompt, self.params)
         self.engine.submit(request)
         stream = ChatStream(self.tokenizer) if self.template == "chat" else None
-        printer, ids, answer = Printer(out), list[int](), ""
+        channel, ids, answer = "", list[int](), ""
 
         try:
             while self.engine.has_work:
                 for event in self.engine.step():
                     answer += event.text
                     ids += [token.id for token in event.tokens]
-                    for channel, text in _pieces(event, stream):
-                        printer.write(channel, text)
+                    if stream is None:  # the qa form has no channels
+                        channel = _write(out, channel, "content", event.text)
+                        continue
+                    for token in event.tokens:
+                        for name, text in stream.push(token.id):
+                            channel = _write(out, channel, name, text)
         except KeyboardInterrupt:  # the answer is given up, what there is of it stays
             self.engine.cancel(request.id)
             while self.engine.has_work:
@@ -189,6 +169,16 @@ class Conversation:
         return "\n".join(lines) + "\n"
 
 
+def _write(out: TextIO, before: str, channel: str, text: str) -> str:
+    """Write a piece of one channel; what the model thinks, and its calls, stand on lines of their own."""
+    if channel != before:
+        mark = "" if channel == "content" else f"({channel}) "
+        out.write(("\n" if before else "") + mark)
+    out.write(text)
+    out.flush()
+    return channel
+
+
 def obey(line: str, chat: Conversation, out: TextIO) -> bool:
     """Carry out a command line; False when the chat is over. Raises UserError for what cannot be done."""
     command, _, argument = line[1:].partition(" ")
@@ -199,10 +189,9 @@ def obey(line: str, chat: Conversation, out: TextIO) -> bool:
         case "image" | "video":
             chat.attach(argument, command)
         case "reset":
-            chat.reset()
+            chat.begin()
         case "system":
-            chat.system = argument
-            chat.reset()
+            chat.begin(argument)
         case "save":
             write_atomic(Path(argument).expanduser(), chat.transcript())
         case "help":
@@ -291,8 +280,7 @@ def chat(
 
         tokenizer = Tokenizer.load(folder)
         talk = Conversation(trained, tokenizer, params, template=form, context=context, sandbox=sandbox)
-        talk.system = system
-        talk.reset()
+        talk.begin(system)
         for path in image or ():
             talk.attach(path)
 
@@ -300,6 +288,5 @@ def chat(
         if typed:
             import readline  # noqa: F401  (input() edits lines by it)
 
-            talk.confirm = print
             print("/help lists the commands, Ctrl-D leaves")
         converse(talk, read_typed if typed else sys.stdin.readline, sys.stdout, typed=typed)

@@ -29,7 +29,6 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object
 
 from earlyfusion.kernels.dispatch import requested_backend
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.errors import require_python
 
 MIN_TORCH = (2, 11)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -40,8 +39,7 @@ COUNTS_OF_PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_CO
 
 
 def check_versions(torch_version: str = torch.__version__) -> None:
-    """UserError, one line, for a Python or torch that is too old, or an EF_KERNELS that names no backend."""
-    require_python()
+    """UserError, one line, for a torch that is too old, or an EF_KERNELS that names no backend."""
     found = re.match(r"(\d+)\.(\d+)", torch_version)
     if found and tuple(map(int, found.groups())) < MIN_TORCH:
         need = ".".join(map(str, MIN_TORCH))

@@ -131,7 +131,6 @@ def test_the_chat_runs_the_programs_it_is_asked_to_run_and_goes_on(folder, token
         talk = Conversation(
             load_model(folder), tokenizer, SamplingParams(), template="chat", context=256, sandbox=sandbox
         )
-        talk.reset()
         talk.attached = [Image(PILImage.new("RGB", (31, 17)))]
         assert talk.say("how large?", out) == "red"
     assert "[python] (31, 17)" in out.getvalue()
