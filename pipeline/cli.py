@@ -17,7 +17,9 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -111,7 +113,7 @@ VERBS = {
     ),
     "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
 }
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 def load(path: str) -> Any:
@@ -133,11 +135,14 @@ def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCo
 
 
 def _help(function: Any) -> str:
+    width = min(SETTINGS["max_content_width"], shutil.get_terminal_size().columns) - 4
     blocks = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    # What typer shall not wrap again begins with a line of one backspace.
-    return "\n\n".join(
-        f"\b\n{block}" if block.lstrip().startswith("earlyfusion ") else block for block in blocks
-    )
+    for index, block in enumerate(blocks):
+        if block.lstrip().startswith("earlyfusion "):
+            lines = [textwrap.fill(line, width, subsequent_indent="    ") for line in block.splitlines()]
+            # What typer shall not wrap again begins with a line of one backspace.
+            blocks[index] = "\n".join(["\b", *lines])
+    return "\n\n".join(blocks)
 
 
 def group_of(verbs: Mapping[str, Verb], callback: Callable[..., None]) -> typer.Typer:
