@@ -124,7 +124,7 @@ def prepare(
     {"image": PATH, "question": TEXT, "answer": TEXT}
                                          or "questions": a list of such pairs
     {"image": PATH, "conversations": [{"from", "value"}]}
-                                         LLaVA; or "messages": [{"role", "content"}]
+                                         LLaVA; or "messages": [{"role", ...}]
     {"file_name": PATH, "text": TEXT}    of a Hugging Face image folder
     {"video": PATH, "caption": TEXT}
     {"text": TEXT}
