@@ -6,13 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from earlyfusion.data.errors import REASONS
-from earlyfusion.data.loading.ledger import skip_file
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.loading.mixture import Point, Schedule
 from earlyfusion.data.loading.pack import PackedBatch
+from earlyfusion.data.loading.stats import skip_file
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline.config.schema import RunConfig, StageSection
 from earlyfusion.pipeline.runtime import Runtime
@@ -60,8 +58,6 @@ class StageLoaders:
         self.config, self.tokens, self.runtime = config, tokens, runtime
         for stage in config.stages:
             runtime.lanes(stage.lanes)  # refuse a layout that cannot be shared before any work is done
-        factors = [config.train.loss_weights.get(source.name, 1.0) for source in config.data.sources]
-        self._loss_factor_S = torch.tensor(factors)
         self._stage = -1
         self._loader: Loader | None = None
         self._left: dict[int, dict[int, Any]] = {}  # stage -> lane -> cursor
@@ -70,10 +66,7 @@ class StageLoaders:
 
     def next_step(self, index: int) -> list[PackedBatch]:
         """This rank's next micro-batches of stage `index`, on the host, with the recipe's loss weights."""
-        batches = self.at(index).next_step()
-        for batch in batches:
-            batch.loss_weights = batch.loss_weights * self._loss_factor_S[batch.source_ids.long()]
-        return batches
+        return self.at(index).next_step()
 
     def at(self, index: int) -> Loader:
         """The loader of stage `index`, going on where that stage was left (or saved) if it was ever begun."""
@@ -100,6 +93,7 @@ class StageLoaders:
             world_size=self.runtime.world,
             weights=None if schedule else stage.weights or None,
             schedule=schedule,
+            loss_weights=self.config.train.loss_weights,
             stage=index,
             log=self._log,
         )

@@ -20,8 +20,7 @@ from earlyfusion.data.errors import DataError, DataExhausted, told
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.mixture import Blend
 from earlyfusion.data.loading.pack import PackedBatch, assemble, choose
-from earlyfusion.data.loading.stream import Reference, Spec, Stream
-from earlyfusion.data.loading.watch import Watch
+from earlyfusion.data.loading.stream import Reference, Spec, Stream, Watch
 from earlyfusion.data.sources.base import Source
 from earlyfusion.kernels.errors import one_line
 
@@ -191,6 +190,7 @@ class Lane:
             sources=list(self.streams),
             patch_size=self.spec.vision.patch_size,
             length=self.spec.geometry.length,
+            factors=self.spec.loss_weights,
         )
 
     def state_dict(self) -> dict[str, Any]:

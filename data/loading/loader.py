@@ -22,10 +22,10 @@ from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded, cuts, encode, refuse_longer
 from earlyfusion.data.loading.lane import Lane, add_skip, build_lanes
-from earlyfusion.data.loading.ledger import Books, append_skipped
 from earlyfusion.data.loading.mixture import Mixture, Schedule
 from earlyfusion.data.loading.pack import PackedBatch, pack_all
 from earlyfusion.data.loading.prefetch import DirectFeed, Feed, ProcessFeed, ThreadFeed
+from earlyfusion.data.loading.stats import LoaderStats, append_skipped
 from earlyfusion.data.loading.stream import Geometry, Spec, geometry_identity
 from earlyfusion.data.sources.base import find_source
 from earlyfusion.data.tokenizer import Tokenizer
@@ -48,8 +48,9 @@ class Loader:
         lanes: micro-batches of one optimizer step over all ranks; a multiple of `world_size`.
         weights: mixture weights by source, in place of those of the config.
         schedule: weights and vision share by step, in place of `weights`.
+        loss_weights: factors of the loss weights by source; held-out batches have none.
         stage: number of the training stage; gives the stage an order of its own.
-        log: file that gets a line for each sample left out (`ledger.skip_file`).
+        log: file that gets a line for each sample left out (`stats.skip_file`).
 
     Raises:
         DataError: missing data, lanes that the ranks cannot share evenly, unknown names in `weights`.
@@ -70,6 +71,7 @@ class Loader:
         world_size: int = 1,
         weights: Mapping[str, float] | None = None,
         schedule: Schedule | None = None,
+        loss_weights: Mapping[str, float] | None = None,
         stage: int = 0,
         log: Path | None = None,
     ) -> None:
@@ -82,7 +84,7 @@ class Loader:
                 f" {max(1, round(lanes / world_size)) * world_size})"
             )
         geometry = Geometry(length, tokens, max_patches, lanes, stage, max_vision_flops)
-        self.spec = Spec(data, tokenizer, vision, geometry, schedule)
+        self.spec = Spec(data, tokenizer, vision, geometry, schedule, loss_weights or {})
         self.sources = self.spec.build_sources()
         self.owned = list(range(rank, lanes, world_size))
         self.log = log
@@ -118,7 +120,7 @@ class Loader:
         if made.skipped and self.log is not None:
             append_skipped(self.log, made.skipped)
         if made.skipped:
-            self._books().check(self.spec.data)
+            self._stats().check(self.spec.data)
         self._left = time.perf_counter()
         if not first:  # starting up is not waiting
             self._wait_s += self._left - called
@@ -217,17 +219,17 @@ class Loader:
         self.close()
         self._states = {lane: deepcopy(state["lanes"][str(lane)]) for lane in self.owned}
 
-    def _books(self) -> Books:
-        return Books(self._states.values(), self._sizes, self.spec.geometry.lanes)
+    def _stats(self) -> LoaderStats:
+        return LoaderStats(self._states.values(), self._sizes, self.spec.geometry.lanes)
 
     def stats(self) -> dict[str, Any]:
-        """What this rank has delivered so far, as it came out (`Books.stats`), and `wait_share`.
+        """What this rank has delivered so far, as it came out (`LoaderStats.stats`), and `wait_share`.
 
         wait_share: waiting in `next_step` over all time between steps since `restart_clock`, start-up left
         out.
         """
         spent = self._wait_s + self._busy_s
-        return self._books().stats() | {
+        return self._stats().stats() | {
             "wait_share": self._wait_s / spent if spent else 0.0,
             "wait_s": self._wait_s,
         }

@@ -6,7 +6,7 @@ Legend: T positions of one micro-batch, P patches, p patch side in pixels, M med
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -87,9 +87,12 @@ def assemble(
     sources: Sequence[str],
     patch_size: int,
     length: int | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> PackedBatch:
     """Put documents side by side in `tokens` positions and fill the rest with [PAD] documents of at most
     `length`.
+
+    factors: of the loss weights, by source.
 
     Raises ValueError when the documents do not fit.
     """
@@ -108,7 +111,7 @@ def assemble(
     for document in documents:
         stop = at + len(document)
         ids[at:stop] = document.ids
-        weights[at : stop - 1] = document.loss_weights[1:]
+        weights[at : stop - 1] = document.loss_weights[1:] * (factors or {}).get(document.source, 1.0)
         labels[at : stop - 1] = torch.where(document.loss_weights[1:] > 0, document.ids[1:], IGNORED)
         source_ids[at:stop] = index[document.source]
         if document.grids:

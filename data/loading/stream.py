@@ -14,7 +14,6 @@ from earlyfusion.data.errors import BadSample, DataError, one_sample
 from earlyfusion.data.loading.encode import Encoded, encode, next_cut, refuse_longer
 from earlyfusion.data.loading.mixture import Schedule
 from earlyfusion.data.loading.order import Permutation
-from earlyfusion.data.loading.watch import Watch
 from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.balance import VisionCost
@@ -73,7 +72,9 @@ class Spec:
     tokenizer: Tokenizer
     vision: VisionConfig
     geometry: Geometry
-    schedule: Schedule | None = field(default=None)
+    schedule: Schedule | None = None
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """Source -> factor of the loss weights of its documents; 1 where not named."""
 
     @cached_property
     def cost(self) -> VisionCost:
@@ -114,6 +115,34 @@ def geometry_identity(spec: Spec, sources: Mapping[str, Source]) -> dict[str, An
 @lru_cache(maxsize=64)
 def _order(size: int, seed: int, stage: int, name: str, epoch: int) -> Permutation:
     return Permutation(size, seed, stage, name, epoch)
+
+
+class Watch:
+    """What a data worker is reading right now, legible to another process, also after the worker has died.
+
+    A line of text in fixed memory: ordinary, or shared (`multiprocessing.RawArray("B", Watch.SIZE)`)."""
+
+    BYTES, COUNT = 512, 8
+    SIZE = BYTES + COUNT
+
+    def __init__(self, memory: Any = None) -> None:
+        self._view = memoryview(bytearray(self.SIZE) if memory is None else memory).cast("B")
+
+    def note(self, text: str) -> None:
+        """Replace the line (cut at 511 bytes) and count the change."""
+        raw = text.encode("utf-8", "replace")[: self.BYTES - 1]
+        self._view[self.COUNT : self.COUNT + len(raw) + 1] = raw + b"\0"
+        self._view[: self.COUNT] = ((self.count + 1) % 2**63).to_bytes(self.COUNT, "little")
+
+    @property
+    def count(self) -> int:
+        """Changes so far: a worker whose count stands still is stuck, or has nothing to do."""
+        return int.from_bytes(self._view[: self.COUNT], "little")
+
+    @property
+    def text(self) -> str:
+        """The line; empty before the first note."""
+        return bytes(self._view[self.COUNT :]).split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
 class Stream:
@@ -157,13 +186,8 @@ class Stream:
         self.watch.note(f"encoding source {name!r}, sample {index} of epoch {epoch}, {sample.key}")
         return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
 
-    def _place(self, index: int) -> tuple[str, str]:
-        """(shard, key) of a sample that was not read, as far as the source can tell without reading it."""
-        locate = getattr(self.source, "locate", None)
-        return locate(index) if locate is not None else ("", str(index))
-
-    def _told(self, index: int) -> str:
-        return " ".join(["source", repr(self.source.name), *self._place(index)])
+    def _described(self, index: int) -> str:
+        return " ".join(["source", repr(self.source.name), *self.source.locate(index)])
 
     def next_piece(self) -> tuple[Reference, Encoded] | None:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
@@ -172,7 +196,7 @@ class Stream:
         while not self.exhausted:
             epoch, index = self.where()
             try:
-                with one_sample(partial(self._told, index)):
+                with one_sample(partial(self._described, index)):
                     document = self._document
                     if document is None:
                         document = self.encoded(epoch, index)

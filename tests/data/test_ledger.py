@@ -7,8 +7,8 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import REASONS, DataError
-from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
 from earlyfusion.data.sources.base import SourceConfig
 
 SHAPE = {"length": 64, "tokens": 128, "max_patches": 64}
@@ -61,7 +61,7 @@ def expected(one, lanes=2):
     """Every bad sample that the lanes have come to, from the order of the epochs: (lane, epoch, index) ->
     reason."""
     found = {}
-    items = [item.key for item in one.sources["mine"]._train]
+    items = [item.key for item in one.sources["mine"].train]
     for lane, state in one.state_dict()["lanes"].items():
         from earlyfusion.data.loading.stream import Stream
 
@@ -82,7 +82,7 @@ def test_every_sample_left_out_is_counted_and_logged_with_its_reason(loader, tmp
     entries = read_skipped(tmp_path)
     wanted = expected(one)
     assert {(e["lane"], e["epoch"], e["index"]) for e in entries} == set(wanted) and len(wanted) >= 8
-    items = [item.key for item in one.sources["mine"]._train]
+    items = [item.key for item in one.sources["mine"].train]
     for entry in entries:
         name = items[entry["index"]]
         assert (

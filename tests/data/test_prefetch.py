@@ -18,9 +18,9 @@ from consumer import chained
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loading import transfer
+from earlyfusion.data.loading import prefetch as feeds
 from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.loading.watch import Watch
+from earlyfusion.data.loading.stream import Watch
 from earlyfusion.data.sources.base import SourceConfig
 
 SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}
@@ -192,10 +192,10 @@ def test_tensors_cross_a_pipe_unchanged_and_writable(tokenizer, vision, mix):
         },
     ]
     reader, writer = multiprocessing.Pipe(duplex=False)
-    transfer.widen(reader)
-    thread = threading.Thread(target=transfer.send, args=(writer, sent))
+    feeds.widen(reader)
+    thread = threading.Thread(target=feeds.send_item, args=(writer, sent))
     thread.start()
-    got, rest = transfer.receive(reader)
+    got, rest = feeds.receive_item(reader)
     thread.join()
     assert chained("", [got]) == chained("", [batch]) and got.segments == batch.segments
     got.ids += 1
@@ -204,7 +204,7 @@ def test_tensors_cross_a_pipe_unchanged_and_writable(tokenizer, vision, mix):
     assert (str(rest["error"]), rest["error"].reason) == ("no good", "corrupt_image")
     writer.close()
     with pytest.raises(EOFError):
-        transfer.receive(reader)
+        feeds.receive_item(reader)
 
 
 def test_half_an_item_is_an_end_and_not_a_wait():
@@ -214,7 +214,7 @@ def test_half_an_item_is_an_end_and_not_a_wait():
     thread = threading.Thread(target=lambda: torn(writer))
     thread.start()
     with pytest.raises((EOFError, OSError)):
-        transfer.receive(reader)
+        feeds.receive_item(reader)
     thread.join()
 
 
@@ -229,8 +229,8 @@ def torn(writer):
         raise Torn
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Torn):
-        patch.setattr(transfer.os, "write", write)
-        transfer.send(writer, torch.zeros(1 << 20))
+        patch.setattr(feeds.os, "write", write)
+        feeds.send_item(writer, torch.zeros(1 << 20))
     writer.close()
 
 

@@ -37,7 +37,7 @@ from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.loading.ledger import append_skipped, read_skipped, skip_file
+from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
 from earlyfusion.data.loading.stream import Geometry, Spec, Stream
 from earlyfusion.data.prepare.cmd import prepare as prepare_verb
 from earlyfusion.data.sources.base import SourceConfig, build_source

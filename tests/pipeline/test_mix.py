@@ -6,8 +6,8 @@ import json
 import pytest
 from tiny_run import MEASURED, numbers, tiny_recipe, write_recipe
 
-from earlyfusion.data.loading.ledger import read_skipped
 from earlyfusion.data.loading.loader import Loader
+from earlyfusion.data.loading.stats import read_skipped
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.compose import load_config

@@ -4,7 +4,7 @@ it."""
 import pytest
 from tiny_run import forget_processes
 
-from earlyfusion.data.loading.ledger import skip_file
+from earlyfusion.data.loading.stats import skip_file
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.train import measure_recipe
 from earlyfusion.pipeline.config.compose import load_config

@@ -1,4 +1,4 @@
-"""The books of a run's data: what was delivered, as it came out, and what was left out, with the reason.
+"""What a loader delivered, as it came out, and what was left out, with the reason.
 
 `skipped.jsonl` in the run folder holds one line for each sample left out: stage, lane, step (of the lane, for
 which it was being prepared), source, shard, key, epoch, index, reason, message. Every process writes a file
@@ -49,7 +49,7 @@ def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
     return [found[place] for place in sorted(found)]
 
 
-class Books:
+class LoaderStats:
     """Sums over the lanes of one process, from their states (`Lane.state_dict`)."""
 
     def __init__(self, states: Iterable[Mapping[str, Any]], sources: Mapping[str, int], lanes: int) -> None:
