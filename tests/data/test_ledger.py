@@ -147,7 +147,7 @@ def test_too_many_bad_samples_stop_the_run_and_say_which(loader):
     ):
         for _ in range(200):
             one.next_step()
-    assert one.stats()["skipped"]["mine"] + one._books().read() >= 200
+    assert one.stats()["skipped"]["mine"] + one._stats().read() >= 200
     one = loader(max_bad_share=0.5)
     for _ in range(60):
         one.next_step()
