@@ -236,35 +236,6 @@ def _qa_parts(message: Message) -> list[Segment]:
     return [*media, Text(message.text, 0.0)]
 
 
-def messages_from(turns: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] = ()) -> list[Message]:
-    """[{"role": ..., "content": str}, ...] as Messages; raises DataError for other shapes.
-
-    As in the OpenAI form, an assistant's turn may hold "reasoning_content" and "tool_calls" ({"function":
-    {"name", "arguments"}}, arguments an object or its JSON) with content null, and a tool's turn a "name" and
-    an "index". `tools`: declarations, for a system message before all others.
-    """
-    messages = [tools_message(tools)] if tools else []
-    for number, turn in enumerate(turns):
-        content, calls = turn.get("content"), turn.get("tool_calls") or []
-        if content is None and calls:
-            content = ""
-        if not isinstance(content, str) or "role" not in turn:
-            raise DataError(
-                f"message {number}: expected {{'role': str, 'content': str}}, got keys {sorted(turn)}"
-            )
-        messages.append(
-            Message(
-                turn["role"],
-                (Text(content),),
-                thinking=turn.get("reasoning_content"),
-                calls=tuple(call_from(call, number) for call in calls),
-                tool=str(turn.get("name") or "") if turn["role"] == "tool" else "",
-                index=int(turn.get("index") or 1),
-            )
-        )
-    return messages
-
-
 def tools_message(tools: Sequence[Any]) -> Message:
     """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

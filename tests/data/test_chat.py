@@ -1,10 +1,13 @@
 """Messages as documents: the special tokens, what is learned, and the public jinja form of the same."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from jinja2 import Template as Jinja
 
-from earlyfusion.data.chat.template import Message, ToolCall, chat_sample, messages_from, template_of
+from earlyfusion.data.chat.rows import Media, messages_of
+from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
@@ -27,6 +30,10 @@ def picture(width: int = 60, height: int = 40):
     return Image(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
+def messages_from(turns, tools=()):
+    return messages_of({"messages": turns, "tools": list(tools)}, "turns", Media(Path()))
+
+
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "what color is it? <|close|>"},
@@ -43,11 +50,6 @@ def test_the_text_of_a_chat_is_what_the_jinja_template_writes(tokenizer):
         )
         ending = "" if prompt else tokenizer.eos_token
         assert tokenizer.decode(ids) == expected + ending
-
-
-def test_special_strings_inside_a_message_stay_text(tokenizer):
-    ids = encode_chat(messages_from(TURNS), tokenizer, VISION, add_generation_prompt=False).ids
-    assert int((ids == tokenizer.close_id).sum()) == len(TURNS)
 
 
 def test_only_what_the_assistant_says_is_learned_with_the_end_of_its_message(tokenizer):
@@ -95,28 +97,9 @@ def test_the_qa_form_is_that_of_the_pretraining_documents(tokenizer):
     assert twice.ids[: len(encoded)].tolist() == encoded.ids.tolist()  # a conversation grows at its end
 
 
-@pytest.mark.parametrize(
-    "turns, said",
-    [
-        ([], "at least one"),
-        ([{"role": "robot", "content": "x"}], "role 'robot'"),
-        ([{"role": "user", "content": 3}], "message 0"),
-    ],
-)
-def test_bad_conversations_are_named(tokenizer, turns, said):
-    with pytest.raises(DataError, match=said):
-        encode_chat(messages_from(turns), tokenizer, VISION)
-
-
 def test_the_qa_form_wants_a_users_message_last(tokenizer):
     with pytest.raises(DataError, match="role 'assistant'"):
         encode_chat(messages_from(TURNS[:3]), tokenizer, VISION, template="qa")
-
-
-def test_a_directory_with_a_chat_template_file_speaks_chat(tmp_path):
-    assert template_of(tmp_path) == "qa"
-    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    assert template_of(tmp_path) == "chat"
 
 
 # ---- thinking and tools
@@ -272,23 +255,8 @@ def test_only_named_tokens_that_are_not_of_media_can_be_asked_for(tokenizer):
         (lambda: Message("user", (), tool="python"), "expected role 'tool'"),
         (lambda: ToolCall('a" b'), "tool call with the name"),
         (lambda: ToolCall("f", {"a b": 1}), "tool call with the name"),
-        (
-            lambda: messages_from(
-                [{"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": "{"}]}]
-            ),
-            "a tool call is",
-        ),
-        (
-            lambda: messages_from([{"role": "assistant", "content": None, "tool_calls": ["f"]}]),
-            "a tool call is",
-        ),
     ],
 )
 def test_impossible_tool_turns_are_named(make, said):
     with pytest.raises(DataError, match=said):
         make()
-
-
-def test_the_qa_form_has_no_tool_calls(tokenizer):
-    with pytest.raises(DataError, match="no tool calls"):
-        encode_chat(messages_from(TOOL_TURNS), tokenizer, VISION, template="qa", add_generation_prompt=False)

@@ -84,13 +84,6 @@ def test_timestamps_are_hours_minutes_seconds_milliseconds(seconds, text):
     assert timestamp(seconds) == text
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_media_positions_are_as_many_as_the_grids_say(tokenizer, vision, seed):
-    document = encode(random_document(random.Random(seed)), tokenizer, vision)
-    assert len(document.media_positions) == sum(num_tokens(grid) for grid in document.grids)
-    assert document.num_patches == sum(num_patches(grid) for grid in document.grids)
-
-
 @pytest.mark.parametrize("length", [48, 100, 333])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_document_is_split_without_losing_a_token_or_a_patch(tokenizer, vision, seed, length):
@@ -131,12 +124,6 @@ def test_long_text_is_cut_at_line_ends_and_leaves_no_crumbs(tokenizer, vision):
     assert min(b - a for a, b in ranges) >= 16
 
 
-def test_text_without_line_ends_is_cut_all_the_same(tokenizer, vision):
-    document = encode(Sample([Text("word " * 500)], "s", "k"), tokenizer, vision)
-    ranges = cuts(document, 64, 0, tokenizer.ends_line)
-    assert all(b - a <= 64 for a, b in ranges) and ranges[-1][1] == len(document)
-
-
 @pytest.mark.parametrize(("length", "max_patches"), [(20, 10_000), (1000, 30)])
 def test_an_image_over_the_budget_is_refused_with_the_numbers(tokenizer, vision, length, max_patches):
     document = encode(Sample([Image(picture(80, 80))], "shop", "p7"), tokenizer, vision)
@@ -144,20 +131,6 @@ def test_an_image_over_the_budget_is_refused_with_the_numbers(tokenizer, vision,
         BadSample, match=r"shop p7: an image takes 29 tokens and 100 patches; length = \d+ and max_patches"
     ):
         cuts(document, length, max_patches, tokenizer.ends_line)
-
-
-def test_unreadable_pictures_name_their_path(tokenizer, vision, tmp_path):
-    whole = tmp_path / "whole.png"
-    picture(64, 64).save(whole)
-    (tmp_path / "cut.png").write_bytes(whole.read_bytes()[:300])
-    (tmp_path / "empty.png").write_bytes(b"")
-    (tmp_path / "text.png").write_text("not a picture")
-    for name in ("cut.png", "empty.png", "text.png", "missing.png"):
-        with pytest.raises(BadSample, match=name):
-            encode(Sample([Image(tmp_path / name)], "s", name), tokenizer, vision)
-    with pytest.raises(BadSample, match="image of 3 bytes"):
-        encode(Sample([Image(b"abc")], "s", "k"), tokenizer, vision)
-    assert encode(Sample([Image(whole.read_bytes())], "s", "k"), tokenizer, vision).num_patches == 64
 
 
 def test_frames_of_two_sizes_and_missing_timestamps_are_refused(tokenizer, vision):

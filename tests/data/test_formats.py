@@ -15,7 +15,7 @@ from earlyfusion.data.sample import Image, Regions, Text, VideoFile, answer_text
 from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.data.sources.shards import ShardsOptions
 
-from .shard_files import SHARED, dump, picture
+from .shard_files import dump, picture
 
 JPG, PNG = picture(1), picture(2, (64, 32), "PNG")
 GIF = picture(3, form="GIF")
@@ -177,13 +177,6 @@ CASES = {
 def test_a_format_is_told_by_its_members(name):
     members, expected = CASES[name]
     assert shape(made(members)) == expected
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_naming_the_format_gives_the_same(name):
-    members, expected = CASES[name]
-    kind, _ = describe(group(members), ShardsOptions())
-    assert shape(made(members, format=kind)) == expected
 
 
 def test_only_answers_have_the_loss_of_text_and_media_come_undecoded():
@@ -368,30 +361,6 @@ def test_a_named_format_that_does_not_fit_is_a_bad_sample(kind):
         made({"bin": b"x"}, format=kind)
     with pytest.raises(BadSample):
         made({"json": b'{"x": 1}'}, format=kind)
-
-
-def test_real_pages_are_picture_and_code(tokenizer, vision):
-    from earlyfusion.data.sample import Sample
-
-    pages = SHARED / "data" / "pages"
-    if not pages.is_dir():
-        pytest.skip("no ../shared/data/pages")
-    for page in sorted(pages.glob("*.html"))[:2]:
-        members = {"html": page.read_bytes(), "png": page.with_suffix(".png").read_bytes()}
-        document = encode(Sample(made(members), "s", "k"), tokenizer, vision)
-        assert document.num_patches > 100 and "<html" in tokenizer.decode(document.ids.tolist())
-
-
-def test_every_format_reaches_tokens(tokenizer, vision):
-    from earlyfusion.data.sample import Sample
-
-    for name, (members, _) in CASES.items():
-        if b"clip" in members.values() or b"v" in members.values():
-            continue
-        document = encode(Sample(made(members), "s", "k"), tokenizer, vision)
-        assert len(document) > 3 and (document.num_patches > 0) == (
-            name not in ("text", "text_json", "text_chat")
-        )
 
 
 def test_a_shard_of_every_format_is_read_as_a_source(tmp_path, monkeypatch):

@@ -147,19 +147,6 @@ def test_regions_may_stand_before_their_picture_and_name_any_medium(tokenizer):
             encode(Sample([*sample.segments, Regions(region, media=number)], "s", "k"), tokenizer, CFG)
 
 
-def test_regions_are_learned_with_their_own_weight(tokenizer):
-    regions = Regions([Region("x", point=(1, 1))], loss=0.25)
-    document = encode(Sample([Image(marked(40, 20, (0, 0, 9, 9))), regions], "s", "k"), tokenizer, CFG)
-    count = len(tokenizer.encode(write_regions(regions, (40, 20), (40, 20))))
-    assert document.loss_weights.tolist() == [0.0] * (len(document) - count - 1) + [0.25] * (count + 1)
-
-
-def test_a_region_is_a_box_or_a_point():
-    for options in ({}, {"box": (0, 0, 1, 1), "point": (0, 0)}):
-        with pytest.raises(BadSample, match="either a box or a point"):
-            Region("x", **options)
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [

@@ -65,6 +65,8 @@ def hostile(folder):
         (f"{folder}/absolute.txt", b"escaped"),
         ("a/../../b.txt", b"escaped"),
         ("..\\windows.txt", b"escaped"),
+        ("C:\\x.txt", b"escaped"),
+        ("\\\\host\\x.txt", b"escaped"),
         special("000001.txt", tarfile.SYMTYPE, str(secret)),
         ("000001.jpg", picture(1)),
         special("000002.txt", tarfile.LNKTYPE, str(secret)),
@@ -79,7 +81,7 @@ def hostile(folder):
 
 def test_links_devices_and_paths_outside_are_left_out_and_counted(tmp_path):
     shards = Shards(str(hostile(tmp_path)))
-    assert shards.index(0).header["refused"] == {"outside": 5, "link": 2, "device": 2}
+    assert shards.index(0).header["refused"] == {"outside": 7, "link": 2, "device": 2}
     keys = [shards.key(0, i) for i in range(shards.usable[0])]
     assert keys == ["000000", "000001", "000002", "000003"]
 

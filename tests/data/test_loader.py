@@ -234,20 +234,6 @@ def test_new_weights_take_effect_at_the_same_step_whatever_was_prefetched(loader
         loader().set_weights({"pydocs": 1.0})
 
 
-def test_weights_in_force_are_part_of_the_state(loader, mix):
-    config = mix(lookahead=1)
-    one = loader(config, weights={"easy_vqa": 1.0})
-    one.next_step()
-    two = loader(config)
-    two.load_state_dict(one.state_dict())
-    assert same_steps([two.next_step() for _ in range(3)], [one.next_step() for _ in range(3)])
-    assert {key.split(":")[0] for key in two.next_step()[0].keys} == {"easy_vqa"}
-
-
-def test_stages_have_orders_of_their_own(loader):
-    assert not same_steps([loader(stage=0).next_step()], [loader(stage=1).next_step()])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -105,12 +105,6 @@ def test_the_fast_check_counts_the_same_without_decoding(tmp_path, album, monkey
     assert 0 <= full["tokens"] - fast["tokens"] <= 8 * full["samples"]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 31, 32, 33, 1000])
-def test_a_bin_is_the_next_power_of_two(number):
-    upper = int(bin_of(number))
-    assert upper >= number and (upper in (0, 1) or upper // 2 < number)
-
-
 def test_limits_cut_shards_and_a_large_sample_has_its_own(tmp_path):
     root = tmp_path / "texts"
     root.mkdir()

@@ -1,6 +1,5 @@
 """`earlyfusion prepare`: every kind of input."""
 
-import io
 import json
 
 import numpy as np
@@ -12,7 +11,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError
 
 from .prepare_cases import main, prepare, samples, skipped
-from .shard_files import SHARED, captions, dump, picture, write_tar
+from .shard_files import captions, dump, picture, write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -160,25 +159,6 @@ def test_a_folder_of_videos(tmp_path):
     made = prepare(tmp_path, root)
     assert made["formats"] == {"video": 3} and made["patches"] > 0
     assert [e["reason"] for e in skipped(tmp_path / "out")] == ["corrupt_video"]
-
-
-def test_real_photographs(tmp_path):
-    photos = SHARED / "data" / "photos"
-    if not photos.is_dir():
-        pytest.skip("no ../shared/data/photos")
-    root = tmp_path / "photos"
-    root.mkdir()
-    names = sorted(p for p in photos.iterdir() if p.suffix in (".jpg", ".png"))[:5]
-    for path in names:
-        (root / path.name).write_bytes(path.read_bytes())
-        (root / path.name).with_suffix(".txt").write_text(f"a photograph: {path.stem}")
-    made = prepare(tmp_path, root, workers=2)
-    assert made["samples"] == len(names) and not made["skipped"]
-    with (
-        PILImage.open(io.BytesIO(samples(tmp_path / "out")[0].segments[0].image)) as stored,
-        PILImage.open(names[0]) as own,
-    ):
-        assert np.array_equal(np.asarray(stored), np.asarray(own))
 
 
 def test_pictures_above_the_limit_are_left_out_and_the_limit_can_be_set(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from earlyfusion.data.errors import BadSample
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import picture
@@ -36,7 +36,21 @@ def test_damage_has_a_reason(tmp_path, name, content, reason):
     files = build_source(SourceConfig(name="f", kind="folder", path=str(tmp_path)), val_fraction=0.0)
     with pytest.raises(BadSample) as caught:
         files.get(0, 0)
-    assert caught.value.reason == reason
+    assert caught.value.reason == reason and name.split(".")[0] in str(caught.value)
+
+
+def test_missing_and_empty_folders_are_one_clear_line(tmp_path):
+    def opened(path, val_fraction=0.0):
+        config = SourceConfig(name="mine", kind="folder", path=str(path))
+        return build_source(config, val_fraction=val_fraction)
+
+    with pytest.raises(DataError, match=r"source 'mine': folder .*nowhere does not exist"):
+        opened(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds nothing to read; expected pictures"):
+        opened(tmp_path)
+    (tmp_path / "a.txt").write_text("one file")
+    with pytest.raises(DataError, match=r"no training sample; add data or lower data\.val_fraction"):
+        opened(tmp_path, 0.9999999)
 
 
 def test_a_folder_may_be_named_from_here_and_be_a_link_itself(tmp_path, monkeypatch):

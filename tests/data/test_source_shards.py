@@ -33,24 +33,6 @@ def texts_of(path, **options):
 # ---- webdataset
 
 
-@pytest.mark.parametrize("val_fraction", [0.0, 0.2])
-def test_every_sample_of_every_shard_comes_once(tmp_path, val_fraction):
-    for i in range(3):
-        write_tar(tmp_path / f"s{i}.tar", captions(10, 10 * i))
-    shards = source("webdataset", tmp_path, val_fraction)
-    train = {shards.get(i, 0).text for i in range(len(shards))}
-    held = {sample.text for sample in shards.heldout_samples()}
-    assert train | held == {f"\ncaption {i}" for i in range(30)} and not train & held
-    assert bool(held) == bool(val_fraction)
-
-
-def test_a_list_of_shards_needs_no_path(tmp_path):
-    path = write_tar(tmp_path / "a.tar", captions(2))
-    assert len(source("webdataset", None, shards=[str(path)])) == 2
-    with pytest.raises(ValueError, match="needs path = '<shards>'"):
-        SourceConfig(name="a", kind="webdataset")
-
-
 def test_the_fingerprint_follows_the_content_not_the_place(tmp_path):
     prints = []
     for folder, count in (("a", 3), ("b", 3), ("c", 4)):
@@ -245,11 +227,6 @@ def test_a_bad_line_names_file_and_line(tmp_path, line, reason):
     with pytest.raises(BadSample, match=r"a\.jsonl:2: ") as caught:
         files.get(1, 0)
     assert caught.value.reason == reason
-
-
-def test_text_counts_as_a_source_without_pictures(tmp_path):
-    assert not SourceConfig(name="a", kind="text_files", path="x").has_pictures
-    assert SourceConfig(name="a", kind="webdataset", path="x").has_pictures
 
 
 def test_nothing_to_read_is_one_clear_line(tmp_path):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.order import Permutation, held_out
+from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source, find_source
 from earlyfusion.data.sources.easy_vqa import load_split
@@ -25,21 +25,6 @@ NEEDED = {
     "problems": {"tasks": {"counting": 1, "maze": 1}, "forms": {"picture": 1, "twin": 1}, "thought": 0.5}
 }
 """Options that a kind cannot do without."""
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
-def test_a_permutation_holds_every_position_once(size):
-    order = Permutation(size, 3, "vqa", 0)
-    assert sorted(order[i] for i in range(size)) == list(range(size))
-    with pytest.raises(IndexError):
-        order[size]
-
-
-def test_permutations_of_different_epochs_are_unrelated():
-    first, second = (np.array([Permutation(4000, 0, epoch)[i] for i in range(4000)]) for epoch in (0, 1))
-    # Correlation of two independent permutations of 4,000 has standard deviation 1 / sqrt(3999) = 0.016.
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.06
-    assert abs(np.corrcoef(first, np.arange(4000))[0, 1]) < 0.06
 
 
 def test_easy_vqa_has_the_official_counts_and_split():
@@ -168,39 +153,3 @@ def test_folder_files_are_held_out_by_name(folder):
     held = {sample.key for sample in files.heldout_samples()}
     assert train and held and not train & held and len(train | held) == 10
     assert all(held_out(f"folder/{key}", 0.4) for key in held)
-
-
-def test_missing_and_empty_folders_are_one_clear_line(tmp_path):
-    with pytest.raises(DataError, match=r"source 'mine': folder .*nowhere does not exist"):
-        source("folder", "mine", tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds nothing to read; expected pictures"):
-        source("folder", path=tmp_path)
-    (tmp_path / "a.txt").write_text("one file")
-    with pytest.raises(DataError, match=r"no training sample; add data or lower data\.val_fraction"):
-        source("folder", path=tmp_path, val_fraction=0.9999999)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"caf\xe9", r"a\.txt: not UTF-8 .*byte 3"),
-        ("a.jsonl", b'{"text": "caf\xe9"}\n', r"a\.jsonl, line 1: not UTF-8"),
-        ("a.jsonl", b"{text}\n", "line 1: not valid JSON"),
-        ("a.jsonl", b'{"body": 1}\n', 'no "text" string'),
-        ("a.jsonl", b'["text"]\n', "expected a JSON object, got list"),
-        ("a.jsonl", b'{"text": "t", "image": "../secret.png"}\n', "lies outside"),
-    ],
-)
-def test_a_bad_file_names_itself(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    files = source("folder", path=tmp_path, val_fraction=0.0)
-    with pytest.raises(BadSample, match=message):
-        files.get(0, 0)
-
-
-def test_a_caption_file_without_words_is_refused(folder):
-    (folder / "deep" / "q.json").write_text('{"title": "x"}')
-    files = source("folder", path=folder, val_fraction=0.0)
-    index = next(i for i in range(len(files)) if files.train[i].key == "deep/q.jpg")
-    with pytest.raises(BadSample, match="neither"):
-        files.get(index, 0)

@@ -4,6 +4,7 @@ bit."""
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
 from test_distributed import ACCELERATE, TORCHRUN, free_port
 from tiny_run import finish, numbers, same, start, weights, write_recipe
 
-from earlyfusion.data.chat.template import messages_from, template_of
+from earlyfusion.data.chat.rows import Media, messages_of
+from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.chat.tokens import encode_chat
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
@@ -92,7 +94,7 @@ def test_the_model_directory_speaks_chat_and_transformers_reads_its_template(unb
         rendered = theirs.apply_chat_template(
             turns, tools=declared, tokenize=False, add_generation_prompt=True
         )
-        messages = messages_from(turns, tools=declared or ())
+        messages = messages_of({"messages": turns, "tools": declared}, "turns", Media(Path()))
         assert rendered == tokens.decode(encode_chat(messages, tokens, vision).ids.tolist())
 
 
