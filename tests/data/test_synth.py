@@ -1,4 +1,3 @@
-from collections import Counter
 from itertools import permutations
 from random import Random
 
@@ -59,46 +58,6 @@ def test_relations_are_opposite_and_hold_for_the_centres(seed):
             assert first == (found in ("left of", "above"))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_scene_answers_are_true(seed):
-    made = make_scene(seed)
-    colours, shapes = Counter(t.colour for t in made.objects), Counter(t.shape for t in made.objects)
-    names = [t.name for t in made.objects]
-    asked = made.questions(Random(seed), 8)
-    assert len({q for q, _ in asked}) == len(asked) >= 1
-    for question, answer in asked:
-        parts = question.rstrip("?").split()
-        if question.startswith("how many objects"):
-            assert answer == str(len(made.objects))
-        elif question.startswith("how many") and parts[3] == "objects":
-            assert answer == str(colours[parts[2]])
-        elif question.startswith("how many"):
-            assert answer == str(shapes[parts[2].removesuffix("s")])
-        elif question.startswith("is there"):
-            assert (answer == "yes") == (" ".join(parts[3:]) in names)
-        elif question.startswith("what color"):
-            assert shapes[parts[-1]] == 1 and f"{answer} {parts[-1]}" in names
-        elif question.startswith("what shape"):
-            assert colours[parts[4]] == 1 and f"{parts[4]} {answer}" in names
-        elif question.startswith("what size"):
-            assert next(t for t in made.objects if t.name in question).size == answer
-        elif question.startswith("where is"):
-            thing = next(t for t in made.objects if t.name in question)
-            numbers = [float(x) for x in answer.strip("[]").split(",")]
-            scale = (1, 1) if "pixels" in question else (made.width, made.height)
-            # Two decimals of at most 96 pixels are within half a pixel.
-            assert np.allclose([n * scale[i % 2] for i, n in enumerate(numbers)], thing.box, atol=0.5)
-        else:
-            a, b = (next(t for t in made.objects if t.name == n) for n in _two_names(parts))
-            assert (answer == "yes") == (relation(a, b) in question)
-
-
-def _two_names(parts):
-    """ "is the red circle left of the blue star" -> both names."""
-    second = len(parts) - 2
-    return " ".join(parts[2:4]), " ".join(parts[second:])
-
-
 def test_train_and_held_out_combinations_are_disjoint_and_cover_all():
     train, held = set(pairs(False)), set(pairs(True))
     assert not train & held and len(train | held) == len(COLOURS) * len(SHAPES)
@@ -146,24 +105,6 @@ def test_bars_are_exactly_as_tall_as_their_values(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_chart_answers_are_true(seed):
-    chart = Chart.make(Random(seed), **SIDES)
-    value = dict(zip(chart.labels, chart.values))
-    for question, answer in chart.questions(Random(seed), 20):
-        words_ = question.rstrip("?").split()
-        if question.startswith("what is the value"):
-            assert int(answer) == value[words_[-1]]
-        elif question.startswith("is "):
-            assert (answer == "yes") == (value[words_[1]] > value[words_[4]])
-        elif "sum" in question:
-            assert int(answer) == sum(chart.values)
-        elif "how many" in question:
-            assert int(answer) == len(chart.values)
-        else:
-            assert value[answer] == (max if "largest" in question else min)(chart.values)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_board_cells_have_the_colours_they_should(seed):
     board = Board.make(Random(seed), **SIDES)
     image = board.draw()
@@ -172,10 +113,6 @@ def test_board_cells_have_the_colours_they_should(seed):
         for c, colour in enumerate(row):
             centre = (c * board.cell + board.cell // 2, r * board.cell + board.cell // 2)
             assert image.getpixel(centre) == COLOURS[colour]
-    for question, answer in board.questions(Random(seed), 20):
-        if question.startswith("what color"):
-            r, c = (int(p.strip(",?")) for p in question.split() if p.strip(",?").isdigit())
-            assert board.cells[r - 1][c - 1] == answer
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,7 +2,6 @@
 
 import math
 import random
-from functools import cache
 from itertools import permutations
 
 import numpy as np
@@ -12,10 +11,8 @@ from PIL import Image, ImageDraw
 from earlyfusion.data.formats.grounding import write_regions
 from earlyfusion.data.sample import Region, Regions
 from earlyfusion.data.synth.palette import SHAPES, corners, paint
-from earlyfusion.data.tasks.calculation import evaluate
-from earlyfusion.data.tasks.jigsaw import solutions, solved_board
 from earlyfusion.data.tasks.maze import carve, distances, parse_moves, shortest, walk
-from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.registry import PROCEDURAL, make_task
 from earlyfusion.data.tasks.scoring import rewards as scoring
 
 EXACT = 1e-9  # the same sums in another order
@@ -67,15 +64,6 @@ def test_a_spare_box_and_a_missing_box_cost_the_same():
     assert scoring.boxes("[9999999, 0, 99999999, 10], [0, 0, 10, 10]", gold[:1], 50, 50) == pytest.approx(
         2 / 3
     )
-
-
-def test_boxes_are_read_in_the_form_of_training_and_in_shares():
-    regions = Regions([Region("a", box=(10, 20, 30, 40)), Region("b", box=(50, 60, 90, 80))])
-    gold = [(10.0, 20.0, 30.0, 40.0), (50.0, 60.0, 90.0, 80.0)]
-    assert scoring.boxes(write_regions(regions, (100, 100), (100, 100)), gold, 100, 100) == pytest.approx(1.0)
-    assert scoring.boxes(
-        "[0.10, 0.20, 0.30, 0.40] [0.5, 0.6, 0.9, 0.8]", gold, 100, 100, "relative"
-    ) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -155,25 +143,10 @@ def test_polygons_without_area_and_of_any_form():
     assert scoring.mask_iou(np.zeros((3, 3), bool), np.zeros((3, 3), bool)) == 0.0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_reading_is_one_minus_the_normalised_distance(seed):
-    rng = random.Random(seed)
-
-    @cache
-    def distance(a, b):
-        if not a or not b:
-            return len(a) + len(b)
-        return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
-
-    for _ in range(80):
-        a, b = ("".join(rng.choice("abc") for _ in range(rng.randint(1, 7))) for _ in range(2))
-        assert scoring.reading(a, b) == pytest.approx(1 - distance(a, b) / max(len(a), len(b)))
-    assert (
-        scoring.reading("", "abc") == 0.0
-        and scoring.reading("", "") == 1.0
-        and scoring.reading("ab  c", "ab c") == 1.0
-    )
-    assert scoring.reading("x" * 4000, "abc") == 0.0
+def test_reading_is_one_minus_the_normalised_distance():
+    pairs = {("abc", "axc"): 2 / 3, ("", "abc"): 0, ("", ""): 1, ("ab  c", "ab c"): 1, ("x" * 4000, "abc"): 0}
+    for (answer, gold), share in pairs.items():
+        assert scoring.reading(answer, gold) == pytest.approx(share), (answer, gold)
 
 
 def test_counting_and_values_fall_linearly_to_zero():
@@ -229,21 +202,7 @@ def test_numbers_must_be_the_number():
 def test_nothing_may_stand_behind_what_was_asked():
     """A scorer that reads the beginning pays a policy for going on; closing punctuation and the question's
     words do."""
-    for name in (
-        "odd_one_out",
-        "counting",
-        "arithmetic",
-        "geometry",
-        "chart_value",
-        "colour_shape",
-        "relation",
-        "ocr",
-        "jigsaw",
-        "maze",
-        "grounding",
-        "pointing",
-        "polygon",
-    ):
+    for name in PROCEDURAL:
         task = make_task(name)
         for level in range(len(task.levels)):
             for seed in range(6):
@@ -317,34 +276,6 @@ def test_maze_rewards_order_answers_as_they_should_be():
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_jigsaw_solutions_by_trying_all_orders(seed):
-    rng = random.Random(seed)
-    for rows, columns in ((1, 4), (2, 2), (2, 3), (3, 2)):
-        tiles = solved_board(rng, rows, columns, 2)
-
-        def fits(order, tiles=tiles, rows=rows, columns=columns):
-            at = lambda r, c: (
-                tiles[order[r * columns + c]] if 0 <= r < rows and 0 <= c < columns else ("gray",) * 4
-            )
-            inner = all(at(r, c)[1] == at(r, c + 1)[3] for r in range(rows) for c in range(-1, columns))
-            return inner and all(
-                at(r, c)[2] == at(r + 1, c)[0] for r in range(-1, rows) for c in range(columns)
-            )
-
-        every = [list(order) for order in permutations(range(len(tiles))) if fits(order)]
-        framed = [
-            o
-            for o in every
-            if all(
-                (tiles[i][side] == "gray") == edge
-                for p, i in enumerate(o)
-                for side, edge in ((1, p % columns == columns - 1), (2, p // columns == rows - 1))
-            )
-        ]
-        assert solutions(tiles, rows, columns, most=10_000) == framed and framed
-
-
 def test_jigsaw_rewards_only_permutations():
     task = make_task("jigsaw")
     problem = task.sample(0, "test", 1)
@@ -357,13 +288,3 @@ def test_jigsaw_rewards_only_permutations():
         == task.reward(problem, "1 2 3 4 5")
         == 0.0
     )
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_expressions_have_the_value_python_gives_them(seed):
-    rng = random.Random(seed)
-    for _ in range(200):
-        numbers = [rng.randint(1, 99) for _ in range(rng.randint(2, 5))]
-        signs = [rng.choice("+-*") for _ in numbers[1:]]
-        text = str(numbers[0]) + "".join(f"{sign}{number}" for sign, number in zip(signs, numbers[1:]))
-        assert evaluate(numbers, signs) == eval(text)
