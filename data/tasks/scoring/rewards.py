@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,38 +64,35 @@ def final_answer(text: str) -> str:
     _, closed, tail = text.rpartition("</think>")
     if not closed and "<think>" in text:
         return ""
-    text = tail if closed else text
-    if (start := text.rfind(_BOXED)) >= 0:
-        inside = text[start + len(_BOXED) :]
-        text = _balanced(inside)
-        if re.search(
-            r"\w", inside[len(text) + 1 :]
-        ):  # what follows the box is no part of an answer that has ended
+
+    answer = tail if closed else text
+    _, boxed, inside = answer.rpartition(_BOXED)
+    if boxed:
+        answer = _balanced(inside)
+        if re.search(r"\w", inside[len(answer) + 1 :]):  # what goes on behind its box has not ended
             return ""
     else:
-        end = 0
-        for match in _ANNOUNCED.finditer(text):
-            end = match.end()
-        text = text[end:]
-    text = text.strip()
-    return text if len(text) <= MAX_CHARS else ""
+        announced = list(_ANNOUNCED.finditer(answer))
+        answer = answer[announced[-1].end() :] if announced else answer
+    answer = answer.strip()
+    return answer if len(answer) <= MAX_CHARS else ""
 
 
 def _balanced(text: str) -> str:
     """Up to the brace that closes one opened before; "" when none does."""
     depth = 1
-    for place, character in enumerate(text[: MAX_CHARS + 1]):
+    for position, character in enumerate(text[: MAX_CHARS + 1]):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[:place]
+            return text[:position]
     return ""
 
 
-def ends(said: str, question: str = "", spelled: bool = False) -> bool:
+def ends(answer: str, question: str = "", spelled: bool = False) -> bool:
     """Whether an answer ends with its last number: what follows is punctuation, or words of the question.
     spelled: a number may also be a word."""
     asked = set(re.findall(r"\w+", question.lower()))
-    for word in reversed(re.findall(r"\w+", said.lower())):
+    for word in reversed(re.findall(r"\w+", answer.lower())):
         if word[-1].isdigit() or (spelled and parse_count(word) is not None):
             return True
         if word not in asked:
@@ -102,67 +100,68 @@ def ends(said: str, question: str = "", spelled: bool = False) -> bool:
     return False
 
 
-def ends_with_places(said: str) -> bool:
+def ends_with_places(answer: str) -> bool:
     """Whether a list of numbers, or of numbers in brackets, ends the answer."""
-    bare = _LABEL.sub("", said)
+    bare = _LABEL.sub("", answer)
     kept = bare.rstrip(_CLOSING)
-    return kept[-1:].isdigit() and (
-        any(c in bare[len(kept) :] for c in ")]>") or not any(c in bare for c in ")]>")
-    )
+    bracketed = any(c in bare for c in ")]>")
+    closed = any(c in bare[len(kept) :] for c in ")]>")
+    return kept[-1:].isdigit() and (closed or not bracketed)
 
 
-def sole_count(said: str) -> int | None:
+def sole_count(answer: str) -> int | None:
     """The one whole number that is said, however often; None for none, several, or a fraction."""
-    found = {parse_count(word.replace(",", "")) for word in _WORD.findall(tame(said)) if not word.isalpha()}
-    found |= {
-        value
-        for word in _WORD.findall(tame(said))
-        if word.isalpha() and (value := parse_count(word)) is not None
-    }
-    return next(iter(found)) if len(found) == 1 else None
+    found = set()
+    for word in _WORD.findall(tame(answer)):
+        value = parse_count(word.replace(",", ""))
+        if value is not None or not word.isalpha():  # a fraction counts as a number that is none
+            found.add(value)
+    return found.pop() if len(found) == 1 else None
 
 
-def counting(said: str, gold: int, question: str = "") -> float:
+def counting(answer: str, gold: int, question: str = "") -> float:
     """See the file's head."""
-    number = sole_count(said) if ends(said, question, spelled=True) else None
-    return 0.0 if number is None else max(0.0, 1.0 - abs(number - gold) / max(abs(gold), 1))
+    count = sole_count(answer) if ends(answer, question, spelled=True) else None
+    return 0.0 if count is None else max(0.0, 1.0 - abs(count - gold) / max(abs(gold), 1))
 
 
-def sole_number(said: str) -> Decimal | None:
+def sole_number(answer: str) -> Decimal | None:
     """The one number that is said, after the last "="; None for none or several different ones."""
-    found = {normal_number(text) for text in _NUMBER.findall(tame(said).rpartition("=")[2])}
+    found = {normal_number(text) for text in _NUMBER.findall(tame(answer).rpartition("=")[2])}
+    if None in found:
+        return None
     values = {Decimal(text) for text in found if text is not None}
-    return next(iter(values)) if len(values) == 1 and None not in found else None
+    return values.pop() if len(values) == 1 else None
 
 
-def number(said: str, gold: int | float | str, question: str = "") -> float:
+def number(answer: str, gold: int | float | str, question: str = "") -> float:
     """See the file's head; gold as a number or as its text."""
-    value = sole_number(said)
-    return float(value is not None and value == Decimal(str(gold)) and ends(said, question))
+    found = sole_number(answer)
+    return float(found is not None and found == Decimal(str(gold)) and ends(answer, question))
 
 
-def value(said: str, gold: float, question: str = "") -> float:
+def value(answer: str, gold: float, question: str = "") -> float:
     """See the file's head."""
-    found = sole_number(said) if ends(said, question) else None
+    found = sole_number(answer) if ends(answer, question) else None
     return 0.0 if found is None else max(0.0, 1.0 - abs(float(found) - gold) / max(abs(gold), 1.0))
 
 
-def words(said: str, gold: str) -> float:
+def words(answer: str, gold: str) -> float:
     """See the file's head."""
-    return float(normalise(said) == normalise(gold))
+    return float(normalise(answer) == normalise(gold))
 
 
-def reading(said: str, gold: str) -> float:
+def reading(answer: str, gold: str) -> float:
     """See the file's head; 1 - lev/max(len), case counts. Both empty: 1, which a reward never sees (no answer
     is 0)."""
-    said, gold = " ".join(said.split()), " ".join(gold.split())
-    longer = max(len(said), len(gold))
-    return 1.0 - levenshtein(said, gold) / longer if longer else 1.0
+    answer, gold = " ".join(answer.split()), " ".join(gold.split())
+    longer = max(len(answer), len(gold))
+    return 1.0 - levenshtein(answer, gold) / longer if longer else 1.0
 
 
-def says_none(said: str) -> bool:
+def says_none(answer: str) -> bool:
     """Whether an answer says that there is nothing."""
-    return normalise(said) in _NONE
+    return normalise(answer) in _NONE
 
 
 def _within_reach(numbers: Sequence[float], width: float, height: float) -> bool:
@@ -170,32 +169,32 @@ def _within_reach(numbers: Sequence[float], width: float, height: float) -> bool
     return all(math.isfinite(x) and abs(x) <= limit for x in numbers)
 
 
-def boxes(said: str, gold: Sequence[Box], width: float, height: float, units: str = "auto") -> float:
-    """See the file's head; gold in pixels, `units` as in data/tasks/scoring/boxes.parse_boxes."""
-    found = parse_boxes(tame(said), width, height, units)
+def _readable(answer: str, places: Sequence[Any]) -> bool:
+    """Whether the places said are an answer at all: some, not too many, and nothing behind them."""
+    return 0 < len(places) <= MAX_ITEMS and ends_with_places(answer)
+
+
+def boxes(answer: str, gold: Sequence[Box], width: float, height: float, units: str = "auto") -> float:
+    """See the file's head; gold in pixels, `units` as in boxes.parse_boxes."""
+    found = parse_boxes(tame(answer), width, height, units)
     if not gold:
-        return float(not found and says_none(said))
-    if not found or len(found) > MAX_ITEMS or not ends_with_places(said):
+        return float(not found and says_none(answer))
+    if not _readable(answer, found):
         return 0.0
     nowhere: Box = (0.0, 0.0, 0.0, 0.0)  # matches nothing, and is still one box said
     return matched_f1([box if _within_reach(box, width, height) else nowhere for box in found], gold)
 
 
-def parse_points(said: str, width: float, height: float, units: str = "pixels") -> list[Point]:
+def parse_points(answer: str, width: float, height: float) -> list[Point]:
     """All points in pixels: the regions of data/formats/grounding.py, else pairs "[x, y]" and the centres of
-    boxes.
-
-    units: "pixels", or "relative" for pairs that are shares of the sides.
-    """
-    text = tame(said)
+    boxes."""
+    text = tame(answer)
     size = max(1, round(width)), max(1, round(height))
     regions = [region.to_region(size, size) for region in parse_regions(text)]
     if regions:
         return [region.point if region.point is not None else centre(region.box) for region in regions]  # type: ignore[arg-type]
-    x, y = (width, height) if units == "relative" else (1.0, 1.0)
-    points = [(pair[0] * x, pair[1] * y) for pair in _pairs(text)]
     # two points in a row would be read as the corners of one box, so pairs are taken out first
-    return points + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), width, height, units)]
+    return _pairs(text) + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), width, height, "pixels")]
 
 
 def _pairs(text: str) -> list[Point]:
@@ -208,27 +207,19 @@ def _pairs(text: str) -> list[Point]:
     return found
 
 
-def points(
-    said: str,
-    gold: Sequence[Point],
-    sigmas: Sequence[float],
-    width: float,
-    height: float,
-    units: str = "pixels",
-) -> float:
+def points(answer: str, gold: Sequence[Point], sigmas: Sequence[float], width: float, height: float) -> float:
     """See the file's head: 2 * sum of weights over the best matching / (points said + points in gold).
 
     sigmas: one for every gold point, in pixels.
     """
-    found = parse_points(said, width, height, units)
+    found = parse_points(answer, width, height)
     if not gold:
-        return float(not found and says_none(said))
-    if not found or len(found) > MAX_ITEMS or not ends_with_places(said):
+        return float(not found and says_none(answer))
+    if not _readable(answer, found):
         return 0.0
-    table = [
-        [_weight(point, target, sigma, width, height) for point in found]
-        for target, sigma in zip(gold, sigmas)
-    ]
+    table = []
+    for target, sigma in zip(gold, sigmas):
+        table.append([_weight(point, target, sigma, width, height) for point in found])
     if len(table) > len(found):
         table = [list(column) for column in zip(*table)]
     return 2 * best_assignment(table) / (len(found) + len(gold))
@@ -262,17 +253,14 @@ def mask_iou(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:
     return int((a & b).sum()) / union if union else 0.0
 
 
-def polygon(said: str, gold: Sequence[Point], width: int, height: int) -> float:
+def polygon(answer: str, gold: Sequence[Point], width: int, height: int) -> float:
     """See the file's head. Said: corners "[x, y]" in order, or one flat list of numbers."""
-    text = tame(said)
+    text = tame(answer)
     corners = _pairs(text)
     if not corners:
         numbers = [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
         corners = list(zip(numbers[::2], numbers[1::2])) if len(numbers) % 2 == 0 else []
-    if not ends_with_places(said):
-        return 0.0
-    if not 3 <= len(corners) <= MAX_ITEMS or not all(
-        _within_reach(point, width, height) for point in corners
-    ):
+    far = not all(_within_reach(point, width, height) for point in corners)
+    if far or len(corners) < 3 or not _readable(answer, corners):
         return 0.0
     return mask_iou(mask(corners, width, height), mask(gold, width, height))
