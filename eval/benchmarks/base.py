@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,26 +79,41 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
     by_id: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_id[str(record["id"])].append(record)
-    result: dict[str, Any] = {"n": len(by_id), "samples": len(records)}
-    for key in keys:
-        result[key] = mean([mean([r[key] for r in group]) for group in by_id.values()])
-    scores = [mean([r["score"] for r in group]) for group in by_id.values()]
-    result["standard_error"] = standard_error(scores)
-    result["unextracted"] = mean([float(r.get("extracted") is None) for r in records])
+    categories: dict[str, list[list[Record]]] = defaultdict(list)
+    for group in by_id.values():
+        categories[str(group[0].get("category") or "")].append(group)
+
     chances = [r["chance"] for r in records if r.get("chance") is not None]
-    result["chance"] = mean(chances) if len(chances) == len(records) else None
-    result["majority"] = _majority(records)
-    result["tokens"] = mean([r.get("tokens") or 0 for r in records])
-    categories: dict[str, list[str]] = defaultdict(list)
-    for identity, group in by_id.items():
-        categories[str(group[0].get("category") or "")].append(identity)
+    result: dict[str, Any] = {
+        "n": len(by_id),
+        "samples": len(records),
+        **_means(by_id.values(), keys),
+        "standard_error": standard_error([mean([r["score"] for r in group]) for group in by_id.values()]),
+        "unextracted": mean([float(r.get("extracted") is None) for r in records]),
+        "chance": mean(chances) if len(chances) == len(records) else None,
+        "majority": _majority(records),
+        "tokens": mean([r.get("tokens") or 0 for r in records]),
+    }
     if set(categories) != {""}:
-        result["by_category"] = {
-            name: {"n": len(ids), **{k: mean([mean([r[k] for r in by_id[i]]) for i in ids]) for k in keys}}
-            for name, ids in sorted(categories.items())
-        }
+        result["by_category"] = {}
+        for category, groups in sorted(categories.items()):
+            result["by_category"][category] = {"n": len(groups), **_means(groups, keys)}
         result["macro_score"] = mean([entry["score"] for entry in result["by_category"].values()])
     return result
+
+
+def _means(questions: Collection[Sequence[Record]], keys: Sequence[str]) -> dict[str, float]:
+    """Means over questions of the means over their repeats, so that more repeats do not count more. A key
+    that no record has is left out."""
+    means = {}
+    for key in keys:
+        values = []
+        for group in questions:
+            held = [record[key] for record in group if key in record]
+            values += [mean(held)] if held else []
+        if values or not questions:
+            means[key] = mean(values)
+    return means
 
 
 def _majority(records: Sequence[Record]) -> float | None:

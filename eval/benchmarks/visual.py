@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -37,7 +37,7 @@ from earlyfusion.data.tasks.places import named_box
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.scoring.boxes import iou
-from earlyfusion.eval.benchmarks.base import BaseTask, request_seed, sampling, standard_error
+from earlyfusion.eval.benchmarks.base import BaseTask, request_seed, sampling, summarize
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -289,50 +289,25 @@ def whole(output: Generation) -> str:
 
 
 def aggregate(records: Sequence[Record], *, views: Sequence[str]) -> dict[str, Any]:
-    """n (questions), samples (records), score, standard_error, unextracted, the views, what seeing adds,
-    means of all metrics, by_category, and baselines.
+    """What `summarize` gives for score, views and all metrics; what seeing adds (in all and by category).
 
     majority: always the most frequent gold answer of the category, known in advance: the best a constant can
     do. chance is None: answers are free text. Raises ValueError for no records.
     """
     if not records:
         raise ValueError("no records to aggregate; ask at least one question")
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        groups[str(record.get("category", ""))].append(record)
-    scores: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        scores[str(record["id"])].append(record["score"])
-    result = _sums(records, views)
-    result["standard_error"] = standard_error([fmean(values) for values in scores.values()])
-    result |= {"chance": None, "majority": _majority(groups)}
-    result["by_category"] = {name: _sums(group, views) for name, group in groups.items()}
-    return result
-
-
-def _sums(records: Sequence[Record], views: Sequence[str]) -> dict[str, Any]:
-    """Means over records; every question has equally many."""
-    sums: dict[str, Any] = {
-        "n": len({record["id"] for record in records}),
-        "samples": len(records),
-        "score": fmean([record["score"] for record in records]),
-        "unextracted": sum(record["extracted"] is None for record in records) / len(records),
-    }
-    for view in views:
-        sums[f"{view}_score"] = fmean([record[f"{view}_score"] for record in records])
-    if "blind" in views:
-        sums["seeing"] = sums["score"] - sums["blind_score"]
     names = dict.fromkeys(name for record in records for name in record.get("metrics", {}))
-    for name in names:
-        sums[name] = fmean(
-            [record["metrics"][name] for record in records if name in record.get("metrics", {})]
-        )
-    return sums
+    flat = [{**record.get("metrics", {}), **record} for record in records]
+    result = summarize(flat, ("score", *(f"{view}_score" for view in views), *names))
+    if "blind" in views:
+        for means in (result, *result.get("by_category", {}).values()):
+            means["seeing"] = means["score"] - means["blind_score"]
+    return {**result, "chance": None, "majority": _majority(records)}
 
 
-def _majority(groups: Mapping[str, Sequence[Record]]) -> float:
+def _majority(records: Sequence[Record]) -> float:
     """Share of questions the most frequent answer of each category gets right."""
-    right = sum(
-        Counter(json.dumps(r["target"]) for r in group).most_common(1)[0][1] for group in groups.values()
-    )
-    return right / sum(map(len, groups.values()))
+    targets: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        targets[str(record.get("category", ""))][json.dumps(record["target"])] += 1
+    return sum(counts.most_common(1)[0][1] for counts in targets.values()) / len(records)
