@@ -12,7 +12,7 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial as bind
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.attnres import Mix, MixRecorder, mix_sources, run_block
-from earlyfusion.model.cache import Cache, CallPlan, DecoderCache, KdaMemory, KdaStore, MlaMemory, MlaStore
+from earlyfusion.model.cache import Cache, CallPlan, KdaStore, MlaStore
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Embedding, Linear
 from earlyfusion.model.kda import KimiDeltaAttention
@@ -158,14 +158,6 @@ class Decoder(nn.Module):
         """Output projection [V, D]; the embedding itself when tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def new_cache(self, num_sequences: int) -> DecoderCache:
-        """An empty cache for `num_sequences` sequences."""
-        kinds = self.config.plan()
-        layers: list[KdaMemory | MlaMemory] = [
-            KdaMemory() if kind == "kda" else MlaMemory() for kind in kinds
-        ]
-        return DecoderCache(layers, lengths=(0,) * num_sequences)
-
     def forward(
         self,
         x_TD: Tensor,
@@ -180,22 +172,19 @@ class Decoder(nn.Module):
         segments: the packed documents, or with a cache the new tokens of each of its sequences, in order.
         counted_T: bool, tokens that count for expert load and QK-Clip's maximum (None: all).
         recorder: collects AttnRes weights.
-        Raises ValueError when x and segments (or segments and cache) disagree.
+        Raises ValueError when x and segments disagree.
         """
         if x_TD.shape[0] != segments.total:
             raise ValueError(
                 f"got {x_TD.shape[0]} token embeddings but segments that add up to {segments.total}; "
                 "build Segments from the same packed row"
             )
-        plan = cache.begin(segments, x_TD.device) if cache is not None else None
-        memories: list[Memory | None] = list(cache.layers) if cache is not None else [None] * len(self.layers)
+        plan, memories = (None, [None] * len(self.layers)) if cache is None else (cache.plan, cache.layers)
         if self.config.attn_res == "none":
             for layer, memory in zip(self.layers, memories):
                 x_TD = self._maybe_recompute(layer, x_TD, segments, memory, plan, counted_T)
         else:
             x_TD = self._attention_residuals(x_TD, segments, memories, plan, counted_T, recorder)
-        if cache is not None:
-            cache.commit(segments)
         return self.norm(x_TD)
 
     def attnres_weights(self, x_TD: Tensor, segments: Segments, masks: dict[str, Tensor]) -> MixRecorder:
@@ -220,7 +209,7 @@ class Decoder(nn.Module):
     def _sublayers(
         self,
         segments: Segments,
-        memories: list[Memory | None],
+        memories: Sequence[Memory | None],
         plan: CallPlan | None,
         counted_T: Tensor | None,
     ) -> Iterator[tuple[Mix, SubLayer]]:
@@ -238,7 +227,7 @@ class Decoder(nn.Module):
         self,
         x_TD: Tensor,
         segments: Segments,
-        memories: list[Memory | None],
+        memories: Sequence[Memory | None],
         plan: CallPlan | None,
         counted_T: Tensor | None,
         recorder: MixRecorder | None,

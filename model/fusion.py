@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import Cache
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.exchange import Route
@@ -127,19 +126,14 @@ class NativeFusion(nn.Module):
             )
         return x_TD.index_copy(0, positions_M, features_MD.to(x_TD.dtype))
 
-    def hidden(self, batch: Prompt, cache: Cache | None = None, route: Route | None = None) -> Tensor:
-        """Hidden states [T, D] after the final norm; with a cache this is the prefill of its sequences."""
+    def hidden(self, batch: Prompt, route: Route | None = None) -> Tensor:
+        """Hidden states [T, D] after the final norm. route: see `encode_images`."""
         counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
-        return self.decoder(self.embed(batch, route), batch.segments, cache, counted_T=counted_T)
+        return self.decoder(self.embed(batch, route), batch.segments, counted_T=counted_T)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
-
-    def step(self, ids_N: Tensor, cache: Cache) -> Tensor:
-        """One decode step: the newest token id of each cached sequence -> logits [N, V]."""
-        segments = Segments((1,) * ids_N.shape[0])
-        return self.logits(self.decoder(self.decoder.embed_tokens(ids_N), segments, cache))
 
     def token_log_probs(self, batch: Labelled, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's
@@ -156,7 +150,7 @@ class NativeFusion(nn.Module):
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
         `encode_images`."""
-        hidden_TD = self.hidden(batch, route=route)
+        hidden_TD = self.hidden(batch, route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
         )

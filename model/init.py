@@ -22,7 +22,8 @@
 
 Sources: the released Kimi-Linear code as ported in transformers (`_init_weights`); Attention Residuals
 (arXiv 2603.15031) for the zero queries. A module's `reset_parameters` sets only the parameters it holds
-itself (the torch convention), so that a model built on the meta device is filled by `initialise`.
+itself (the torch convention); children come before their parents, so that a parent that has a different wish
+for a stock torch layer has the last word.
 """
 
 from __future__ import annotations
@@ -78,16 +79,3 @@ def time_step_bias_(dt_bias: Tensor) -> Tensor:
     exp(-dt))."""
     dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
     return dt_bias.add_(torch.log(-torch.expm1(-dt_bias)))
-
-
-def initialise(module: nn.Module) -> nn.Module:
-    """Draw every parameter of `module` anew (in place), for example after `module.to_empty(device=...)`.
-
-    Every module that holds parameters has its own `reset_parameters`. Children come before their parents, so
-    a parent that has a different wish for a stock torch layer has the last word.
-    """
-    for child in reversed(list(module.modules())):
-        reset = getattr(child, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    return module

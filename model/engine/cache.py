@@ -26,7 +26,6 @@ from earlyfusion.kernels.attention.tiles import attend_in_tiles, pages_of
 from earlyfusion.kernels.dispatch import has_kernel, resolve
 from earlyfusion.kernels.kda.decode import DecodeCache, decode
 from earlyfusion.kernels.precision import accumulate_dtype
-from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.cache import Reads
 from earlyfusion.model.config import ModelConfig
 
@@ -220,16 +219,10 @@ class MlaPages:
 
 @dataclass
 class PooledCache:
-    """The pools as `Decoder.forward` wants a cache: a fixed plan, lengths kept by the engine."""
+    """The pools as `Decoder.forward` wants a cache; the engine keeps the lengths."""
 
     layers: Sequence[KdaSlots | MlaPages]
     plan: PooledPlan
-
-    def begin(self, segments: Segments, device: torch.device) -> PooledPlan:
-        return self.plan
-
-    def commit(self, segments: Segments) -> None:
-        return None
 
 
 class Pending:

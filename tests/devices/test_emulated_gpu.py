@@ -147,12 +147,11 @@ def test_a_prompt_read_in_chunks_meets_the_logits_of_training(emulated, tmp_path
     limit = (
         2**-10 if kernels == "auto" else 5e-3
     )  # rounded logits: 5.7e-3; absorbed queries are rounded once more
-    assert found["rows"] < limit and found["pages"] < limit, found
+    assert found["pages"] < limit, found
     launched = found["launches"]
     if kernels == "auto":
-        # the whole prompt, a fresh first chunk twice, and one launch per later chunk (a single token is one
-        # in pages alone)
-        assert launched["flash_forward"] == 6 and "conv_taps_backward" in launched and not found["unguarded"]
+        # the whole prompt, a fresh first chunk, and one launch per later chunk
+        assert launched["flash_forward"] == 4 and "conv_taps_backward" in launched and not found["unguarded"]
     else:
         assert not launched
 

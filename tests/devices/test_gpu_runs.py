@@ -37,7 +37,7 @@ def test_the_engine_and_its_graphs(tmp_path, kernels):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_prompt_read_in_chunks_meets_the_logits_of_training(tmp_path, kernels):
     found = work("layers", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
-    assert found["whole"] < BFLOAT16 and found["rows"] < 5e-3 and found["pages"] < 5e-3
+    assert found["whole"] < BFLOAT16 and found["pages"] < 5e-3
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

@@ -99,15 +99,14 @@ def engine(folder: Path) -> dict[str, Any]:
 
 
 def layers(folder: Path) -> dict[str, Any]:
-    """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through both
-    caches: 2-norm distances of the chunks from the whole and of the whole from the equations in float64. And
+    """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through pages:
+    2-norm distances of the chunks from the whole and of the whole from the equations in float64. And
     a convolution with taps."""
     from types import SimpleNamespace
 
     sys.path.insert(0, str(TESTS.parent))
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
-    from earlyfusion.model.cache import DecoderCache, MlaMemory
     from earlyfusion.model.engine.batch import Part, prefill_plan
     from earlyfusion.model.engine.cache import MlaPages, Pools
     from earlyfusion.model.mla import MultiHeadLatentAttention
@@ -137,23 +136,13 @@ def layers(folder: Path) -> dict[str, Any]:
             parts.append(layer(new, segments, memory, how)[: stop - start])
         return torch.cat(parts)
 
-    rows = MlaMemory()
-    cache = DecoderCache([rows], (0,))
-
-    def next_rows(start: int, stop: int) -> tuple[Segments, Any]:
-        segments = Segments((stop - start,))
-        plan = cache.begin(segments, device)
-        cache.commit(segments)
-        return segments, plan
-
     pages, pools = MlaPages(y.new_zeros(20 * 16, 40), 16), Pools([], 16, 1, 19)
     sample: Any = SimpleNamespace(slot=1, pages=[7, 2, 9, 4, 11, 5, 12, 3])
     paged = lambda start, stop: prefill_plan([Part(sample, start, stop)], pools, device)
     distance = lambda a, b: ((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm()).item()
     whole = layer(y, Segments((96,)))
     found: dict[str, Any] = {"whole": distance(whole, law(x.double(), Segments((96,))))}
-    for name, chunks in (("rows", through(rows, next_rows)), ("pages", through(pages, paged))):
-        found[name] = distance(chunks, whole)
+    found["pages"] = distance(through(pages, paged), whole)
 
     taps = torch.randn(2, 20, 3, device=device, requires_grad=True)
     u, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((9, 20), (20, 4)))

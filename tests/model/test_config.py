@@ -9,7 +9,6 @@ import torch
 
 from earlyfusion.model.config import FusionConfig, LinearAttnConfig, ModelConfig
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.model.init import initialise
 from earlyfusion.vision.config import VisionConfig
 from tests.model.tiny import MEDIA_TOKEN, tiny_fusion, tiny_text, tiny_vision
 
@@ -75,7 +74,8 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float("nan"))
     torch.manual_seed(0)
-    initialise(model)
+    for module in reversed(list(model.modules())):  # children before their parents
+        getattr(module, "reset_parameters", lambda: None)()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("max_logit"):
             assert torch.equal(tensor, torch.full_like(tensor, float("-inf")))
@@ -98,18 +98,6 @@ def test_a_model_built_on_meta_initialises_to_the_table(bounded):
             and "histogram" not in name
         ):
             assert tensor.std().item() == pytest.approx(0.03, rel=0.1), name
-
-
-def test_drawing_again_and_constructing_agree_in_law():
-    config = tiny_fusion()
-    torch.manual_seed(0)
-    built = NativeFusion(config)
-    torch.manual_seed(1)
-    again = initialise(NativeFusion(config))
-    for (name, a), (_, b) in zip(built.named_parameters(), again.named_parameters()):
-        assert a.shape == b.shape and torch.isfinite(b).all(), name
-        if a.ndim >= 2 and a.numel() > 400:
-            assert a.std().item() == pytest.approx(b.std().item(), rel=0.25), name
 
 
 def test_large_models_build_on_meta_with_every_option():

@@ -5,9 +5,8 @@ import pytest
 import torch
 from engine_cases import CONFIG, model, tokens
 
-from earlyfusion.kernels.attention.tiles import tiles
-from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.engine.cache import MlaPages, PooledPlan, Pools
+from earlyfusion.kernels.attention.tiles import attend_in_tiles, tiles
+from earlyfusion.model.engine.cache import KdaSlots, MlaPages, PooledPlan, Pools
 
 
 def pools(slots: int = 3, pages: int = 6, page_size: int = 4) -> Pools:
@@ -53,6 +52,12 @@ def test_taken_pages_and_slots_are_empty_whatever_stood_there():
     assert all((tensor == 0).all() for tensor in state.values())
 
 
+def test_states_are_float32_whatever_the_weights_are():
+    some = Pools.allocate(CONFIG.text, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16))
+    states = [layer.state_SHKV.dtype for layer in some.layers if isinstance(layer, KdaSlots)]
+    assert set(states) == {torch.float32} and latents(some).dtype == torch.bfloat16
+
+
 def test_padding_slot_and_page_are_never_given_out():
     some = pools()
     some.reserved = 6
@@ -82,6 +87,22 @@ def test_states_survive_export_and_restore_at_another_place():
     assert all(torch.equal(saved[name], again[name]) for name in saved)
     with pytest.raises(ValueError, match="keep_state=False"):
         other.check(saved, 11)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
+def test_logits_of_cached_attention_are_not_rounded_to_half_precision(dtype, rounding):
+    """Absorbed attention against its law in fp64, |logit| about 20. Rounded logits would be off by 20
+    roundings."""
+    generator = torch.Generator().manual_seed(0)
+    query_NXR, keys_NLR = (torch.randn(2, n, 20, generator=generator).to(dtype) for n in (6, 300))
+    logits = query_NXR.double() @ keys_NLR.double().transpose(1, 2)
+    scale = 20 / logits.abs().max().item()
+    last_NX1 = torch.randint(100, 300, (2, 6, 1), generator=generator)
+    hidden = torch.arange(300) > last_NX1
+    law = (logits * scale).masked_fill(hidden, float("-inf")).softmax(-1) @ keys_NLR[..., :16].double()
+    padded = torch.nn.functional.pad(keys_NLR, (0, 0, 0, 1000))
+    got, _ = attend_in_tiles(query_NXR, last_NX1, 300, lambda start, stop: padded[:, start:stop], 16, scale)
+    assert (got.double() - law).norm() < rounding * law.norm()
 
 
 @pytest.mark.parametrize("lengths", [(1, 5, 130), (300, 64, 129, 7)])
@@ -120,22 +141,3 @@ def test_the_padding_rows_of_a_step_leave_no_trace():
     for layer in engine.pools.layers:
         for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
             assert torch.isfinite(tensor).all() and tensor.abs().max() < 1e3
-
-
-def test_dense_and_pooled_memories_decode_alike():
-    net = model().double()
-    ids = tokens(50).ids
-    cache = net.decoder.new_cache(1)
-    from earlyfusion.model.engine.engine import Engine
-
-    engine = Engine(net, None, max_slots=1, page_size=8)
-    engine.pools.reserved = 10
-    engine.pools.take_slot()
-    pages = [engine.pools.take_page() for _ in range(10)]
-    engine.runner.table_SP[1, :10] = torch.tensor(pages)
-    with torch.no_grad():
-        for position, token in enumerate(ids):
-            engine.runner.last_S[1], engine.runner.length_S[1] = token, position
-            got = engine.runner.decode_logits(torch.tensor([1] + [0] * 7), 128, 1)[0]
-            hidden = net.decoder(net.decoder.embed_tokens(token[None]), Segments((1,)), cache)
-            torch.testing.assert_close(got, net.logits(hidden)[0], atol=1e-10, rtol=0)

@@ -7,9 +7,11 @@ import torch
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.decoder import Decoder
+from earlyfusion.model.engine.engine import Engine
+from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from tests.model.reference import copy_weights, pure_torch, reference_model, to_reference
-from tests.model.tiny import PAD_TOKEN, build, tiny_fusion
+from tests.model.tiny import MEDIA_TOKEN, PAD_TOKEN, build, tiny_fusion
 
 TOLERANCE = 1e-4  # fp32, different order of sums through four layers and chunks of 64 against our own
 SHAPES = {
@@ -59,16 +61,17 @@ def test_logits_and_gradients_equal_transformers(shape, seed):
 @pytest.mark.parametrize("shape", ["plain", "query_lora"])
 def test_cached_decoding_equals_transformers(shape):
     model, reference = pair(shape, seed=3)
-    ids = torch.randint(0, model.config.text.vocab_size, (2, 24))
-    decoder = model.decoder.eval()
+    ids = torch.randint(MEDIA_TOKEN + 1, model.config.text.vocab_size, (2, 19))
+    engine = Engine(model.eval(), None, max_slots=2, page_size=8)
+    params = SamplingParams(6, 0.0, logprobs=True, ignore_eos=True)
+    answers = engine.generate([Request(str(n), TokenPrompt(row), params) for n, row in enumerate(ids)])
     with torch.no_grad(), pure_torch():
-        cache = decoder.new_cache(2)
-        prompt = decoder(decoder.embed_tokens(ids[:, :19].flatten()), Segments((19, 19)), cache)
-        ours = [model.logits(prompt.view(2, 19, -1)[:, -1])]
-        ours += [model.step(ids[:, t], cache) for t in range(19, 24)]
-        out = reference(input_ids=ids[:, :19], use_cache=True)
-        theirs = [out.logits[:, -1]]
-        for t in range(19, 24):
-            out = reference(input_ids=ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
-            theirs.append(out.logits[:, -1])
-    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=TOLERANCE, rtol=TOLERANCE)
+        out = reference(input_ids=ids, use_cache=True)
+        for step in range(6):
+            logits = out.logits[:, -1]
+            chosen = logits.index_fill(1, torch.tensor([MEDIA_TOKEN]), float("-inf")).argmax(-1)
+            assert [answer.ids[step] for answer in answers] == chosen.tolist()
+            expected = logits.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+            got = torch.tensor([answer.logprobs1[step] for answer in answers])
+            torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+            out = reference(input_ids=chosen[:, None], past_key_values=out.past_key_values, use_cache=True)
