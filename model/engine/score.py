@@ -10,6 +10,7 @@ Shapes: R judged rows, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -164,9 +165,7 @@ class Scorer:
         logprobs, likeliest = [], []
         for first in range(0, hidden_RD.shape[0], ROWS_AT_ONCE):
             logits_RV = self.runner.logits(hidden_RD[first : first + ROWS_AT_ONCE]).float()
-            here = slice(
-                *torch.searchsorted(places_K, torch.tensor([first, first + len(logits_RV)])).tolist()
-            )
+            here = slice(bisect_left(places, first), bisect_left(places, first + len(logits_RV)))
             rows_K, ids_K = places_K[here] - first, wanted[here]
             logprobs += logits_RV.log_softmax(-1)[rows_K, ids_K].tolist()
             best_R = logits_RV.index_fill(1, self.banned, float("-inf")).argmax(-1)
