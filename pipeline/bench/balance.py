@@ -208,41 +208,6 @@ def run_ranks(options: BalanceOptions) -> Result:
     }
 
 
-# ---- Tables.
-
-
-def show_plan(console: Console, parts: dict[str, list[Result]], recipe: str) -> None:
-    """each: micro-batches of a rank; moved: share of the patches; auto: what the recipe would do."""
-    rows = []
-    for name, found in parts.items():
-        for row in found:
-            figures = [f"{row[key]:.3f}" for key in ("before", "worst_before", "after")]
-            figures += [f"{row['patches_moved']:.1%}", f"{row['after_auto']:.3f}"]
-            steps = f"{row['exchanged_by_auto']} of {row['steps']}"
-            rows.append((name, str(row["ranks"]), str(row["micro_batches"]), *figures, steps))
-    headings = ("data", "ranks", "each", "home", "worst", "exchanged", "moved", "auto", "in steps")
-    show(console, f"recipe {recipe}: largest over mean vision FLOPs of the ranks", headings, rows)
-
-
-def show_exchange(console: Console, part: Result) -> None:
-    rows = []
-    for label, before, after, ratio, form in (
-        ("largest over mean FLOPs", part["before"], part["after"], part["before"] / part["after"], ".3f"),
-        (
-            "CPU seconds of the slowest rank",
-            part["home_cpu_s"],
-            part["exchanged_cpu_s"],
-            part["home_cpu_s"] / part["exchanged_cpu_s"],
-            ".2f",
-        ),
-        ("step, s (median; ratio of pairs)", part["home_s"], part["exchanged_s"], part["speedup"], ".2f"),
-    ):
-        rows.append((label, format(before, form), format(after, form), f"{ratio:.2f}"))
-    rows.append(("of which gathering and planning, ms", "", f"{1000 * part['plan_s']:.1f}", ""))
-    title = f"{part['ranks']} processes, {part['batches']} skewed steps, pictures forward and backward"
-    show(console, title, ("", "at home", "exchanged", "ratio"), rows)
-
-
 @verb
 def balance(options: BalanceOptions) -> None:
     """Entry of `earlyfusion bench balance`."""
@@ -255,8 +220,10 @@ def balance(options: BalanceOptions) -> None:
         for name, skewed in (("as dealt", False), ("skewed", True)):
             steps = read_grids(config, tokens, options.lanes, options.steps, skewed)
             record["plan"][name] = plans(config, steps, config.parallel.exchange_above)
-        show_plan(console, record["plan"], options.recipe)
+            columns = {f"{row['ranks']} ranks": row for row in record["plan"][name]}
+            show(console, f"{name}: largest over mean vision FLOPs of the ranks", columns)
     if options.batches > 0:
         record["exchange"] = run_ranks(options)
-        show_exchange(console, record["exchange"])
+        figures = {key: value for key, value in record["exchange"].items() if key != "by_rank"}
+        show(console, "skewed steps, pictures forward and backward", {"": figures})
     save_record(record, options.out, console)

@@ -12,13 +12,12 @@ import statistics
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from earlyfusion.model.engine.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.sampler import Needs
 from earlyfusion.pipeline.bench.peer import our_model
-from earlyfusion.pipeline.bench.record import Result, show
+from earlyfusion.pipeline.bench.record import Result
 from earlyfusion.pipeline.bench.timing import default_device, now
 
 PAGE = 64
@@ -115,19 +114,3 @@ def measure_contexts(
             }
         )
     return records
-
-
-def show_contexts(console: Console, records: list[Result]) -> None:
-    rows = []
-    for r in records:
-        row = [f"{r['context']:,}", f"{1e3 * r['hybrid_step_s']:.1f}", f"{1e3 * r['all_mla_step_s']:.1f}"]
-        row += [f"{r['ratio_equal_batch']:.2f}", f"{r['hybrid_bytes'] / 2**20:,.1f}"]
-        row += [
-            f"{r['all_mla_bytes'] / 2**20:,.1f}",
-            str(r["larger_batch"]),
-            f"{r['ratio_equal_memory']:.2f}",
-        ]
-        rows.append(row)
-    title = "decoding at long contexts: hybrid against all layers MLA"
-    headings = ("context", "hybrid ms/step", "all MLA ms/step", "ratio", "MiB/sequence", "all MLA")
-    show(console, title, (*headings, "batch, same memory", "ratio per token"), rows)

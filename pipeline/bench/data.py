@@ -25,7 +25,6 @@ import tempfile
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -64,8 +63,8 @@ from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.stage_data import StageLoaders
 
-DECODERS = {"webdataset": "webdataset", "energon": "Energon", "ours": "earlyfusion", "ours-exact": "fast off"}
-LOADERS = {"webdataset": "webdataset + torch", "energon": "Energon", "ours": "earlyfusion"}
+DECODERS = ("webdataset", "energon", "ours", "ours-exact")
+LOADERS = ("webdataset", "energon", "ours")
 PLAIN_SAMPLES, MIXED_SAMPLES = 320, 2000
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 BAR = 0.02
@@ -369,83 +368,6 @@ def measure_waiting(options: DataOptions, busy_ms: float | None) -> Result:
     }
 
 
-# ---- Tables.
-
-
-def show_sides(
-    console: Console,
-    title: str,
-    names: dict[str, str],
-    part: Result,
-    rows: list[tuple[str, str, str]],
-    share: Callable[[str], int] = lambda label: 1,
-    caption: str = "",
-) -> None:
-    """One column for each side, one row for each (label, key, format)."""
-    sides = [side for side in names if side in part["sides"]]
-    table = []
-    for label, key, form in rows:
-        table.append((label, *(format(part["sides"][side][key] / share(label), form) for side in sides)))
-    show(console, title, ("", *(names[side] for side in sides)), table, caption)
-
-
-def show_decoding(console: Console, part: Result) -> None:
-    rows = [
-        ("images/s per core", "images_per_core_s", ",.0f"),
-        ("patches/s per core", "patches_per_core_s", ",.0f"),
-        ("MB/s per core", "mb_per_core_s", ".1f"),
-        ("images/s by the clock", "images_per_s", ",.0f"),
-        ("ratio per core", "ratio", ".2f"),
-    ]
-    title = "1024 x 768 JPEG in tar shards -> uint8 patches, one core"
-    show_sides(console, title, DECODERS, part, rows)
-
-
-def show_loading(console: Console, part: Result, step_ms: float, energon: dict[str, str | None]) -> None:
-    rows = []
-    for name, form in (("samples", ",.0f"), ("tokens", ",.0f"), ("patches", ",.0f"), ("MB", ".2f")):
-        key = f"{name.lower()}_per_s"
-        rows += [(f"{name}/s", key, form), (f"{name}/s per worker", key, form)]
-    rows.append(("fill", "fill", ".1%"))
-    if step_ms:
-        rows.append((f"wait share beside a step of {step_ms:g} ms", "wait_share", ".1%"))
-
-    workers = max(1, part["workers"])
-    title = f"pictures and captions of many sizes -> batches, {workers} workers"
-    caption = f"Megatron-Energon: {energon['problem'] or energon['version']}"
-    share = lambda label: workers if label.endswith("per worker") else 1
-    show_sides(console, title, LOADERS, part, rows, share, caption)
-
-
-def show_memory(console: Console, part: Result) -> None:
-    points = part["resident_mib"]
-    rows = [(f"{samples:,}", f"{mib:.0f}") for samples, mib in points[:: max(1, len(points) // 6)]]
-    title = f"memory of one worker, {part['videos']:,} of {part['samples']:,} samples are videos"
-    caption = (
-        f"{part['mib_per_10k_samples']:+.1f} MiB per 10,000 samples after the first fifth;"
-        f" {part['open_files']} open files, {part['threads']} threads; {part['samples'] / part['wall_s']:.0f}"
-        f" samples/s; {', '.join(part['codecs'])}"
-    )
-    show(console, title, ("samples", "resident, MiB"), rows, caption)
-
-
-def show_waiting(console: Console, part: Result) -> None:
-    free = part["capacity"]
-    source = "of a training step measured here" if part["trained_s"] else "given"
-    rows = [
-        ("data of one step", f"{part['data_s_per_step']:.2f} s"),
-        ("handover of a step that is ready", f"{part['handover_s_per_step'] * 1000:.1f} ms"),
-        ("tokens/s", f"{free['tokens'] / free['waited_s']:,.0f}"),
-        ("patches/s", f"{free['patches'] / free['waited_s']:,.0f}"),
-        ("fill", f"{free['tokens'] / free['positions']:.1%}"),
-        (f"step, {source}", f"{part['step_ms'] / 1000:.2f} s"),
-        ("wait share beside it", f"{part['wait_share']:.2%}"),
-        (f"shortest step that waits under {BAR:.0%}", f"{part['shortest_step_ms'] / 1000:.2f} s"),
-    ]
-    title = f"recipe {part['recipe']}: {part['workers']} workers, {part['lanes']} lanes"
-    show(console, title, ("", ""), rows)
-
-
 def comparisons(options: DataOptions, step_ms: float, console: Console) -> Result:
     """Parts 1 to 3, each unless its size is 0."""
     energon: dict[str, str | None] = {"version": None, "problem": "not asked for"}
@@ -458,12 +380,15 @@ def comparisons(options: DataOptions, step_ms: float, console: Console) -> Resul
             shards = write_shards(Path(folder) / "plain", PLAIN_SAMPLES, mixed=False, per_shard=80)
             sides = [side for side in DECODERS if side not in left_out]
             record["decoding"] = decoding(options, shards, sides, console)
-            show_decoding(console, record["decoding"])
+            title = "1024 x 768 JPEG in tar shards -> uint8 patches, one core"
+            show(console, title, record["decoding"]["sides"])
         if options.samples:
             shards = write_shards(Path(folder) / "mixed", MIXED_SAMPLES, mixed=True, per_shard=250)
             sides = [side for side in LOADERS if side not in left_out]
             record["loading"] = loading(options, step_ms, shards, sides, console)
-            show_loading(console, record["loading"], step_ms, energon)
+            title = f"pictures and captions of many sizes -> batches, {options.workers} workers"
+            caption = f"Megatron-Energon: {energon['problem'] or energon['version']}"
+            show(console, title, record["loading"]["sides"], caption)
 
     if options.memory_samples:
         request = {
@@ -473,7 +398,10 @@ def comparisons(options: DataOptions, step_ms: float, console: Console) -> Resul
         }
         with console.status(f"memory over {options.memory_samples:,} samples"):
             record["memory"] = run_side(memory_side, request, **ONE_THREAD)
-        show_memory(console, record["memory"])
+        figures = dict(record["memory"])
+        points = figures.pop("resident_mib")
+        figures |= {f"MiB after {samples:,}": mib for samples, mib in points[:: max(1, len(points) // 6)]}
+        show(console, "memory of one worker", {"": figures})
     return record
 
 
@@ -491,5 +419,7 @@ def data(options: DataOptions) -> None:
     else:
         with console.status(f"data of {options.recipe}, {options.workers} workers"):
             record["waiting"] = measure_waiting(options, step_ms)
-        show_waiting(console, record["waiting"])
+        figures = dict(record["waiting"])
+        capacity = figures.pop("capacity")
+        show(console, "how long a step waits for its data", {"": figures | capacity})
     save_record(record, options.out, console)

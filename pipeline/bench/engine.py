@@ -39,7 +39,7 @@ from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, SamplingParams, TokenPrompt
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import cast
-from earlyfusion.pipeline.bench.contexts import measure_contexts, show_contexts
+from earlyfusion.pipeline.bench.contexts import measure_contexts
 from earlyfusion.pipeline.bench.peer import FIRST_TOKEN, our_model, shared_shape, their_model, their_names
 from earlyfusion.pipeline.bench.record import (
     Result,
@@ -333,22 +333,18 @@ def figures_of(batch: int, results: dict[str, list[Result]]) -> Result:
     return figures
 
 
-def show_comparison(console: Console, records: list[Result], new: int) -> None:
-    names = list(dict.fromkeys(name for record in records for name in record["sides"]))
-    rows = []
+def show_comparison(console: Console, records: list[Result]) -> None:
+    """tokens/s of every side (prompts read included), the engine's over them, decoding alone, equal answers."""
+    columns = {}
     for record in records:
         sides = record["sides"]
-        row = [f"{record['batch']} x {record['prompt']} {record['lengths']}"]
-        row += [f"{sides[name]['tokens_per_s']:,.0f}" if name in sides else "refused" for name in names]
-        for peer in ("best", "kept", "tuned"):
-            ratio = record[f"ratio_to_{peer}"]
-            row.append("" if ratio is None else f"{ratio:.1f}")
-        row.append(f"{sides['engine']['decode_tokens_per_s']:,.0f}")
-        row.append(f"{min(side['equal_tokens'] for side in sides.values()):.0%}")
-        rows.append(row)
-    title = f"greedy generation, {new} new tokens, tokens/s (prompts read included)"
-    ratios = ("engine / best", "engine / kept", "engine / tuned", "engine, decode only", "equal answers")
-    show(console, title, ("batch x prompt", *names, *ratios), rows)
+        columns[f"{record['batch']} x {record['prompt']} {record['lengths']}"] = {
+            **{side: figures["tokens_per_s"] for side, figures in sides.items()},
+            **{f"engine / {peer}": record[f"ratio_to_{peer}"] for peer in ("best", "kept", "tuned")},
+            "engine, decode only": sides["engine"]["decode_tokens_per_s"],
+            "equal answers": min(figures["equal_tokens"] for figures in sides.values()),
+        }
+    show(console, "greedy generation, tokens/s", columns)
     for side, why in records[-1]["refused"].items():
         console.print(f"transformers refuses {side}: {why}")
 
@@ -361,7 +357,7 @@ def run(options: EngineOptions) -> None:
     record = new_record(options.model_dump())
     if options.sides:
         record["comparison"] = compare(options, shape, console)
-        show_comparison(console, record["comparison"], options.new)
+        show_comparison(console, record["comparison"])
     if options.steps:
         with console.status("decoding at long contexts"):
             record["contexts"] = measure_contexts(
@@ -372,7 +368,8 @@ def run(options: EngineOptions) -> None:
                 options.most_batch,
                 DTYPES[options.dtype],
             )
-        show_contexts(console, record["contexts"])
+        columns = {f"{one['context']:,} tokens": one for one in record["contexts"]}
+        show(console, "decoding at long contexts: hybrid against all layers MLA", columns)
     save_record(record, options.out, console)
 
 

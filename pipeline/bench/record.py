@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,16 +92,25 @@ def save_record(record: Result, out: str, console: Console) -> None:
     console.print(f"saved {write_json(out, record)}")
 
 
-def show(
-    console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
-) -> None:
-    """Print a table: the first column is text, the others are figures."""
-    table = Table(title=title, title_justify="left", caption=caption or None, show_header=any(headings))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+def show(console: Console, title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
+    """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
+    table = Table("", title=title, title_justify="left", caption=caption or None)
+    rows: dict[str, None] = {}
+    for name, figures in columns.items():
+        table.add_column(name, justify="right")
+        rows |= dict.fromkeys(figures)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(row, *(shown(figures.get(row)) for figures in columns.values()))
     print_table(console, table)
+
+
+def shown(value: Any) -> str:
+    """A figure as text: four digits, or whole from a thousand on; nothing for None."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main(name: str, request: str) -> None:

@@ -165,42 +165,24 @@ def compare(options: TrainOptions, console: Console) -> Result:
 
     sides = in_turn(("ours", "transformers"), options.rounds, run, console, "decoder")
     tokens = options.documents * options.length
-    result: Result = {"tokens_per_step": tokens, "rounds": sides}
-    by_side = ("parameters", "first_loss", "tokens_per_s", "peak_mib", "step_mib")
-    result |= {name: {} for name in by_side}
-    speeds = {}
+    speeds, figures = {}, {}
     for side, found in sides.items():
         speeds[side] = [tokens / statistics.median(one["seconds"]) for one in found]
         peak, loaded = (max(one[key] for one in found) for key in ("peak_mib", "loaded_mib"))
-        figures = (
-            found[0]["parameters"],
-            found[0]["losses"][0],
-            statistics.median(speeds[side]),
-            peak,
-            peak - loaded,
-        )
-        for name, figure in zip(by_side, figures, strict=True):
-            result[name][side] = figure
-
+        figures[side] = {
+            "tokens_per_s": statistics.median(speeds[side]),
+            "peak_mib": peak,
+            "step_mib": peak - loaded,
+            "parameters": found[0]["parameters"],
+            "first_loss": found[0]["losses"][0],
+        }
     pairs = [a / b for a, b in zip(speeds["ours"], speeds["transformers"], strict=True)]
-    result["tokens_per_s_ratio"] = statistics.median(pairs)
-    result["peak_ratio"] = result["peak_mib"]["ours"] / result["peak_mib"]["transformers"]
-    return result
-
-
-def show_comparison(console: Console, result: Result) -> None:
-    rows = []
-    for label, key, ratio, form in (
-        ("tokens/s", "tokens_per_s", "tokens_per_s_ratio", ",.0f"),
-        ("peak memory of the process, MiB", "peak_mib", "peak_ratio", ",.0f"),
-        ("of which the training steps, MiB", "step_mib", "", ",.0f"),
-        ("parameters", "parameters", "", ",d"),
-        ("loss of the first step, nats", "first_loss", "", ".3f"),
-    ):
-        figures = [format(result[key][side], form) for side in ("ours", "transformers")]
-        rows.append((label, *figures, f"{result[ratio]:.2f}" if ratio else ""))
-    title = f"decoder training step, {result['tokens_per_step']} tokens"
-    show(console, title, ("", "ours", "transformers", "ratio"), rows)
+    ratios = {
+        "tokens_per_s": statistics.median(pairs),
+        "peak_mib": figures["ours"]["peak_mib"] / figures["transformers"]["peak_mib"],
+    }
+    show(console, f"decoder training step, {tokens} tokens", {**figures, "ratio": ratios})
+    return {"tokens_per_step": tokens, **figures, "ratio": ratios, "rounds": sides}
 
 
 # ---- Part 2: the whole recipe.
@@ -348,25 +330,15 @@ def measure_shares(training: RecipeTraining, steps: int) -> dict[str, float]:
     return {name: value / total for name, value in sorted(parts.items(), key=lambda item: -item[1])}
 
 
-def show_recipe(console: Console, result: Result) -> None:
-    rows = [("tokens/s", f"{result['tokens_per_s']:,.0f}"), ("patches/s", f"{result['patches_per_s']:,.0f}")]
-    if result["peak_flops"]:
-        rows.append(("peak of this device", f"{result['peak_flops'] / 1e9:,.0f} GFLOP/s"))
-        rows.append(("MFU decoder", f"{result['mfu_decoder']:.1%}"))
-        rows.append(("MFU vision", f"{result['mfu_vision']:.1%}"))
-    rows.append(("peak memory", f"{result['peak_mib']:,.0f} MiB"))
-    rows += [(f"time in {part}", f"{share:.1%}") for part, share in result["share_of_time"].items()]
-    show(console, f"recipe {result['recipe']}, {result['steps']} steps", ("", ""), rows)
-
-
 @verb
 def train(options: TrainOptions) -> None:
     """Entry of `earlyfusion bench train`."""
     console = Console(highlight=False)
     record = new_record(options.model_dump())
     record["comparison"] = compare(options, console)
-    show_comparison(console, record["comparison"])
     if options.recipe_steps:
         record["recipe"] = measure_recipe(options.recipe, options.recipe_steps, options.threads)
-        show_recipe(console, record["recipe"])
+        figures = dict(record["recipe"])
+        shares = {f"time in {part}": share for part, share in figures.pop("share_of_time").items()}
+        show(console, "the whole recipe", {"": figures | shares})
     save_record(record, options.out, console)

@@ -37,7 +37,7 @@ def test_the_command_checks_measures_and_saves(tmp_path, capsys):
     assert {"ours", "torch.optim.Muon"} <= set(muon["sides"])
     forward = muon["sides"]["ours"]["forward"]
     assert forward["p10_ms"] <= forward["median_ms"] <= forward["p90_ms"] and forward["peak_mib"] > 0
-    assert "of floor" in capsys.readouterr().out
+    assert "share_of_floor" in capsys.readouterr().out
     assert report["environment"]["packages"]["torch"] == torch.__version__
 
 
