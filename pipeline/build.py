@@ -18,6 +18,7 @@ from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -27,7 +28,6 @@ from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.runtime import Runtime, installed
-from earlyfusion.pipeline.statefile import write_text
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
@@ -171,7 +171,7 @@ def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
 def write_recipe(out: Path, config: BaseModel) -> None:
     """recipe.toml (resolved) and versions.json of the output folder."""
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "recipe.toml", to_toml(absolute_paths(dump(config))))
+    write_atomic(out / "recipe.toml", to_toml(absolute_paths(dump(config))))
     names = (
         "earlyfusion",
         "torch",
@@ -185,4 +185,4 @@ def write_recipe(out: Path, config: BaseModel) -> None:
     versions = {"python": platform.python_version()} | {
         name: found for name in names if (found := installed(name))
     }
-    write_text(out / "versions.json", json.dumps(versions, indent=1))
+    write_atomic(out / "versions.json", json.dumps(versions, indent=1))

@@ -212,6 +212,7 @@ class Checkpointer:
         return self.folder / (f"step-{step:06d}-{max(attempts) + 1}" if attempts else f"step-{step:06d}")
 
     def _seal(self, partial: Path, path: Path) -> None:
+        # A rank on a disk of its own would leave a hole that shows only on resume.
         missing = [r for r in range(self.runtime.world) if not (partial / f"rank-{r:05d}.json").exists()]
         if missing:
             raise UserError(
@@ -226,6 +227,8 @@ class Checkpointer:
 
     def _thin_out(self) -> None:
         paths = completed(self.folder)
+
+        # A step that was saved again supersedes its older folder.
         newest_of_step = {step_of(path): path for path in paths}
         recent = sorted(newest_of_step)[-self.keep :]
 
@@ -267,6 +270,7 @@ class Checkpointer:
     def start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when
         a fresh run would write over an older one's. One that is damaged is passed over for the one before."""
+        # A fresh run never writes over an older one's checkpoints.
         newest = self.latest()
         if resume and newest is None:
             raise UserError(f"nothing to resume in {self.folder}; start without --resume")
@@ -281,6 +285,8 @@ class Checkpointer:
         """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all.
         UserError when there is none."""
         paths = completed(self.folder)[::-1]
+
+        # Reading every byte is the main rank's work; the others follow its choice.
         passed = 0
         while self.runtime.is_main and passed < len(paths) and (fault := damage(paths[passed])):
             print(
@@ -321,6 +327,7 @@ class Checkpointer:
             )
         check_resume(run, self.facts, path)
 
+        # Cursors are by lane, so that any number of processes can share them out anew.
         ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
         lanes: dict[int, Any] = {}
         for rank in ranks:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from earlyfusion.kernels.files import replacing, write_atomic
 
-write_text = write_atomic  # its name at the callers that have not moved yet
 TAGS = {"__tensor__", "__tuple__", "__items__", "__ndarray__", "__dtype__"}
 """Keys of the JSON objects that stand for what JSON does not have."""
 

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import plain, read_jsonl, write_atomic
+from earlyfusion.pipeline.config.compose import flatten
 from earlyfusion.pipeline.progress import Progress
 from earlyfusion.pipeline.runtime import Runtime
 
@@ -150,7 +151,7 @@ class Tracker:
         well."""
         self._write(step, kind, fields)
         if kind == "eval":
-            self._send(step, flatten(fields))
+            self._send(step, dict(flatten(fields)))
         if fields.get("message"):
             self.say(f"[{kind}] {self.progress.unit} {step}: {fields['message']}")
 
@@ -201,24 +202,17 @@ def start_trackers(
 ) -> None:
     """Let accelerate begin its trackers; TensorBoard forgets events after `start_step`."""
     accelerator.project_configuration.set_directories(str(out))
+
+    # accelerate's own would write elsewhere, and keep what a resume repeats.
     loggers: list[Any] = list(names)
     if "tensorboard" in names:
         purge = {"purge_step": start_step + 1} if start_step else {}
         loggers[loggers.index("tensorboard")] = TensorBoardTracker("tensorboard", out, **purge)
     accelerator.log_with = filter_trackers(loggers, out)
-    accelerator.init_trackers(run, config=flatten(recipe))
-
-
-def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys with plain values, as trackers want them."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping):
-            flat |= flatten(value, name)
-        else:
-            flat[name] = value if isinstance(value, int | float | str | bool) else str(value)
-    return flat
+    shown = {
+        key: value if isinstance(value, int | float | str) else str(value) for key, value in flatten(recipe)
+    }
+    accelerator.init_trackers(run, config=shown)
 
 
 def is_number(value: Any) -> bool:

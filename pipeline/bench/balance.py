@@ -112,6 +112,7 @@ def plans(config: RunConfig, steps: Sequence[Sequence[Sequence[Grid]]], above: f
             plan = plan_step(grids, cost, config.vision.merge_kernel_size, config.stages[0].max_patches)
             mean = sum(cost.of(part) for rank in grids for part in rank) / ranks
 
+            # Weighed by the work of the step: an even step of ten pictures counts ten times.
             pays = plan.pays(above)
             exchanged, worst = exchanged + pays, max(worst, plan.before)
             sums["mean"] += mean
@@ -152,6 +153,7 @@ def rank_side(recipe: str, batches: int, tokens: int, threads: int) -> Result:
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), fusion.config, runtime)
     loader = lane(config, tokenizer, runtime.rank, runtime.world, tokens, skewed=True)
 
+    # Both sides encode the same pictures, one after the other.
     record: dict[str, list[float]] = defaultdict(list)
     for _ in range(batches + 1):
         step = [batch.to(runtime.device) for batch in loader.next_step()]
@@ -179,6 +181,8 @@ def run_ranks(options: BalanceOptions) -> Result:
     """Part 2; raises SideFailed with the last words of a process that failed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
+
+    # The ranks meet at a port of this machine, on the CPU whatever it has.
     count = str(options.ranks)
     world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     world |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -191,6 +195,7 @@ def run_ranks(options: BalanceOptions) -> Result:
     def slowest(name: str) -> list[float]:
         return [max(values) for values in zip(*(record[name] for record in records), strict=True)]
 
+    # A barrier ends every side, so that the first rank's clock is everybody's.
     home, exchanged = records[0]["home"], records[0]["exchanged"]
     mean = sum(sum(record["own"]) for record in records) / options.ranks
     return {

@@ -89,6 +89,7 @@ class Setting:
 def ours(op: str, setting: Setting) -> dict[str, Side]:
     """Our backends of an operation: on a GPU Triton as "ours" and the torch form as a peer, on a CPU the
     torch form."""
+    # Where there is no fast form, the law itself is what users get.
     entries = REGISTRY[op]
     if setting.gpu and "triton" in entries:
         sides = {"ours": load(entries["triton"])}
@@ -133,6 +134,7 @@ def case_of(
 
     more: other fields of the case, and "options", which the operation takes by name.
     """
+    # The law and every backend get the same arguments, so that only the form differs.
     call = partial(Called, after=after, options=more.pop("options", {}), outputs=len(cotangents))
     sides: dict[str, Side] = {name: call(backend) for name, backend in ours(op, setting).items()}
     law = call(load(REGISTRY[op]["naive"]))

@@ -68,6 +68,7 @@ def one_phase(mix: Side, blocks: int, size: int) -> Side:
     """Every sub-layer mixes all its sources by itself: ``mix(sources, qw, norm) -> x``."""
 
     def run(embedding: Tensor, outs_LTD: Tensor, qw_LD: Tensor, norms_LD: Tensor) -> tuple[Tensor, ...]:
+        # The sum of the block under way is one more source, from its second sub-layer on.
         finished, inputs = [embedding], []
         block_sum: list[Tensor] = []
         for index, out in enumerate(outs_LTD.unbind()):
@@ -114,6 +115,8 @@ def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
         setting.leaf(count, hidden, scale=hidden**-0.5, dtype=torch.float32),
         (1 + setting.randn(count, hidden, scale=0.1, dtype=torch.float32)).requires_grad_(),
     ]
+
+    # What the two-phase schedule must move, whoever computes it.
     unit = tokens * hidden * leaves[0].element_size()
     forward = sum((block + 1) + size + 5 * (size - 1) + 2 for block in range(blocks))
     backward = sum(3 * (block + 1) + size + 6 * (size - 1) + 3 for block in range(blocks))
@@ -131,6 +134,7 @@ def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
     if "eager" in setting.against:
         case.sides["eager"] = one_phase(eager_mix, blocks, size)
     if setting.gpu and "fla" in setting.against:
+        # fla wants query and weights in the dtype of the sources: cast beforehand, not timed.
         ones_D = torch.ones(hidden, dtype=setting.dtype, device=setting.device)
         add_peer(case, "fla", *FLA, lambda: one_phase(fla_mix(ones_D), blocks, size))
         case.leaves_of["fla"] = [x.detach().to(setting.dtype).requires_grad_() for x in leaves]
@@ -163,6 +167,8 @@ def loss(setting: Setting) -> Iterator[Case]:
     """The loss head: hidden states to the summed loss."""
     tokens, hidden, vocabulary = setting.pick((200, 256, 5000), (8192, 2304, 163840), (2048, 128, 8192))
     h, weight = setting.leaf(tokens, hidden), setting.leaf(vocabulary, hidden, scale=hidden**-0.5)
+
+    # Logits are the largest tensor of a model: the floor reads the head once.
     labels = torch.randint(0, vocabulary, (tokens,), generator=setting.generator, device=setting.device)
     flops, once = 2.0 * tokens * hidden * vocabulary, h.element_size() * float(hidden * (tokens + vocabulary))
     case = case_of(
@@ -215,6 +221,8 @@ def attention(setting: Setting) -> Iterator[Case]:
         segments, scale = Segments.from_lengths(lengths), key_dim**-0.5
         tokens = segments.total
         leaves = [setting.leaf(tokens, heads, dim) for dim in (key_dim, key_dim, value_dim)]
+
+        # A causal kernel does half of the products; pairs it cannot see do not count.
         pairs = sum(n * (n + 1) / 2 if causal else n * n for n in lengths) * heads
         moved = tokens * heads * leaves[0].element_size() * 2 * (key_dim + value_dim)
         case = case_of(
@@ -254,6 +262,8 @@ def rope(setting: Setting) -> Iterator[Case]:
 def decode(setting: Setting) -> Iterator[Case]:
     """One absorbed decode step over paged latents (forward only)."""
     batch, heads, length = setting.pick((3, 20, 300), (64, 32, 8192), (8, 4, 512))
+
+    # The latents are shared by all heads: reading them is the floor.
     rank, width, page = (512, 576, 64) if setting.gpu else (32, 48, 16)
     count = -(-length // page)
     pages = setting.randn(batch * count, page, width)
@@ -277,6 +287,8 @@ def moe(setting: Setting) -> Iterator[Case]:
     """Routed SwiGLU experts with uneven loads."""
     shape = setting.pick((120, 3, 8, 96, 64), (8192, 8, 256, 2304, 1024), (2048, 4, 16, 128, 64))
     tokens, choices, experts, hidden, width = shape
+
+    # Real routers are uneven, and an even load would flatter grouped products.
     skew = torch.linspace(0, 2, experts, device=setting.device)
     scores = setting.randn(tokens, experts, dtype=torch.float32) + skew
     ids = scores.topk(choices, dim=1).indices
@@ -325,6 +337,7 @@ def muon(setting: Setting) -> Iterator[Case]:
         name: partial(stacked, op) for name, op in ours("newton_schulz", setting).items()
     }
     if "muon" in setting.against:
+        # torch takes a list of matrices, one launch after the other.
         parameters = [torch.nn.Parameter(x.clone()) for x in weight]
         for parameter, slope in zip(parameters, gradient):
             parameter.grad = slope

@@ -62,6 +62,7 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
     runner.table_SP[1:, :pages] = shuffled.view(batch, pages)
     runner.last_S.fill_(7)
 
+    # A step as the runner takes it: slots filled up to a bucket, slot 0 is a dummy.
     slots = torch.arange(1, batch + 1, device=runner.device)
     slots = torch.cat([slots, slots.new_zeros(runner.bucket(batch) - batch)])
     needs = Needs(drawn=True, top_p=False, min_p=False, logprobs=False)
@@ -92,6 +93,8 @@ def measure_contexts(
     hybrid, full = (
         our_model(each, seed, device, dtype, drawn_there=True) for each in (shape, all_mla(shape))
     )
+
+    # One sequence each, then as many of the hybrid as fit where one of the other does.
     records = []
     for context in contexts:
         hybrid_s, hybrid_bytes = step_seconds(hybrid, context, 1, steps)

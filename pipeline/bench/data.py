@@ -141,6 +141,8 @@ def decoding_side(side: str, images: int, warmup: int, **request: Any) -> Result
     the same."""
     torch.set_num_threads(1)
     stream = patches_of(side, request)
+
+    # The first pictures are not timed: they show whether the sides compute the same.
     digest = 0
     for patches in islice(stream, warmup):
         digest = zlib.crc32(patches.numpy().tobytes(), digest)
@@ -168,6 +170,7 @@ def decoding(options: DataOptions, shards: list[str], sides: list[str], console:
             "bench data: the sides give different patches for the same pictures; nothing to compare"
         )
 
+    # Per core by CPU time, which neighbours on the machine disturb least.
     sample_bytes = sum(os.path.getsize(path) for path in shards) / PLAIN_SAMPLES
     base = [result["cpu_s"] / result["images"] for result in rounds["webdataset"]]
     figures = {}
@@ -194,6 +197,8 @@ def loading_side(side: str, samples: int, warmup_steps: int, step_ms: float, **r
     stream: Any = batches_of(side, request)
     for _ in range(warmup_steps):
         next(stream)
+
+    # Workers are up and queues full by now.
     total: Counter[str] = Counter()
     started, waited = time.perf_counter(), 0.0
     while total["samples"] < samples:
@@ -248,6 +253,7 @@ def memory_side(samples: int, patch_limit: int, backend: str, every: int = 4) ->
     made = {name: clip(name, seed) for seed, name in enumerate(CLIPS)}
     clips = [body for body in made.values() if body is not None]
 
+    # Pictures and clips by turns, as a mix has them.
     points: list[tuple[int, float]] = []
     videos, started = 0, time.perf_counter()
     mark = max(1, samples // 50)
@@ -286,6 +292,7 @@ def consume(loader: Loader, steps: int, rest_s: float) -> dict[str, float]:
     What is ready before the first of them (`prefetch_steps` and what is on its way) is used up first, so that
     the loader's own pace is seen and not its stock.
     """
+    # Use up the stock.
     for _ in range(loader.spec.data.prefetch_steps + 2):
         loader.next_step()
     found: dict[str, float] = defaultdict(float, steps=steps)
@@ -327,11 +334,14 @@ def measure_waiting(options: DataOptions, busy_ms: float | None) -> Result:
     """Capacity of the recipe's loader, and what a step of `busy_ms` (None: of a real training step) waits for
     it."""
     recipe, steps = str(options.recipe), options.recipe_steps
+
+    # How long a step of training takes, with the workers at rest.
     trained: list[float] = []
     if busy_ms is None:
         trained = training_steps_s(recipe, options.train_steps, options.threads)
         busy_ms = 1000 * statistics.median(trained)
 
+    # The loader as training has it.
     workers = [("data.prefetch", "process"), ("data.workers", options.workers), ("run.name", NAME)]
     config = load_config([recipe], workers)
     runtime = Runtime(config.train.mixed_precision, options.threads)
@@ -345,6 +355,7 @@ def measure_waiting(options: DataOptions, busy_ms: float | None) -> Result:
         finally:
             loaders.close()
 
+    # Nobody busy, then busy long enough for a full stock, then as training is.
     busy_s, free = busy_ms / 1000, run(0.0)
     data_s = free["waited_s"] / steps
     full_s = (
@@ -370,6 +381,7 @@ def measure_waiting(options: DataOptions, busy_ms: float | None) -> Result:
 
 def comparisons(options: DataOptions, step_ms: float, console: Console) -> Result:
     """Parts 1 to 3, each unless its size is 0."""
+    # Energon is compared with where it is there.
     energon: dict[str, str | None] = {"version": None, "problem": "not asked for"}
     if options.images or options.samples:
         energon = find_energon()

@@ -112,6 +112,7 @@ class Batch:
                 return most
             return int(torch.randint(max(1, most // 4), most + 1, (1,), generator=generator))
 
+        # The order of the draws is part of the seed: lengths first, then tokens.
         group = GROUP if lengths == "groups" else 1
         sizes = [length(prompt) for _ in range(batch // group)]
         counts = [length(new) for _ in range(batch)]
@@ -142,6 +143,8 @@ def our_side(shape: dict[str, Any], seed: int, new: int, dtype: torch.dtype) -> 
         count = len(prompts)
         if count not in engines:
             engines[count] = engine_for(model, None, prompts, max(*batch.counts, new), most_slots=count)
+
+        # A group is one request of several samples: its prompt is read once.
         requests = []
         for first in range(0, count, batch.group):
             params = SamplingParams(batch.counts[first], 0.0, ignore_eos=True, n=batch.group)
@@ -154,6 +157,8 @@ def our_side(shape: dict[str, Any], seed: int, new: int, dtype: torch.dtype) -> 
 def their_side(side: str, shape: dict[str, Any], seed: int, dtype: torch.dtype) -> Generate:
     """transformers with our weights: generate with a dynamic or static cache, or continuous batching."""
     device = default_device()
+
+    # Equal weights: ours, under their names.
     weights = our_model(shared_shape(shape), seed, torch.device("cpu")).decoder.state_dict()
     model: Any = their_model(shape, device)
     model.load_state_dict(their_names(weights), strict=True)
@@ -165,6 +170,8 @@ def their_side(side: str, shape: dict[str, Any], seed: int, dtype: torch.dtype) 
 
     def generate(batch: Batch) -> list[list[int]]:
         ids, mask = (tensor.to(device) for tensor in batch.padded())
+
+        # transformers knows one length for the batch: what is too long is cut off afterwards.
         count = max(batch.counts)
         options: dict[str, Any] = {"cache_implementation": "static"} if side == "static" else {}
         options |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 2}
@@ -201,6 +208,8 @@ def engine_side(
     gpu = torch.cuda.is_available()
     if not gpu and side in ("engine", KEPT, TUNED):
         keep_freed_memory()
+
+    # The same prompts with one new token tell what reading them costs.
     batch, prompt, lengths = case
     whole = Batch.make(batch, prompt, new, lengths, shape["vocab_size"], seed)
     one = Batch(whole.prompts, [1] * batch, whole.group)
@@ -266,6 +275,7 @@ def decoder_shape(recipe: str, changes: Sequence[str]) -> dict[str, Any]:
 
 def compare(options: EngineOptions, shape: dict[str, Any], console: Console) -> list[Result]:
     """One record per (batch, prompt length, kind of lengths)."""
+    # The engine comes first: the others' answers are compared with its.
     sides = ["engine", *(side for side in options.sides.split(",") if side)]
     for side in sides:
         if side not in SIDES:
@@ -275,6 +285,7 @@ def compare(options: EngineOptions, shape: dict[str, Any], console: Console) -> 
     cases += [(batch, max(prompts), "ragged") for batch in batches if batch > 1]
     cases += [(batch, max(prompts), "groups") for batch in batches if batch % GROUP == 0]
 
+    # A side that was refused once is not asked again.
     same = {"shape": shape, **options.model_dump(include={"new", "threads", "seed", "dtype"})}
     refused: dict[str, str] = {}
     records = []
@@ -325,6 +336,7 @@ def figures_of(batch: int, results: dict[str, list[Result]]) -> Result:
             "equal_tokens": sum(same) / len(same),
         }
 
+    # Against whoever is quickest as it comes, and against the two that somebody has tuned.
     figures: Result = {"sides": sides}
     plain = set(sides) - {"engine", KEPT, TUNED}
     for key, peers in (("best", plain), ("kept", {KEPT}), ("tuned", {TUNED})):

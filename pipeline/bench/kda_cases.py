@@ -54,6 +54,8 @@ def gate(
 ) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """(f, A_log, dt_bias, lower bound) of a regime."""
     f = setting.randn(tokens, heads, dim, dtype=torch.float32)
+
+    # The initialisation of the layer: time steps log-uniform between 0.001 and 0.1.
     dt = torch.exp(setting.rand(heads, dim) * math.log(100) + math.log(1e-3))
     bias, rate = dt + torch.log(-torch.expm1(-dt)), (1 + 15 * setting.rand(heads)).log()
     bound = None
@@ -76,6 +78,7 @@ def fla_kda(
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     from fla.ops.kda import chunk_kda
 
+    # Equal lengths need no index: a batch is what fla is quickest with.
     batch = segments.num if len(set(segments.lengths)) == 1 else 1
     cu = segments.cu_seqlens(device).long() if batch != segments.num else None
 
@@ -126,6 +129,8 @@ def kda_case(shape: tuple[str, Sequence[int], int, int], regime: str, setting: S
     f, A_log, dt_bias, bound = gate(regime, tokens, heads, dim, setting)
     q, k, v = (setting.randn(tokens, heads, dim) for _ in range(3))
     leaves = [x.requires_grad_() for x in (q, k, v, f, setting.randn(tokens, heads), A_log, dt_bias)]
+
+    # Least work: every tensor read or written once, and the products of one chunk.
     size, work = q.element_size(), tokens * heads
     case = case_of(
         "kda",
@@ -140,6 +145,7 @@ def kda_case(shape: tuple[str, Sequence[int], int, int], regime: str, setting: S
         tolerance=setting.tolerance(1e-3),
     )
 
+    # Peers: those of a GPU and those of a CPU.
     against = setting.against
     if setting.gpu and "fla" in against:
         fla = partial(partial, fla_kda, segments, setting.device, bound)
@@ -159,6 +165,8 @@ def step_case(setting: Setting) -> Case:
     batch, heads, dim = setting.pick((5, 3, 128), (64, 32, 128), (8, 4, 32))
     f, A_log, dt_bias, bound = gate("R1", batch, heads, dim, setting)
     q, k, v = (setting.randn(batch, heads, dim) for _ in range(3))
+
+    # The state stays float32 in every backend.
     state = setting.randn(batch, heads, dim, dim, dtype=torch.float32)
     moved = 8.0 * state.numel() + 5.0 * q.numel() * q.element_size()
     return case_of(

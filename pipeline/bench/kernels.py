@@ -106,6 +106,8 @@ class Report:
             raise UserError(
                 f"bench kernels: --resume: {path} is no report ({error!r}); give another --json"
             ) from None
+
+        # Rows of two machines or versions do not compare.
         for name in ("device", "dtype", "packages", "threads"):
             if made_with.get(name) != environment[name]:
                 raise UserError(
@@ -138,6 +140,8 @@ def forward_and_backward(side: Side, leaves: Sequence[Tensor], cotangents: Seque
     trained = [leaf for leaf in leaves if leaf.requires_grad]
     if not trained:
         return outputs
+
+    # Outputs without a gradient (a mask, say) have no slope.
     pairs = [(out, slope.to(out.dtype)) for out, slope in zip(outputs, cotangents) if out.requires_grad]
     got, slopes = [out for out, _ in pairs], [slope for _, slope in pairs]
     return [*outputs, *torch.autograd.grad(got, trained, slopes, allow_unused=True)]
@@ -169,6 +173,8 @@ def errors(case: Case) -> dict[str, float]:
     gradients."""
     if case.law is None:
         return {}
+
+    # The law in float64 is as near to the truth as it gets.
     expected = forward_and_backward(case.law, copied(case.leaves, wide=True), case.cotangents)
     found = {}
     for name, side in case.sides.items():
@@ -191,6 +197,8 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
         forward_and_backward(case.sides[name], case.inputs(name), case.cotangents)
 
     result: Result = {"group": case.group, "label": case.label, "sides": {}, "failed": dict(case.skipped)}
+
+    # Forward alone, then with the backward: users of both read this.
     passes = [("forward", forward, case.forward)]
     if case.backward is not None:
         passes.append(("both", both, case.forward + case.backward))
@@ -204,6 +212,7 @@ def measure(case: Case, setting: Setting, rounds: int) -> Result:
             seconds = timing["median_ms"] / 1e3
             result["sides"].setdefault(side, {})[kind] = {
                 **timing,
+                # Rates count the least work: a side that moves more shows less.
                 "tb_per_s": work.bytes / seconds / 1e12,
                 "tflop_per_s": work.flops / seconds / 1e12,
                 "share_of_floor": floor / timing["median_ms"],
@@ -272,6 +281,7 @@ def time_cases(
 
     Raises UserError if no case has a label as asked for.
     """
+    # All labels are needed to say what there is, where none was meant.
     texts = [text.strip() for text in shapes.split(",") if text.strip()]
     labels = []
     for case in cases(setting, groups):  # also those that are left out: inputs are drawn one after the other
@@ -306,6 +316,7 @@ def kernels(options: KernelOptions) -> int:
     report = Report(Path(options.json_), environment(device, dtype), options.resume)
     console.print_json(json.dumps(report.content["environment"]))
 
+    # A quick kernel that is wrong is no kernel: the check comes first.
     well = check(Setting(device, dtype, against, options.seed, check=True), groups, console, report)
     setting = Setting(device, dtype, against, options.seed)
     rounds = options.rounds or (30 if setting.gpu else 5)

@@ -75,6 +75,8 @@ def compare(
     theirs = HFLM(
         pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size, max_length=model.max_length
     )
+
+    # The very requests of our task, so that both read the same words.
     flat = [request for row in rows for request in row]
     asked = [
         Instance(request_type="loglikelihood", doc={}, arguments=(r.context, r.continuation), idx=i)
@@ -82,6 +84,8 @@ def compare(
     ]
     model.loglikelihood(flat[:1])  # the first call of a process also reads the weights in
     theirs.loglikelihood(asked[:1], disable_tqdm=True)
+
+    # In turn, ours without what it has kept of the round before.
     ours_s, theirs_s = [], []
     for _ in range(rounds):
         model.forget()

@@ -119,6 +119,7 @@ def our_batches(request: Request) -> Iterator[Counts]:
 
 def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor, int]:
     """Pillow's bicubic to the size, pad, cut; (patches, tokens)."""
+    # The same geometry as ours: what is compared is the way, not the size.
     rgb = to_rgb(image)
     size = navit_size(*rgb.size, cfg)
     canvas = np.zeros((1, size.height, size.width, 3), np.uint8)
@@ -167,6 +168,8 @@ def plain_batches(request: Request) -> Iterator[Counts]:
         nodesplitter=webdataset.split_by_node,
         workersplitter=webdataset.split_by_worker,
     )
+
+    # A shuffle buffer of the size that its documentation shows.
     made = PlainSample(request["patch_limit"])
     samples = shards.shuffle(256).decode("pil").to_tuple("jpg", "txt").map(made).repeat()
     loader = torch.utils.data.DataLoader(
@@ -222,6 +225,7 @@ def prepare(shards: Sequence[str]) -> Path:
 def first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Indices of `sizes` in groups whose sums are at most `length`, the largest first; a larger one stands
     alone."""
+    # First fit decreasing: at most 11/9 of the best packing.
     groups: list[list[int]] = []
     free: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

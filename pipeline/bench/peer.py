@@ -53,6 +53,7 @@ def our_model(
 
     drawn_there: draw the weights on the device itself, quicker for billions and other than those of a CPU.
     """
+    # The same seed on every side, so that the same weights answer.
     torch.manual_seed(seed)
     text = ModelConfig.model_validate(shape)
     config = FusionConfig(text=text, vision=VisionConfig.preset("tiny"), media_token_id=FIRST_TOKEN - 1)
@@ -84,6 +85,8 @@ def their_model(shape: dict[str, Any], device: torch.device) -> Any:
 
     text = ModelConfig.model_validate(shared_shape(shape))
     linear = text.linear_attn_config
+
+    # Everything is given: their defaults are those of the 48B model.
     fields: dict[str, Any] = {name: getattr(text, name) for name in SHARED}
     config = KimiLinearConfig(
         **fields,

@@ -45,6 +45,8 @@ def start_side(side: Callable[..., Result], request: Result, **environment: str)
 def result_of(process: subprocess.Popen[str]) -> Result:
     """What a side returned: the JSON object of its last line. Raises SideFailed."""
     output, errors = process.communicate()
+
+    # Libraries may print too: the result is the last line that is an object.
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode != 0 or not lines:
         last = (errors.strip().splitlines() or ["?"])[-1]
@@ -72,6 +74,7 @@ def in_turn(
 
 def new_record(options: Mapping[str, Any]) -> Result:
     """When, where and with which options; sets torch's CPU threads to options["threads"] where given."""
+    # What a figure depends on beside the code stands in every record.
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
     return {
@@ -95,6 +98,8 @@ def save_record(record: Result, out: str, console: Console) -> None:
 def show(console: Console, title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
     """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
     table = Table("", title=title, title_justify="left", caption=caption or None)
+
+    # Columns may have rows of their own: a dict keeps all names in order.
     rows: dict[str, None] = {}
     for name, figures in columns.items():
         table.add_column(name, justify="right")

@@ -64,6 +64,7 @@ def write_shards(folder: Path, count: int, *, mixed: bool, per_shard: int = 500)
     `mixed`: sides from 128 to 1024 and captions of 4 to 300 words, as a mix has; otherwise all of SIDES, 12
     words.
     """
+    # Few different pictures: decoding costs the same for every copy.
     rng = Random(0)
     sides = [128, 224, 256, 336, 448, 512, 640, 768, 1024]
     sizes = [(rng.choice(sides), rng.choice(sides)) if mixed else SIDES for _ in range(DIFFERENT)]

@@ -68,6 +68,8 @@ def time_once(call: Call, device: torch.device) -> float:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
+
+    # What the last call left in the L2 cache would make the next one look quicker.
     _flush_buffer(device).zero_()
     start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start_event.record()
@@ -86,6 +88,7 @@ def interleaved(
     Returns {"median_ms", "p10_ms", "p90_ms"} by name, and for calls that raised (a peer without support for a
     shape) the message instead.
     """
+    # Warm up, and see how often each call can be afforded.
     repeats: dict[str, int] = {}
     failed: dict[str, str] = {}
     for name, call in calls.items():
@@ -95,12 +98,14 @@ def interleaved(
         except Exception as error:  # a peer's failure is a result of the comparison, not an end of it
             failed[name] = reason(error)
 
+    # All take turns, so that clocks, heat and neighbours hit all alike.
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds):
         for name, most in repeats.items():
             if number < most:
                 samples[name].append(time_once(calls[name], device))
 
+    # Median and spread: a mean would follow one bad moment.
     timings = {}
     for name, values in samples.items():
         low, middle, high = np.quantile(values, [0.1, 0.5, 0.9]).tolist()
@@ -144,6 +149,8 @@ def peak_bytes(call: Call, device: torch.device) -> int:
     results: Any = profile.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
+
+    # Positive sizes are allocations, negative ones what was given back.
     alive = np.cumsum([0, *(event.nbytes() for event in events)])
     return int(alive.max())
 
@@ -151,6 +158,7 @@ def peak_bytes(call: Call, device: torch.device) -> int:
 @lru_cache(maxsize=4)
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second (read plus written) of a large copy; the median of a few."""
+    # Far more than any cache holds.
     elements = (1 << 30 if device.type == "cuda" else 1 << 26) // 4
     source = torch.zeros(elements, dtype=torch.float32, device=device)
     target = source.clone()

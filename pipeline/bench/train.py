@@ -121,6 +121,8 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
     """
     torch.manual_seed(options["seed"])
     torch.set_num_threads(options["threads"])
+
+    # The ids are drawn on the CPU, so that both sides see the same on any device.
     device = default_device()
     generator = torch.Generator().manual_seed(options["seed"])
     size = (options["documents"], options["length"])
@@ -133,9 +135,12 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
         model = their_model(shape, device).to(device).train()
         rows = ids.to(device)
         loss = lambda: model(input_ids=rows, labels=rows, use_cache=False).loss
+
+    # What is there before the first step is weights; what comes on top is training.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loaded = peak_mib()
 
+    # The first steps compile and allocate.
     seconds, losses = [], []
     for _ in range(options["warmup"] + options["steps"]):
         start = time.perf_counter()
@@ -165,6 +170,8 @@ def compare(options: TrainOptions, console: Console) -> Result:
 
     sides = in_turn(("ours", "transformers"), options.rounds, run, console, "decoder")
     tokens = options.documents * options.length
+
+    # Medians of a side, and the ratio of neighbours in time.
     speeds, figures = {}, {}
     for side, found in sides.items():
         speeds[side] = [tokens / statistics.median(one["seconds"]) for one in found]
@@ -235,6 +242,8 @@ class PartTimer:
         self.seconds: dict[str, float] = defaultdict(float)
         self._open: dict[tuple[int, str], float] = {}
         self._handles: list[Any] = []
+
+        # The shared expert of a mixture is a SwiGLU too: its time is the mixture's.
         experts = [moe for moe in model.modules() if isinstance(moe, MixtureOfExperts)]
         inside_moe = {id(module) for moe in experts for module in moe.modules()}
         for module in model.modules():
@@ -279,6 +288,8 @@ def measure_recipe(recipe: str, steps: int, threads: int) -> Result:
     """Train `steps` steps of the recipe's first stage without hooks (rates), then a third as many with them
     (shares)."""
     training = RecipeTraining(load_config([recipe]), threads)
+
+    # Kernels are compiled and buffers found in the first steps.
     for _ in range(3):
         training.learn(training.read(), defaultdict(float))
 
@@ -296,6 +307,7 @@ def measure_recipe(recipe: str, steps: int, threads: int) -> Result:
         counts["tokens_per_s"] += sum(batch.num_tokens for batch in batches)
         counts["patches_per_s"] += sum(batch.num_patches for batch in batches)
 
+    # Waiting for data counts: tokens/s are those of a run.
     total, device = sum(seconds.values()), training.runtime.device
     bf16 = training.config.train.mixed_precision == "bf16"
     peak = peak_flops(device, torch.bfloat16 if bf16 else torch.float32)
@@ -323,6 +335,7 @@ def measure_shares(training: RecipeTraining, steps: int) -> dict[str, float]:
     finally:
         timer.remove()
 
+    # What no hook has seen lies between the parts.
     parts = dict(timer.seconds)
     parts[REST] = max(0.0, seconds["model"] - sum(parts.values()))
     parts |= {"optimizer": seconds["optimizer"], "waiting for data": seconds["data"]}

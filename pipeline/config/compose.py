@@ -264,13 +264,13 @@ def to_toml(tree: dict[str, Any]) -> str:
 
 def recipe_hash(config: BaseModel) -> str:
     """16 hexadecimal digits over every key that changes the numbers of a run."""
-    flat = {key: value for key, value in _flatten(dump(config)) if not FREE_ON_RESUME.match(key)}
+    flat = {key: value for key, value in flatten(dump(config)) if not FREE_ON_RESUME.match(key)}
     return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every key whose value differs between two resolved recipes (see `dump`), in key order."""
-    left, right = dict(_flatten(old)), dict(_flatten(new))
+    left, right = dict(flatten(old)), dict(flatten(new))
     changes = []
     for key in sorted(left.keys() | right.keys()):
         change = Change(key, left.get(key, ABSENT), right.get(key, ABSENT))
@@ -305,7 +305,7 @@ def explain_refusal(changes: Sequence[Change]) -> str:
     return text
 
 
-def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of every leaf; a list without tables is a leaf."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
@@ -316,4 +316,4 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
         return
     for key, item in items:
-        yield from _flatten(item, f"{path}.{key}" if path else str(key))
+        yield from flatten(item, f"{path}.{key}" if path else str(key))

@@ -201,6 +201,8 @@ async def _explain(_: HttpRequest, error: Exception) -> JSONResponse:
 def _params(body: ChatRequest | CompletionRequest, service: Service) -> SamplingParams:
     """How to sample; raises Refused and EngineFull for what can be told before a prompt is made."""
     service.check_model(body.model)
+
+    # Before any work: a full line is told at once.
     most, wanted = service.limits.new_tokens, body.new_tokens
     if wanted is not None and wanted > most:
         raise Refused(f"max_tokens = {wanted}: at most {most} are served", param="max_tokens")
@@ -237,6 +239,7 @@ async def _respond(
 ) -> Response:
     """The answer, whole or as a stream. A caller who leaves cancels it (front.py), and with it its
     requests."""
+    # The noise is of the prompt's number, not of the id: a seed gives the same answer again.
     requests = [
         Request(secrets.token_hex(12), prompt, params, noise=f"prompt {number}")
         for number, prompt in enumerate(prompts)
@@ -309,6 +312,7 @@ class ServeOptions(Options):
 
 def build_service(options: ServeOptions) -> Service:
     """Model, engine and limits as the options say. Raises UserError or the loaders' errors."""
+    # The model, its words, and an engine with the memory that was asked for.
     folder = model_folder(options.model)
     model = load_model(folder, device=device_of(options.device)).eval()
     tokenizer = Tokenizer.load(folder)
@@ -327,6 +331,7 @@ def build_service(options: ServeOptions) -> Service:
     except ValueError as error:
         raise UserError(str(error)) from None
 
+    # What callers may do: a server that others cannot reach serves loopback names alone.
     template = template_of(folder) if options.template == "auto" else options.template
     body = int(options.max_body_mb * 2**20)
     restricted = options.allow_host or is_loopback(options.host)
@@ -396,6 +401,7 @@ def serve(options: ServeOptions) -> int:
             file=sys.stderr,
         )
 
+    # The protocol class guards connections; uvicorn's own limits stay wide.
     config = uvicorn.Config(
         create_app(service),
         host=options.host,

@@ -82,6 +82,8 @@ class Guarded(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+
+        # The oldest silent callers give way.
         over = len(self.connections) - self.most
         for other in list(self.waiting)[: max(over, 0)]:
             if self.loop.time() - other.since < YOUNG_S and over <= SPARE:
@@ -235,6 +237,7 @@ class Front:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
 
+        # Whatever happens, what the request held is given back at the end.
         incoming = Incoming(self.budget)
         scope.setdefault("state", {})["incoming"] = incoming
         self.running += 1
@@ -326,6 +329,7 @@ class Front:
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
+        # Whichever is first: the answer, or the caller's leaving.
         listening = asyncio.ensure_future(listen())
         work = asyncio.ensure_future(self.app(scope, hear, tell))
         try:

@@ -106,6 +106,7 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Pillow's, about strangers' files
 
+    # What is there already (torch) does not count against the job.
     start = _data_bytes()
     if start:
         most = start + setup.memory_mb * 2**20
@@ -140,6 +141,7 @@ def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
             reason = for_client(error)
         return [json.dumps({"refused": reason}).encode()]
 
+    # Sizes in the head, so that nothing but numbers must be believed.
     patches = [] if found.patches is None else [found.patches.contiguous()]
     head = {
         "grids": found.grids,
@@ -178,6 +180,7 @@ class Reader:
                 return self._pipe
             self.kill()
 
+            # The fork server has imported everything: a new process is there in milliseconds.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["earlyfusion.pipeline.serve.prepare"])
             here, there = context.Pipe()
@@ -260,6 +263,8 @@ class Preparer:
         """The prompt of a text or a conversation of so many characters; raises Refused. Cancelling it frees
         its process."""
         given = job if isinstance(job, str) else list(job)
+
+        # Short words alone are harmless, and a thread is quicker.
         segments = [] if isinstance(given, str) else [s for message in given for s in message.content]
         if characters <= SHORT and all(isinstance(segment, Text) for segment in segments):
             try:
@@ -279,6 +284,7 @@ class Preparer:
         finally:
             self._waiting -= 1
 
+        # The process is given back when its thread is done with it, not when the caller leaves.
         reader = self._free.pop()
         call = asyncio.get_running_loop().run_in_executor(self._threads, reader.call, given)
         call.add_done_callback(lambda done: self._give(reader, done))

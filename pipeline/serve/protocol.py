@@ -263,6 +263,7 @@ class ChatRequest(Common):
 
         Media come from data URLs (base64 only). Everything is counted before any of it is decoded.
         """
+        # Counts first: decoding is what costs.
         media = sum(part.media for turn in self.messages for part in turn.content)
         if media > limits.images:
             raise Refused(
@@ -388,6 +389,7 @@ class Answer:
 
     def choice(self, index: int, done: Completion) -> dict[str, Any]:
         """One sample of a whole answer."""
+        # Of a chat in channels the ids are read again: the text has lost its markup.
         common = {
             "index": index,
             "finish_reason": _finish(done),

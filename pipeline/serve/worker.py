@@ -75,6 +75,8 @@ class EngineWorker:
         if not self.accepting:
             raise self._failure or EngineStopped("the server is stopping")
         self.check_room(len(requests))
+
+        # The mailbox is known before the engine hears of a request: no event is lost.
         mailbox = _Mailbox()
         self._waiting |= {request.id: mailbox for request in requests}
         left = {request.id: request.params.n for request in requests}
@@ -133,6 +135,8 @@ class EngineWorker:
                     if self._closing:
                         return
                     actions, self._inbox = list(self._inbox), deque()
+
+                # Outside the lock: submitting a long prompt must not hold up who asks.
                 for action in actions:
                     action()
                 for event in self.engine.step() if self.engine.has_work else ():

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.learn import Learner, Piece, rows
 from earlyfusion.rl.long2short.preferences import LONGER, dpo_loss, preference_pairs
 from earlyfusion.rl.long2short.samples import Answered
@@ -123,7 +123,7 @@ def write_pairs(path: Path, answered: Sequence[Answered], pairs: Sequence[Pair])
             answer = one.answers[getattr(pair, name)]
             told[name] = {"text": answer.text, "tokens": answer.tokens, "right": answer.right}  # type: ignore[assignment]
         lines.append(json.dumps(told, ensure_ascii=False) + "\n")
-    write_text(path, "".join(lines))
+    write_atomic(path, "".join(lines))
 
 
 def pairs_digest(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:

@@ -22,8 +22,8 @@ from earlyfusion.eval.measure import Answer, ask
 from earlyfusion.eval.measured import solved
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.rewards import Rewards
 
@@ -91,7 +91,7 @@ def _judged(
 def write_held(path: Path, held: Sequence[Held]) -> Path:
     """One JSON line a problem."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in held))
+    write_atomic(path, "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in held))
     return path
 
 

@@ -27,9 +27,8 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.files import write_atomic, write_json
 from earlyfusion.pipeline.config.compose import to_toml
-from earlyfusion.pipeline.statefile import write_text
 from earlyfusion.rl.long2short.preferences import shortest_correct
 from earlyfusion.rl.long2short.samples import Answered
 from earlyfusion.rl.recipe import TaskEntry
@@ -70,8 +69,8 @@ def write_documents(
         row = _row(answered[g], entries[answered[g].asked.entry], i, g, out)
         rows.append(row)
         sizes.append(_read_back(row, g, answered[g].prompt.ids, tokenizer, vision, out))
-    write_text(out / "train.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_text(out / "sft.toml", _recipe(out, model, sizes))
+    write_atomic(out / "train.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomic(out / "sft.toml", _recipe(out, model, sizes))
     summary = {"model": str(model), "documents": len(rows), "entries": lengths(answered, best)}
     write_json(out / "summary.json", summary)
     return summary

@@ -65,13 +65,13 @@ def test_one_kernel_of_each_kind_uses_the_tensor_cores(tmp_path):
 
 ONES = """
 import dataclasses, importlib, sys
-from earlyfusion.kernels.aot import compile_variants
+from earlyfusion.kernels.aot import compile_variant
 for module in sys.argv[1:]:
     variants = importlib.import_module("earlyfusion.kernels." + module).aot_variants()
     for variant in {v.fn.__name__: v for v in variants if v.only_arch in (None, 90)}.values():
         names = [n for n, t in variant.signature.items() if t == "i32" and n in variant.fn.arg_names]
         ones = dict(variant.constexprs) | dict.fromkeys(names, 1)
-        compile_variants([dataclasses.replace(variant, constexprs=ones, divisible=())], (90,))
+        compile_variant(dataclasses.replace(variant, constexprs=ones, divisible=()), 90)
         print("ok", variant.name)
 """
 

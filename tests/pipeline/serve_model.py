@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,18 @@ class Server:
             return self.process.wait(30)
         finally:
             self.process.kill()
+
+
+def wait_for(done: Callable[[], bool], patience_s: float = 90.0) -> None:
+    """Ask until it is so; a machine may be slow, a server that never gets there fails the test."""
+    end = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def at_rest(server: Server) -> dict:
+    """The server's figures once nothing is open."""
+    busy = ("open_requests", "waiting", "reading", "running", "reserved_pages")
+    wait_for(lambda: not any(map(server.stats().get, busy)))
+    return server.stats()

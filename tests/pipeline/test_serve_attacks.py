@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hostile_requests import attacks
-from serve_model import Server, write_model
+from serve_model import Server, at_rest, write_model
 
 pytest.importorskip("openai")
 pytest.importorskip("httpx")
@@ -138,19 +138,6 @@ def server(tmp_path_factory):
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     yield made
     made.process.kill()
-
-
-def at_rest(server: Server, patience_s: float = 60.0) -> dict:
-    """The server's figures once nothing is open."""
-    end = time.monotonic() + patience_s
-    while True:
-        stats = server.stats()
-        if not any(
-            stats[name] for name in ("open_requests", "waiting", "reading", "running", "reserved_pages")
-        ):
-            return stats
-        assert time.monotonic() < end, stats
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
