@@ -168,7 +168,7 @@ def loss(setting: Setting) -> Iterator[Case]:
     tokens, hidden, vocabulary = setting.pick((200, 256, 5000), (8192, 2304, 163840), (2048, 128, 8192))
     h, weight = setting.leaf(tokens, hidden), setting.leaf(vocabulary, hidden, scale=hidden**-0.5)
 
-    # Logits are the largest tensor of a model: the floor reads the head once.
+    # The floor reads hidden states and head once, and never sees the logits.
     labels = torch.randint(0, vocabulary, (tokens,), generator=setting.generator, device=setting.device)
     flops, once = 2.0 * tokens * hidden * vocabulary, h.element_size() * float(hidden * (tokens + vocabulary))
     case = case_of(
