@@ -24,7 +24,6 @@ from earlyfusion.data.sample import (
     Text,
     Video,
     VideoFile,
-    open_picture,
 )
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig

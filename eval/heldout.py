@@ -102,9 +102,26 @@ def measure(
     most_tokens: stop before the sample (but the first) with which the documents hold more tokens than this.
     """
     results: list[Loss | BadSample] = []
-    documents = _documents(model, tokenizer, samples, room, most_tokens, results)
-    batches = pack_all(
-        documents,
+    with evaluating(model):
+        for batch in heldout_batches(model, tokenizer, samples, room, results, most_tokens):
+            _enter(model, batch, results, blind)
+    for loss in results:
+        if isinstance(loss, Loss) and loss.bytes:
+            loss.byte_nats = loss.nats
+    return results
+
+
+def heldout_batches(
+    model: NativeFusion,
+    tokenizer: Tokenizer,
+    samples: Iterable[Getter],
+    room: Room,
+    results: list[Loss | BadSample],
+    most_tokens: int | None = None,
+) -> Iterator[PackedBatch]:
+    """Samples packed in their own order; enters a Loss or BadSample for each as it is read (see `measure`)."""
+    return pack_all(
+        _documents(model, tokenizer, samples, room, most_tokens, results),
         tokens=room.tokens,
         max_patches=room.max_patches,
         pad_id=tokenizer.pad_id,
@@ -112,13 +129,6 @@ def measure(
         patch_size=model.config.vision.patch_size,
         length=room.length,
     )
-    with evaluating(model):
-        for batch in batches:
-            _enter(model, batch, results, blind)
-    for loss in results:
-        if isinstance(loss, Loss) and loss.bytes:
-            loss.byte_nats = loss.nats
-    return results
 
 
 def _documents(

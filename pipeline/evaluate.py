@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from earlyfusion.eval.attnres_probe import attnres_weights
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import evaluate_in_memory
-from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_getters, measure, summary
+from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
 from earlyfusion.eval.protocol import Task, TaskOptions
 from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.eval.results import save_result
@@ -97,7 +97,7 @@ class Evaluator:
             tracker.busy("answering samples")
             self._samples(step)
             if final and loader is not None:
-                self._attnres(step, loader)
+                self._attnres(step)
             if headline:
                 plain = [(key, value) for key, value in headline.items() if not key.startswith("heldout/")]
                 shown = ", ".join(f"{key} {value:.3f}" for key, value in plain if value is not None)
@@ -134,9 +134,11 @@ class Evaluator:
         self, samples: Iterable[Getter], most_tokens: int | None = None, *, blind: bool = True
     ) -> list[Loss | BadSample]:
         """The losses of samples of a source, cut and packed as in the stage with the longest documents."""
+        return measure(self.fusion, self.tokens, samples, self._room(), most_tokens=most_tokens, blind=blind)
+
+    def _room(self) -> Room:
         stage, data = max(self.config.stages, key=lambda stage: stage.length), self.config.data
-        room = Room(stage.tokens, stage.max_patches, stage.length, data.overlong, data.decode)
-        return measure(self.fusion, self.tokens, samples, room, most_tokens=most_tokens, blind=blind)
+        return Room(stage.tokens, stage.max_patches, stage.length, data.overlong, data.decode)
 
     def _limit(self, task: str, step: int) -> int | None:
         """Most examples of a task after `step` updates; None for all."""
@@ -213,10 +215,11 @@ class Evaluator:
             usable += [sample] if fits and sample is not None else []
         return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]
 
-    def _attnres(self, step: int, loader: Any) -> None:
+    def _attnres(self, step: int) -> None:
         pictures = [source.name for source in self.config.data.sources if source.has_pictures]
         for name in pictures[:1]:
-            for batch in loader.heldout_batches(name, 1):
+            samples = heldout_getters(self._source(name))
+            for batch in islice(heldout_batches(self.fusion, self.tokens, samples, self._room(), []), 1):
                 weights = attnres_weights(self.fusion, batch.to(self.runtime.device))
                 if weights is not None:
                     save_result(self.out, "attnres", step, weights)

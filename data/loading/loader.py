@@ -11,23 +11,19 @@ A stage with another length, batch size or number of lanes is a new Loader with 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
-from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.loading.encode import Encoded, cuts, encode, refuse_longer
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.lane import Lane, add_skip, build_lanes
 from earlyfusion.data.loading.mixture import Mixture, Schedule
-from earlyfusion.data.loading.pack import PackedBatch, pack_all
+from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.loading.prefetch import DirectFeed, Feed, ProcessFeed, ThreadFeed
 from earlyfusion.data.loading.stats import LoaderStats, append_skipped
 from earlyfusion.data.loading.stream import Geometry, Spec, geometry_identity
-from earlyfusion.data.sources.base import find_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
@@ -48,7 +44,7 @@ class Loader:
         lanes: micro-batches of one optimizer step over all ranks; a multiple of `world_size`.
         weights: mixture weights by source, in place of those of the config.
         schedule: weights and vision share by step, in place of `weights`.
-        loss_weights: factors of the loss weights by source; held-out batches have none.
+        loss_weights: factors of the loss weights by source.
         stage: number of the training stage; gives the stage an order of its own.
         log: file that gets a line for each sample left out (`stats.skip_file`).
 
@@ -93,8 +89,6 @@ class Loader:
         self._states: dict[int, dict[str, Any]] = {lane.index: lane.state_dict() for lane in start}
         self._feed: Feed | None = None
         self._sizes = {name: len(source) for name, source in self.sources.items()}
-        self._left: float | None = None
-        self._wait_s = self._busy_s = 0.0
         if weights:
             self.set_weights(weights)
 
@@ -109,10 +103,6 @@ class Loader:
         Raises BadSample (on_bad_sample = "raise") or DataExhausted at the step that meets it, and DataError
         when too many samples are bad or a worker has died.
         """
-        called = time.perf_counter()
-        if self._left is not None:
-            self._busy_s += called - self._left
-        first = self._feed is None
         if self._feed is None:
             self._feed = self._open()
         made = self._feed.get()
@@ -121,9 +111,6 @@ class Loader:
             append_skipped(self.log, made.skipped)
         if made.skipped:
             self._stats().check(self.spec.data)
-        self._left = time.perf_counter()
-        if not first:  # starting up is not waiting
-            self._wait_s += self._left - called
         return made.batches
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
@@ -223,59 +210,8 @@ class Loader:
         return LoaderStats(self._states.values(), self._sizes, self.spec.geometry.lanes)
 
     def stats(self) -> dict[str, Any]:
-        """What this rank has delivered so far, as it came out (`LoaderStats.stats`), and `wait_share`.
-
-        wait_share: waiting in `next_step` over all time between steps since `restart_clock`, start-up left
-        out.
-        """
-        spent = self._wait_s + self._busy_s
-        return self._stats().stats() | {
-            "wait_share": self._wait_s / spent if spent else 0.0,
-            "wait_s": self._wait_s,
-        }
-
-    def restart_clock(self) -> None:
-        """Begin a new measurement of `wait_share`."""
-        self._left = None
-        self._wait_s = self._busy_s = 0.0
-
-    def heldout_batches(self, source: str, n: int | None = None) -> Iterator[PackedBatch]:
-        """The first `n` micro-batches (None: all) of what `source` holds out: every document once, always the
-        same.
-
-        Raises DataError for an unknown source or one that holds nothing out.
-        """
-        chosen = find_source(self.sources, source)
-        if chosen.heldout_len() == 0:
-            raise DataError(f"source {source!r} holds no sample out; raise data.val_fraction or add data")
-        geometry = self.spec.geometry
-        packed = pack_all(
-            self._heldout_pieces(source),
-            tokens=geometry.tokens,
-            max_patches=geometry.max_patches,
-            pad_id=self.spec.tokenizer.pad_id,
-            sources=list(self.sources),
-            patch_size=self.spec.vision.patch_size,
-            length=geometry.length,
-        )
-        return islice(packed, n)
-
-    def _heldout_pieces(self, source: str) -> Iterator[Encoded]:
-        chosen, geometry = self.sources[source], self.spec.geometry
-        newline = self.spec.tokenizer.ends_line
-        for index in range(chosen.heldout_len()):
-            try:
-                document = encode(
-                    chosen.heldout(index), self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode
-                )
-                if self.spec.data.overlong == "skip":
-                    refuse_longer(document, geometry.length)
-                pieces = cuts(document, geometry.length, geometry.max_patches, newline)
-            except BadSample:
-                if self.spec.data.on_bad_sample == "raise":
-                    raise
-                continue
-            yield from (document.piece(start, stop) for start, stop in pieces)
+        """What this rank has delivered so far, as it came out (`LoaderStats.stats`)."""
+        return self._stats().stats()
 
 
 def _divisors(count: int) -> str:

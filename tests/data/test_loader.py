@@ -267,20 +267,6 @@ def test_a_resume_with_another_tokenizer_is_refused(tokenizer, vision, mix):
         Loader(mix(), other, vision, **SHAPE).load_state_dict(state)
 
 
-def test_held_out_batches_are_complete_and_always_the_same(loader):
-    one = loader()
-    first, again = list(one.heldout_batches("pydoc")), list(one.heldout_batches("pydoc"))
-    assert same_steps([first], [again]) and len(first) > 3
-    names = {key.removeprefix("pydoc:").partition("[")[0] for batch in first for key in batch.keys}
-    assert names == {sample.key for sample in one.sources["pydoc"].heldout_samples()}
-    trained = {key for _ in range(30) for b in one.next_step() for key in b.keys if key.startswith("pydoc")}
-    assert not names & {key.removeprefix("pydoc:").partition("[")[0] for key in trained}
-    assert len(list(one.heldout_batches("easy_vqa", 2))) == 2
-    assert all(key.startswith("easy_vqa:test/") for b in one.heldout_batches("easy_vqa", 2) for key in b.keys)
-    with pytest.raises(DataError, match="did you mean 'pydoc'"):
-        one.heldout_batches("pydok")
-
-
 def test_lanes_that_ranks_cannot_share_are_refused(loader):
     with pytest.raises(DataError, match=r"lanes = 3 cannot be shared by 2 processes.*nearest: 4"):
         loader(lanes=3, world_size=2)

@@ -241,28 +241,3 @@ def test_a_watch_holds_the_newest_line_of_any_length():
         watch.note(text)
         assert text.startswith(watch.text.rstrip("\ufffd")) and len(watch.text) >= min(len(text), 250)
     assert watch.count == 4 and watch.text == "short"
-
-
-def test_waiting_is_measured_apart_from_working_and_without_the_start(loader, mix):
-    one = loader(mix(MIX, prefetch="none"))
-    real, one._feed = one, None
-    first = real.next_step()
-    assert first and one.stats()["wait_share"] == 0.0
-    feed = one._feed
-
-    class Slow:
-        def get(self):
-            time.sleep(0.05)
-            return feed.get()
-
-        def close(self):
-            feed.close()
-
-    one._feed = Slow()
-    for _ in range(4):
-        time.sleep(0.05)
-        one.next_step()
-    assert 0.4 < one.stats()["wait_share"] < 0.7
-    one.restart_clock()
-    one.next_step()
-    assert one.stats()["wait_share"] == 1.0
