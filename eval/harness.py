@@ -136,8 +136,8 @@ def run_task(
         summary["explained"] = lines
     if folder is not None:
         write_json(folder / SUMMARY, summary)
-        if callable(page := getattr(task, "write_page", None)):
-            page(folder, kept, summary)
+        if callable(keep := getattr(task, "write_shown", None)):
+            keep(folder, kept, summary)
     return summary
 
 

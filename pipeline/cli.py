@@ -99,7 +99,8 @@ VERBS = {
     "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
     "serve": Verb("earlyfusion.pipeline.serve.app:serve", "an OpenAI-compatible endpoint"),
     "eval": Verb(
-        "earlyfusion.eval.run:evaluate", "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task"
+        "earlyfusion.pipeline.report.evaluation:evaluate",
+        "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task",
     ),
     "compare": Verb(
         "earlyfusion.pipeline.report.compare:compare",

@@ -14,12 +14,9 @@ samples are measured as training counts them (eval/heldout.py). Options (--set K
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,10 +38,11 @@ from earlyfusion.eval.protocol import EvalError, LossRequest, Model, Question, R
 from earlyfusion.eval.registry import benchmark
 from earlyfusion.eval.samples import first_picture, has_media, prompted, thumbnail
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.files import write_json
 
 _INPUT = tuple(item.name for item in fields(InputOptions))
 KNOWN = ("val_fraction", "shown", "length", "format", *_INPUT)
-PAGE = "report.html"
+SHOWN = "shown.json"
 
 
 class Samples(Protocol):
@@ -240,41 +238,26 @@ class HeldoutTask(BaseTask):
             )
         return lines
 
-    def write_page(self, folder: Path, records: Sequence[Record], summary: Mapping[str, Any]) -> None:
-        """report.html beside the records: the numbers, and the samples shown with picture, answer and
-        reference."""
-        cards = "".join(self._card(record) for record in records if "number" in record)
-        lines = "".join(f"<li>{escape(line)}</li>" for line in summary.get("explained", ()))
-        page = (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>held-out'
-            " samples</title><style>body{font:15px/1.5 system-ui,sans-serif;max-width:1060px;margin:24px"
-            " auto;padding:0"
-            " 16px}.all{display:grid;grid-template-columns:repeat(auto-fill,minmax(220px,1fr));gap:14px}.one{border:1px"
-            " solid #ddd;border-radius:8px;padding:10px;overflow-wrap:anywhere}.one"
-            f" img{{max-width:100%}}.q{{color:#666}}</style></head><body><h1>{escape(str(self.options.data))}</h1><ul>{lines}</ul><div"
-            f' class="all">{cards}</div></body></html>\n'
-        )
-        (folder / PAGE).write_text(
-            page, encoding="utf-8", errors="backslashreplace"
-        )  # texts need not be UTF-8
-
-    def _card(self, record: Record) -> str:
-        sample, sums = self.samples.read(record["number"]), Loss(**record["sums"]).numbers()
-        picture = ""
-        if has_media(sample) and (found := first_picture(sample)) is not None:
-            data = io.BytesIO()
-            thumbnail(found).save(data, "PNG")
-            picture = f'<img alt="" src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
-        told = "".join(
-            f'<div class="q">{label} {sums[key]:.3f}</div>'
-            for key, label in (("loss", "loss"), ("blind_loss", "grey picture"))
-            if key in sums
-        )
-        return (
-            f'<div class="one">{picture}<div class="q">{escape(record["prompt"])}</div>'
-            f"<div>{escape(str(record.get('output', '')).strip()) or '(nothing)'}</div>"
-            f'<div class="q">expected: {escape(record["target"])}</div>{told}</div>'
-        )
+    def write_shown(self, folder: Path, records: Sequence[Record], summary: Mapping[str, Any]) -> None:
+        """shown.json and pictures beside the records: what pipeline/report/evaluation.py draws a page of."""
+        samples = []
+        for record in records:
+            if "number" not in record:
+                continue
+            sample, image = self.samples.read(record["number"]), None
+            if has_media(sample) and (picture := first_picture(sample)) is not None:
+                image = f"shown/{record['number']}.png"
+                (folder / image).parent.mkdir(exist_ok=True)
+                thumbnail(picture).save(folder / image)
+            numbers = Loss(**record["sums"]).numbers()
+            shown = {
+                "prompt": record["prompt"],
+                "reference": record["target"],
+                "answer": record.get("output"),
+            }
+            samples.append({"image": image, **shown, **numbers})
+        told = {"data": str(self.options.data), "explained": summary.get("explained", [])}
+        write_json(folder / SHOWN, {**told, "samples": samples})
 
 
 def _number(given: Any, name: str, least: int) -> int:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from eval_cases import Scripted, own_model
+from page_cases import checked
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
@@ -19,6 +20,7 @@ from earlyfusion.eval.protocol import EvalError, TaskOptions
 from earlyfusion.eval.registry import build_task
 from earlyfusion.eval.run import show
 from earlyfusion.pipeline.cli import main as cli
+from earlyfusion.pipeline.report.evaluation import write_pages
 
 COLOURS = ("red", "blue", "green")
 
@@ -105,10 +107,9 @@ def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(
     records = [json.loads(line) for line in (tmp_path / "heldout" / "records.jsonl").read_text().splitlines()]
     shown = [record for record in records if "number" in record]
     assert len(records) == 5 and len(shown) == 3 and all(record["output"] is not None for record in shown)
-    page = (tmp_path / "heldout" / "report.html").read_text()
-    assert page.count('class="one"') == 3 and page.count("data:image/png") == sum(
-        "shape" in r["target"] for r in shown
-    )
+    (page,) = map(checked, write_pages(tmp_path))
+    assert page.count('class="picture"') == 3
+    assert page.count("data:image/png") == sum("shape" in r["target"] for r in shown)
     assert all(record["target"] in page for record in shown)
     show([summary])
     assert f"loss {summary['metrics']['loss']:.4f}" in capsys.readouterr().out
