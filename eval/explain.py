@@ -30,6 +30,8 @@ def _nothing(metrics: Mapping[str, Any], records: Sequence[Record], *, private: 
     ]
     if not private:
         lines.append(f"the model said {'; '.join(_examples(records)) or 'nothing'}")
+
+    # What a score would have to beat.
     baselines = {
         "chance": "what guessing among the options earns",
         "majority": "what always giving the most frequent answer earns",
@@ -44,6 +46,7 @@ def _nothing(metrics: Mapping[str, Any], records: Sequence[Record], *, private: 
             "; ".join(known)
             + ("; 1 means that questions have one option" if metrics.get("chance") == 1 else "")
         )
+
     if unread > 0.5:
         lines.append(
             "what to do: the model does not answer in the form that is asked for; take a form that compares"

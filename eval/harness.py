@@ -175,6 +175,7 @@ def run_settings(model: Model, task: Task, options: RunOptions) -> dict[str, Any
         "samples": options.samples,
         "seed": options.seed,
     }
+
     given = getattr(task, "options", None)
     if isinstance(given, TaskOptions):
         chosen = ("temperature", "top_p", "max_new_tokens", "extra")
@@ -215,6 +216,7 @@ def answer(model: Model, task: Task, chunk: Sequence[Pending], options: RunOptio
             "seed": request_seed(options.seed, question.id, pending.repeat),
             "prompt_hash": pending.prompt_hash,
         }
+
         written = [output for output in own if isinstance(output, Generation)]
         if written:
             record |= _output(written, task.private)
@@ -243,6 +245,7 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
         (RollingRequest, "rolling"),
         (LossRequest, "losses"),
     )
+
     for kind, method in methods:
         places = [place for place, request in enumerate(requests) if isinstance(request, kind)]
         if places:
@@ -295,6 +298,7 @@ def read_records(path: Path) -> Records:
     if len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
+
     found = {}
     for number, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
         try:

@@ -153,6 +153,7 @@ def _documents(
         except BadSample as error:
             results.append(error)
             continue
+
         if most_tokens is not None and used and used + len(document) > most_tokens:
             return
         used += len(document)
@@ -165,6 +166,8 @@ def _enter(model: NativeFusion, batch: PackedBatch, results: Sequence[Loss | Bad
     """Add a batch's losses to the sums of its samples."""
     learned_T = (batch.labels >= 0) & (batch.loss_weights > 0)
     nll_T = _nll(model, batch)
+
+    # The same row with grey pictures: what words and picture sizes alone give away.
     grey_T = nll_T
     if blind and batch.num_patches:
         grey_T = _nll(model, replace(batch, patches=torch.full_like(batch.patches, GREY)))

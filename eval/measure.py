@@ -1,13 +1,13 @@
-"""What a model knows of held-out problems: greedy answers, probabilities, samples; the same problems for every
-model.
+"""What a model knows of held-out problems: greedy answers, probabilities, samples; the same problems for
+every model.
 
     measured = measure(model, tokenizer, entries, problems=200, seed=7)
     summary(measured)["counting/1/twin"]["accuracy"]                     # eval/measured.py
 
-The engine writes the answers and judges them and the targets; the hidden states it keeps give probabilities and
-entropies at any temperature without another pass. Problem i of (task, difficulty, seed) is the same scene in every
-form, so forms and models pair by `Measured.key`. Where an answer follows a thought, p_target and confidence are
-those of the answer given the model's own greedy thought.
+The engine writes the answers and judges them and the targets; the hidden states it keeps give probabilities
+and entropies at any temperature without another pass. Problem i of (task, difficulty, seed) is the same scene
+in every form, so forms and models pair by `Measured.key`. Where an answer follows a thought, p_target and
+confidence are those of the answer given the model's own greedy thought.
 
 What may be shown in a picture's place, so that a figure of pictures gets its control:
 
@@ -50,8 +50,8 @@ PICTURES: tuple[Pictures, ...] = get_args(Pictures)
 GREY = (128, 128, 128)
 
 IN_VAIN = 100
-"""Draws in a row that bring no new problem, after which a task's held-out side counts as used up: fewer problems,
-none twice."""
+"""Draws in a row that bring no new problem, after which a task's held-out side counts as used up: fewer
+problems, none twice."""
 SEED_STEP = 1_000_003
 ANSWER_MARK = "answer:"
 """What stands between a thought and its answer (Problem.solution)."""
@@ -60,7 +60,8 @@ LONGER = 4
 
 
 class Entry(Protocol):
-    """One kind of question: a task at a level of difficulty, in a form, perhaps with a thought or with tools."""
+    """One kind of question: a task at a level of difficulty, in a form, perhaps with a thought or with
+    tools."""
 
     @property
     def name(self) -> str: ...
@@ -87,8 +88,8 @@ EncodePrompt = Callable[[Problem, Any, Tokenizer, VisionConfig, Sequence[Image] 
 
 @dataclass(frozen=True)
 class Question:
-    """One problem in one form, ready to be asked. target: the ids of the target answer and of the end; budget:
-    most tokens of an answer; suffix: of the label, for another picture than the problem's own."""
+    """One problem in one form, ready to be asked. target: the ids of the target answer and of the end;
+    budget: most tokens of an answer; suffix: of the label, for another picture than the problem's own."""
 
     entry: Entry
     task: Task
@@ -260,7 +261,8 @@ class Asked:
     """The greedy answers with LONGER times the tokens."""
     samples: list[list[Answer]] = field(default_factory=list)
     marks: list[int | None] = field(default_factory=list)
-    """Tokens of the greedy answer up to its answer mark; 0 without a thought; None where the mark never came."""
+    """Tokens of the greedy answer up to its answer mark; 0 without a thought; None where the mark never
+    came."""
     greedy_MD: list[Tensor] = field(default_factory=list)
     target_MD: list[Tensor] = field(default_factory=list)
     """Empty where the mark never came: the target has no place then."""
@@ -305,8 +307,11 @@ class Asked:
         chosen = [i for i, question in enumerate(self.questions) if question.label == label]
         if not chosen:
             raise DataError(f"{label!r} was not measured; known: {sorted({q.label for q in self.questions})}")
-        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
-        return Asked(self.model, **{name: [value[i] for i in chosen] for name, value in lists.items()})
+        part = Asked(self.model, [])
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                setattr(part, name, [value[i] for i in chosen])
+        return part
 
 
 def check_counts(problems: int, samples: int, max_new_tokens: int, slots: int, temperature: float) -> None:
@@ -343,9 +348,9 @@ def ask(
 
     samples: sampled answers for each problem at `temperature`, with the same noise for every model.
     max_new_tokens: raised for an entry whose targets (or thoughts) would not fit. slots: answers written at a
-    time. pictures: what is shown in the problem's place, one after the other for every entry with pictures; the
-    labels of others than "true" end in it. share: (rank, world), one of world equal parts: questions rank,
-    rank + world, ... Raises DataError for counts below 1, TaskError as the tasks do.
+    time. pictures: what is shown in the problem's place, one after the other for every entry with pictures;
+    the labels of others than "true" end in it. share: (rank, world), one of world equal parts: questions
+    rank, rank + world, ... Raises DataError for counts below 1, TaskError as the tasks do.
     """
     check_counts(problems, samples, max_new_tokens, slots, temperature)
     if any(entry.tools for entry in entries):
@@ -370,8 +375,9 @@ def ask(
         asked.greedy.append(asked.longer[-1].within(question.budget, tokenizer))
         asked.marks.append(_mark(question, asked.greedy[-1], tokenizer))
     drawn = _written(engine, asked.questions, 1, temperature, samples) if samples else []
-    for i in range(len(asked.questions)):
-        asked.samples.append([Answer.of(done) for done in drawn[i * samples : (i + 1) * samples]])
+    for first in range(len(asked.questions)):
+        own = drawn[first * samples : (first + 1) * samples]
+        asked.samples.append([Answer.of(done) for done in own])
 
     _keep_states(engine, asked)
     return asked
@@ -459,9 +465,9 @@ def match_entropy(asked: Asked, target_entropy: float) -> Matched:
     """The untouched model at the temperature that gives it a treated model's entropy.
 
     Reinforcement learning lowers entropy, and a lower entropy alone raises p(correct) wherever the likeliest
-    answer is more often right than it is likely; so the two are compared at equal mean entropy. Bisection on the
-    logarithm of the temperature (the entropy of softmax(z / T) never falls with T). Raises DataError for an
-    entropy that is negative or not finite.
+    answer is more often right than it is likely; so the two are compared at equal mean entropy. Bisection on
+    the logarithm of the temperature (the entropy of softmax(z / T) never falls with T). Raises DataError for
+    an entropy that is negative or not finite.
     """
     if not 0 <= target_entropy < math.inf:
         raise DataError(f"target entropy {target_entropy}: expected nats, at least 0")

@@ -1,10 +1,11 @@
 """Measurements of held-out problems: their numbers, their files, and two of them paired.
 
     accuracy    share of greedy answers that are solved (`SOLVED_FROM`); one cut off by the limit is no answer
-    ended       share of greedy answers that ended by themselves; accuracy_4x, ended_4x: with four times the limit
-    p_target    probability of exactly the target's tokens and the end after them, over the whole vocabulary
-    pass@k      1 - C(n - c, k) / C(n, k) for c solved of n samples: unbiased (Chen et al. 2021, arXiv 2107.03374)
-    ece         sum over bins of n_b / n |accuracy - confidence|, bins of equal mass (Nguyen and O'Connor 2015)
+    ended       share of greedy answers that ended by themselves; accuracy_4x, ended_4x: with four times the
+    limit p_target    probability of exactly the target's tokens and the end after them, over the whole
+    vocabulary pass@k      1 - C(n - c, k) / C(n, k) for c solved of n samples: unbiased (Chen et al. 2021,
+    arXiv 2107.03374) ece         sum over bins of n_b / n |accuracy - confidence|, bins of equal mass (Nguyen
+                                  and O'Connor 2015)
 
 A file holds one problem a line, without its picture: that can be drawn again from the key. Who measures:
 eval/measure.py.
@@ -34,10 +35,10 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """One held-out problem, answered greedily. score: the task's, in [0, 1]; p_target: probability of the target
-    answer's tokens and the end after them; confidence: probability of the greedy answer; entropy: mean over the
-    greedy answer's tokens of the next-token entropy, nats; sampled: scores of the sampled answers, if any were
-    asked for."""
+    """One held-out problem, answered greedily. score: the task's, in [0, 1]; p_target: probability of the
+    target answer's tokens and the end after them; confidence: probability of the greedy answer; entropy: mean
+    over the greedy answer's tokens of the next-token entropy, nats; sampled: scores of the sampled answers,
+    if any were asked for."""
 
     task: str
     form: str
@@ -56,7 +57,8 @@ class Measured:
     label: str = ""
     """Of the entry that was measured."""
     ended: bool = True
-    """Whether the greedy answer ended by itself within the limit; one that was cut off counts as no answer."""
+    """Whether the greedy answer ended by itself within the limit; one that was cut off counts as no
+    answer."""
     solved_4x: bool = False
     ended_4x: bool = True
     """The same with four times the limit, which shows how an answer that was cut off would have gone on."""
@@ -97,8 +99,8 @@ def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = 
 
 
 def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
-    """Label -> n, accuracy, score, p_target, confidence, ece, entropy, and with samples pass@1, pass@2, pass@4,
-    ..."""
+    """Label -> n, accuracy, score, p_target, confidence, ece, entropy, and with samples pass@1, pass@2,
+    pass@4, ..."""
     by_label: dict[str, list[Measured]] = {}
     for one in measured:
         by_label.setdefault(one.label or f"{one.task}/{one.form}", []).append(one)
@@ -148,6 +150,7 @@ def load_measured(path: str | Path) -> list[Measured]:
         raise DataError(
             f"{path}: no such file; expected measurements as `earlyfusion measure --out DIR` writes them"
         )
+
     found = []
     for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").split("\n")), 1):
         try:
@@ -174,9 +177,9 @@ def by_problem(measured: Sequence[Measured]) -> dict[str, dict[str, Measured]]:
 
 
 def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One row for every label and metric that both hold (pass@1, the share of right samples, where samples were
-    drawn): means, difference, SE, interval, p of the sign-flip test, p_holm over all rows, and `clear`: the
-    interval excludes 0 and p_holm <= ALPHA. Only problems of both take part.
+    """One row for every label and metric that both hold (pass@1, the share of right samples, where samples
+    were drawn): means, difference, SE, interval, p of the sign-flip test, p_holm over all rows, and `clear`:
+    the interval excludes 0 and p_holm <= ALPHA. Only problems of both take part.
 
     Raises DataError when they have none in common.
     """

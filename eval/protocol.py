@@ -241,6 +241,7 @@ def prompt_hash(requests: Sequence[Request]) -> str:
             prompt: Prompt = request.sample.segments
         else:
             prompt = request.prompt if isinstance(request, GenerateRequest) else request.context
+
         for part in [prompt] if isinstance(prompt, str) else prompt:
             _feed(digest, part)
         if isinstance(request, GenerateRequest):
@@ -257,16 +258,18 @@ def _feed(digest: Any, part: str | Segment) -> None:
         digest.update((part if isinstance(part, str) else part.text).encode("utf-8"))
         return
     if not isinstance(part, Image | Video):
+        # Another kind of segment: its settings, and the bytes of its file.
         held = {name: getattr(part, name) for name in part.__slots__}
-        known = held["video"] if isinstance(part, VideoFile) else None
-        data = known if isinstance(known, bytes) else b"" if known is None else Path(known).read_bytes()
-        plain = {name: value for name, value in held.items() if name != "video"}
-        digest.update(f"\0{type(part).__name__}{plain}\0".encode() + data)
+        file = held.pop("video") if isinstance(part, VideoFile) else b""
+        data = file if isinstance(file, bytes) else Path(file).read_bytes()
+        digest.update(f"\0{type(part).__name__}{held}\0".encode() + data)
         return
+
     pictures = [part.image] if isinstance(part, Image) else part.frames
     digest.update(f"\0{type(part).__name__}{len(pictures)}\0".encode())
     if isinstance(part, Video):
         digest.update(np.asarray(part.timestamps, dtype=np.float64).tobytes())
+
     for picture in pictures:
         if isinstance(picture, PILImage.Image):
             digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())

@@ -113,7 +113,8 @@ def evaluate(
 ) -> None:
     """Run benchmarks; --list shows the tasks. A stopped run goes on when the same command is given again.
 
-    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out evals/run
+    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out
+    evals/run
     earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
     earlyfusion eval --model http://localhost:8000/v1 --tasks counting --out evals/served
     earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR
@@ -225,6 +226,7 @@ def show(summaries: Sequence[dict[str, Any]]) -> None:
             more.append(f"refused (too long) {summary['refused']}")
         cells = [_cell(metrics.get(name)) for name in HEADLINE]
         table.add_row(summary["task"], str(metrics.get("n")), *cells, ", ".join(more))
+
     print_table(Console(width=None if sys.stdout.isatty() else 160), table)
     for summary in summaries:
         for line in summary.get("explained", ()):
@@ -241,6 +243,7 @@ def _rescore(path: Path, levels: int, out: Path | None) -> None:
     result = rescore_mmlu_pro(path, levels)
     if out is not None:
         write_json(out / "rescore.json", result)
+
     categories = result.pop("by_category", {})
     print(json.dumps(result, indent=1))
     for name, entry in categories.items():

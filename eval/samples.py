@@ -120,6 +120,7 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
                 thumbnail(record["picture"]).save(Path(run_dir) / name)
         shown = {key: value for key, value in record.items() if key != "picture"}
         plain.append({**shown, "image": name})
+
     path = folder / f"step_{int(step):0{STEP_DIGITS}d}.json"
     return write_json(path, {"step": int(step), "samples": plain})
 

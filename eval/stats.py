@@ -5,21 +5,22 @@
     SE clustered  sqrt(G / (G - 1) * sum over clusters of (sum of residuals in the cluster)^2) / n, Student t
                   with G - 1 degrees of freedom (CR1; what statsmodels gives for OLS on a constant with
                   cov_type "cluster")
-    bootstrap     clusters drawn with replacement, pairs kept together, inside each stratum; percentile interval
-    sign flip     the sign of every cluster's sum of d drawn anew: the null hypothesis "base and treated may be
-                  swapped"; all 2^G assignments for G <= 16, else `draws` random ones, p = (1 + hits) / (1 + draws)
+    bootstrap     clusters drawn with replacement, pairs kept together, inside each stratum; percentile
+    interval sign flip     the sign of every cluster's sum of d drawn anew: the null hypothesis "base and
+                  treated may be swapped"; all 2^G assignments for G <= 16, else `draws` random ones, p = (1 +
+                  hits) / (1 + draws)
     McNemar       questions won and lost: exact binomial of won in won + lost tosses; chi-square
                   (|won - lost| - 1)^2 / (won + lost)
-    power         Var(mean d) = (D - delta^2) / n for one binary answer each, D = (won + lost) / n the discordance;
-                  solved for delta: sqrt(z D / (n + z)) with z = (z_{1 - alpha / 2} + z_power)^2
+    power         Var(mean d) = (D - delta^2) / n for one binary answer each, D = (won + lost) / n the
+                  discordance; solved for delta: sqrt(z D / (n + z)) with z = (z_{1 - alpha / 2} + z_power)^2
     seeds         differences of seed means: Student t (paired or one fixed base), Welch (two sets of seeds)
     Holm          step-down adjusted p values
 
-Distributions are SciPy's. The clustered, stratified bootstrap and the sign flips of clusters are written here:
-SciPy resamples single values.
+Distributions are SciPy's. The clustered, stratified bootstrap and the sign flips of clusters are written
+here: SciPy resamples single values.
 
-Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: section 5); Cameron and Miller 2015
-(CR1); Holm 1979. Legend: n questions, G clusters.
+Sources: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640; power: section 5); Cameron and Miller
+2015 (CR1); Holm 1979. Legend: n questions, G clusters.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def clustered_estimate(values: ArrayLike, clusters: Sequence[Hashable], confiden
 
 
 def unpaired_se(base: ArrayLike, treated: ArrayLike) -> float:
-    """What the SE of the difference would be, had the questions been different ones; nan for fewer than two."""
+    """What the SE of the difference would be, had the questions been different ones; nan for fewer than
+    two."""
     return welch(base, treated).se
 
 
@@ -229,7 +231,8 @@ def smallest_delta(n: int, discordance: float) -> float:
 
 
 def smallest_delta_of_se(se: float, independent: int) -> float:
-    """The same for any score whose difference has standard error `se`, from `independent` questions or clusters.
+    """The same for any score whose difference has standard error `se`, from `independent` questions or
+    clusters.
 
     se 0 (nothing changed) does not mean that everything would be seen: the discordance is then taken at its
     95 % upper bound, 3 / independent (rule of three).
@@ -258,7 +261,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def sampling_variance(samples: Sequence[ArrayLike]) -> float:
-    """Variance of the mean over n questions that comes from sampling k answers each: mean of s_i^2 / k_i, over n.
+    """Variance of the mean over n questions that comes from sampling k answers each: mean of s_i^2 / k_i,
+    over n.
 
     nan when a question was asked only once.
     """

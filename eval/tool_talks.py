@@ -96,6 +96,7 @@ def play_talks(
             prompts = [encode_chat([*game.prompt, *game.said], tokenizer, vision) for _, game in active]
             if not prompts:
                 break
+
             longest = max(len(prompt) for prompt in prompts) + max_new_tokens
             engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
             requests = [
@@ -143,14 +144,15 @@ def _shares(rows: Sequence[dict[str, bool]]) -> dict[str, float]:
 
 def transcript(game: Played) -> dict[str, Any]:
     """A played talk as JSON: messages with role, text, thinking and programs; its marks; the right answer."""
-    shown = [
-        {
-            "role": message.role,
-            "text": message.text,
-            "thinking": message.thinking,
-            "calls": [dict(call.arguments) for call in message.calls],
-            "pictures": sum(isinstance(part, Image) for part in message.content),
-        }
-        for message in [*game.prompt, *game.said]
-    ]
+    shown = []
+    for message in [*game.prompt, *game.said]:
+        shown.append(
+            {
+                "role": message.role,
+                "text": message.text,
+                "thinking": message.thinking,
+                "calls": [dict(call.arguments) for call in message.calls],
+                "pictures": sum(isinstance(part, Image) for part in message.content),
+            }
+        )
     return {"messages": shown, "marks": game.marks, "expected": game.talk.turns[0].answer}

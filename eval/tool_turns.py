@@ -48,6 +48,7 @@ def answer_calls(
         else:
             result = sandbox.run(code, files)
             text = result.text
+
         answers.append(Message("tool", (Text(text),), tool=call.tool, index=number + 1))
         results.append(result)
     return answers, results

@@ -26,5 +26,6 @@ def entry_of(label: str) -> TaskEntry:
         )
     if name not in TASKS:
         raise DataError(f"{label!r}: unknown task {name!r}; {did_you_mean(name, TASKS)}")
+
     thought, tools = how == "thought", how == "tools"
     return TaskEntry(name=name, difficulty=int(level), form=cast(Form, form), thought=thought, tools=tools)

@@ -147,13 +147,15 @@ def spread(items: Sequence[Item], categories: Sequence[str], limit: int | None) 
         return list(items)
     if limit < 1:
         raise EvalError(f"--limit {limit}: give at least 1")
-    seen: Counter[str] = Counter()
+    # Round by round, in a round the categories by first appearance.
+    rounds: Counter[str] = Counter()
     order: dict[str, int] = {}
     ranks = []
     for index, category in enumerate(categories):
-        ranks.append((seen[category], order.setdefault(category, len(order)), index))
-        seen[category] += 1
-    return [items[index] for index in sorted(rank[2] for rank in sorted(ranks)[:limit])]
+        ranks.append((rounds[category], order.setdefault(category, len(order)), index))
+        rounds[category] += 1
+    chosen = sorted(index for _, _, index in sorted(ranks)[:limit])
+    return [items[index] for index in chosen]
 
 
 def grouped(items: Sequence[Item], categories: Sequence[str]) -> list[Item]:
@@ -236,14 +238,13 @@ def score_choices(question: Question, outputs: Sequence[LogProb], gold: int, *, 
     logprobs: ln p of every option.
     """
     sums = [output.sum for output in outputs]
-    by_sum = best_choice(sums)
-    chosen = by_sum
+    by_sum = chosen = best_choice(sums)
     extra: Record = {}
     if not letters:
-        chosen = best_choice(
-            [output.sum / max(len(choice), 1) for output, choice in zip(outputs, question.choices)]
-        )
+        lengths = [max(len(choice), 1) for choice in question.choices]
+        chosen = best_choice([total / length for total, length in zip(sums, lengths)])
         extra = {"score_sum": float(by_sum == gold)}
+
     return {
         "extracted": LETTERS[chosen],
         "target": LETTERS[gold],

@@ -107,6 +107,7 @@ class Gpqa(BaseTask):
         text = str(question.prompt)
         if self.form == "cf":
             return choice_requests(f"Question: {text}\nAnswer:", [f" {option}" for option in options])
+
         if self.form == "cot":
             prompt = f"{SIMPLE_EVALS}{text}\n\n{lettered(options, '{}) {}').rstrip(chr(10))}"
         else:
@@ -114,6 +115,7 @@ class Gpqa(BaseTask):
             prompt += "Let's think step by step: " if self.form == "lm_eval" else "Answer:"
         if self.form == "mcf":
             return choice_requests(prompt, [f" ({letter})" for letter in LETTERS[:4]])
+
         temperature, top_p = sampling(self.options)
         seed = request_seed(question.meta["seed"], question.id, repeat)
         stop = ("</s>",) if self.form == "lm_eval" else ()
@@ -126,6 +128,7 @@ class Gpqa(BaseTask):
         if self.kind == "score":
             shown = Question(question.id, "", "", choices=tuple(question.choices[i] for i in order))
             return score_choices(shown, outputs, gold, letters=self.form == "mcf")
+
         text = outputs[0].text
         if self.form == "cot":
             letter = answer_line_letter(text, 4, which=str(self.options.extra.get("extract", "last")))

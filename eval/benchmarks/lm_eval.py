@@ -104,6 +104,7 @@ def _generation(request: Any, number: int, seed: int) -> GenerateRequest:
     until = options.get("until") or []
     stops = tuple([until] if isinstance(until, str) else until)
     sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+
     return GenerateRequest(
         prompt=context,
         max_new_tokens=int(
@@ -189,6 +190,7 @@ def _files(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Path], str]
             found = [p for n in names for p in sorted(path.glob(f"{n}.*")) if p.suffix in ENDINGS]
             if found:
                 files[split] = found[0]
+
     if asked not in files:
         raise EvalError(f"--data {path}: holds no {asked}.jsonl (or .json, .csv, .parquet)")
     return files, ENDINGS[files[asked].suffix]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ class MmluPro(BaseTask):
         examples: dict[str, list[dict[str, Any]]] = {}
         for row in validation:
             examples.setdefault(row["category"], []).append(row)
+
         chosen = spread(test, [row["category"] for row in test], limit)
         for row in grouped(chosen, [row["category"] for row in chosen]):
             own = examples.get(row["category"], [])[:count]
@@ -139,6 +141,7 @@ class MmluPro(BaseTask):
         block = f"Question:\n{row['question']}\n"
         if self.form != "cf":
             block += "Options:\n" + lettered(row["options"], "{}. {}")
+
         if self.form == "cot":
             if solved is None:
                 return f"{block}Answer: {COT}"
@@ -226,6 +229,7 @@ def rescore(path: Path, levels: int = 3) -> dict[str, Any]:
             raise EvalError(
                 f"{where}: no field 'generated_text' or 'model_outputs' (fields: {', '.join(row)})"
             )
+
         record = judge(str(text), need(row, "answer", where), len(need(row, "options", where)), levels)
         differences += "pred" in row and (row["pred"] or None) != record["extracted"]
         records.append(
@@ -241,6 +245,7 @@ def clean(row: dict[str, Any], where: str) -> dict[str, Any]:
     answer = str(need(row, "answer", where))
     if answer not in LETTERS[: len(options)]:
         raise EvalError(f"{where}: answer {answer!r} is not a letter of its {len(options)} options")
+
     return {
         "question_id": row["question_id"],
         "question": str(need(row, "question", where)),
@@ -259,9 +264,8 @@ def _local(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         validation = data_files(folder, *(name.format("validation") for name in names))
     except EvalError:
         validation = []
-    return [row for file in test for row in read_rows(file)], [
-        row for file in validation for row in read_rows(file)
-    ]
+    rows = [list(chain.from_iterable(read_rows(file) for file in files)) for files in (test, validation)]
+    return rows[0], rows[1]
 
 
 def _hub(revision: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -65,6 +65,7 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
         places = {letter: answer.rfind(form.format(letter)) for letter in letters}
         if max(places.values()) >= 0:
             return max(places, key=lambda letter: places[letter])
+
     if len(answer.split()) <= 5:
         return None
     said = {
@@ -120,9 +121,12 @@ class MmmuTask:
         """Rows in file order, or `limit` of them at even distances. The category is the subject."""
         if shots:
             raise EvalError(f"mmmu: shots={shots}; MMMU is asked without examples: leave --shots out")
-        rows = [(path, number, row) for path in self.files for number, row in enumerate(read_rows(path), 1)]
+        rows: list[tuple[Path, int, dict[str, Any]]] = []
+        for path in self.files:
+            rows += [(path, number, row) for number, row in enumerate(read_rows(path), 1)]
         if limit is not None and limit < len(rows):
             rows = [rows[i * len(rows) // limit] for i in range(limit)]
+
         for path, number, row in rows:
             try:
                 yield _question(row, path.parent)
@@ -135,8 +139,9 @@ class MmmuTask:
 
     def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
         """With the pictures, then with grey ones."""
-        prompts: list[list[Segment]] = [list(question.prompt)]  # type: ignore[arg-type]
-        prompts += [[grey(s) if isinstance(s, Image) else s for s in question.prompt] for _ in self.views]  # type: ignore[misc]
+        shown: list[Segment] = list(question.prompt)  # type: ignore[arg-type]
+        blank: list[Segment] = [grey(part) if isinstance(part, Image) else part for part in shown]
+        prompts = [shown, *[blank] * len(self.views)]
         tokens = self.options.max_new_tokens or 64
         stop: tuple[str, ...] = ()
         if self.qa:
@@ -194,12 +199,14 @@ def _question(row: dict[str, Any], folder: Path) -> Question:
     listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, chosen))
     whole = f"{text}\n\n{listed}{CHOICE_REQUEST}" if chosen else f"{text}{OPEN_REQUEST}"
     _check_pictures(row, whole)
+
     answer = row["answer"]
     golds = (
         ast.literal_eval(answer) if isinstance(answer, str) and answer.strip().startswith("[") else [answer]
     )
     if chosen and answer not in LETTERS[: len(chosen)]:
         raise ValueError(f"answer {answer!r} is none of the letters {LETTERS[: len(chosen)]}")
+
     return Question(
         id=str(row["id"]),
         prompt=_interleave(whole, row, folder),
@@ -229,6 +236,7 @@ def _interleave(text: str, row: dict[str, Any], folder: Path) -> list[Segment]:
     segments: list[Segment] = []
     shown: set[str] = set()
     start = 0
+
     for match in _PLACEHOLDER.finditer(text):
         number = match[1]
         if number in shown:

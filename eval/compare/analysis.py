@@ -69,16 +69,21 @@ def compare_arms(
     arms = [arm for arm in (base, treated, control, control_base) if arm is not None]
     tasks = aligned(arms)
     entries = [_task(task, base, treated, control, control_base or base, options) for task in tasks]
+
+    # Holm's family are all tasks of one view: seen, blind and in words are asked apart.
     for view in dict.fromkeys(entry["view"] for entry in entries):
         family = [entry for entry in entries if entry["view"] == view]
         for entry, adjusted in zip(family, holm([entry["delta"]["p"] for entry in family])):
             entry["delta"]["p_holm"] = adjusted
             entry["verdict"] = verdict(entry)
-    left_out = sorted({task for arm in arms for run in arm.runs for task in run} - set(tasks))
+
+    known: set[str] = set()
+    for arm in arms:
+        known = known.union(*arm.runs)
     return {
         "arms": {arm.label: [str(folder) for folder in arm.folders] for arm in arms},
         "tasks": entries,
-        "left_out": left_out,
+        "left_out": sorted(known - set(tasks)),
         "options": {"draws": options.draws, "flips": options.flips, "seed": options.seed, "alpha": ALPHA},
     }
 
@@ -107,18 +112,16 @@ def _task(
         if not first.view
         else {},
     }
+
     entry["delta"]["sampling_se"] = _sampling_se(base.of(task), treated.of(task))
     if control is not None:
         c, d = question_means(control.of(task)), question_means(control_base.of(task))
         entry["control"] = side(control.of(task))
         entry["control_delta"] = _headline(c - d, first).to_dict()
-        difference = _headline((b - a) - (c - d), first)
-        entry["difference_in_differences"] = {
-            **difference.to_dict(),
-            "p_sign_flip": sign_flip_p(
-                (b - a) - (c - d), clusters=first.clusters, draws=options.flips, seed=options.seed
-            ),
-        }
+        difference = (b - a) - (c - d)
+        flip = sign_flip_p(difference, clusters=first.clusters, draws=options.flips, seed=options.seed)
+        found = _headline(difference, first).to_dict()
+        entry["difference_in_differences"] = {**found, "p_sign_flip": flip}
     return entry
 
 
@@ -139,6 +142,7 @@ def side(runs: Sequence[TaskRun]) -> dict[str, Any]:
     known = [run.unextracted for run in runs if run.unextracted is not None]
     lengths = [run.tokens for run in runs if run.tokens is not None]
     estimate = _headline(question_means(runs), runs[0])
+
     return {
         "score": estimate.value,
         "se": estimate.se,
@@ -165,9 +169,11 @@ def delta_of(a: Array, b: Array, run: TaskRun, options: Options, *, single: bool
         d, clusters=run.clusters, strata=run.categories, draws=options.draws, seed=options.seed
     )
     counts, edges = _histogram(means)
+
     table = mcnemar(a, b) if single else None
     discordance = float(np.mean(a != b)) if table is None else table.discordance
     flip = sign_flip_p(d, clusters=run.clusters, draws=options.flips, seed=options.seed)
+
     return {
         **headline.to_dict(),
         "p": flip,
@@ -243,6 +249,7 @@ def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[dict
             "smallest_delta": smallest_delta_of_se(estimate.se, len(set(clusters))),
         }
         entries.append({"category": name, **scores, **estimate.to_dict(), "p": p, "p_t": estimate.p, **see})
+
     for entry, adjusted in zip(entries, holm([entry["p"] for entry in entries])):
         entry["p_holm"] = adjusted
     return entries
@@ -259,6 +266,7 @@ def verdict(entry: dict[str, Any]) -> str:
         if seeds and _excludes_zero(delta):
             return "no difference shown (seeds disagree)"
         return "no difference shown"
+
     word = "gain" if delta["value"] > 0 else "loss"
     against = entry.get("difference_in_differences")
     if against is not None and not _excludes_zero(against):

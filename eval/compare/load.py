@@ -39,8 +39,8 @@ class CompareError(DataError):
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of one run. Question i has the id `ids[i]` (in order) and the scores `samples[i]`, whose mean is
-    `scores[i]`."""
+    """One task of one run. Question i has the id `ids[i]` (in order) and the scores `samples[i]`, whose mean
+    is `scores[i]`."""
 
     task: str
     folder: Path
@@ -108,14 +108,15 @@ def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
     if not folder.is_dir():
         raise CompareError(f"{folder}: no such folder; give the --out folder of earlyfusion eval")
     places = [folder] if (folder / "records.jsonl").is_file() else sorted(folder.glob("*/"))
-    runs = [
-        run for place in places if (place / "records.jsonl").is_file() for run in load_task(place, metric)
-    ]
+    runs: dict[str, TaskRun] = {}
+    for place in places:
+        if (place / "records.jsonl").is_file():
+            runs |= {run.task: run for run in load_task(place, metric)}
     if not runs:
         raise CompareError(
             f"{folder}: holds no <task>/records.jsonl; give the --out folder of earlyfusion eval"
         )
-    return {run.task: run for run in runs}
+    return runs
 
 
 def load_task(folder: Path, metric: str = "score") -> list[TaskRun]:
@@ -179,6 +180,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 " object with id, prompt_hash and score; run earlyfusion eval again with the same --out to"
                 " mend the file"
             ) from None
+
     if not rows:
         raise CompareError(f"{path}: no rows; run earlyfusion eval to the end first")
     return [row for _, row in sorted(rows.items())]
@@ -243,12 +245,14 @@ def _same(a: TaskRun, b: TaskRun) -> None:
             f"{where} were asked different data (data hashes {shown[0]} and {shown[1]}); evaluate both on the"
             " same --data, --limit and revision"
         )
+
     if a.prompts.keys() != b.prompts.keys():
         missing = len(a.prompts.keys() ^ b.prompts.keys())
         raise CompareError(
             f"{where} answered different questions ({len(a.prompts)} and {len(b.prompts)} answers, {missing}"
             " not in both); finish both runs with equal --limit and --samples"
         )
+
     differing = [key for key in a.prompts if a.prompts[key] != b.prompts[key]]
     if differing or any(value in ("None", "") for value in a.prompts.values()):
         example = differing[0][0] if differing else next(iter(a.prompts))[0]

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from earlyfusion.eval.models.engine import load_own
+from earlyfusion.eval.models.hf import load_hf
+from earlyfusion.eval.models.http import EndpointModel
+from earlyfusion.eval.models.tokens import TokenModel
 from earlyfusion.eval.protocol import EvalError, Model
 from earlyfusion.model.hub.config import MODEL_TYPE, model_folder
 
@@ -29,32 +33,25 @@ def open_model(
     """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an
     answer does not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a
     model directory as it was trained, others without. Raises EvalError when there is no such model."""
-    wanted = None if dtype == "auto" else DTYPES.get(dtype)
-    if dtype != "auto" and wanted is None:
+    if dtype != "auto" and dtype not in DTYPES:
         raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
     if given.startswith(("http://", "https://")):
-        from earlyfusion.eval.models.http import EndpointModel
-
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
-    options: dict[str, Any] = {"device": usable_device(device), "dtype": wanted}
+
+    options: dict[str, Any] = {"device": usable_device(device), "dtype": DTYPES.get(dtype)}
     options |= {"batch_size": batch_size, "batch_tokens": batch_tokens}
+    model: TokenModel
     if given.startswith("hf:"):
-        from earlyfusion.eval.models.hf import load_hf
-
-        return _set(load_hf(given[3:], chat=bool(chat), **options), exact)
-    folder = model_folder(given)
-    kind = _kind(folder)
-    if kind != MODEL_TYPE:
-        hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
-        raise EvalError(
-            f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}"
-        )
-    from earlyfusion.eval.models.engine import load_own
-
-    return _set(load_own(folder, chat=chat, **options), exact)
-
-
-def _set(model: Any, exact: bool) -> Any:
+        model = load_hf(given[3:], chat=bool(chat), **options)
+    else:
+        folder = model_folder(given)
+        kind = _kind(folder)
+        if kind != MODEL_TYPE:
+            hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
+            raise EvalError(
+                f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}"
+            )
+        model = load_own(folder, chat=chat, **options)
     model.one_by_one = exact
     return model
 

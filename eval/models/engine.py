@@ -26,6 +26,7 @@ from earlyfusion.eval.models.tokens import (
     Piece,
     Scored,
     TokenModel,
+    cut_at,
     files_hash,
     tensors_hash,
 )
@@ -46,8 +47,8 @@ from earlyfusion.model.hub.folder import load_model
 PAGE = 16
 """Tokens of a page of the engine's memory."""
 CHUNK = 2048
-"""Tokens of prompts that the engine reads in a step; the same always, for a prompt's last bits depend on where it
-is cut."""
+"""Tokens of prompts that the engine reads in a step; the same always, for a prompt's last bits depend on
+where it is cut."""
 KEPT_PREFIXES = 4
 PATCHES_A_TOKEN = 16
 """Most patches that one token of a picture or video stands for: 2 x 2, over up to four frames."""
@@ -60,9 +61,9 @@ class EngineModel(TokenModel):
     """A NativeFusion with its tokenizer. Documents begin with [BOS]; there is no longest prompt (no
     positions).
 
-    batch_size: sequences that the engine holds at once; batch_tokens: of a row whose loss is measured, and of a
-    window of a rolling text. chat: prompts to continue are put as the user's message, and of the answer only what is said counts, not
-    what is thought (data/chat/template.py); what is scored stays as it is.
+    batch_size: sequences that the engine holds at once; batch_tokens: of a row whose loss is measured, and of
+    a window of a rolling text. chat: prompts to continue are put as the user's message, and of the answer
+    only what is said counts, not what is thought (data/chat/template.py); what is scored stays as it is.
     """
 
     capabilities = frozenset({"text", "image", "video", "score", "generate", "loss"})
@@ -141,10 +142,10 @@ class EngineModel(TokenModel):
             for context in contexts
         ]
         longest = max(len(each.piece.ids) + max(map(len, each.continuations)) for each in contexts)
-        engine = self._engine_of(longest, len(requests))
-        return [
-            [Scored(score.logprobs, score.greedy) for score in scores] for scores in engine.score(requests)
-        ]
+        found = []
+        for scores in self._engine_of(longest, len(requests)).score(requests):
+            found.append([Scored(score.logprobs, score.greedy) for score in scores])
+        return found
 
     def losses(self, requests: Sequence[LossRequest]) -> list[Loss | BadSample]:
         """The loss of every sample, packed into rows of `batch_tokens`."""
@@ -173,6 +174,7 @@ class EngineModel(TokenModel):
             except RequestError as error:
                 raise EvalError(str(error)) from None
             requests.append(Request(str(number), document(opening.piece), params, noise="answer"))
+
         longest = max(len(opening.piece.ids) + opening.room for opening in openings)
         completions = self._engine_of(longest, len(openings)).generate(requests)
         return [self._answer(opening, done) for opening, done in zip(openings, completions)]
@@ -181,6 +183,7 @@ class EngineModel(TokenModel):
         """An engine in which batch_size sequences of this length fit."""
         slots = 1 if self.one_by_one else self.batch_size
         pages = (slots + KEPT_PREFIXES) * (-(-longest // PAGE) + 1)
+
         if self._engine is None or pages > self._pages or waiting > self._engine.max_waiting:
             self._engine, self._pages = None, pages  # the old one's memory goes first
             self._engine = Engine(
@@ -200,9 +203,8 @@ class EngineModel(TokenModel):
         ids = done.ids[:-1] if ended and done.ids[-1] in self.stop_ids else done.ids
         text = done.text
         if self.chat:
-            text = self.decode(ids)
-            cuts = [place for stop in opening.request.stop if (place := text.find(stop)) >= 0]
-            text, ended = (text[: min(cuts)], True) if cuts else (text, ended)
+            text, cut = cut_at(self.decode(ids), opening.request.stop)
+            ended |= cut
         return Generation(text, len(ids), "stop" if ended else "length")
 
     def decode(self, ids: Sequence[int]) -> str:

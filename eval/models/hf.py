@@ -1,9 +1,9 @@
 """Any transformers causal language model as a Model: a folder, a hub name, or a GGUF file.
 
-Sequences of one session share a key/value cache in which every row's tokens stand side by side; the padding of
-new tokens is never stored. Models whose cache cannot be copied row by row (recurrent or sliding-window states)
-are read without a cache: every context whole, right-padded. A prefix that many prompts share is read once and
-its keys copied; a context is read once for all its continuations.
+Sequences of one session share a key/value cache in which every row's tokens stand side by side; the padding
+of new tokens is never stored. Models whose cache cannot be copied row by row (recurrent or sliding-window
+states) are read without a cache: every context whole, right-padded. A prefix that many prompts share is read
+once and its keys copied; a context is read once for all its continuations.
 
 In fp32 on a CPU an answer is the same, bit for bit, in any batch: widths are whole multiples of WIDTH,
 one-token steps have at least ROWS rows (products of one to three rows are summed in another order than larger
@@ -33,6 +33,7 @@ from earlyfusion.eval.models.tokens import (
     Piece,
     Scored,
     TokenModel,
+    cut_at,
     files_hash,
     tensors_hash,
 )
@@ -57,7 +58,8 @@ class RowCache(transformers.DynamicCache):
         self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def expect(self, real_NW: Tensor, places_NW: Tensor, slots: int) -> None:
-        """Announce a call: which of its tokens are real, their places in their rows, how many slots it sees."""
+        """Announce a call: which of its tokens are real, their places in their rows, how many slots it
+        sees."""
         self.real_NW, self.places_NW, self.slots = real_NW, places_NW, slots
 
     def update(
@@ -76,6 +78,7 @@ class RowCache(transformers.DynamicCache):
                 old = wider
             old[at] = new.transpose(1, 2)[self.real_NW]
             stored.append(old)
+
         self.keys_values[layer_idx] = (stored[0], stored[1])
         keys, values = (part[:, : self.slots].transpose(1, 2) for part in stored)
         return keys, values
@@ -111,7 +114,8 @@ class Session:
         return copied
 
     def read(self, rows: Sequence[tuple[int, ...]], step: bool = False) -> list[Tensor]:
-        """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token each."""
+        """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token
+        each."""
         count = len(rows)
         if self.cache is None:
             self.history = [past + tuple(row) for past, row in zip(self.history, rows)]
@@ -205,10 +209,9 @@ class Answer:
 
         self.ids.append(token)
         if any(stop in model.decode(self.ids[-self.tail :]) for stop in self.stop):
-            text = model.decode(self.ids)
-            cuts = [place for stop in self.stop if (place := text.find(stop)) >= 0]
-            if cuts:
-                self.result = Generation(text[: min(cuts)], len(self.ids), "stop")
+            text, cut = cut_at(model.decode(self.ids), self.stop)
+            if cut:
+                self.result = Generation(text, len(self.ids), "stop")
                 return
         if len(self.ids) >= self.room:
             self.result = Generation(model.decode(self.ids), len(self.ids), "length")
@@ -239,6 +242,8 @@ class HfModel(TokenModel):
         self.cached = _copyable(model, config)
         self.exact = self.device.type == "cpu" and model.dtype == torch.float32
         self.key_block = KEYS if self.exact else WIDTH
+
+        # Every token that ends an answer, of the tokenizer and of the generation config.
         eos = getattr(model.generation_config, "eos_token_id", None)
         ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
         self._stops = frozenset(int(token) for token in ends if token is not None)
@@ -316,7 +321,8 @@ class HfModel(TokenModel):
                 yield prefix, batch
 
     def _start(self, prefix: tuple[int, ...], rows: Sequence[Piece]) -> tuple[Session, list[Tensor]]:
-        """A session that has read these pieces, which begin with the prefix, and the states after the rest."""
+        """A session that has read these pieces, which begin with the prefix, and the states after the
+        rest."""
         if not prefix:
             session = Session(self, len(rows))
         else:
@@ -327,6 +333,7 @@ class HfModel(TokenModel):
                 self._prefixes[prefix] = first
                 if len(self._prefixes) > KEPT_PREFIXES:
                     self._prefixes.popitem(last=False)
+
             self._prefixes.move_to_end(prefix)
             session = self._prefixes[prefix].fork([0] * len(rows))
         return session, session.read([piece.ids[len(prefix) :] for piece in rows])

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from earlyfusion.data.sample import Image, Text, open_picture
+from earlyfusion.eval.models.tokens import cut_at, plain_text
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -65,32 +66,29 @@ class EndpointModel:
         return str(listed[0]["id"])
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """The JSON answer; a server that is busy or away is asked again, a little later each time."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        for attempt in range(TRIES):
-            request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+
+        for attempt in range(1, TRIES + 1):
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
-                if error.code not in RETRIED or attempt + 1 == TRIES:
-                    said = error.read(400).decode("utf-8", "replace")
-                    raise EvalError(
-                        f"{self.url}{path}: HTTP {error.code}: {' '.join(said.split())}"
-                    ) from None
+                text = " ".join(error.read(400).decode("utf-8", "replace").split())
+                problem = f"HTTP {error.code}: {text}"
+                again = error.code in RETRIED
             except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                if attempt + 1 == TRIES:
-                    raise EvalError(
-                        f"{self.url}{path}: no answer ({error}); is the server running?"
-                    ) from None
+                problem, again = f"no answer ({error}); is the server running?", True
             except ValueError:
-                raise EvalError(
-                    f"{self.url}{path}: the answer is not JSON; is this an OpenAI-compatible URL?"
-                ) from None
-            time.sleep(FIRST_WAIT_S * 2**attempt)
-        raise AssertionError("unreachable")
+                problem, again = "the answer is not JSON; is this an OpenAI-compatible URL?", False
+            if not again or attempt == TRIES:
+                break
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+        raise EvalError(f"{self.url}{path}: {problem}")
 
     def _all(self, function: Callable[[Any], Any], requests: Sequence[Any]) -> list[Any]:
         with ThreadPoolExecutor(max(1, min(self.concurrent, len(requests)))) as pool:
@@ -106,9 +104,6 @@ class EndpointModel:
         return self._all(self._generate, requests)
 
     def _generate(self, request: GenerateRequest) -> Generation:
-        media = not isinstance(request.prompt, str) and not all(
-            isinstance(part, Text) for part in request.prompt
-        )
         body: dict[str, Any] = {
             "model": self.name,
             "max_tokens": request.max_new_tokens,
@@ -117,20 +112,24 @@ class EndpointModel:
             "seed": request.seed,
         }
         if request.stop:
-            body["stop"] = list(request.stop)[:4]
+            body["stop"] = list(request.stop)[:4]  # more are cut off below
+
+        media = plain_text(request.prompt) is None
         if media or self.chat:
             content = content_parts(request.prompt) if media else prompt_text(request.prompt)
             body["messages"] = [{"role": "user", "content": content}]
             answer = self._call("POST", "/chat/completions", body)
-            text = answer["choices"][0]["message"]["content"] or ""
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
         else:
-            body["prompt"] = prompt_text(request.prompt)
-            answer = self._call("POST", "/completions", body)
-            text = answer["choices"][0]["text"]
-        cuts = [place for stop in request.stop if (place := text.find(stop)) >= 0]
-        finish = "stop" if cuts or answer["choices"][0].get("finish_reason") == "stop" else "length"
+            answer = self._call("POST", "/completions", body | {"prompt": prompt_text(request.prompt)})
+            choice = answer["choices"][0]
+            text = choice["text"]
+
+        cut, stopped = cut_at(text, request.stop)
+        finish = "stop" if stopped or choice.get("finish_reason") == "stop" else "length"
         tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
-        return Generation(text[: min(cuts)] if cuts else text, int(tokens), finish)
+        return Generation(cut, int(tokens), finish)
 
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
@@ -159,6 +158,8 @@ class EndpointModel:
             raise EvalError(
                 f"{self.url}: this server gives no log-probabilities of prompts; choose a generating form"
             )
+
+        # Tokens that end within the context are not asked for; the first of a text has no probability.
         total, count, greedy = 0.0, 0, True
         ends = [*places[1:], len(text)]
         tops = found.get("top_logprobs") or [None] * len(values)

@@ -86,7 +86,8 @@ class TokenModel(ABC):
     """A Model (eval/protocol.py) on top of a backend's `score` and `write`.
 
     batch_size: most sequences at once; batch_tokens: most new tokens read at once (a single longer sequence
-    still goes through). one_by_one: never more than one sequence in a call. Raises ValueError for sizes below 1.
+    still goes through). one_by_one: never more than one sequence in a call. Raises ValueError for sizes below
+    1.
     """
 
     name = ""
@@ -194,6 +195,7 @@ class TokenModel(ABC):
                 results.append(None)
             else:
                 results.append(Generation("", 0, "refused" if request.max_new_tokens > 0 else "length"))
+
         written = iter(self.write(openings) if openings else [])
         return [next(written) if result is None else result for result in results]
 
@@ -257,6 +259,12 @@ def plain_text(prompt: Prompt) -> str | None:
     if all(isinstance(segment, Text) for segment in prompt):
         return "".join(segment.text for segment in prompt if isinstance(segment, Text))
     return None
+
+
+def cut_at(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """(the text before the first of the stop strings, whether there was one)."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
 
 
 class QuickEncoder:

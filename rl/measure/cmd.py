@@ -1,4 +1,5 @@
-"""`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks (eval/measure.py)."""
+"""`earlyfusion measure`: what a model knows of held-out problems of the verifiable tasks
+(eval/measure.py)."""
 
 from __future__ import annotations
 
@@ -94,14 +95,17 @@ def measure(
     """Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every model.
 
     earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
-    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out runs/after
+    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out
+    runs/after
     earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
-    earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none --samples 8
+    earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none
+    --samples 8
 
-    An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by themselves;
-    "acc 4x" and "end 4x" are accuracy and that share with four times the limit, where a policy that does not end
-    is found out. With --out the answers are kept with the table. --against pairs every problem with an earlier
-    measurement of other weights: difference, 95 % interval, exact or sampled sign-flip test, Holm over the rows.
+    An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by
+    themselves; "acc 4x" and "end 4x" are accuracy and that share with four times the limit, where a policy
+    that does not end is found out. With --out the answers are kept with the table. --against pairs every
+    problem with an earlier measurement of other weights: difference, 95 % interval, exact or sampled
+    sign-flip test, Holm over the rows.
     """
     entries, rollout, weaker = _asked_for([*(tasks or ()), *(more or ())], recipe, max_new_tokens)
     plain = [entry for entry in entries if not entry.tools]
@@ -161,6 +165,7 @@ def _asked_for(
     else:
         entries = [entry_of(label) for label in labels]
         rollout, weaker = RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS), False
+
     if max_new_tokens:
         rollout = rollout.model_copy(update={"max_new_tokens": max_new_tokens})
     names = [entry.label for entry in entries]
@@ -181,6 +186,7 @@ def _table(title: str, rows: dict[str, dict[str, float]], extra: Sequence[str] =
         table.add_column(
             HEADS.get(name, name), justify="right", no_wrap=True, min_width=6 if "@" in name else 5
         )
+
     for label, row in rows.items():
         table.add_row(label, *(f"{row[name]:.3f}" if name != "n" else str(row[name]) for name in columns))
     return table
@@ -203,6 +209,7 @@ def _paired_table(rows: Sequence[dict[str, Any]]) -> Table:
         ("p Holm", 6),
     ):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True, min_width=width)
+
     for row in rows:
         span = f"[{row['low']:+.3f}, {row['high']:+.3f}]" if row["se"] == row["se"] else "-"
         cells = [
