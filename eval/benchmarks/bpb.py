@@ -1,13 +1,15 @@
-"""Bits per byte: how many bits a model needs for each UTF-8 byte of held-out text, beside general compressors.
+"""Bits per byte: how many bits a model needs for each UTF-8 byte of held-out text, beside general
+compressors.
 
     bits per byte = sum over tokens of -log2 p(token | context) / number of UTF-8 bytes of the documents
 
-Every token of a document is paid for once; a document longer than the model's window starts again from the model's
-beginning token there, so no context crosses windows or documents. The number is comparable between tokenizers.
+Every token of a document is paid for once; a document longer than the model's window starts again from the
+model's beginning token there, so no context crosses windows or documents. The number is comparable between
+tokenizers.
 
-    --data a file of text, or anything that `earlyfusion prepare` reads (.jsonl, a folder of texts, shards, ...);
-    without --data the held-out topics of the Python manual that the recipes keep out of training. A sample with
-    a picture or video is refused: the task `heldout` measures it.
+    --data a file of text, or anything that `earlyfusion prepare` reads (.jsonl, a folder of texts, shards,
+    ...); without --data the held-out topics of the Python manual that the recipes keep out of training. A
+    sample with a picture or video is refused: the task `heldout` measures it.
 
 Compressors: gzip -9 and xz (preset 9 extreme) on all documents in one stream, each closed by one zero byte,
 and gzip -9 on each document by itself (the fair rival of a model without context across documents).

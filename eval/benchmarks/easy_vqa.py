@@ -2,8 +2,8 @@
 questions.
 
 Forms: "generate" (default), the answer must be gold and end, as greedy decoding says it; "choice", the
-likeliest of the 13 answers. Every question is asked again with a grey picture (blind_score). The training loop
-asks the same task; with a limit the scores are over that many questions spread evenly over the split.
+likeliest of the 13 answers. Every question is asked again with a grey picture (blind_score). The training
+loop asks the same task; with a limit the scores are over that many questions spread evenly over the split.
 """
 
 from __future__ import annotations

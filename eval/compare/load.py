@@ -93,7 +93,9 @@ def load_arm(label: str, given: str, metric: str = "score") -> Arm:
     """Load "DIR", "DIR,DIR,..." or a quoted glob pattern. Raises CompareError when there is nothing to
     read."""
     folders: list[Path] = []
-    for part in filter(None, (part.strip() for part in given.split(","))):
+    for part in map(str.strip, given.split(",")):
+        if not part:
+            continue
         if glob.has_magic(part) and not Path(part).exists():
             folders += [Path(name) for name in sorted(glob.glob(part)) if Path(name).is_dir()]
         else:

@@ -280,11 +280,11 @@ class HfModel(TokenModel):
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights, class, dtype, size, versions."""
-        on_disk = self.path is not None and self.path.is_dir()
+        known = self.path if self.path is not None and self.path.is_dir() else None
         return {
             "kind": "transformers",
             "path": str(self.path or self.name),
-            "weights_sha256": files_hash(self.path) if on_disk else tensors_hash(self.model),  # type: ignore[arg-type]
+            "weights_sha256": files_hash(known) if known else tensors_hash(self.model),
             "class": type(self.model).__name__,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in self.model.parameters()),

@@ -213,7 +213,8 @@ class TokenModel(ABC):
             context, continuation = split_pair(self.quick, text, request.continuation, request.shared)
             shared = self._shared_ids(text, request.shared, tuple(context))
             return Piece(tuple(context), shared=shared), tuple(continuation)
-        return self.encode_media(request.context), tuple(self.encode(request.continuation, False))  # type: ignore[arg-type]
+        piece = self.encode_media(request.context)  # type: ignore[arg-type]
+        return piece, tuple(self.encode(request.continuation, False))
 
     def _shared_ids(self, text: str, shared: int, ids: tuple[int, ...]) -> int:
         """How many of the ids stand for the first `shared` characters, whatever follows them.

@@ -6,7 +6,8 @@ The same problems as without tools, so the two pair by key. confidence is that o
 model's own calls and what the programs said; p_target is the same number where that message is the target
 word for word, else 0 (the target is not forced into a conversation that would not have led to it). entropy:
 over the generated tokens within the limit. Greedy conversations are held once, with LONGER times the tokens:
-what they are at the limit is their beginning. Programs find the true picture under its name whatever is shown.
+what they are at the limit is their beginning. Programs find the true picture under its name whatever is
+shown.
 """
 
 from __future__ import annotations
@@ -109,11 +110,13 @@ def play(
         prefill_chunk=rollout.prefill_chunk,
         max_waiting=(params.n + 1) * len(questions),
     )
+
     tools = ToolRollouts(rollout, runner, tokenizer, model.config.vision, params, replay=False)
     names = [f"{question.label}|{question.problem.key}" for question in questions]
     for name, question in zip(names, questions):
         tools.open(name, question.prompt, tool_files(question.problem, question.entry.form))
         engine.submit(Request(name, question.prompt, params, keep_state=True))
+
     while engine.has_work or tools.waits:
         for turn in tools.due(idle=not engine.has_work)[0]:
             engine.submit(*turn)
