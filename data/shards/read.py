@@ -55,7 +55,7 @@ class Shards:
     """An ordered list of shards.
 
     Args:
-        path: what `shards_fetch.expand` takes; None when `listed` is given.
+        path: what `fetch.expand` takes; None when `listed` is given.
         listed: several of them.
         cache: folder for streamed shards and for indexes; None is $EF_CACHE/shards.
         remote: "cache" streams remote shards into the cache, "ranges" reads byte ranges of them.

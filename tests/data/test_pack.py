@@ -50,13 +50,14 @@ def test_labels_are_the_next_token_of_the_same_document(seed):
     rng = random.Random(seed)
     documents = [document(rng, rng.choice("ab"), str(i)) for i in range(6)]
     total = sum(map(len, documents)) + 37
-    batch = assemble(documents, tokens=total, pad_id=2, sources=["a", "b"], patch_size=2, length=20)
+    shape = {"tokens": total, "pad_id": 2, "sources": ["a", "b"], "patch_size": 2, "length": 20}
+    batch = assemble(documents, **shape, factors={"b": 0.5})
     labels, weights, sources, images = [], [], [], []
     for d in documents:  # the definition, token by token
         for t in range(len(d)):
             trained = t + 1 < len(d) and d.loss_weights[t + 1] > 0
             labels.append(int(d.ids[t + 1]) if trained else IGNORED)
-            weights.append(float(d.loss_weights[t + 1]) if trained else 0.0)
+            weights.append(float(d.loss_weights[t + 1]) * {"a": 1.0, "b": 0.5}[d.source] if trained else 0.0)
             sources.append("ab".index(d.source))
             images.append(bool(d.grids))
     assert batch.labels.tolist() == labels + [IGNORED] * 37
