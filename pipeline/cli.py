@@ -11,7 +11,6 @@ head`) ends a verb without a word.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import importlib
 import importlib.metadata
@@ -22,7 +21,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from pydantic_core import ValidationError
@@ -44,8 +43,8 @@ class Verb(NamedTuple):
     """One row of VERBS."""
 
     function: str
-    """"package.module:function": a function with typed arguments, a typer.Typer of several,
-    or, of a verb of recipes, a function of RecipeArguments."""
+    """A "package.module:function" with typed arguments, a typer.Typer of several, or, of a verb of recipes, a
+    function of RecipeArguments."""
     text: str
     """One line for the help."""
     schema: str = ""
@@ -79,10 +78,10 @@ VERBS = {
         "earlyfusion.rl.report.run:rollouts", "the report of a reinforcement learning run, with its rollouts"
     ),
     "long2short": Verb(
-        "earlyfusion.rl.long2short.cmd:main", "shorter answers: merged weights, shortest right answers, DPO"
+        "earlyfusion.rl.long2short.cmd:app", "shorter answers: merged weights, shortest right answers, DPO"
     ),
     "study": Verb(
-        "earlyfusion.rl.study.study_cmd:main", "studies with control arms: transfer from vision RL to text"
+        "earlyfusion.rl.study.study_cmd:app", "studies with control arms: transfer from vision RL to text"
     ),
     "generate": Verb(
         "earlyfusion.pipeline.generate_cmd:generate",
@@ -123,6 +122,22 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+class Command(TyperCommand):
+    """A command whose options of several values take them one after the other: --tasks A B."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
+        words: list[str] = []
+        option = ""
+        for word in args:
+            if word.startswith("--"):
+                option = word if word in several else ""
+            elif option and words[-1] != option:
+                words.append(option)  # a further value of it
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
 def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCommand | TyperGroup:
     """The command that a function with typed arguments, or an application of several, is on the command line.
 
@@ -131,7 +146,7 @@ def command_of(function: Callable[..., Any] | typer.Typer, name: str) -> TyperCo
     app = function
     if not isinstance(app, typer.Typer):
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
-        app.command(name, help=_help(function), context_settings=SETTINGS)(function)
+        app.command(name, cls=Command, help=_help(function), context_settings=SETTINGS)(function)
     return typer.main.get_command(app)  # type: ignore[return-value]
 
 
@@ -177,24 +192,7 @@ def _command(name: str, verb: Verb) -> TyperCommand | TyperGroup:
         return recipe_command(
             name, verb.text, load(verb.schema), lambda parsed: load(verb.function)(parsed), verb.recipe
         )
-    function = load(verb.function)
-    return _of_words(name, function) if verb.function.endswith(":main") else command_of(function, name)
-
-
-def _of_words(name: str, main: Callable[[list[str]], int | None]) -> TyperCommand:
-    """The command of a verb that still reads its words itself."""
-
-    def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {parser.prog} --help")
-
-    def call(context: typer.Context) -> int | None:
-        argparse.ArgumentParser.error = refuse  # type: ignore[method-assign, assignment]
-        return main(context.args)
-
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, add_help_option=False)
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, context_settings=settings, add_help_option=False)(call)
-    return typer.main.get_command(app)  # type: ignore[return-value]
+    return command_of(load(verb.function), name)
 
 
 def _show_version(wanted: bool) -> None:

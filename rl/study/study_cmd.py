@@ -1,38 +1,19 @@
-"""`earlyfusion study NAME ...`: whole experiments with their controls and statistics.
-
-earlyfusion study transfer --help
-"""
+"""`earlyfusion study NAME ...`: whole experiments with their controls and statistics."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Sequence
-
-from earlyfusion.kernels.errors import UserError, did_you_mean
-from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.cli import Verb, group_of
 
 STUDIES = {
-    "transfer": (
-        "earlyfusion.rl.study.transfer.cmd",
+    "transfer": Verb(
+        "earlyfusion.rl.study.transfer.cmd:transfer",
         "vision RL and the same skill in words, with its controls",
     ),
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one study; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: earlyfusion study NAME [options]\n\nstudies:")
-        print("\n".join(f"  {name:<10} {about}" for name, (_, about) in STUDIES.items()))
-        return EXIT_OK
-    if arguments[0] not in STUDIES:
-        raise UserError(f"study {arguments[0]!r}; {did_you_mean(arguments[0], STUDIES)}")
-    return int(importlib.import_module(STUDIES[arguments[0]][0]).main(arguments[1:]))
+def study() -> None:
+    """Whole experiments with their controls and statistics."""
 
 
-if __name__ == "__main__":
-    from earlyfusion.pipeline.cli import guarded
-
-    sys.exit(guarded(lambda: main(None)))
+app = group_of(STUDIES, study)

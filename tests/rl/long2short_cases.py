@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.model.engine.requests import Completion
 from earlyfusion.model.hub.folder import save_model
-from earlyfusion.rl.long2short import cmd as long2short
+from earlyfusion.pipeline import cli
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.packing import Trajectory, pack
 from earlyfusion.rl.rollouts.prompts import encode_prompt
@@ -84,7 +84,7 @@ def words(way: str, folder: Path, out: Path, *more: str, problems: int = 16) -> 
 def call(*given: str) -> int:
     """The verb in this process."""
     AcceleratorState._reset_state(True)
-    return long2short.main(list(given))
+    return cli.main(["long2short", *given])
 
 
 def lines(path: Path) -> list[dict]:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,15 +15,14 @@ from rich.console import Console
 from study_world import plant, study
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.pipeline.cli import guarded
+from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.errors import EXIT_REQUEUE
 from earlyfusion.rl.recipe import RLConfig
 from earlyfusion.rl.study import runner as running
 from earlyfusion.rl.study.runner import Runner
-from earlyfusion.rl.study.study_cmd import main
 from earlyfusion.rl.study.transfer.analysis import analyse
-from earlyfusion.rl.study.transfer.cmd import main as transfer
+from earlyfusion.rl.study.transfer.cmd import run_study
 from earlyfusion.rl.study.transfer.plan import Stage, measured_file, read_study, stages, write_recipes
 from earlyfusion.rl.study.transfer.report import headline, pick, write_report
 
@@ -381,8 +379,7 @@ def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
         touch = (sys.executable, "-c", FAKE)
         return [replace(s, command=copy if s.partial else (*touch, *map(str, s.results))) for s in made]
 
-    common = ["--recipe", str(recipe), "--out", str(out), "--jobs", "2"]
-    assert transfer(common, prepare=fake) == 0
+    assert run_study(config, out, prepare=fake) == 0
     told = json.loads((out / "study.json").read_text())
     assert told["config"]["skill"] == "counting/0" and set(told["verdicts"]) == {
         "vision",
@@ -392,11 +389,12 @@ def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
     }
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert "greedy accuracy in words" in capsys.readouterr().out
-    assert guarded(lambda: transfer(common, prepare=fake)) == 2
-    assert "--resume" in capsys.readouterr().err
-    assert transfer([*common, "--resume"], prepare=fake) == 0
+    with pytest.raises(UserError, match="--resume"):
+        run_study(config, out, prepare=fake)
+    assert run_study(config, out, resume=True, prepare=fake) == 0
     (out / "report.html").unlink()
-    assert main(["transfer", *common, "--report-only"]) == 0 and (out / "report.html").is_file()
+    words = f"study transfer --recipe {recipe} --out {out} --jobs 2 --report-only"
+    assert cli.main(words.split()) == 0 and (out / "report.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -411,27 +409,33 @@ def test_the_verb_runs_the_stages_and_leaves_a_page(tmp_path, capsys):
     ],
 )
 def test_mistakes_of_the_user_are_one_line(argv, said, capsys):
-    assert guarded(lambda: main(argv)) == 2
+    assert cli.main(["study", *argv]) == 2
     told = capsys.readouterr().err
     assert said in told and len(told.strip().splitlines()) == 1
 
 
 def test_dry_run_prints_every_stage(capsys, tmp_path):
     assert (
-        main(["transfer", "--dry-run", "--seeds", "2", "--rl-seeds", "1", "--out", str(tmp_path / "x")]) == 0
+        cli.main(
+            [
+                "study",
+                "transfer",
+                "--dry-run",
+                "--seeds",
+                "2",
+                "--rl-seeds",
+                "1",
+                "--out",
+                str(tmp_path / "x"),
+            ]
+        )
+        == 0
     )
     told = capsys.readouterr().out
     assert "earlyfusion.pipeline.pretrain skills" in told and told.count("earlyfusion.rl.train") == 2 * len(
         read_study("study-transfer").arms
     )
     assert not (tmp_path / "x").exists()
-
-
-def test_python_m_and_help_work():
-    shown = subprocess.run(
-        [sys.executable, "-m", "earlyfusion.rl.study.study_cmd", "--help"], capture_output=True, text=True
-    )
-    assert shown.returncode == 0 and "transfer" in shown.stdout
 
 
 def test_measured_files_lie_where_the_plan_says(tmp_path):
