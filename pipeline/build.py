@@ -22,11 +22,12 @@ from earlyfusion.kernels.files import write_atomic
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
-from earlyfusion.pipeline.optim.groups import build_param_groups
 from earlyfusion.pipeline.optim.muonclip import MuonClip
-from earlyfusion.pipeline.optim.qk_clip import QKClip
+from earlyfusion.pipeline.optim.registry import find_optimizer
 from earlyfusion.pipeline.runtime import Runtime, installed
 
 
@@ -63,9 +64,6 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     wanted = fusion_config(config, tokens.media_pad_id)
     if config.run.init_from is None:
         return NativeFusion(wanted)
-    from earlyfusion.model.hub.config import model_folder
-    from earlyfusion.model.hub.folder import load_model
-
     loaded = load_model(model_folder(config.run.init_from))
     if loaded.config != wanted:
         raise UserError(
@@ -75,40 +73,9 @@ def model(config: RunConfig, tokens: Tokenizer) -> NativeFusion:
     return loaded
 
 
-def param_groups(section: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
-    """Who trains what, as the recipe routes it. Raises RoutingError."""
-    return build_param_groups(
-        model,
-        section.lr,
-        section.weight_decay,
-        matrices="adamw" if section.name == "adamw" else "muon",
-        muon_vision=section.muon_vision,
-        head_group_size=section.head_group_size,
-        overrides=section.overrides,
-    )
-
-
-def optimizer(section: OptimSection, fusion: nn.Module) -> torch.optim.Optimizer:
-    """MuonClip, or AdamW for everything with QK-Clip attached when the recipe asks for it."""
-    groups = param_groups(section, fusion)
-    if section.name == "muonclip":
-        return MuonClip(
-            groups,
-            model=fusion,
-            momentum=section.momentum,
-            ns=section.ns,
-            rms=section.rms,
-            betas=section.betas,
-            eps=section.eps,
-            qk_clip=section.qk_clip,
-        )
-    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-    adamw = torch.optim.AdamW(plain, betas=section.betas, eps=section.eps)
-    if section.qk_clip is not None:
-        clip = QKClip(fusion, section.qk_clip)
-        clip.attach(adamw)
-        adamw.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
-    return adamw
+def optimizer(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the model's parameters. Raises UserError for one that does not exist."""
+    return find_optimizer(options.name).build(options, model)
 
 
 def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:

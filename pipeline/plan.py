@@ -22,11 +22,11 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import ParameterCount, count_parameters, training_flops
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.build import param_groups
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
+from earlyfusion.pipeline.optim.registry import param_groups
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start

@@ -55,8 +55,9 @@ class TokenizerSection(Section):
 
 
 class OptimSection(Section):
-    name: Literal["muonclip", "adamw"] = "muonclip"
-    """muonclip: Muon with QK-Clip for hidden matrices, AdamW for the rest; adamw: AdamW for everything."""
+    name: str = "muonclip"
+    """muonclip: Muon with QK-Clip for hidden matrices, AdamW for the rest; adamw: AdamW for everything;
+    package.module:function for one of yours (pipeline/optim/registry.py)."""
     lr: PositiveFloat = 2e-3
     """Learning rate; a stage may name its own."""
     weight_decay: float = Field(0.1, ge=0)

@@ -1,0 +1,4 @@
+"""Optimizers; importing the package registers those of the project."""
+
+from earlyfusion.pipeline.optim import adamw as adamw
+from earlyfusion.pipeline.optim import muonclip as muonclip

@@ -14,7 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from earlyfusion.pipeline.config.schema import OptimSection
+from earlyfusion.pipeline.optim.qk_clip import QKClip
+from earlyfusion.pipeline.optim.registry import optimizer, param_groups
 
 State = dict[str, Tensor]
 
@@ -91,3 +95,18 @@ def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) 
         squares.append(update.square().sum())
         count += update.numel()
     return (sum(torch.stack(squares).tolist()) / count) ** 0.5 if count else float("nan")
+
+
+@optimizer("adamw", matrices="adamw")
+def adamw(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW for everything, with QK-Clip after every step where the recipe asks for it."""
+    groups = [
+        {key: group[key] for key in ("params", "lr", "weight_decay")}
+        for group in param_groups(options, model)
+    ]
+    made = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps)
+    if options.qk_clip is not None:
+        clip = QKClip(model, options.qk_clip)
+        clip.attach(made)
+        made.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
+    return made

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.muon.naive import coefficients
+from earlyfusion.pipeline.config.schema import OptimSection
 from earlyfusion.pipeline.optim.adamw import adamw_step, fresh_state, state_dtype, update_rms
 from earlyfusion.pipeline.optim.blocks import RoutingError, block_scale, sections
 from earlyfusion.pipeline.optim.groups import FAMILIES, build_param_groups
@@ -38,6 +39,7 @@ from earlyfusion.pipeline.optim.plan import (
     routing_rows,
 )
 from earlyfusion.pipeline.optim.qk_clip import QKClip
+from earlyfusion.pipeline.optim.registry import optimizer, param_groups
 
 __all__ = ["MuonClip", "QKClip", "RoutingError", "build_param_groups"]
 
@@ -259,6 +261,21 @@ class MuonClip(torch.optim.Optimizer):
                     kept = self.state[param][name]
                     if kept.dtype != dtype or kept.device != param.device:
                         self.state[param][name] = value.detach().to(device=param.device, dtype=dtype)
+
+
+@optimizer("muonclip", matrices="muon")
+def muonclip(options: OptimSection, model: nn.Module) -> MuonClip:
+    """MuonClip as the recipe sets it."""
+    return MuonClip(
+        param_groups(options, model),
+        model=model,
+        momentum=options.momentum,
+        ns=options.ns,
+        rms=options.rms,
+        betas=options.betas,
+        eps=options.eps,
+        qk_clip=options.qk_clip,
+    )
 
 
 def _grad(entry: Entry) -> Tensor:

@@ -37,9 +37,6 @@ Legend: T packed tokens, N responses; X is T or N, whichever the objective has a
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -49,6 +46,7 @@ from torch import Tensor
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.places import function_at
 from earlyfusion.kernels.segments import Segments, check_packed
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.objectives.sequences import Totals, only, sequence_sums, spread, token_mask, totals, wide
@@ -169,19 +167,10 @@ class ObjectiveConfig(Section):
         return self
 
     def equation(self) -> Term:
-        """The function of the policy term. Raises ValueError for a `loss` that cannot be imported."""
+        """The function of the policy term. Raises UserError for a `loss` that cannot be imported."""
         if self.loss is None:
             return TERMS[self.term][0]
-        module, _, name = self.loss.partition(":")
-        if os.getcwd() not in sys.path:  # the console script does not look in the working directory
-            sys.path.append(os.getcwd())
-        try:
-            function: Term = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"loss {self.loss!r} cannot be imported ({error}); expected package.module:function"
-            ) from None
-        return function
+        return function_at(self.loss, "objective.loss")
 
     def _check_tau(self) -> None:
         whole = self.ratio == "sequence_sum"

@@ -209,7 +209,6 @@ def test_an_unknown_key_is_named_with_its_place_and_its_nearest_match(base, dott
         ([("stages.7.steps", "1")], ["stages has 2 items"]),
         ([("optim.lr", "1"), ("optim.lr.x", "1")], ["optim.lr is the value 1, not a table"]),
         ([("optim.lr", "-1")], ["optim.lr", "greater than 0", "given -1"]),
-        ([("optim.name", "muonclp")], ["optim.name", "'muonclip' or 'adamw'"]),
         ([("stages.joint.length", "4096")], ["length 4096 is more than tokens 128"]),
         ([("stages.joint.warmup_steps", "31")], ["exceed steps 30"]),
         ([("stages.joint.decay_steps", "1")], ["decay_steps is for"]),

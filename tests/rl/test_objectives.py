@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from earlyfusion.data.errors import DataError
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss
@@ -437,5 +438,5 @@ def test_a_term_of_one_s_own_is_used_like_a_registered_one():
         grads.append(logp.grad)
     assert torch.equal(outs[0].loss, outs[1].loss) and torch.equal(grads[0], grads[1]) and grads[0].any()
     assert int(outs[0].outside) == int(outs[1].outside) == 2
-    with pytest.raises(ValueError, match="cannot be imported"):
+    with pytest.raises(UserError, match="cannot be imported"):
         ObjectiveConfig(loss="nowhere:at_all")

@@ -1,0 +1,68 @@
+"""Optimizers by the name that a recipe gives them. One is a function, registered where it stands:
+
+    @optimizer("lion", matrices="adamw")
+    def lion(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+        return Lion(param_groups(options, model), betas=options.betas)
+
+A function of yours needs no registration: `optim.name = "package.module:function"`. It is called the same way,
+and its groups are routed like those of adamw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.places import function_at
+from earlyfusion.pipeline.config.schema import OptimSection
+from earlyfusion.pipeline.optim.groups import Family, build_param_groups
+
+Build: TypeAlias = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """build: makes the optimizer of a model; matrices: the family that its matrices are routed to."""
+
+    build: Build
+    matrices: Family
+
+
+OPTIMIZERS: dict[str, Registered] = {}
+
+
+def optimizer(name: str, matrices: Family) -> Callable[[Build], Build]:
+    """Register a function that makes an optimizer."""
+
+    def register(build: Build) -> Build:
+        OPTIMIZERS[name] = Registered(build, matrices)
+        return build
+
+    return register
+
+
+def find_optimizer(name: str) -> Registered:
+    """The optimizer of a name or place. Raises UserError for one that does not exist."""
+    if ":" in name:
+        return Registered(function_at(name, "optim.name"), "adamw")
+    if name not in OPTIMIZERS:
+        raise UserError(f"optim.name {name!r}: {did_you_mean(name, OPTIMIZERS)}, or package.module:function")
+    return OPTIMIZERS[name]
+
+
+def param_groups(options: OptimSection, model: nn.Module) -> list[dict[str, Any]]:
+    """Who trains what, as the recipe routes it. Raises UserError, RoutingError among them."""
+    return build_param_groups(
+        model,
+        options.lr,
+        options.weight_decay,
+        matrices=find_optimizer(options.name).matrices,
+        muon_vision=options.muon_vision,
+        head_group_size=options.head_group_size,
+        overrides=options.overrides,
+    )
