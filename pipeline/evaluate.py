@@ -51,7 +51,7 @@ class Evaluator:
     """Runs the recipe's tasks on the weights in memory."""
 
     own_tasks: tuple[str, ...] = TASKS
-    """Tasks that are methods of this class, by their name after an underscore."""
+    """Tasks that `own_task` runs; every other is a benchmark of eval."""
     chat = False
     """Whether the other tasks put their prompts as the user's message."""
 
@@ -62,7 +62,7 @@ class Evaluator:
         self.config, self.fusion, self.tokens, self.runtime, self.out = config, fusion, tokens, runtime, out
         self._sources: dict[str, Source] = {}
         self._shown: list[Sample] | None = None
-        self._told: Any = None
+        self._busy: Any = None
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -83,15 +83,15 @@ class Evaluator:
         headline: dict[str, Any] = {}
         if self.runtime.is_main:
             tracker.busy("evaluating held-out samples")
-            headline |= self._heldout(step, final)
+            headline |= self.heldout(step, final)
             for number, task in enumerate(self.config.eval.tasks, 1):
-                self._told = partial(
+                self._busy = partial(
                     tracker.busy, f"evaluating {task} ({number}/{len(self.config.eval.tasks)})"
                 )
-                self._told()
+                self._busy()
                 limit = self._limit(task, step)
                 if task in self.own_tasks:
-                    headline |= getattr(self, f"_{task}")(step, limit)
+                    headline |= self.own_task(task, step, limit)
                 else:
                     headline |= self._benchmark(task, step, limit)
             tracker.busy("answering samples")
@@ -101,25 +101,23 @@ class Evaluator:
             if headline:
                 plain = [(key, value) for key, value in headline.items() if not key.startswith("heldout/")]
                 shown = ", ".join(f"{key} {value:.3f}" for key, value in plain if value is not None)
-                shown = "; ".join(part for part in (shown, heldout_told(headline)) if part)
+                shown = "; ".join(part for part in (shown, heldout_line(headline)) if part)
                 tracker.event(step, "eval", **headline, message=shown)
         self.runtime.barrier()
         return headline
 
-    def _heldout(self, step: int, final: bool) -> dict[str, float]:
+    def heldout(self, step: int, final: bool) -> dict[str, float]:
         """Every source's loss on what it holds out, and that of all pictures and all texts together.
 
         A source is read up to eval.heldout samples or one micro-batch of tokens, at the end FINAL times as
         far.
         """
         times = FINAL if final else 1
-        limit, most = (
-            times * self.config.eval.heldout,
-            times * max(stage.tokens for stage in self.config.stages),
-        )
+        limit = times * self.config.eval.heldout
+        most = times * max(stage.tokens for stage in self.config.stages)
         whole, sources = Loss(), {}
         for source in self.config.data.sources if limit else ():
-            results = self.measure(heldout_getters(self._source(source.name), limit), most)
+            results = self.measure(heldout_getters(self.source(source.name), limit), most)
             if (numbers := summary(results)) is not None:
                 sources[source.name] = numbers
                 for result in results:
@@ -147,7 +145,11 @@ class Evaluator:
             given.append(self.config.eval.limits_during.get(task))
         return min((limit for limit in given if limit is not None), default=None)
 
-    def _easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
+    def own_task(self, name: str, step: int, limit: int | None) -> dict[str, float | None]:
+        """Run one of `own_tasks`: write its result, return its headline numbers."""
+        return self.easy_vqa(step, limit) if name == "easy_vqa" else {**self.bpb(step, limit)}
+
+    def easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
         """The benchmark, asked as pretraining puts questions whatever the model's chat form."""
         _, found = self._asked("easy_vqa", limit)
         by_kind = {kind: _accuracies(entry) for kind, entry in found["by_category"].items()}
@@ -155,8 +157,8 @@ class Evaluator:
         save_result(self.out, "easy_vqa", step, {**_accuracies(found), **majority, "by_kind": by_kind})
         return {"easy_vqa": found["score"], "easy_vqa_blind": found["blind_score"]}
 
-    def _bpb(self, step: int, limit: int | None) -> dict[str, float]:
-        samples = self._source("pydoc").heldout_samples(limit)
+    def bpb(self, step: int, limit: int | None) -> dict[str, float]:
+        samples = self.source("pydoc").heldout_samples(limit)
         texts = BitsPerByte(TaskOptions(), [(sample.key, sample.text) for sample in samples])
         window = max(stage.length for stage in self.config.stages)  # no longer context than in training
         _, found = self._asked(texts, None, batch_tokens=window)
@@ -171,7 +173,7 @@ class Evaluator:
             [task],
             limit,
             data=self.config.eval.data,
-            progress=self._told,
+            progress=self._busy,
             **settings,
         )
         ((label, metrics),) = results.items()
@@ -204,7 +206,7 @@ class Evaluator:
     def _prompts(self, name: str, wanted: int) -> list[Sample]:
         """Held-out samples of a source that can be read and end in something to answer with; those with
         pictures first."""
-        source, most = self._source(name), max(stage.tokens for stage in self.config.stages)
+        source, most = self.source(name), max(stage.tokens for stage in self.config.stages)
         usable: list[Sample] = []
         for index in range(min(source.heldout_len(), 4 * wanted)):
             try:
@@ -224,7 +226,7 @@ class Evaluator:
                 if weights is not None:
                     save_result(self.out, "attnres", step, weights)
 
-    def _source(self, name: str) -> Source:
+    def source(self, name: str) -> Source:
         """A source of the recipe; `pydoc` also when the recipe has none, for bits per byte."""
         if name not in self._sources:
             data: DataConfig = self.config.data
@@ -256,25 +258,24 @@ def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, floa
     for name, found in sources.items():
         headline[f"heldout/source/{name}"] = found["loss"]
         mixed = "seen_loss" in found and "text_loss" in found
-        for key, label in (
-            ("seen_loss", "seen"),
-            ("blind_loss", "blind"),
-            ("bits_per_byte", "bits_per_byte"),
-        ):
-            if key in found and (mixed or key != "seen_loss"):
-                headline[f"heldout/{label}/{name}"] = found[key]
+        if mixed:
+            headline[f"heldout/seen/{name}"] = found["seen_loss"]
+        if "blind_loss" in found:
+            headline[f"heldout/blind/{name}"] = found["blind_loss"]
+        if "bits_per_byte" in found:
+            headline[f"heldout/bits_per_byte/{name}"] = found["bits_per_byte"]
     return headline
 
 
-def heldout_told(headline: Mapping[str, float]) -> str:
+def heldout_line(headline: Mapping[str, float]) -> str:
     """The held-out losses of a headline as part of one line for the terminal."""
-    told = []
+    parts = []
     for key, value in headline.items():
         if key.startswith("heldout/source/"):
             name = key.removeprefix("heldout/source/")
             blind = headline.get(f"heldout/blind/{name}")
-            told.append(f"{name} {value:.3f}" + ("" if blind is None else f" (blind {blind:.3f})"))
-    return f"held-out loss: {', '.join(told)}" if told else ""
+            parts.append(f"{name} {value:.3f}" + ("" if blind is None else f" (blind {blind:.3f})"))
+    return f"held-out loss: {', '.join(parts)}" if parts else ""
 
 
 def run_facts(

@@ -120,17 +120,8 @@ class Meter:
         yield
         self._not_counted += time.perf_counter() - start
 
-    def step(
-        self,
-        *,
-        tokens: float,
-        patches: float = 0,
-        samples: float = 0,
-        decoder_flops: float = 0,
-        vision_flops: float = 0,
-        vision_work: tuple[float, float] | None = None,
-    ) -> None:
-        """One optimizer step of this rank has ended; the arguments are this rank's counts alone.
+    def step(self, *, vision_work: tuple[float, float] | None = None, **counts: float) -> None:
+        """One optimizer step of this rank has ended; counts: those of COUNTS, of this rank alone.
 
         vision_work: FLOPs of the pictures it holds, and of those it encoded; given by all ranks or by none.
         """
@@ -140,24 +131,21 @@ class Meter:
         self._interval_s += took
         self.seconds += took
         self.step_s = took if self.step_s is None else EMA * self.step_s + (1 - EMA) * took
-        for name, value in zip(COUNTS, (tokens, patches, samples, decoder_flops, vision_flops), strict=True):
+        for name, value in counts.items():
             self._pending[name] += value
         if vision_work is not None:
             self._work.append(vision_work)
 
     def flush(self) -> None:
         """Add this rank's pending counts to the totals of all ranks. Every rank calls it."""
-        summed = self.runtime.sum(
-            torch.tensor([self._pending[name] for name in COUNTS], dtype=torch.float64)
-        ).tolist()
-        for name, value in zip(COUNTS, summed, strict=True):
+        for name, value in self.runtime.sum_dict(self._pending).items():
             self.totals[name] += value
             self._interval[name] += value
             self._pending[name] = 0.0
         if self._work:
-            work = torch.tensor(self._work, dtype=torch.float64)
-            own, done = self.runtime.max(work).sum(dim=0).tolist()
-            mean = self.runtime.sum(work)[:, 0].sum().item() / self.runtime.world
+            work_S2 = torch.tensor(self._work, dtype=torch.float64)
+            own, done = self.runtime.max(work_S2).sum(dim=0).tolist()
+            mean = self.runtime.sum(work_S2)[:, 0].sum().item() / self.runtime.world
             self._vision = [a + b for a, b in zip(self._vision or [0.0] * 3, (own, done, mean))]
             self._work = []
 
@@ -172,18 +160,15 @@ class Meter:
         """
         self.flush()
         elapsed = max(self._interval_s, 1e-9)
-        worst = self.runtime.max(
-            torch.tensor(
-                [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed], dtype=torch.float64
-            )
-        ).tolist()
+        own = [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed]
+        memory_bytes, wait = self.runtime.max(torch.tensor(own, dtype=torch.float64)).tolist()
         record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
         record |= {
             "tokens_per_s": self._interval["tokens"] / elapsed,
             "patches_per_s": self._interval["patches"] / elapsed,
             "step_s": self.step_s or 0.0,
-            "data_wait": min(1.0, worst[1]),
-            "memory_gib": worst[0] / 2**30,
+            "data_wait": min(1.0, wait),
+            "memory_gib": memory_bytes / 2**30,
             "seconds": self.seconds,
         }
         if self.peak:

@@ -6,25 +6,41 @@
 The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimizers, guard, checkpoints and
 exact resume. What differs: the model, its shape and its tokenizer come from `run.init_from`
 (pipeline/sft_start.py); the sources are conversations, in which only the assistant's messages carry loss
-(data/chat/template.py); evaluation measures the loss on held-out answers and whether tool calls work
-(pipeline/sft_eval.py); and the model directory gets `chat_template.jinja`, by which generate, chat, serve and
+(data/chat/template.py); evaluation measures the loss on held-out answers and whether tool calls work; and the model directory gets `chat_template.jinja`, by which generate, chat, serve and
 eval know that the model speaks the chat form. Sources of plain documents alone (chat_files with another
 template, problems) leave a model in the form it had.
 
 Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python
 programs, vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of
 tokens.
+
+Tasks of `eval.tasks` beside those of pretraining:
+
+    answer_loss   mean negative log-likelihood of the learned tokens of held-out conversations, by source
+    tool_talks    held-out conversations of the kinds zero_vision and chat_scenes played greedily with the
+                  Python tool in the sandbox: how many calls are valid, run, and end in the right answer
+                  (eval/tool_talks.py)
+
+A source of weight 0 is measured and never trained on.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat.template import ChatTokenizer, template_of
 from earlyfusion.data.sources.base import kind_of
+from earlyfusion.data.sources.zero_vision import ZeroVision
+from earlyfusion.eval.heldout import summary as summarise
+from earlyfusion.eval.results import save_result
+from earlyfusion.eval.samples import thumbnail
+from earlyfusion.eval.sandbox.host import Sandbox
+from earlyfusion.eval.tool_talks import MEASURES, Played, play_talks, summary, transcript
+from earlyfusion.eval.tool_turns import picture_files
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.pipeline import build, cli, evaluate
@@ -33,8 +49,92 @@ from earlyfusion.pipeline.config.compose import compose, validate
 from earlyfusion.pipeline.config.schema import RunConfig
 from earlyfusion.pipeline.launch import launch
 from earlyfusion.pipeline.pretrain import Pretraining
-from earlyfusion.pipeline.sft_eval import ChatEvaluator
 from earlyfusion.pipeline.sft_start import start_model, with_start
+
+HELDOUT = 64
+"""Held-out conversations of a source when eval.limits names no number."""
+PLAYED = 16
+"""Conversations played when eval.limits names no number."""
+SHOWN = 4
+"""Played conversations of a source that the report shows."""
+
+
+class ChatEvaluator(evaluate.Evaluator):
+    """Adds the tasks of this file to those of pretraining."""
+
+    own_tasks = (*evaluate.TASKS, "answer_loss", "tool_talks")
+    chat = True
+
+    def own_task(self, name: str, step: int, limit: int | None) -> dict[str, float | None]:
+        if name == "answer_loss":
+            return {**self.answer_losses(step, limit)}
+        if name == "tool_talks":
+            return {**self.tool_talks(step, limit)}
+        return super().own_task(name, step, limit)
+
+    def answer_losses(self, step: int, limit: int | None) -> dict[str, float]:
+        """The task answer_loss, by source."""
+        results = {}
+        for source in self.config.data.sources:
+            found = self.answer_loss(
+                source.name, limit or self.config.eval.limits.get("answer_loss", HELDOUT)
+            )
+            if found is not None:
+                results[source.name] = found
+        save_result(self.out, "answer_loss", step, {"sources": results})
+        return {f"answer_loss/{name}": result["loss"] for name, result in results.items()}
+
+    def answer_loss(self, name: str, limit: int) -> dict[str, float] | None:
+        """Loss (nats a token), share of tokens that are the likeliest, and numbers of tokens and
+        conversations.
+
+        None for a source that holds nothing out.
+        """
+        source = self.source(name)
+        chosen = (partial(source.heldout, index) for index in range(min(limit, source.heldout_len())))
+        found = summarise(self.measure(chosen, blind=False))
+        return found and {"loss": found["loss"], "tokens": found["tokens"], "conversations": found["samples"]}
+
+    def heldout(self, step: int, final: bool) -> dict[str, float]:
+        """Nothing: the task answer_loss is that of this stage, on as many conversations as its recipe
+        says."""
+        return {}
+
+    def tool_talks(self, step: int, limit: int | None) -> dict[str, float]:
+        """The task tool_talks, by source."""
+        headline: dict[str, float] = {}
+        limit = limit or self.config.eval.limits.get("tool_talks", PLAYED)
+        for config in self.config.data.sources:
+            source = self.source(config.name)
+            if not isinstance(source, ZeroVision):
+                continue
+            talks = [source.talk(index, heldout=True) for index in range(min(limit, source.heldout_len()))]
+            with Sandbox(allow_weaker=self.config.sandbox.allow_weaker) as sandbox:
+                weaker = sandbox.check().weaker
+                played = play_talks(self.fusion, self.tokens, talks, sandbox)
+            found = summary(played) | ({"sandbox": weaker} if weaker else {})
+            shown = [
+                transcript(game) | {"picture": self._picture(config.name, number, game)}
+                for number, game in enumerate(played[:SHOWN])
+            ]
+            save_result(
+                self.out, f"tool_talks_{config.name}", step, found | {"source": config.name, "shown": shown}
+            )
+            headline |= {f"{measure}/{config.name}": found[measure] for measure in MEASURES}
+        return headline
+
+    def _picture(self, source: str, number: int, game: Played) -> str | None:
+        """Path of the conversation's picture in the run folder, written once; None where the model sees
+        none."""
+        picture = next(iter(picture_files(game.prompt).values()), None)
+        if picture is None:
+            return None
+        name = f"samples/{source}_{number:03d}.png"
+        path = self.out / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            thumbnail(picture).save(path)
+        return name
 
 
 class FineTuning(Pretraining):

@@ -51,7 +51,7 @@ def recipe(folder, tokenizer, photos):
 def by_hand(run, name: str, count: int, *, blind: bool) -> tuple[float, int]:
     """Nats and number of the learned tokens: a softmax of all logits, document by document."""
     model, nats, tokens = run.fusion.eval(), 0.0, 0
-    for get in heldout_getters(run.evaluator._source(name), count):
+    for get in heldout_getters(run.evaluator.source(name), count):
         try:
             document = encode(get(), run.tokenizer, model.config.vision)
         except ValueError:
@@ -72,7 +72,7 @@ def by_hand(run, name: str, count: int, *, blind: bool) -> tuple[float, int]:
 def test_the_held_out_loss_of_every_source_is_that_of_a_loop_by_hand(training, tmp_path):
     run = training(("eval.heldout", 2))
     run.fusion.train()
-    headline = run.evaluator._heldout(0, final=True)
+    headline = run.evaluator.heldout(0, final=True)
     assert run.fusion.training
     saved = json.loads((tmp_path / "run" / "eval" / "heldout_0000000.json").read_text())["sources"]
     assert list(saved) == ["vqa", "manual", "scenes", "photos"]
@@ -85,7 +85,7 @@ def test_the_held_out_loss_of_every_source_is_that_of_a_loop_by_hand(training, t
     for name in ("vqa", "photos"):
         nats, tokens = by_hand(run, name, 8, blind=True)
         assert headline[f"heldout/blind/{name}"] == pytest.approx(nats / tokens, rel=RTOL)
-    source = run.evaluator._source("manual")
+    source = run.evaluator.source("manual")
     read = [get() for get in list(heldout_getters(source))[: saved["manual"]["samples"]]]
     size = sum(len(sample.text.encode()) for sample in read)
     bits = saved["manual"]["loss"] * saved["manual"]["tokens"] / math.log(2)
@@ -97,7 +97,7 @@ def test_the_blind_row_sees_sizes_and_nothing_else(training):
     them one."""
     run = training()
     evaluator = run.evaluator
-    samples = [get() for get in heldout_getters(evaluator._source("vqa"), 4)]
+    samples = [get() for get in heldout_getters(evaluator.source("vqa"), 4)]
 
     def painted(colour):
         paint = lambda segment: Image(PILImage.new("RGB", segment.open().size, colour))

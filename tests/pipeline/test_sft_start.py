@@ -150,7 +150,7 @@ def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, 
     run = sft.FineTuning(validate(with_start(recipe)), resume=False)
     try:
         found = run.evaluator.answer_loss("chats", 7)
-        source = run.evaluator._source("chats")
+        source = run.evaluator.source("chats")
         losses, model = [], run.fusion.eval()
         for index in range(7):
             document = encode(source.heldout(index), run.tokenizer, model.config.vision)
