@@ -220,7 +220,7 @@ class Evaluator:
     def _attnres(self, step: int) -> None:
         pictures = [source.name for source in self.config.data.sources if source.has_pictures]
         for name in pictures[:1]:
-            samples = heldout_getters(self._source(name))
+            samples = heldout_getters(self.source(name))
             for batch in islice(heldout_batches(self.fusion, self.tokens, samples, self._room(), []), 1):
                 weights = attnres_weights(self.fusion, batch.to(self.runtime.device))
                 if weights is not None:

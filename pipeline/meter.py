@@ -160,8 +160,8 @@ class Meter:
         """
         self.flush()
         elapsed = max(self._interval_s, 1e-9)
-        own = [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed]
-        memory_bytes, wait = self.runtime.max(torch.tensor(own, dtype=torch.float64)).tolist()
+        worst = [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed]
+        memory_bytes, wait = self.runtime.max(torch.tensor(worst, dtype=torch.float64)).tolist()
         record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
         record |= {
             "tokens_per_s": self._interval["tokens"] / elapsed,

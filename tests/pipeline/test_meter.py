@@ -137,6 +137,8 @@ class Uneven:
     def __init__(self, other: list[tuple[float, float]]):
         self.other = torch.tensor(other, dtype=torch.float64)
 
+    sum_dict = Runtime.sum_dict
+
     def _both(self, values):
         return values, (self.other if values.ndim == 2 else values)
 
