@@ -36,6 +36,7 @@ def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
     0)."""
     if config.tokenizer.path is not None:
         return Tokenizer.load(config.tokenizer.path)
+    # Rank 0 trains and caches it, the others read the cache.
     if not runtime.is_main:
         runtime.barrier()
     trained = embedded_tokenizer(config.tokenizer.vocab_size)
@@ -121,6 +122,7 @@ def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
         local = isinstance(given, str) and given and not re.match(r"[a-z]+:", given)
         return str(Path(given).expanduser().absolute()) if local else given
 
+    # Every key of a recipe that names a file or folder.
     places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from")]
     for source in (tree.get("data") or {}).get("sources", []):
         places += [

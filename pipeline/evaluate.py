@@ -82,6 +82,7 @@ class Evaluator:
         """
         headline: dict[str, Any] = {}
         if self.runtime.is_main:
+            # The other ranks wait at the barrier below.
             tracker.busy("evaluating held-out samples")
             headline |= self.heldout(step, final)
             for number, task in enumerate(self.config.eval.tasks, 1):
@@ -115,6 +116,7 @@ class Evaluator:
         times = FINAL if final else 1
         limit = times * self.config.eval.heldout
         most = times * max(stage.tokens for stage in self.config.stages)
+        # Sources are added up by tokens: a small one does not count as much as a large one.
         whole, sources = Loss(), {}
         for source in self.config.data.sources if limit else ():
             results = self.measure(heldout_getters(self.source(source.name), limit), most)
@@ -194,6 +196,7 @@ class Evaluator:
     def _choose(self, wanted: int) -> list[Sample]:
         """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of
         each; then one of each source of text alone."""
+        # One stream a source; texts are shown once, pictures as often as there is room.
         streams, texts = [], []
         for source in self.config.data.sources:
             found = self._prompts(source.name, wanted)

@@ -72,6 +72,7 @@ class Guard:
 
         can_roll_back: whether a checkpoint exists; without one, rollback means skip.
         """
+        # A fault that one rank sees is one of all: whoever decides alone would hang the others.
         reason = self._fault("loss", loss, self.loss, self.sigma)
         reason = reason or self._fault("gradient norm", grad_norm, self.grad_norm, self.grad_norm_sigma)
         bad = bool(self._agree(int(bool(reason))))
@@ -80,6 +81,7 @@ class Guard:
             self.loss.append(loss)
             self.grad_norm.append(grad_norm)
             return Verdict("go")
+        # What the policy makes of it, the strictest choice of all ranks.
         self.bad_steps += 1
         reason = reason or "another rank saw a bad step"
         code = self._agree(ACTIONS.index(self._choose(can_roll_back)))
@@ -102,6 +104,7 @@ class Guard:
             return f"{name} is {value}"
         if sigma is None or len(history) < min(MIN_HISTORY, self.window):
             return ""
+        # Only upwards: a sudden improvement is no fault.
         limit = self.limit(history, sigma)
         return (
             f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)" if value > limit else ""

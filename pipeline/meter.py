@@ -63,6 +63,7 @@ def measured_peak(dtype: torch.dtype, threads: int, size: int = 512, seconds: fl
     """
     a = torch.full((size, size), 0.5, dtype=dtype)
     torch.mm(a, a)
+    # The best of many: whatever else the machine does only makes a product slower.
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
         start = time.perf_counter()
@@ -159,6 +160,7 @@ class Meter:
         vision_work).
         """
         self.flush()
+        # The fullest rank and the longest wait decide what a user should look at.
         elapsed = max(self._interval_s, 1e-9)
         worst = [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed]
         memory_bytes, wait = self.runtime.max(torch.tensor(worst, dtype=torch.float64)).tolist()
@@ -176,6 +178,7 @@ class Meter:
             record["mfu_decoder"] = self._interval["decoder_flops"] / done
             record["mfu_vision"] = self._interval["vision_flops"] / done
             record["mfu"] = record["mfu_decoder"] + record["mfu_vision"]
+        # Work of the slowest rank over the mean: 1 is even.
         if self._vision is not None:
             own, done, mean = self._vision
             record["vision_imbalance"] = own / mean if mean else 1.0

@@ -43,6 +43,7 @@ class PictureExchange:
         """Steps that exchanged pictures."""
         if runtime.world == 1:
             return
+        # Ranks with different settings would wait for one another for ever.
         code = SETTINGS.index(self.setting)
         highest, lowest = (
             runtime.agree(code),
@@ -70,6 +71,7 @@ class PictureExchange:
         max_patches: most patches that a rank may get to encode in a micro-batch. Every rank calls it, once a
         step. Raises UserError, on all ranks, where they disagree.
         """
+        # No route: every rank encodes what it holds.
         nothing: list[Route | None] = [None] * len(batches)
         if self.setting == "off":
             return nothing
@@ -85,6 +87,7 @@ class PictureExchange:
             )
         except RanksDisagree as error:
             raise UserError(f"exchange of pictures: {error}") from None
+        # The same plan on every rank, from the same grids; it may say that the step is not worth it.
         plan = plan_step(grids, self.cost, merge, max_patches)
         if not plan.pays(self.above):
             return nothing

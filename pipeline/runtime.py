@@ -64,6 +64,7 @@ def check_launcher(
     mixed_precision: the recipe's. The launcher's "no" is its default, so it contradicts nothing. words: the
     launcher's command line, which names what it does not hand on through the environment.
     """
+    # What the launcher handed on through the environment, and what it only had on its command line.
     said = {key.removeprefix("ACCELERATE_"): value for key, value in environment.items()}
     if "MIXED_PRECISION" in said:
         for option, value in pairwise(
@@ -91,6 +92,7 @@ def check_launcher(
             )
     if said.get("DYNAMO_BACKEND", "NO").upper() != "NO":
         raise UserError(f"accelerate was given the dynamo backend {said['DYNAMO_BACKEND']}: launch with no")
+    # A CPU launch that asked for several processes and got one would train on a part of the data.
     several = "MASTER_ADDR" in environment and "MIXED_PRECISION" in said
     if several and not any(name in environment for name in COUNTS_OF_PROCESSES):
         raise UserError(

@@ -45,6 +45,7 @@ def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
             "run.init_from is not set: name the model directory to start from, --init-from runs/nano/model"
         )
     directory = model_folder(directory)
+    # A section that the recipe has all the same must say what the directory says.
     found = load_config(directory)
     tokens = Tokenizer.load(directory)
     for section, config in (("model", found.text), ("vision", found.vision)):
@@ -104,6 +105,7 @@ def start_model(
     Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such
     directory.
     """
+    # Nothing but the vocabulary may differ, and only grow.
     loaded = load_model(directory)
     before, after = loaded.config.text.vocab_size, wanted.text.vocab_size
     growth = Growth(before, after, tokens.added)
@@ -131,6 +133,7 @@ def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
 def grown(table_VD: Tensor, rows: int, fresh: Sequence[int]) -> Tensor:
     """[V, D] -> [rows, D]: rows beyond V, and those of the ids in `fresh`, are the mean of all others (in
     fp32)."""
+    # The rows of tokens that were there before are what a fresh one starts from.
     known = torch.ones(table_VD.shape[0], dtype=torch.bool, device=table_VD.device)
     known[[i for i in fresh if i < table_VD.shape[0]]] = False
     mean_D = table_VD[known].float().mean(dim=0).to(table_VD.dtype)

@@ -333,6 +333,7 @@ class RLConfig(Section):
                 f"correction.level='token' does not fit objective {objective.name!r}, which has one ratio for"
                 " each answer; set correction.level to 'sequence' or 'geometric'"
             )
+        # Where pi_old is the trainer's own, tokens of older weights need a weight of their own.
         own = "train.old_policy 'trainer'" if train.old_policy == "trainer" else ""
         if rollout.top_p < 1 or rollout.min_p > 0:
             own = f"rollout.top_p {rollout.top_p:g}, min_p {rollout.min_p:g}"

@@ -49,6 +49,7 @@ def adamw_step(
     eps: float,
 ) -> None:
     """Advance local (unsharded) tensors in place; `states` as made by `fresh_state`, local as well."""
+    # One fused call for all tensors of a device and dtype.
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, param in enumerate(params):
         kinds[(param.device, param.dtype)].append(index)
@@ -57,6 +58,7 @@ def adamw_step(
         m, v, steps = ([state[key] for state in chosen] for key in ("exp_avg", "exp_avg_sq", "step"))
         weights, wide = [params[i] for i in indices], dtype == state_dtype(dtype)
         torch._foreach_add_(steps, 1)
+        # 16-bit weights are updated in fp32 and rounded once, at the end.
         working = weights if wide else [weight.to(torch.float32) for weight in weights]
         torch._fused_adamw_(
             working,
@@ -86,6 +88,7 @@ def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) 
     kept = [state for state in states if state["exp_avg"].numel()]
     if not kept:
         return float("nan")
+    # Moments that were never stepped say nothing about an update.
     squares, count = [], 0
     for state, step in zip(kept, torch.stack([state["step"] for state in kept]).tolist()):
         if step == 0:

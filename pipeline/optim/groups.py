@@ -87,6 +87,7 @@ def is_lookup_or_head(fqn: str, module: nn.Module | None) -> bool:
 
 def _default_route(owned: Owned, muon_vision: bool) -> tuple[Family, bool]:
     """(family, decayed) by the table at the head of this file."""
+    # In the order of the table: the first rule that fits decides.
     fqn, shape, parts = owned.fqn, owned.param.shape, set(owned.fqn.split("."))
     if len(shape) < 2 or (len(shape) == 2 and min(shape) == 1) or _VECTOR.search(fqn):
         return "adamw", False
@@ -122,6 +123,7 @@ def block_spec(owned: Owned, head_group_size: int) -> BlockSpec:
     Raises:
         RoutingError: the head sizes that the module declares, or head_group_size, do not divide the rows.
     """
+    # The module that owns a projection knows its heads; the name says which projection it is.
     names, rows, parent = owned.fqn.split("."), owned.param.shape[-2], owned.parent
     leaf = names[-2] if names[-1] == "weight" and len(names) > 1 else names[-1]
     nope, head_dim = getattr(parent, "qk_nope_head_dim", None), getattr(parent, "head_dim", None)
@@ -204,9 +206,11 @@ def build_param_groups(
         tensor
             that is no matrix, heads do not divide, or no parameter at all would be trained by Muon.
     """
+    # A pattern that matches nothing is a mistake, not a wish.
     overrides = dict(overrides or {})
     owned_all = list(owned_parameters(model))
     _check_overrides(overrides, [owned.fqn for owned in owned_all])
+    # Four groups at most: a family, with decay or without.
     groups: dict[str, dict[str, Any]] = {}
     for owned in owned_all:
         family, decayed = _route(owned, muon_vision, overrides)

@@ -74,6 +74,7 @@ class MuonClip(torch.optim.Optimizer):
         eps: float = 1e-8,
         qk_clip: float | None = None,
     ) -> None:
+        # What the groups must say, told before the first step.
         groups = [dict(group) for group in groups]
         for group in groups:
             if (
@@ -94,6 +95,7 @@ class MuonClip(torch.optim.Optimizer):
             raise ValueError(
                 "qk_clip needs the model to find attention layers in: MuonClip(groups, model=model, ...)"
             )
+        # A group may overrule each of these.
         defaults = {
             "momentum": momentum,
             "nesterov": nesterov,
@@ -158,6 +160,7 @@ class MuonClip(torch.optim.Optimizer):
         )
 
     def _muon_step(self, group: dict[str, Any], entries: list[Entry], buckets: list[Bucket]) -> None:
+        # Blocks of gradient and momentum, as views: nothing is copied.
         views = {}
         for entry in entries:
             state = self.state[entry.param]
@@ -177,6 +180,7 @@ class MuonClip(torch.optim.Optimizer):
         pieces = [piece for piece in bucket.pieces if piece.entry.fqn in views]
         if not pieces:
             return
+        # Everything of one block size in one stack, so that Newton-Schulz is one batched product.
         lr, mu = float(group["lr"]), group["momentum"]
         grads = [views[p.entry.fqn][0][p.section][p.low : p.high] for p in pieces]
         momenta = [views[p.entry.fqn][1][p.section][p.low : p.high] for p in pieces]
@@ -184,12 +188,14 @@ class MuonClip(torch.optim.Optimizer):
         counts = [piece.high - piece.low for piece in pieces]
         stacked_Brc = momenta[0].new_empty(sum(counts), bucket.rows, bucket.columns)
         slots = [slot.view(w.shape) for slot, w in zip(stacked_Brc.split(counts), weights, strict=True)]
+        # M := mu M + (1 - mu) G, and U of the Nesterov form straight into the stack.
         torch._foreach_lerp_(momenta, grads, 1 - mu)
         for slot, grad, momentum in zip(slots, grads, momenta, strict=True):
             torch.lerp(grad, momentum, mu if group["nesterov"] else 1.0, out=slot)
         ortho_Brc = resolve("newton_schulz", stacked_Brc.device)(
             stacked_Brc, preset=group["ns"], dtype=self.ns_dtype
         )
+        # W := W (1 - lr wd) - lr scale O, in one pass over the weights.
         scale = block_scale(bucket.rows, bucket.columns, group["rms"])
         updates = [o.reshape(w.shape) for o, w in zip(ortho_Brc.split(counts), weights, strict=True)]
         self._note(group["name"], ortho_Brc, scale)
@@ -219,6 +225,7 @@ class MuonClip(torch.optim.Optimizer):
         ns_matrices_per_step: blocks orthogonalised; params_without_grad: trainable parameters that were
         skipped; and `QKClip.metrics`.
         """
+        # Muon's from the sums of the step, AdamW's from its moments.
         rms = {name: (float(square) / self._elements[name]) ** 0.5 for name, square in self._squares.items()}
         for group in self.param_groups:
             states = [self.state[param] for param in self._stepped.get(group["name"], ())]
@@ -235,6 +242,7 @@ class MuonClip(torch.optim.Optimizer):
         Raises:
             RoutingError: the loaded groups name other parameters, or in another order.
         """
+        # Names, families and blocks are this model's, whatever the file says.
         own = [{key: group[key] for key in _STRUCTURE} for group in self.param_groups]
         for mine, theirs in zip(own, state_dict["param_groups"], strict=False):
             loaded = theirs.get("fqns", mine["fqns"])

@@ -124,6 +124,7 @@ def build_plan(param_groups: list[dict[str, Any]], state: Any, model: nn.Module 
     Raises:
         RoutingError: a name is not in the model, or Muon was given what it cannot train.
     """
+    # What the model holds under a name counts, not what the optimizer was built with.
     owned = {item.fqn: item for item in owned_parameters(model)} if model is not None else {}
     plan = Plan([], [])
     for group in param_groups:
@@ -185,6 +186,7 @@ def _check_placements(fqn: str, param: DTensor, spec: BlockSpec) -> None:
     """A shard must hold whole blocks: replicated, experts cut along dim 0, or rows cut between blocks."""
     from torch.distributed.tensor import Replicate, Shard
 
+    # Only cuts between blocks: a block in two shards would be orthogonalised as two matrices.
     local = param.to_local()
     cuts = [placement for placement in param.placements if not isinstance(placement, Replicate)]
     if any(type(placement) is not Shard or placement.dim != 0 for placement in cuts):
@@ -204,6 +206,7 @@ def _check_placements(fqn: str, param: DTensor, spec: BlockSpec) -> None:
 
 
 def _buckets(entries: list[Entry]) -> list[Bucket]:
+    # Blocks are dealt in order; a bucket is closed when it is full.
     open_buckets: dict[Any, tuple[Bucket, int]] = {}
     done: list[Bucket] = []
     for entry in entries:

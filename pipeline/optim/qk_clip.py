@@ -85,6 +85,7 @@ class QKClip:
         On an accelerator nothing waits for the host: factors stay on the device and heads to keep are
         multiplied by 1.
         """
+        # The largest logits of all ranks, in one message for all layers.
         modules = list(self.layers.values())
         S = torch.cat([module.max_logit.float() for module in modules])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -102,6 +103,7 @@ class QKClip:
             module.max_logit.fill_(float("-inf"))
 
     def _scale(self, module: Any, gamma_H: Tensor) -> None:
+        # Query and key share the factor; the part with position has a key that all heads share.
         root_H, one_H = gamma_H.sqrt(), torch.ones_like(gamma_H)
         query = module.q_b_proj if hasattr(module, "q_b_proj") else module.q_proj
         nope, rope, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
@@ -141,6 +143,7 @@ def _scale_rows(weight: Tensor, factors_R1: Tensor) -> None:
     """weight [R, C] *= factors in place; a shard along dim 0 takes its own rows' factors."""
     if not weight.requires_grad:
         return
+    # A shard scales the rows that it holds.
     local = local_part(weight)
     if is_sharded(weight):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

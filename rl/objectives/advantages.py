@@ -30,6 +30,7 @@ def advantages(config: ObjectiveConfig, rewards_N: Tensor, groups_N: Tensor) -> 
     if not bool(torch.isfinite(rewards_N).all()):
         bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
         raise DataError(f"rewards of responses {bad[:5]} are not finite; score a failed check as 0")
+    # A group whose answers all earn the same says nothing about any of them.
     groups = group(groups_N, rewards_N)
     centred_N = rewards_N - _baseline(config, rewards_N, groups)
     if config.baseline != "none":
@@ -47,6 +48,7 @@ def _baseline(config: ObjectiveConfig, rewards_N: Tensor, groups: Groups) -> Ten
         others_N = groups.spread(groups.sums(rewards_N)) - rewards_N
         return others_N / (groups.spread(counts_G) - 1).clamp(min=1)
     if config.baseline == "log_mean_exp":
+        # Taken off before the exponential, so that it cannot overflow.
         top_G = groups.extreme(rewards_N, "amax")
         mean_G = groups.sums(((rewards_N - groups.spread(top_G)) / config.tau).exp()) / counts_G
         return groups.spread(top_G + config.tau * mean_G.log())

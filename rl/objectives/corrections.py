@@ -86,9 +86,11 @@ def importance_weights(
     check_packed("old_logp_T", old_logp_T, segments)
     check_packed("sampler_logp_T", sampler_logp_T, segments)
     mask_T = token_mask(mask_T, segments, old_logp_T.device)
+    # Log ratios of trained tokens alone; the rest of a row may hold NaN.
     log_T = only(mask_T, wide(old_logp_T)) - only(mask_T, wide(sampler_logp_T).to(old_logp_T.device))
     k3_T = only(mask_T, torch.expm1(log_T) - log_T)
     counts_N = sequence_sums(mask_T.to(log_T.dtype), segments)
+    # A ratio of the answer stands at every token of it.
     level_T = log_T
     if config.level != "token":
         sums_N = sequence_sums(log_T, segments)
@@ -109,6 +111,7 @@ def _weigh(config: CorrectionConfig, log_T: Tensor) -> tuple[Tensor, Tensor]:
     top, bottom = math.log(config.high), math.log(config.low) if config.low > 0 else -math.inf
     if config.mode == "tis":
         return log_T.clamp(max=top).exp(), log_T > top
+    # Compared as logarithms: no product of ratios overflows.
     inside_T = (log_T >= bottom) & (log_T <= top)
     kept_T = log_T.clamp(max=top).exp() if config.mode == "mis" else torch.ones_like(log_T)
     return torch.where(inside_T, kept_T, torch.zeros_like(log_T)), ~inside_T

@@ -97,6 +97,7 @@ def length_rewards(lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor) -> Te
     groups = group(groups_N, lengths_N, correct_N)
     short_N = groups.spread(groups.extreme(lengths_N, "amin"))
     range_N = groups.spread(groups.extreme(lengths_N, "amax")) - short_N
+    # The shortest gets 0.5, the longest -0.5; a wrong answer never gains by brevity.
     lam_N = 0.5 - (lengths_N - short_N) / range_N.clamp(min=1)
     lam_N = torch.where(correct_N.bool(), lam_N, lam_N.clamp(max=0))
     return lam_N.masked_fill(range_N == 0, 0.0)
@@ -161,6 +162,7 @@ def toggle_rewards(
         return rewards_N
     groups = group(groups_N, rewards_N, lengths_N, prompts_N)
     low, high = span
+    # The budget holds where the group can solve the problem, not where it still explores.
     mean_N = (groups.spread(groups.sums(rewards_N) / groups.counts()) - low) / (high - low)
     limit_N = torch.tensor([budgets.get(int(prompt), float("inf")) for prompt in prompts_N.tolist()])
     kept_N = (mean_N < config.min_accuracy) | (_lengths(lengths_N) <= limit_N.to(lengths_N.device)).to(
@@ -203,6 +205,7 @@ def repeat_period(config: RepeatConfig, ids: Sequence[int]) -> int | None:
     max_period * min_repeats comparisons per period at most; looks at the end only.
     """
     longest = max(config.min_repeats * config.max_period, config.min_tokens)
+    # Only the end is looked at, so the cost does not grow with the answer.
     end = np.asarray(ids[-longest:], dtype=np.int64)
     for period in range(1, config.max_period + 1):
         span = max(config.min_repeats * period, config.min_tokens)

@@ -304,6 +304,7 @@ def policy_loss(
     float32 inside, float64 if given. Raises ValueError for tensors that do not fit the segments, DataError
     without the reference that kl_coef needs.
     """
+    # Everything packed alike, and nothing but trained tokens from here on.
     for name, values in (("logp_T", logp_T), ("old_logp_T", old_logp_T), ("weight_T", weight_T)):
         if values is not None:
             check_packed(name, values, segments)
@@ -319,6 +320,7 @@ def policy_loss(
     weight_T = only(mask_T, weight_T)
     batch = totals(mask_T, segments) if batch is None else batch
     batch = Totals(*(total.to(log_T) for total in batch))
+    # Divided by the totals of the whole batch, of which this row may be a piece.
     counts_N = sequence_sums(mask_T.to(log_T.dtype), segments)
     equation, constant = options.equation(), options.constant_tokens
 

@@ -92,6 +92,7 @@ def sequence_sums(values_T: Tensor, segments: Segments) -> Tensor:
     if segments.num == 0:
         return values_T.new_zeros(0)
     device = values_T.device
+    # Kept with the segments: one row is summed many times.
     lengths_N = segments.cached(
         ("rl.lengths", str(device)), lambda: torch.tensor(segments.lengths, dtype=torch.int64, device=device)
     )

@@ -157,6 +157,7 @@ class Collector:
         if self._ahead is not None:
             self._ahead.result()
             self._ahead = None
+        # How many every process still needs; the numbers of its prompts follow from that.
         world, rank = self.runtime.world, self.runtime.rank
         needs = torch.zeros(world, dtype=torch.float64)
         needs[rank] = max(0, self.due(count, rank) - len(self.carried))
@@ -280,6 +281,7 @@ class _Batch:
 
     def _take(self, event: Event) -> None:
         """Count the tokens of an event, and end an answer that has become a repetition."""
+        # Watched requests tell every token; the others only their end.
         key, repeat = (event.request_id, event.index), self.config.repeat
         new = len(event.tokens)
         if event.completion is not None and not self.watched:

@@ -115,6 +115,7 @@ def prompt_weights(
         raise DataError(
             f"{difficulty_P.numel()} difficulties for {rates_P.numel()} prompts; give one for each"
         )
+    # What is never solved weighs most, what always is the floor.
     weights_P = (1 - rates_P).clamp(min=config.floor) if config.prioritised else torch.ones_like(rates_P)
     weights_P = weights_P * allowed(config, difficulty_P, update)
     total = weights_P.sum()
@@ -127,6 +128,7 @@ def draw(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]
     available = int((weights_P > 0).sum())
     if not available:
         raise DataError("no prompt has a positive weight")
+    # Everything once before anything twice.
     drawn: list[int] = []
     while len(drawn) < count:
         size = min(available, count - len(drawn))

@@ -77,6 +77,7 @@ def score(rewards: Rewards, groups: Sequence[Group]) -> list[Scored]:
     """The reward's judgement of every answer, in order. One that did not end by itself is not judged: it
     earns the lowest of the declared range, or of its group where that is lower, so that it is never better
     than a wrong answer."""
+    # Only whole answers are judged.
     items = [(group.problem, t.answer) for group in groups for t in group.trajectories if t.ended]
     judged = iter(rewards(items))
     scored: list[Scored] = []
@@ -96,6 +97,7 @@ def experience(
 ) -> Experience:
     """Rewards after shaping, in this order: the entry's power, Toggle, length reward, penalties for overlong
     answers and repetitions; then advantages. budgets: of Toggle, by bin."""
+    # One number an answer, in the order of the groups.
     sizes = torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64)
     ends = sizes.cumsum(0).tolist()
     answers = [trajectory for group in groups for trajectory in group.trajectories]

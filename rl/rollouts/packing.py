@@ -152,12 +152,14 @@ def pack(
     for trajectory in trajectories:
         prompt, answer = trajectory.prompt, torch.tensor(trajectory.tail, dtype=torch.long)
         media = torch.as_tensor(prompt.media_positions).long()
+        # The first answer to a prompt brings its pictures; the others point to their features.
         brings = not (share_pictures and id(prompt) in first_feature)
         if brings:
             first_feature[id(prompt)] = known_features
             known_features += media.numel()
         features.append(first_feature[id(prompt)] + torch.arange(media.numel()))
 
+        # The logits at a position choose the next token, hence one place to the left.
         ids = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), answer])
         patches, grids = (prompt.patches, prompt.grids) if brings else (None, ())
         documents.append(TokenPrompt(ids, patches, tuple(grids), tuple(media.tolist())))

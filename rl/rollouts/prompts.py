@@ -193,6 +193,7 @@ class PromptPool:
         """
         prompts = self._proposed(count, update)
         self._ahead = {}
+        # All processes judge their own share and hear of the others, so that all replace the same ones.
         mine, unsure = set(range(*share.indices(count))), list(range(count))
         for _ in range(TRIES):
             found_N = torch.zeros(count, dtype=torch.float64)
@@ -285,6 +286,7 @@ def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> 
     An iteration then shows every task as often as it should, with no luck of the draw between them; the order
     is mixed.
     """
+    # Whole parts first; chance decides on the rest alone.
     due_P = weights_P.double() / weights_P.sum() * count
     whole_P = (due_P + 1e-9).floor()
     rest_P = (due_P - whole_P).clamp(min=0)
