@@ -23,6 +23,7 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
     """
     if model.config.text.attn_res == "none":
         return None
+    # Tokens of pictures are told from those of texts by their places.
     image_T = torch.zeros_like(batch.ids, dtype=torch.bool)
     image_T[batch.media_positions] = True
     masks = {"image": image_T, "text": ~image_T & (batch.source_ids >= 0)}  # filler is neither

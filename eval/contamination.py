@@ -76,6 +76,7 @@ def find_overlap(
         own[question.id] = set(_grams(words, length))
         sought[length] |= own[question.id]
 
+    # One pass over the training text, whatever the number of questions.
     found: set[str] = set()
     for name, text in documents:
         words = _words(text)
@@ -100,6 +101,7 @@ def _grams(words: Sequence[str], n: int) -> Iterator[str]:
 
 def _asked(question: Question) -> str:
     """The question's own text: where the prompt carries shots, only what comes after them."""
+    # Worked examples are shared by all questions and would all be found together.
     row = question.meta.get("row")
     if isinstance(row, dict) and "question" in row:
         return str(row["question"])

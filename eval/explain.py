@@ -24,6 +24,7 @@ def explain(task: Task, metrics: Mapping[str, Any], records: Sequence[Record]) -
 
 
 def _nothing(metrics: Mapping[str, Any], records: Sequence[Record], *, private: bool) -> list[str]:
+    # Unread answers and wrong ones call for different remedies.
     unread = float(metrics.get("unextracted") or 0.0)
     lines = [
         f"score 0: none of {len(records)} answers is right; nothing could be read out of {unread:.0%} of them"

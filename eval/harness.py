@@ -105,6 +105,7 @@ def run_task(
     Raises EvalError when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
     options = options or RunOptions()
+    # What cannot work is said before anything is written.
     check_capabilities(model, task)
     task.prepare(model)
     questions = list(task.questions(options.limit, options.shots, options.seed))
@@ -238,6 +239,7 @@ def _output(outputs: Sequence[Generation], private: bool) -> Record:
 
 def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
     """Outputs in the order of the requests, whichever kinds they are of."""
+    # A task may mix kinds: an answer and a likelihood for one question.
     results: list[Any] = [None] * len(requests)
     methods: tuple[tuple[type, str], ...] = (
         (GenerateRequest, "generate"),
@@ -269,6 +271,7 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
         except ValueError:
             earlier = {}
 
+    # A larger limit goes on with the same questions; every other change is another measurement.
     differing = [key for key in {**earlier, **plain} if earlier.get(key) != plain.get(key)]
     before, now = earlier.get("limit"), plain["limit"]
     if "limit" in differing and before is not None and (now is None or now >= before):
@@ -293,6 +296,7 @@ def read_records(path: Path) -> Records:
     off. Raises EvalError for a line that is no record."""
     if not path.is_file():
         return {}
+    # A killed run leaves half a line at most, and only as the last.
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):

@@ -171,6 +171,7 @@ def _enter(model: NativeFusion, batch: PackedBatch, results: Sequence[Loss | Bad
     grey_T = nll_T
     if blind and batch.num_patches:
         grey_T = _nll(model, replace(batch, patches=torch.full_like(batch.patches, GREY)))
+    # A document's key is the number of its sample; a piece of a long one adds to the same sums.
     for key, (start, stop) in zip(batch.keys, pairwise(batch.segments.offsets)):
         loss = results[int(key.removeprefix(":").partition("[")[0])]
         assert isinstance(loss, Loss)

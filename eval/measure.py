@@ -146,6 +146,7 @@ def plain_prompt(
 
 def held_out(entry: Entry, problems: int, seed: int) -> tuple[Task, list[Problem]]:
     """The task and up to `problems` different held-out problems; no two with the same words and question."""
+    # Problems are numbered; those that repeat an earlier one are passed over.
     task = make_task(entry.name, **entry.options)
     found: dict[tuple[str, str], Problem] = {}
     number = vain = 0
@@ -199,6 +200,7 @@ def pictures_of(
     entry: Entry, problems: Sequence[Problem], pictures: Pictures
 ) -> Sequence[Sequence[Image] | None]:
     """For every problem what stands in its picture's place: None leaves it as it is."""
+    # Only forms with pictures have something to replace.
     own = [segment for p in problems for segment in p.prompt(entry.form) if isinstance(segment, Image)]
     if pictures == "true" or not own:
         return [None] * len(problems)
@@ -269,6 +271,7 @@ class Asked:
 
     def measured(self, temperature: float = 1.0) -> list[Measured]:
         """The records; probabilities and entropies of softmax(logits / temperature)."""
+        # Hidden states do not depend on the temperature: only the softmax is computed anew.
         greedy = token_log_probs(self.model, self.greedy_MD, [one.ids for one in self.greedy], temperature)
         targets = [q.target[: len(states)] for q, states in zip(self.questions, self.target_MD)]
         target = token_log_probs(self.model, self.target_MD, targets, temperature)
@@ -364,6 +367,7 @@ def ask(
     if not asked.questions:
         return asked
 
+    # One engine for greedy and sampled answers and for judging: weights are laid out, pictures encoded once.
     prompts = [question.prompt for question in asked.questions] * max(1, samples)
     longest = LONGER * max(question.budget for question in asked.questions)
     engine = engine_for(model, tokenizer, prompts, longest, max(slots, samples))
@@ -407,6 +411,7 @@ def _mark(question: Question, answer: Answer, tokenizer: Tokenizer) -> int | Non
 def _keep_states(engine: Engine, asked: Asked) -> None:
     """Fill greedy_MD and target_MD: every prompt is read once for the greedy answer and for the target, which
     stands behind the model's own thought."""
+    # Two continuations of one prompt: what the model wrote, and the target behind its own thought.
     requests = []
     for question, answer, mark in zip(asked.questions, asked.greedy, asked.marks):
         continuations = [answer.ids]
@@ -428,6 +433,7 @@ def token_log_probs(
     sizes = [len(ids) for ids in tokens]
     if not sum(sizes):
         return [(torch.zeros(0), torch.zeros(0)) for _ in sizes]
+    # All tokens in one product over the vocabulary, in the blocks of the kernel.
     hidden_MD = torch.cat(list(states))
     labels_M = torch.tensor([i for ids in tokens for i in ids], dtype=torch.long, device=hidden_MD.device)
     with evaluating(model):
@@ -480,6 +486,7 @@ def match_entropy(asked: Asked, target_entropy: float) -> Matched:
         low, high = (middle, high) if entropy < target_entropy else (low, middle)
         middle = (low + high) / 2
 
+    # The entropy of the records: what is compared later is what was reached, not what was searched.
     measured = asked.measured(math.exp(middle))
     entropy = sum(one.entropy for one in measured) / len(measured)
     return Matched(math.exp(middle), entropy, abs(entropy - target_entropy) <= 2 * CLOSE, measured)

@@ -93,6 +93,7 @@ def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = 
         raise DataError(
             f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not none"
         )
+    # Bins of equal mass: a model that is always sure would leave most bins of equal width empty.
     order = np.argsort(sure, kind="stable")
     parts = np.array_split(order, min(bins, len(order)))
     return float(sum(abs(hit[part].sum() - sure[part].sum()) for part in parts) / len(sure))
@@ -123,6 +124,7 @@ def _summary(part: Sequence[Measured]) -> dict[str, float]:
         "ece": ece([one.confidence for one in part], [one.solved for one in part]),
         "entropy": mean("entropy"),
     }
+    # pass@k for powers of two, as far as every problem has samples.
     k = 1
     while k <= min(len(one.sampled) for one in part):
         row[f"pass@{k}"] = float(np.mean([sampled_pass(one, k) for one in part]))
@@ -186,6 +188,7 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
     first, second = by_problem(before), by_problem(after)
     rows: list[dict[str, Any]] = []
     for label, records in second.items():
+        # Only problems that both answered: a difference of two sets would compare the sets.
         keys = [key for key in records if key in first.get(label, {})]
         a = [_metrics(first[label][key]) for key in keys]
         b = [_metrics(records[key]) for key in keys]

@@ -46,6 +46,7 @@ def benchmark(name: str, text: str) -> Callable[[Factory], Factory]:
 
 def known_benchmarks() -> Mapping[str, Benchmark]:
     """All benchmarks, by name."""
+    # Importing a file is what registers its benchmarks.
     for found in pkgutil.iter_modules(benchmarks.__path__):
         importlib.import_module(f"{benchmarks.__name__}.{found.name}")
     return dict(sorted(_KNOWN.items()))

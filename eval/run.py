@@ -121,6 +121,7 @@ def evaluate(
     earlyfusion eval --rescore outputs.jsonl.gz --levels 1
     earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out evals/overlap
     """
+    # Questions that need no model.
     if listed:
         print("\n".join(f"{name:<15} {found.text}" for name, found in known_benchmarks().items()))
         return
@@ -202,6 +203,7 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
     """TASK=PATH pairs, and the one path without a task. Raises EvalError for two of the latter."""
     named: dict[str, Path] = {}
     default: Path | None = None
+    # A path may hold "=" itself: what exists is a path.
     for value in given:
         name, found, path = value.partition("=")
         if found and "/" not in name and not Path(value).exists():

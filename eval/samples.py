@@ -49,6 +49,7 @@ def prompted(sample: Sample) -> Sample | None:
     So a caption is asked for by its picture, an answer by its question, and a text goes on from its opening.
     """
     segments = list(sample.segments)
+    # What follows the last learned text was never an answer.
     while segments and not (
         isinstance(segments[-1], Text) and segments[-1].loss > 0 and segments[-1].text.strip()
     ):

@@ -100,6 +100,7 @@ def clustered_estimate(values: ArrayLike, clusters: Sequence[Hashable], confiden
     if len(codes) != len(x):
         raise ValueError(f"{len(x)} values with {len(codes)} cluster labels; give one label for every value")
 
+    # Residuals add up inside a cluster before they are squared: what moves together counts once.
     sums = np.bincount(codes, weights=x - x.mean(), minlength=count)
     se = math.sqrt(count / (count - 1) * float(sums @ sums)) / len(x) if count > 1 else math.nan
     return interval(float(x.mean()), se, count - 1, len(x), confidence)
@@ -165,6 +166,7 @@ def sign_flip_p(
 ) -> float:
     """Two-sided p of the sign-flip test of mean 0. Clusters whose sum is 0 take no part (flipping changes
     nothing)."""
+    # Flipping a cluster flips its sum; nothing else of it matters.
     sums, _, _ = _cluster_sums(_vector(values), clusters, None)
     sums = sums[sums != 0]
     if len(sums) == 0:
@@ -213,6 +215,7 @@ def mcnemar(base: ArrayLike, treated: ArrayLike) -> McNemar | None:
     if not np.isin([a, b], (0.0, 1.0)).all():
         return None
 
+    # Questions that both have right or both wrong say nothing of the difference.
     won, lost = int(np.sum(b > a)), int(np.sum(b < a))
     exact = min(1.0, 2 * float(special.bdtr(min(won, lost), won + lost, 0.5)))
     chi2 = (abs(won - lost) - 1) ** 2 / (won + lost) if won + lost else 0.0
@@ -279,6 +282,7 @@ def welch(base: ArrayLike, treated: ArrayLike, confidence: float = 0.95) -> Esti
     if min(len(a), len(b)) < 2:
         return interval(value, math.nan, 0, n, confidence)
 
+    # Two samples of unequal scatter: their variances are not pooled.
     va, vb = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
     df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if va + vb > 0 else n - 2
     return interval(value, math.sqrt(va + vb), float(df), n, confidence)
@@ -327,6 +331,7 @@ def _cluster_sums(
     sums = np.bincount(codes, weights=x, minlength=count).astype(np.float64)
     sizes = np.bincount(codes, minlength=count).astype(np.float64)
 
+    # A cluster that lies in several strata cannot be drawn inside one.
     groups = np.zeros(count, dtype=np.int64)
     if strata is not None:
         stratum, _ = _codes(strata)

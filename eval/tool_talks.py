@@ -92,6 +92,7 @@ def play_talks(
     with evaluating(model):
         longest = 0
         for turn in range(MAX_MESSAGES):
+            # Talks that are over leave; the others say their next message side by side.
             active = [(i, game) for i, game in enumerate(played) if not game.done]
             prompts = [encode_chat([*game.prompt, *game.said], tokenizer, vision) for _, game in active]
             if not prompts:

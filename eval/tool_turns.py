@@ -37,6 +37,7 @@ def answer_calls(
     answers: list[Message] = []
     results: list[ProgramResult | None] = []
     for number, call in enumerate(message.calls):
+        # Whatever the model asked for is answered with one line, so that the talk can go on.
         code = call.arguments.get("code")
         result = None
         if call.tool != TOOL:

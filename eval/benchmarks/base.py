@@ -181,6 +181,7 @@ def data_files(path: Path, *names: str) -> list[Path]:
 
 def file_hash(path: Path) -> str:
     """sha256 of a file, or of the names and contents of a folder's files."""
+    # Names count as well: the same pictures under other names are another data set.
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
         if not path.is_file():

@@ -74,6 +74,7 @@ class Gpqa(BaseTask):
                 path, f"gpqa_{self.subset}.csv", f"gpqa_{self.subset}.jsonl", f"*{self.subset}*.*"
             )
             self._rows = [self._row(row, number) for number, row in enumerate(read_rows(files[0]), 1)]
+            # Records are found by their ids alone.
             if len({row["id"] for row in self._rows}) != len(self._rows):
                 raise EvalError(f"{self.name}: two questions have the same Record ID or text; mend the file")
         return self._rows
@@ -103,6 +104,7 @@ class Gpqa(BaseTask):
 
     def requests(self, question: Question, repeat: int) -> Sequence[Request]:
         """One generation, or one log-likelihood per option, in this repeat's order of the options."""
+        # Every repeat shows another order: a model that likes one letter gains nothing on average.
         options = [question.choices[i] for i in permutation(question.id, repeat)]
         text = str(question.prompt)
         if self.form == "cf":

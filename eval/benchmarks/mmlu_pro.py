@@ -103,6 +103,7 @@ class MmluPro(BaseTask):
         """Test questions, those of a category together. Raises EvalError when a category lacks examples."""
         test, validation = self.rows()
         count = SHOTS if shots is None else shots
+        # Worked examples are those of the question's own category, in file order.
         examples: dict[str, list[dict[str, Any]]] = {}
         for row in validation:
             examples.setdefault(row["category"], []).append(row)
@@ -163,6 +164,7 @@ class MmluPro(BaseTask):
             seed = request_seed(question.meta["seed"], question.id, repeat)
             prompt = head + self._block(row, None)
             return [GenerateRequest(prompt, new_tokens, (STOP,), temperature, top_p, seed, shared=len(head))]
+        # All options of a question follow one context, which is read once.
         head = self.head(row["category"], examples)
         answers = LETTERS[: len(row["options"])] if self.form == "mcf" else row["options"]
         return choice_requests(str(question.prompt), [f" {answer}" for answer in answers], len(head))
@@ -171,6 +173,7 @@ class MmluPro(BaseTask):
         """As many examples as leave room: prompt tokens < context - new tokens; at least none."""
         if self._model is None:
             return examples, self.new_tokens
+        # A model with a shorter context keeps half of it for the answer.
         context = min(CONTEXT, self._model.max_length or CONTEXT)
         new_tokens = min(self.new_tokens, context // 2) if context < CONTEXT else self.new_tokens
         while examples and self._model.count_tokens(self.prompt(row, examples)) >= max(

@@ -59,6 +59,7 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
     None when there is none of these. Option texts count only in answers of more than five words, as
     published.
     """
+    # Blanks around the answer let " B " match a letter that stands alone.
     answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
     letters = LETTERS[: len(options)]
     for form in ("({})", " {} ", "{}."):
@@ -172,6 +173,7 @@ class MmmuTask:
 def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:
     """A prompt as a question of pretraining: the pictures that it begins with, then "Q: ", the rest, and
     "A:"."""
+    # Pictures that open the question stand before it, as in pretraining.
     segments = [part for part in prompt if not isinstance(part, Text) or part.text.strip()]
     first = next((i for i, part in enumerate(segments) if isinstance(part, Text)), len(segments))
     before, after = question_text("\0").split("\0")

@@ -163,6 +163,7 @@ def delta_of(a: Array, b: Array, run: TaskRun, options: Options, *, single: bool
     """All statistics of one paired difference; `single` (one run an arm) allows McNemar and the discordance
     formula."""
     d = b - a
+    # Clusters decide the interval, strata the bootstrap; the rest is shown for comparison.
     headline, paired = _headline(d, run), mean_estimate(d)
     by_category = clustered_estimate(d, run.categories) if len(set(run.categories)) > 1 else None
     low, high, means = bootstrap_interval(
@@ -219,6 +220,7 @@ def _seeds(
     """Intervals over seeds, and over questions and seeds together; None with one run in each arm."""
     if len(base.runs) == len(treated.runs) == 1:
         return None
+    # One number a seed: its mean over the questions.
     before, after = [r.mean for r in base.of(task)], [r.mean for r in treated.of(task)]
     seeds = seed_estimate(before, after, paired=options.paired_seeds)
     both = questions_and_seeds(_headline(b - a, run), seeds)
@@ -258,6 +260,7 @@ def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[dict
 def verdict(entry: dict[str, Any]) -> str:
     """gain, loss or "no difference shown", with the limits of what was seen."""
     delta, seeds = entry["delta"], entry["seeds"]
+    # A claim has to survive questions, seeds and the number of claims.
     intervals = [delta] + ([seeds["both"]] if seeds else [])
     clear = all(_excludes_zero(interval) for interval in intervals) and delta["p_holm"] <= ALPHA
     if not clear:

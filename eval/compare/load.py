@@ -126,6 +126,7 @@ def load_task(folder: Path, metric: str = "score") -> list[TaskRun]:
     needed."""
     rows = _rows(folder / "records.jsonl")
     summary = _summary(folder / "summary.json")
+    # A line of its own for every view that all records have.
     values = {"": [_number(row, metric, folder) for row in rows]}
     for view, key in VIEWS.items():
         if metric == "score" and all(key in row for row in rows):

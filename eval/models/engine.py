@@ -149,6 +149,7 @@ class EngineModel(TokenModel):
 
     def losses(self, requests: Sequence[LossRequest]) -> list[Loss | BadSample]:
         """The loss of every sample, packed into rows of `batch_tokens`."""
+        # A row holds at least one document of the longest length.
         length = max(request.length for request in requests)
         tokens = max(self.batch_tokens, length)
         room = Room(tokens=tokens, max_patches=PATCHES_A_TOKEN * tokens, length=length)
@@ -160,6 +161,7 @@ class EngineModel(TokenModel):
 
     def write(self, openings: Sequence[Opening]) -> list[Generation]:
         """See TokenModel."""
+        # The engine's noise depends on the request's seed alone, not on its number or neighbours.
         requests = []
         for number, opening in enumerate(openings):
             asked = opening.request
@@ -182,6 +184,7 @@ class EngineModel(TokenModel):
     def _engine_of(self, longest: int, waiting: int) -> Engine:
         """An engine in which batch_size sequences of this length fit."""
         slots = 1 if self.one_by_one else self.batch_size
+        # Every sequence and every kept prefix may be of the longest length.
         pages = (slots + KEPT_PREFIXES) * (-(-longest // PAGE) + 1)
 
         if self._engine is None or pages > self._pages or waiting > self._engine.max_waiting:
@@ -199,6 +202,7 @@ class EngineModel(TokenModel):
         return self._engine
 
     def _answer(self, opening: Opening, done: Completion) -> Generation:
+        # The stop token is among the engine's ids and no part of an answer.
         ended = done.finish_reason == "stop"
         ids = done.ids[:-1] if ended and done.ids[-1] in self.stop_ids else done.ids
         text = done.text

@@ -66,10 +66,12 @@ class RowCache(transformers.DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the real tokens [N, heads, W, width]; returns everything visible [N, heads, slots, width]."""
+        # Only real tokens are stored, each at its own place of its row.
         rows_NW = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
         at = rows_NW.expand_as(self.places_NW)[self.real_NW], self.places_NW[self.real_NW]
         stored = []
         for new, old in zip((key_states, value_states), self.keys_values.get(layer_idx, (None, None))):
+            # Room grows by a quarter at least, so that a long answer does not copy the cache at every token.
             if old is None or old.shape[1] < self.slots:
                 grown = self.slots if old is None else max(self.slots, old.shape[1] * 5 // 4)
                 wider = new.new_zeros(new.shape[0], grown, new.shape[1], new.shape[3])
@@ -117,6 +119,7 @@ class Session:
         """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token
         each."""
         count = len(rows)
+        # Without a cache the whole of every row is read again.
         if self.cache is None:
             self.history = [past + tuple(row) for past, row in zip(self.history, rows)]
             hidden_NWD = self._forward(self.history, [0] * count)
@@ -141,6 +144,7 @@ class Session:
         new_N = torch.tensor([len(row) for row in rows])
         offset_NW = torch.arange(width).expand(len(rows), width)
         real_NW = offset_NW < new_N[:, None]
+        # Rows are padded on the right; padding repeats the place of the last token and is masked.
         ids_NW = torch.full((len(rows), width), owner.pad_id)
         ids_NW[real_NW] = torch.tensor([token for row in rows for token in row])
         places_NW = torch.tensor(past)[:, None] + offset_NW.minimum(new_N[:, None] - 1)
@@ -151,6 +155,7 @@ class Session:
         else:
             slots = -(-int((torch.tensor(past) + new_N).max()) // owner.key_block) * owner.key_block
             self.cache.expect(real_NW.to(device), places_NW.to(device), slots)
+            # A token sees the slots up to its own, which are all filled by its row.
             hidden_NWL = torch.arange(slots) > places_NW[:, :, None]
             mask_N1WL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
             mask_N1WL = mask_N1WL.masked_fill(hidden_NWL, torch.finfo(owner.model.dtype).min)[:, None]
@@ -179,6 +184,7 @@ class Draw:
         """The next token's id."""
         if self.temperature == 0:
             return int(logits_V.argmax())
+        # A stable order: equal logits are drawn alike on every machine.
         ordered_V, ids_V = (logits_V / self.temperature).sort(descending=True, stable=True)
         p_V = ordered_V.double().softmax(-1)
         before_V = p_V.cumsum(-1) - p_V  # mass of the likelier tokens; 0 for the first, so it always stays
@@ -236,6 +242,7 @@ class HfModel(TokenModel):
         self.chat = chat
         self.body, self.head = model.base_model, model.get_output_embeddings()
         self.device = next(model.parameters()).device
+        # A model of several parts keeps the language model's settings in a part of its own.
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         longest = getattr(config, "max_position_embeddings", None)
         self.max_length = longest or getattr(config, "n_positions", None)
@@ -311,10 +318,12 @@ class HfModel(TokenModel):
 
     def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
         """(prefix, places of pieces that begin with it), each as many as may be read at once."""
+        # Only rows that begin with the same prefix can start from copies of one state.
         groups: dict[tuple[int, ...], list[int]] = {}
         for place, piece in enumerate(pieces):
             groups.setdefault(piece.ids[: piece.shared if self.cached else 0], []).append(place)
         for prefix, places in groups.items():
+            # Rows of about the same length are read together: less of a batch is padding.
             places.sort(key=lambda place: -len(pieces[place].ids))
             lengths = [len(pieces[place].ids) - len(prefix) for place in places]
             for batch in self._fill(places, lengths):
@@ -328,6 +337,7 @@ class HfModel(TokenModel):
         else:
             if prefix not in self._prefixes:
                 first = Session(self, 1)
+                # A long prefix is read in pieces: its activations would not fit.
                 for start in range(0, len(prefix), self.batch_tokens):
                     first.read([prefix[start : start + self.batch_tokens]])
                 self._prefixes[prefix] = first
@@ -404,6 +414,7 @@ class HfModel(TokenModel):
 
     def _decode(self, session: Session, states: list[Tensor], alive: list[Answer]) -> None:
         """Token by token; finished answers leave the batch at once."""
+        # The states at hand choose a token; what goes on reads it.
         while True:
             logits_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS)
             for answer, logits_V in zip(alive, logits_NV):
@@ -437,6 +448,7 @@ def load_hf(
     Raises EvalError when it cannot be read.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # A folder or file is told apart from a hub name before anything is fetched.
     path = Path(given)
     where: dict[str, Any] = {}
     place = given
@@ -454,6 +466,7 @@ def load_hf(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
         stored = dtype or (torch.float32 if where else "auto")
+        # GGUF weights are unpacked to float32; others keep the precision in which they are stored.
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=stored, **where)
     except Exception as error:  # also UnpicklingError, and what safetensors and tokenizers raise
         what = str(error).splitlines()[:1] or [type(error).__name__]

@@ -91,6 +91,7 @@ class EndpointModel:
         raise EvalError(f"{self.url}{path}: {problem}")
 
     def _all(self, function: Callable[[Any], Any], requests: Sequence[Any]) -> list[Any]:
+        # The server batches; here requests only have to be under way at the same time.
         with ThreadPoolExecutor(max(1, min(self.concurrent, len(requests)))) as pool:
             return list(pool.map(function, requests))
 
@@ -144,6 +145,7 @@ class EndpointModel:
         return self._all(lambda request: self._echo(request.text, 0, request.text), requests)
 
     def _echo(self, text: str, start: int, scored: str) -> LogProb:
+        # Nothing is generated: the prompt itself comes back, with a log-probability for every token.
         body = {
             "model": self.name,
             "prompt": text,

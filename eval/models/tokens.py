@@ -154,6 +154,7 @@ class TokenModel(ABC):
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model."""
         pairs = [self.encode_pair(request) for request in requests]
+        # Pictures are compared by identity: the continuations of one question share the object.
         keys = [
             piece.ids if piece.media is None else id(request.context)
             for request, (piece, _) in zip(requests, pairs)
@@ -163,6 +164,7 @@ class TokenModel(ABC):
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
         """See Model."""
+        # As many tokens as the model may see, each window after a beginning of its own.
         window = min(self.max_length or self.batch_tokens, self.batch_tokens)
         begin = Piece((self.begin_id,))
         windows: list[tuple[Piece, tuple[int, ...]]] = []
@@ -204,6 +206,7 @@ class TokenModel(ABC):
     def encode_pair(self, request: ScoreRequest) -> tuple[Piece, tuple[int, ...]]:
         """(context, ids of the continuation)."""
         text = plain_text(request.context)
+        # An empty context stands for the beginning of a document.
         if text == "":
             ids = tuple(self.encode(request.continuation, False))
             if ids[:1] == (self.begin_id,):
@@ -223,6 +226,7 @@ class TokenModel(ABC):
         """
         if shared <= 0:
             return 0
+        # The shared text is encoded once for all requests that begin with it.
         head = self.quick.remembered(text[:shared])
         count = max(0, min(len(head) - 2, len(ids) - 1)) // PREFIX_STEP * PREFIX_STEP
         return count if ids[:count] == head[:count] else 0
@@ -285,12 +289,14 @@ class QuickEncoder:
 
     def __call__(self, text: str, shared: int = 0) -> tuple[int, ...]:
         """Ids of the whole text, with the beginning token the tokenizer adds by default."""
+        # One part is the whole text: nothing to join, nothing to check.
         parts = self._cut(text, shared) if self.splits else [text]
         if len(parts) == 1:
             return tuple(self._encode(text, True))
 
         ids = self._part(parts[0], True) + sum((self._part(part, False) for part in parts[1:-1]), ())
         ids += tuple(self._encode(parts[-1], False))
+        # Trust, but look now and then.
         self._calls += 1
         if self._calls <= FIRST_CHECKS or self._calls % THEN_EVERY == 0:
             whole = tuple(self._encode(text, True))
@@ -331,6 +337,7 @@ def split_pair(
     Blanks at the end of the context are moved to the continuation; the continuation is what the whole has
     beyond as many ids as the context alone has (lm-evaluation-harness, TemplateLM._encode_pair).
     """
+    # Most tokenizers put a blank before the word that follows it.
     bare = context.rstrip()
     if len(bare) < len(context):
         context, continuation = bare, context[len(bare) :] + continuation

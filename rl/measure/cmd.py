@@ -114,6 +114,7 @@ def measure(
         raise UserError(
             f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave it out"
         )
+    # A file that cannot be read is named before the model is loaded.
     earlier = load_measured(against) if against else None
     shared: dict[str, Any] = {"problems": problems, "seed": seed, "samples": samples, "slots": slots}
     shared |= {"temperature": temperature, "pictures": parse_pictures(pictures)}

@@ -99,6 +99,7 @@ def play(
     slots: int,
 ) -> list[list[Trajectory]]:
     """`params.n` answers to every question, all side by side."""
+    # A conversation grows by what programs print, which the limit of new tokens does not count.
     behind = rollout.max_new_tokens + rollout.tool_turns * rollout.tool_output_tokens
     longest = max(len(question.prompt) for question in questions) + behind
     engine = Engine(
@@ -144,6 +145,7 @@ def _record(
         row, places = pack(model, [answer])
         states = model.hidden(row).index_select(0, places.positions_M)
         ((logp, entropy),) = token_log_probs(model, [states], [answer.ids], 1.0)
+    # Confidence is that of the last message: from behind the last program's output.
     last = answer.inserted[-1].at if answer.inserted else 0
     confidence = float(logp[:limit][last:].sum().exp())
 
