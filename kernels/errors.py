@@ -40,7 +40,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def one_line(error: object, limit: int = 300) -> str:
-    """The text of `error` on one line, at most `limit` characters of it, without what a terminal would obey."""
+    """The text of `error` on one line, at most `limit` characters, without what a terminal would obey."""
     text = " ".join(str(error).split())
     text = text if len(text) <= limit else f"{text[:limit]} ..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

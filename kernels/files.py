@@ -48,7 +48,10 @@ def write_atomic(path: str | Path, content: str | bytes, sync: bool = True) -> P
 
 
 def write_json(path: str | Path, value: Any, **options: Any) -> Path:
-    """Write `value` as strict JSON (see `plain`), whole or not at all; returns the path. options: of json.dumps."""
+    """Write `value` as strict JSON (see `plain`), whole or not at all; returns the path.
+
+    options: of json.dumps.
+    """
     text = json.dumps(plain(value), **{"indent": 1, "ensure_ascii": False, "allow_nan": False, **options})
     return write_atomic(path, text + "\n")
 

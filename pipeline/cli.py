@@ -1,8 +1,8 @@
-"""The console entry: `earlyfusion VERB ...`, one typer application whose verbs are imported when they are called.
+"""The console entry: `earlyfusion VERB ...`, one typer application; a verb is imported when it is called.
 
-A verb is a function with typed arguments (its options, with their help in the signature) and one row of VERBS.
-Verbs that take recipes take them, and `--section.key VALUE` for every key, as pipeline/config/arguments.py reads
-them.
+A verb is a function with typed arguments (its options, with their help in the signature) and one row of
+VERBS. Verbs that take recipes take them, and `--section.key VALUE` for every key, as
+pipeline/config/arguments.py reads them.
 
 Exit codes: 0 done, 2 the user's input, 75 stopped by a signal with a checkpoint saved, 1 anything else. A
 mistake of the user is one line on stderr; EF_DEBUG=1 shows the traceback as well. A reader that goes away (`|

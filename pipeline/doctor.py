@@ -29,8 +29,8 @@ from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
 from earlyfusion.pipeline.runtime import check_versions, installed
 
 PACKAGES = (
-    "earlyfusion torch triton transformers accelerate tokenizers safetensors webdataset pydantic easy-vqa pillow"
-    " numpy decord timm torchvision fla-core tensorboard"
+    "earlyfusion torch triton transformers accelerate tokenizers safetensors webdataset pydantic easy-vqa"
+    " pillow numpy decord timm torchvision fla-core tensorboard"
 ).split()
 
 

@@ -1,4 +1,4 @@
-"""One small random case per kernel operation, for `earlyfusion doctor`: any backend against its law in float64.
+"""One small random case per kernel operation, for `earlyfusion doctor`: any backend against its law.
 
 A case is the call of an operation on inputs made in float64 from a seeded generator; inputs listed as
 differentiable get gradients of a fixed random projection of the output. Shapes are odd and packed on purpose.
@@ -25,8 +25,8 @@ LENGTHS = (37, 1, 64, 11)
 NEWEST = (5, 1, 20, 11)  # tokens at the ends of those documents
 T = sum(LENGTHS)
 
-# Error of a float32 backend against the float64 law, relative to the largest entry of each tensor. KDA multiplies
-# decays over whole documents and inverts a triangular matrix per chunk, hence ten times more.
+# Error of a float32 backend against the float64 law, relative to the largest entry of each tensor. KDA
+# multiplies decays over whole documents and inverts a triangular matrix per chunk, hence ten times more.
 TOLERANCE = 2e-5
 TOLERANCES = {"kda": 2e-4}
 

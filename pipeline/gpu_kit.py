@@ -34,10 +34,11 @@ BUILDING = ("setuptools", "wheel")
 """For `pip install --no-build-isolation -e .`."""
 GLIBC = ("2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
 INSTALL = """#!/bin/sh
-# On the GPU machine, from the project's folder: sh KIT/install.sh ENV, where ENV/bin/python has torch and triton.
+# On the GPU machine, from the project's folder: sh KIT/install.sh ENV (ENV/bin/python has torch and triton).
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-"$1/bin/python" -m pip install --no-index --no-deps -c constraints.txt --find-links "$here" -r "$here/requirements.txt"
+"$1/bin/python" -m pip install --no-index --no-deps -c constraints.txt --find-links "$here" \\
+    -r "$here/requirements.txt"
 "$1/bin/python" -m pip install --no-index --no-deps -c constraints.txt --no-build-isolation -e .
 touch "$1/.installed" "$1/.installed-dev"
 """

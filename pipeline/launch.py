@@ -1,4 +1,4 @@
-"""From a checked recipe to a running stage of training: what every stage (pretrain, sft, rl) does before its loop."""
+"""From a checked recipe to a running stage: what every stage (pretrain, sft, rl) does before its loop."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The arguments of a verb that takes recipes: recipes, a few plain options, dotted overrides of every recipe key.
+"""The arguments of a verb that takes recipes: recipes, plain options, dotted overrides of every key.
 
     VERB RECIPE [RECIPE...] [--out DIR] [--steps N] [--init-from DIR] [--resume] [--dry-run] [--section.key
     VALUE]...
 
-The recipe keys of the help are made from the pydantic schema, so they cannot disagree with it. A run keeps what
-it was started with in command.json; `--resume` reads it, so nothing has to be said twice.
+The recipe keys of the help are made from the pydantic schema, so they cannot disagree with it. A run keeps
+what it was started with in command.json; `--resume` reads it, so nothing has to be said twice.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def recipe_command(
     """The command of a verb that takes recipes of `schema`; it calls `run`. default: the recipe where none is
     named.
 
-    With --resume the recipes (where none is named) and the overrides that the run was started with come first.
+    With --resume the recipes (where none is named) and the overrides of the run come first.
     """
 
     def verb(
@@ -123,7 +123,7 @@ def recipe_command(
 
 
 class RecipeCommand(TyperCommand):
-    """A command that also takes `--section.key VALUE` for every key of `keys_of` and lists them in its help."""
+    """A command that also takes `--section.key VALUE` for every key of `keys_of`, as its help lists them."""
 
     keys_of: type[BaseModel]
 
@@ -157,8 +157,8 @@ class RecipeCommand(TyperCommand):
                 rows += source_options()
         with formatter.section("recipe keys"):
             formatter.write_text(
-                "A value is a TOML literal or plain text, null is None; an item of a list is addressed by number"
-                " or name: --stages.joint.lr 1e-3"
+                "A value is a TOML literal or plain text, null is None; an item of a list is addressed by"
+                " number or name: --stages.joint.lr 1e-3"
             )
             formatter.write_dl(rows, col_max=26)
 

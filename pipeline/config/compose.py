@@ -70,7 +70,7 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """A TOML file that a user names; UserError for one that cannot be read. what: the word for it in errors."""
+    """A TOML file that a user names; UserError for one that cannot be read. what: its word in errors."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{what} {path}: is no file; give a shipped name or a TOML file")
@@ -122,7 +122,7 @@ def _names(items: Any) -> list[Any]:
 
 
 def parse_literal(text: str) -> Any:
-    """A command-line value as a TOML literal (1e-3, true, [1, 2], {a = 1}); anything else is the string itself."""
+    """A command-line value as a TOML literal (1e-3, true, [1, 2], {a = 1}); anything else is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -196,7 +196,7 @@ def load_config(recipes: Sequence[Recipe], overrides: Iterable[tuple[str, Any]] 
 
 
 def validate(tree: Mapping[str, Any], schema: Any = RunConfig) -> Any:
-    """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one UserError line."""
+    """A plain dict as the config of a training verb (`schema`); pydantic's report becomes one line."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -280,7 +280,7 @@ def diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def refused_on_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, and a longer last stage."""
+    """The changes that make a resume another run. Free: FREE_ON_RESUME, data to skip, a longer last stage."""
     last = f"stages.{len(new.get('stages', [])) - 1}.steps"
     refused = []
     for change in diff(old, new):

@@ -51,8 +51,8 @@ def transfer(
     earlyfusion study transfer --out runs/transfer --resume
     earlyfusion study transfer --out runs/transfer --report-only
 
-    Stages run as subprocesses, each in its own folder; what has its result is not run again. Ctrl-C or SIGTERM
-    lets the running stages save and leaves with exit code 75: start the same command with --resume.
+    Stages run as subprocesses, each in its own folder; what has its result is not run again. Ctrl-C or
+    SIGTERM lets the running stages save and leaves with exit code 75: start the same command with --resume.
     """
     changes = {name: n for name, n in (("seeds", seeds), ("rl_seeds", rl_seeds)) if n is not None}
     config = only_arms(read_study(recipe, changes), arms)
@@ -78,7 +78,10 @@ def run_study(
     resume: bool = False,
     prepare: Callable[[Sequence[Stage]], Sequence[Stage]] = list,
 ) -> int:
-    """Run what has no result yet, then report; returns the exit code. prepare: lets a test replace commands."""
+    """Run what has no result yet, then report; returns the exit code.
+
+    prepare: lets a test replace the stages' commands.
+    """
     if not resume and any((out / name).exists() for name in ("pretrain", "runs", "measured")):
         raise UserError(
             f"{out} already holds a study: add --resume to go on, or name another folder with --out"
