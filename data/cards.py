@@ -1,7 +1,7 @@
 """Samples as the model gets them, as plain dicts for a page.
 
-Pictures are put together again from the encoded patches, so resizing and padding are seen as they are; boxes and points
-are given in percent of them.
+Pictures are put together again from the encoded patches, so resizing and padding are seen as they are; boxes
+and points are given in percent of them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MOST_FRAMES = 16
 SIDE = 480
 """Longest side of a picture on a page, in pixels."""
 Card = dict[str, Any]
-"""source, key; bad: the reason of a sample that cannot be used, with its `why`. Else kind, parts (text, picture or
-frames), and counts: tokens, patches, vision_tokens."""
+"""source, key; bad: the reason of a sample that cannot be used, with its `why`. Else kind, parts (text,
+picture or frames), and counts: tokens, patches, vision_tokens."""
 NAMES = {
     Image: "image",
     Video: "video",
@@ -57,6 +57,7 @@ def make_card(sample: Sample, tokenizer: Tokenizer, vision: VisionConfig, kind: 
         parts = list(_parts(sample, encoded, tokenizer, vision))
     except BadSample as error:
         return bad_card(sample.source, sample.key, error)
+    # Without a format of shards the kinds of its segments say what it is.
     kinds = dict.fromkeys(NAMES[type(segment)] for segment in sample.segments)
     return {
         "source": sample.source,
@@ -78,6 +79,7 @@ def bad_card(source: str, key: str, error: BadSample) -> Card:
 def _parts(
     sample: Sample, encoded: Callable[[Any], Encoded], tokenizer: Tokenizer, vision: VisionConfig
 ) -> Iterator[dict[str, Any]]:
+    # Regions may stand anywhere in a sample; they lie over the medium that they name.
     regions: dict[int, list[Region]] = {}
     for segment in sample.segments:
         if isinstance(segment, Regions):
@@ -101,6 +103,7 @@ def _parts(
 def _frames(document: Encoded) -> list[PILImage.Image]:
     """The pictures that the patches hold, made smaller for a page."""
     frames, start = [], 0
+    # Patches of all frames lie behind each other.
     assert document.patches is not None
     for grid in document.grids:
         stop = start + num_patches(grid)
@@ -114,6 +117,7 @@ def _frames(document: Encoded) -> list[PILImage.Image]:
 def _video(document: Encoded, tokenizer: Tokenizer, vision: VisionConfig) -> dict[str, Any]:
     """The first frames, each with the timestamp in the text of the item that it begins."""
     frames = _frames(document)
+    # The timestamps are in the text that the model reads.
     times = re.findall(r"\d\d:\d\d:\d\d\.\d{3}", tokenizer.decode(document.ids.tolist()))
     shown = []
     for number, frame in enumerate(frames[:MOST_FRAMES]):
@@ -136,6 +140,7 @@ def _picture(
     down = 100 * size.new_h / (grid[1] * vision.patch_size * height)
     marks = []
     for region in regions:
+        # A point is a box without a size.
         x0, y0, x1, y1 = region.box or (*(region.point or ()), *(region.point or ()))
         place = {
             "left": x0 * across,

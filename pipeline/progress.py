@@ -1,8 +1,9 @@
 """How far a loop is: one view for pretraining, fine-tuning, reinforcement learning and DPO.
 
-On a terminal a small block stays in place: how far, the time left, a sparkline for each kind of prompt, the numbers
-folded at the screen's width. Without one, `line()` is everything in one plain line, for a log file. The keys are those
-of metrics.jsonl; whatever a record does not hold is not shown.
+On a terminal a small block stays in place: how far, the time left, a sparkline for each kind of prompt, the
+numbers
+folded at the screen's width. Without one, `line()` is everything in one plain line, for a log file. The keys
+are those of metrics.jsonl; whatever a record does not hold is not shown.
 """
 
 from __future__ import annotations
@@ -79,16 +80,19 @@ class Progress:
 
     def update(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Take the numbers of a finished step. Numbers that are not finite are left out."""
+        # A finished step ends whatever went on before it.
         self.step, self._doing = step, ""
         found = {key: value for key, value in numbers.items() if key == "stage" or is_finite(value)}
         self.numbers |= found
 
+        # Kinds of prompts come and go: each has its own curve and its first value.
         for key, value in found.items():
             if key.startswith("reward/"):
                 label = key.removeprefix("reward/")
                 self.rewards.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
                 self._first.setdefault(label, value)
 
+        # A moving average without the bias of its first values.
         if found.get("step_s"):
             self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * found["step_s"]
             self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
@@ -105,9 +109,11 @@ class Progress:
     def _draw(self, now: bool) -> None:
         if self.console.quiet or not self.console.is_terminal:
             return
+        # Redrawn by hand: a thread of its own would read records that are being changed.
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, vertical_overflow="crop")
             self._live.start()
+        # A step of a tiny model takes a millisecond; drawing it takes more.
         if now or time.monotonic() - self._drawn >= REFRESH_S:
             self._drawn = time.monotonic()
             self._live.update(self.view(), refresh=True)
@@ -136,6 +142,7 @@ class Progress:
 
     def line(self) -> str:
         """Everything in one plain line."""
+        # The rewards by kind stand last: there may be many.
         labels = sorted(self.rewards)
         parts = [f"{self.unit} {self.step}/{self.total}", *self.facts()]
         parts += [f"{label} {self.rewards[label][-1]:.2f}" for label in labels[:LISTED]]
@@ -151,6 +158,7 @@ class Progress:
         left = self.seconds_left()
         head = [self.title, f"{self.unit} {self.step}/{self.total}", "━" * round(20 * done), f"{done:.0%}"]
         head += [] if left is None else [f"ETA {duration(left)}"]
+        # Everything folds; a table's first column does, and its numbers are short.
         rows: list[RenderableType] = [Text(" ".join(filter(None, head)), style="bold", overflow="fold")]
 
         if self.rewards:
@@ -164,6 +172,7 @@ class Progress:
         """The rewards of each kind of prompt, as many as the screen holds."""
         table = Table("reward", "", "now", "first", box=None, header_style="dim")
         labels = sorted(self.rewards)
+        # The head and the facts below need their lines too.
         room = max(1, self.console.height - 11)
         for label in labels[:room]:
             values, first = self.rewards[label], self._first[label]
@@ -179,6 +188,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
     The scale is 0 to 1, wider when values lie outside: rows can be compared, and noise is not blown up.
     """
+    # Shares of equal size, one block each.
     count = min(width, len(values))
     edges = [len(values) * index // max(1, count) for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -42,11 +42,14 @@ def lines(
     dots: bool = False,
     size: tuple[float, float] = WIDE,
 ) -> Markup:
-    """Curves over optimizer steps. `levels` are named horizontal reference lines, `marks` vertical ones (events).
+    """Curves over optimizer steps. `levels` are named horizontal reference lines, `marks` vertical ones
+    (events).
 
-    Nothing is drawn where no series has a point; one without keeps its colour for other charts. With `smoothing` a long raw curve is drawn pale and its moving average, over a fiftieth of it, on top. log: the
+    Nothing is drawn where no series has a point; one without keeps its colour for other charts. With
+    `smoothing` a long raw curve is drawn pale and its moving average, over a fiftieth of it, on top. log: the
     axes in logarithms, "y", "x" or "xy". dots: every value is marked. What is no number is left out.
     """
+    # An empty frame says less than none.
     if not any(steps for steps, _ in series.values()):
         return Markup()
     figure, axes = _new(size, xlabel, ylabel)
@@ -55,9 +58,11 @@ def lines(
         if not kept:
             continue
         steps, values = [x for x, _ in kept], [y for _, y in kept]
+        # A short curve is its own average.
         if smoothing and len(kept) > 2 * SMOOTHED_OVER:
             axes.plot(*thin(steps, values), color=colour, alpha=0.22, linewidth=0.8)
             values = smooth(values, 1 - SMOOTHED_OVER / len(kept))
+        # A line of one point would not be seen.
         marker = "o" if dots or len(kept) == 1 else None
         axes.plot(
             *thin(steps, values),
@@ -76,6 +81,7 @@ def lines(
     for mark in marks:
         axes.axvline(mark, color=BAD, linewidth=0.8, alpha=0.7)
 
+    # Logarithms last: the limits that decide on the labels are those of the whole drawing.
     if "x" in log:
         axes.set_xscale("log")
     if "y" in log:
@@ -99,10 +105,12 @@ def heat_map(
     high: float = 1.0,
     cell: float = 0.46,
 ) -> Markup:
-    """One map per entry, side by side, sharing rows, columns and the scale from 0 to `high`. None = no such cell.
+    """One map per entry, side by side, sharing rows, columns and the scale from 0 to `high`. None = no such
+    cell.
 
     cell: inches of a column; values stand in cells that are wide enough.
     """
+    # A kind of token that was not measured has no panel.
     matrices = {title: matrix for title, matrix in matrices.items() if matrix}
     if not matrices:
         return Markup()
@@ -111,6 +119,7 @@ def heat_map(
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     names = [_label(name) for name in columns]
     for axes, (title, matrix) in zip(panels, matrices.items()):
+        # matplotlib leaves nan blank.
         values = np.array([[math.nan if v is None else v for v in row] for row in matrix], dtype=float)
         image = axes.imshow(values, cmap=colours, vmin=0.0, vmax=high, aspect="auto", interpolation="nearest")
         _style(axes, xlabel, ylabel if axes is panels[0] else "")
@@ -120,6 +129,8 @@ def heat_map(
         axes.grid(visible=False)
         if cell > 0.2:
             _annotate(axes, values, image.norm(values))
+
+    # All panels share one scale, so that they share its bar.
     figure.colorbar(image, ax=list(panels), fraction=0.03, pad=0.02).outline.set_visible(False)
     return _svg(figure, panels[0], description, False)
 
@@ -128,6 +139,7 @@ def _annotate(axes: Axes, values: np.ndarray, shades: np.ndarray) -> None:
     """Write each value into its cell, dark on the paler half of the scale and white on the rest."""
     for (row, column), value in np.ndenumerate(values):
         if math.isfinite(value):
+            # The scales of these maps are dark above 0.6 of their range.
             ink = INK if shades[row, column] < 0.6 else "white"
             text = f"{value:.2f}".lstrip("0") if value < 1 else f"{value:.1f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=6, color=ink)
@@ -136,15 +148,21 @@ def _annotate(axes: Axes, values: np.ndarray, shades: np.ndarray) -> None:
 def spans(rows: Sequence[Mapping[str, Any]], *, description: str, xlabel: str, zero: bool = True) -> Markup:
     """One line a row: its value with the 95 % interval, coloured where that excludes 0.
 
-    A row has label, value, low, high (None: no interval); optional dots (group -> values, one colour a group), band
-    (half the width of what would not be seen), mark (name -> value) and beside (name -> another row's numbers).
+    A row has label, value, low, high (None: no interval); optional dots (group -> values, one colour a
+    group), band
+    (half the width of what would not be seen), mark (name -> value) and beside (name -> another row's
+    numbers).
     """
+    # The height grows with the rows.
     figure, axes = _new((7.8, 0.38 * len(rows) + 1.0), xlabel, "")
     axes.grid(visible=False)
     for y, row in enumerate(reversed(rows)):
+        # One dot a run, spread a little so that equal runs are seen.
         for colour, values in zip(COLOURS * len(row.get("dots", ())), row.get("dots", ())):
             offsets = np.linspace(-0.2, 0.2, len(values)) if len(values) > 1 else [0.0]
-            axes.scatter(values, [y + d for d in offsets], s=13, color=colour, alpha=0.75, linewidths=0)
+            axes.scatter(
+                values, [y + d for d in offsets], s=13, color=colour, alpha=0.75, linewidths=0, zorder=2
+            )
         if row.get("band"):
             axes.barh(
                 y, 2 * row["band"], left=-row["band"], height=0.62, color=GRID, label="below 80 % power"
@@ -193,7 +211,9 @@ def histogram(
 
 
 def thin(xs: Sequence[float], ys: Sequence[float], limit: int = MAX_POINTS) -> Series:
-    """At most `limit` points: means over equal runs of neighbours, so noise shrinks and no spike is invented."""
+    """At most `limit` points: means over equal runs of neighbours, so noise shrinks and no spike is
+    invented."""
+    # Runs of equal length: the mean of the means is the mean.
     size = max(1, math.ceil(len(xs) / limit))
     starts = np.arange(0, len(xs), size)
     counts = np.diff([*starts, len(xs)])
@@ -210,7 +230,8 @@ def smooth(ys: Sequence[float], factor: float = 0.9) -> list[float]:
 
 
 def _label(text: object) -> str:
-    """A name as matplotlib may draw it: no mathematics between dollars, nothing that SVG or UTF-8 cannot hold."""
+    """A name as matplotlib may draw it: no mathematics between dollars, nothing that SVG or UTF-8 cannot
+    hold."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)[:LABEL_CHARS])
     return shown.replace("$", r"\$")
 
@@ -253,6 +274,7 @@ def _svg(figure: Figure, axes: Axes, description: str, legend: bool) -> Markup:
         looks: Any = {"frameon": False, "fontsize": 8, "labelcolor": INK}
         axes.legend(named.values(), named, loc="center left", bbox_to_anchor=(1.0, 0.5), **looks)
 
+    # Text stays text, and no date or random name enters: equal data give equal bytes.
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "earlyfusion"}):
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})

@@ -53,6 +53,7 @@ def compare(
     earlyfusion compare runs/start runs/vision-rl --control runs/text-rl
     earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
     """
+    # Mistakes of words before anything is read.
     if control_base and not control:
         raise CompareError("--control-base without --control: name the control arm as well")
     given = {"base": base, "treated": treated, "control": control, "control base": control_base}
@@ -69,6 +70,8 @@ def compare(
         )
 
     options = Options(draws, flips, seed, paired_seeds)
+
+    # One dict for the terminal, the JSON file and the page.
     sides = (arms["base"], arms["treated"], arms.get("control"), arms.get("control base"))
     result = {"metric": metric, **compare_arms(*sides, options)}
     console = Console()
@@ -78,7 +81,8 @@ def compare(
 
 
 class Unit:
-    """How the numbers of a result are written: scores from 0 to 1 in points (hundredths), all else as it is."""
+    """How the numbers of a result are written: scores from 0 to 1 in points (hundredths), all else as it
+    is."""
 
     def __init__(self, result: Row) -> None:
         scores = [entry[arm]["score"] for entry in result["tasks"] for arm in ("base", "treated")]
@@ -119,6 +123,7 @@ def show(result: Row, console: Console) -> None:
     table = _table(f"treated - base, {unit.name}", names)
     for entry in result["tasks"]:
         delta, against = entry["delta"], entry.get("difference_in_differences")
+        # The first word of a verdict decides its colour.
         style = STYLES.get(entry["verdict"].split(",")[0], "dim")
         table.add_row(
             f"{_safe(entry['task'])}\n[{style}]{entry['verdict']}[/]",
@@ -132,10 +137,13 @@ def show(result: Row, console: Console) -> None:
     print_table(console, table)
 
     for entry in result["tasks"]:
+        # Several seeds: whether the gain holds for others is said apart.
         if seeds := entry["seeds"]:
             alone, both = seeds["seeds"], seeds["both"]
-            told = f"{len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds {unit.delta(alone)}"
-            told += f" {unit.range(alone)}, over new questions and seeds {unit.range(both)}"
+            told = f"{len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds"
+            told += (
+                f" {unit.delta(alone)} {unit.range(alone)}, over new questions and seeds {unit.range(both)}"
+            )
             console.print(f"{_safe(entry['task'])}: {escape(told)}")
         if (counts := entry["delta"]["mcnemar"]) and not entry["view"]:
             told = f"{counts['won']} won, {counts['lost']} lost, McNemar exact p {p_value(counts['p_exact'])}"
@@ -153,6 +161,7 @@ def _show_categories(entry: Row, unit: Unit, console: Console) -> None:
     table = _table(
         title, ["category", "n", "base", "treated", "delta ± SE", "95 %", "p Holm", "visible\nfrom"]
     )
+    # Names of others are made safe, numbers are ours.
     for row in entry["categories"]:
         cells = [
             f"{row['n']:,}",
@@ -162,6 +171,7 @@ def _show_categories(entry: Row, unit: Unit, console: Console) -> None:
             escape(unit.range(row)),
         ]
         table.add_row(_safe(row["category"]), *cells, p_value(row["p_holm"]), unit(row["smallest_delta"]))
+
     print_table(console, table)
 
 
@@ -180,6 +190,7 @@ def _safe(name: str) -> str:
 
 def compare_page(result: Row) -> dict[str, Any]:
     """What the template compare.html shows of a `compare_arms` result."""
+    # A page of points, or of the metric's own numbers.
     unit = Unit(result)
     named = {
         arm: ", ".join(Path(folder).name or folder for folder in result["arms"][arm])
@@ -189,6 +200,8 @@ def compare_page(result: Row) -> dict[str, Any]:
     for entry in result["tasks"]:
         categories = [{"label": row["category"], **unit.scaled(row)} for row in entry["categories"]]
         tasks.append({**entry, "category_rows": categories, "seed_rows": _seed_rows(entry, unit)})
+
+    # The template reads the result itself, and beside it what is drawn.
     return {
         **result,
         "title": f"{named['treated']} against {named['base']}",
@@ -214,6 +227,7 @@ def _seed_rows(entry: Row, unit: Unit) -> list[dict[str, Any]]:
 def _forest_row(entry: Row, unit: Unit) -> dict[str, Any]:
     delta, control = entry["delta"], entry.get("control_delta")
     row = {"label": entry["task"], **unit.scaled(delta), "band": unit.scale * delta["smallest_delta"]}
+    # What the same compute did without the treatment.
     if control:
         row["beside"] = {"control - base": unit.scaled(control)}
     if entry["published"] and not entry["view"]:
@@ -222,8 +236,10 @@ def _forest_row(entry: Row, unit: Unit) -> dict[str, Any]:
 
 
 def power(entry: Row, unit: Unit) -> dict[str, Any]:
-    """Smallest true delta that n questions show with 80 % power at this discordance: a curve, and this test on it."""
+    """Smallest true delta that n questions show with 80 % power at this discordance: a curve, and this test
+    on it."""
     discordance, n = entry["delta"]["discordance"], entry["n"]
+    # Equally many points on either side of this test, on a logarithmic axis.
     ns = np.unique(np.geomspace(max(10, n / 20), n * 20, 60).astype(int)).tolist()
     curve = [unit.scale * value for value in power_curve(discordance, ns)]
     return {

@@ -1,7 +1,7 @@
 """What a run folder holds, read once into the plain dict that a template shows.
 
-Every part of a folder is optional, and nothing of another hand in it may break a page: torn lines are counted and left
-out, numbers are checked, pictures come from inside the folder only.
+Every part of a folder is optional, and nothing of another hand in it may break a page: torn lines are counted
+and left out, numbers are checked, pictures come from inside the folder only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Record = Mapping[str, Any]
 
 
 def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]:
-    """A run folder as a dict: title, note, train (records), marks (steps at which the guard acted), events, results...
+    """A run folder as a dict: title, note, train (records), marks (steps at which the guard acted), events,
+    results...
 
-    about: what stands below the title where facts.json says nothing. Raises FileNotFoundError when it is no folder;
-    a missing part is empty.
+    about: what stands below the title where facts.json says nothing. Raises FileNotFoundError when it is no
+    folder; a missing part is empty.
     """
     directory = Path(run_dir)
     if not directory.is_dir():
@@ -36,11 +37,14 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
         )
     metrics = directory / "metrics.jsonl"
     lines = metrics.read_bytes().split(b"\n") if metrics.is_file() else []
+    # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
 
+    # The first that is there: a run writes one of them.
     recipes = [directory / f"recipe.{kind}" for kind in ("toml", "json", "txt")]
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in recipes if path.is_file()]
     facts = read_dict(directory / "facts.json")
+    # Measurements of one name are one curve.
     results: dict[str, list[dict[str, Any]]] = {}
     for record in read_steps(directory / "eval"):
         results.setdefault(str(record.get("name")), []).append(record)
@@ -50,6 +54,7 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
         "note": " · ".join(told) or about,
         "train": [record for record in records if record.get("event") == "train"],
         "marks": [record["step"] for record in records if record.get("event") == "guard"],
+        # The latest ones: a long run may tell thousands.
         "events": [record for record in records if isinstance(record.get("message"), str)][-200:],
         "broken_lines": sum(bool(line.strip()) for line in lines) - len(records),
         "results": results,
@@ -87,7 +92,8 @@ def curves(records: Iterable[Record], labels: Mapping[str, str]) -> dict[str, Se
 
 
 def family(records: Iterable[Record], prefix: str, without: str = " ") -> dict[str, Series]:
-    """Name -> series of every numeric key prefix + name, in order of first appearance; no name that begins `without`."""
+    """Name -> series of every numeric key prefix + name, in order of first appearance; no name that begins
+    `without`."""
     keys = dict.fromkeys(key for record in records for key in record if key.startswith(prefix))
     found = {
         key.removeprefix(prefix): series(records, key) for key in keys if not key.startswith(prefix + without)
@@ -99,13 +105,15 @@ def by_source(records: Iterable[Record], key: str, suffix: str = "") -> dict[str
     """Name + suffix -> series of what the records hold of each source in their table "sources"."""
     found = {}
     for name in dict.fromkeys(name for record in records for name in record["sources"]):
+        # A source may be missing from a measurement.
         rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
         found[name + suffix] = series(rows, key)
     return found
 
 
 def layers(records: Iterable[Record], key: str) -> list[tuple[float, dict[str, list[float]]]]:
-    """(step, layer -> numbers) of the records that hold such a table, without layers that hold anything else."""
+    """(step, layer -> numbers) of the records that hold such a table, without layers that hold anything
+    else."""
     found = []
     for record in records:
         if isinstance(record.get(key), dict) and record[key]:
@@ -132,6 +140,7 @@ def image_source(folder: Path, image: Any) -> str | None:
     if image.startswith("data:image/"):
         return image
     try:
+        # Links are followed before it is asked where the file lies.
         path = (folder / image).resolve()
         inside = path.is_relative_to(folder.resolve()) and path.is_file()
     except (OSError, ValueError):  # a null character, half a character, a name of 5,000

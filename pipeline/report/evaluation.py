@@ -22,6 +22,7 @@ def write_pages(out: Path) -> list[Path]:
     """Draw the page of every task below `out` that left a shown.json; returns their paths."""
     pages = []
     for path in sorted(out.glob("*/shown.json")):
+        # The page stands beside the records of its task.
         data = {"title": path.parent.name, "folder": path.parent, **read_dict(path)}
         pages.append(write_page(path.with_name("report.html"), "evaluation.html", data))
     return pages

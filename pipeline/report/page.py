@@ -2,8 +2,8 @@
 
     write_page(out / "report.html", "run.html", data)
 
-Every text is escaped by the template engine, and control characters in it are made visible; what is HTML already
-(drawings, the output of macros) carries its own type.
+Every text is escaped by the template engine, and control characters in it are made visible; what is HTML
+already (drawings, the output of macros) carries its own type.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ def write_page(path: Path, template: str, data: Mapping[str, Any]) -> Path:
 
 
 def guarded(*, caller: Callable[[], str]) -> str:
-    """{% call guarded() %}: what stands inside, or a note: a file of another hand must not take the page from a run."""
+    """{% call guarded() %}: what stands inside, or a note: a file of another hand must not take the page from
+    a run."""
     try:
+        # Rendered here and now, so that whatever goes wrong is caught here.
         return caller().strip()
     except Exception as error:
         why = one_line(f"{type(error).__name__}: {error}")
@@ -52,6 +54,7 @@ def titled(draw: Callable[..., Markup]) -> Callable[..., Markup]:
 
     def drawn(title: str, data: Any, **style: Any) -> Markup:
         drawing = draw(data, description=title, **style)
+        # A drawing of nothing is empty, and so is its title.
         return drawing and Markup("<div><h3>{}</h3>{}</div>").format(title, drawing)
 
     return drawn
@@ -81,8 +84,10 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+# What templates call: parts of a page, and drawings below their titles.
 ENVIRONMENT.globals |= {"guarded": guarded, "section": section, "image_source": image_source}
 ENVIRONMENT.globals |= {draw.__name__: titled(draw) for draw in (lines, heat_map, spans, histogram)}
+# What templates put behind a value: curves of records, numbers as text.
 ENVIRONMENT.filters |= {
     **{function.__name__: function for function in (series, curves, family, by_source, data_uri)},
     "number": number,

@@ -1,21 +1,22 @@
-"""The report of a run: one self-contained `report.html`, readable without a network and after the folder is gone.
+"""The report of a run: one self-contained `report.html`, readable without a network.
 
     write_report(run_dir) -> Path        reads what is there, leaves out what is not, never needs the model
 
-What it reads (every part optional; other keys and files are ignored; the template run.html says what is shown of it):
+Every part of a folder is optional, other keys and files are ignored; run.html says what is shown:
 
-`metrics.jsonl`  one JSON object a line, `{"step": int, "event": str, ...}`; broken lines are skipped and counted.
-  event "train"  numbers: `loss` (nats a token), `loss/<modality>`, `loss/source/<source>`, `lr`, `grad_norm`,
-                 `tokens` (seen so far), `tokens_per_s`, `patches_per_s`, `seconds` (since the start);
-                 `data/share/<source>`, `data/vision_share`, `data/media_share`, `data/epoch/<source>`,
-                 `data/skipped/<reason>` (of the stage so far); now and then: `expert_load` {"<layer>": [share of
-                 routed tokens per expert, sums to 1]}, `max_logit` {"<layer>": [largest attention logit per head]}
-  event "guard"  `kind`, `action`, `message`
-  other events   listed in the run's diary if they carry `message`
-`eval/*.json`    files of `eval/results.py`: easy_vqa, bpb, heldout, attnres; answer_loss and tool_talks_<source> of a
-                 chat stage
-`samples/*.json` files of `eval/samples.py`; an image is a data URI or a path relative to the run folder
-`recipe.toml` or `recipe.json`, `versions.json` (name -> version), `facts.json` (name -> value; shown in the head)
+`metrics.jsonl`   a JSON object a line, `{"step": int, "event": str, ...}`; broken lines are counted.
+  event "train"   numbers: `loss` (nats a token), `loss/<modality>`, `loss/source/<source>`, `lr`, `grad_norm`,
+                  `tokens` (seen so far), `tokens_per_s`, `patches_per_s`, `seconds` (since the start);
+                  `data/share/<source>`, `data/vision_share`, `data/media_share`, `data/epoch/<source>`,
+                  `data/skipped/<reason>` (of the stage so far); now and then the tables
+                  `expert_load` {"<layer>": [share of routed tokens per expert, sums to 1]} and
+                  `max_logit` {"<layer>": [largest attention logit per head]}
+  event "guard"   `kind`, `action`, `message`
+  other events    listed in the run's diary if they carry `message`
+`eval/*.json`     files of `eval/results.py`: easy_vqa, bpb, heldout, attnres; answer_loss and
+                  tool_talks_<source> of a chat stage
+`samples/*.json`  files of `eval/samples.py`; an image is a data URI or a path relative to the run folder
+`recipe.toml` or `recipe.json`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ from earlyfusion.pipeline.report.page import write_page
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `<run_dir>/report.html` and return its path. Raises FileNotFoundError when there is no such folder."""
+    """Write `<run_dir>/report.html` and return its path. Raises FileNotFoundError when there is no such
+    folder."""
     run = read_run(run_dir, "Joint vision-text pretraining run")
     functions = {"what_it_read": what_it_read, "expert_load": expert_load, "max_logits": max_logits}
     return write_page(run["folder"] / "report.html", "run.html", run | functions)
 
 
 def what_it_read(train: Sequence[Record]) -> dict[str, list[tuple[Any, ...]]]:
-    """At the end of every stage: (stage, source, share of the tokens, passes) and (stage, reason, samples left out)."""
+    """At the end of every stage: (stage, source, share of the tokens, passes) and (stage, reason, samples
+    left out)."""
     shares, skipped = [], []
+    # The last record of a stage counts the whole of it.
     stages = {str(record.get("stage", "")): record for record in train}
     for stage, record in stages.items():
         for key, value in record.items():
@@ -50,13 +54,16 @@ def what_it_read(train: Sequence[Record]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def expert_load(train: Sequence[Record]) -> dict[str, Any]:
-    """The latest load of every expert relative to a fair share (matrix: layer by expert), the busiest over steps."""
+    """The latest load of every expert relative to a fair share (matrix: layer by expert), the busiest over
+    steps."""
     tables = layers(train, "expert_load")
     if not tables:
         return {}
+    # Layers may have different numbers of experts; the map is as wide as the widest.
     step, latest = tables[-1]
     width = max(map(len, latest.values()))
     busiest: dict[str, Series] = {f"layer {layer}": ([], []) for layer in latest}
+    # A layer that is missing from a record has a gap there.
     for at, table in tables:
         for layer in latest.keys() & table.keys():
             busiest[f"layer {layer}"][0].append(at)
@@ -69,11 +76,13 @@ def expert_load(train: Sequence[Record]) -> dict[str, Any]:
 
 
 def max_logits(train: Sequence[Record]) -> dict[str, Series]:
-    """The largest attention logit over steps, of each head; of a layer with more than four heads the largest."""
+    """The largest attention logit over steps, of each head; of a layer with more than four heads the
+    largest."""
     found: dict[str, Series] = {}
     for step, table in layers(train, "max_logit"):
         for layer, heads in table.items():
             named = {f"layer {layer}, head {head}": value for head, value in enumerate(heads)}
+            # More curves than can be told apart.
             if len(heads) > 4:
                 named = {f"layer {layer}, largest": max(heads)}
             for name, value in named.items():

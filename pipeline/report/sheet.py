@@ -1,8 +1,10 @@
-"""`earlyfusion data inspect PATH`: what a mix, a folder or a set of shards holds, as a tree and as a contact sheet.
+"""`earlyfusion data inspect PATH`: what a mix, a folder or a set of shards holds, as a tree and as a contact
+sheet.
 
-PATH is a recipe (name or .toml with a [data] section), a folder or file of shards (also a URL or pipe:command), a
-folder of pictures and texts, or a text file. Counts of prepared shards are exact, all others come from the samples
-looked at.
+PATH is a recipe (name or .toml with a [data] section), a folder or file of shards (also a URL or
+pipe:command), a
+folder of pictures and texts, or a text file. Counts of prepared shards are exact, all others come from the
+samples looked at.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ COUNTING = (
 
 @dataclass
 class Mix:
-    """What is inspected. named: whether patch rule or tokenizer were (by a recipe or an option), so that counts must
-    be theirs."""
+    """What is inspected. named: whether patch rule or tokenizer were (by a recipe or an option), so that
+    counts must be theirs."""
 
     data: DataConfig
     vision: VisionConfig
@@ -84,6 +86,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Print what a mix, a folder or a set of shards holds as a tree, and write a contact sheet."""
+    # Sources are opened one by one: a broken one ends the tree with its own error.
     mix = open_mix(path, tokenizer, vision, run_commands)
     console, tree = Console(), Tree(f"[bold]{_safe(path)}[/]")
     cards: dict[str, list[Card]] = {}
@@ -93,12 +96,14 @@ def inspect(
         cards[config.name] = look(source, mix, samples, heldout)
 
         limit = f", at most {config.max_epochs:g} epochs" if config.max_epochs else ""
+        # Weights are relative: their share is what one wants to know.
         share = f"weight {config.weight:g} ({config.weight / total:.1%}){limit}"
         branch = tree.add(f"[bold cyan]{_safe(config.name)}[/]  {config.kind}  {share}")
         for line in facts(source, cards[config.name], mix):
             branch.add(line)
     console.print(tree)
 
+    # The page holds all cards, the tree their counts.
     if out is not None:
         count = sum(map(len, cards.values()))
         title = f"{path}: {count} samples"
@@ -116,24 +121,28 @@ app.command()(examples)
 def open_mix(path: str, tokenizer: str = "", vision: str = "", run_commands: bool = False) -> Mix:
     """The mix that `path` names; raises DataError (or the recipe's own error) when it is none.
 
-    A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust it. A
-    command given as `path` itself was typed by whoever asks.
+    A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust
+    it. A command given as `path` itself was typed by whoever asks.
     """
+    # A wrong rule is told before any data is opened.
     if vision and vision not in PRESETS:
         raise DataError(f"--vision {vision!r}; {did_you_mean(vision, PRESETS)}")
     local = as_local(path)
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
+    # What lies on a disk or behind a URL is data; every other word is a recipe.
     if not path.endswith(".toml") and (exists or is_url(path) or path.startswith("pipe:")):
         source = SourceConfig(name=Path(path).name or "data", kind=guess_kind(path, local), path=path)
         rule = VisionConfig.preset(vision or "moonvit_v2")
         data = DataConfig(sources=[source], val_fraction=0.0)
         return Mix(data, rule, open_tokenizer(tokenizer or None), bool(vision or tokenizer))
 
+    # A path that is none would be taken for the name of a recipe.
     if "/" in path and not Path(path).is_file():
         raise DataError(f"{path}: no such file or folder")
     tree = compose([path])
     if "data" not in tree:
         raise DataError(f"{path}: no [data] section to inspect")
+    # Asked before validation: a source may run its command when it is opened.
     commands = list(_commands([tree["data"], tree.get("reward")]))
     if commands and not run_commands:
         raise DataError(
@@ -149,6 +158,7 @@ def open_mix(path: str, tokenizer: str = "", vision: str = "", run_commands: boo
 def _commands(tree: Any) -> Iterator[str]:
     """What opening the sources of a recipe would run: pipe:command, and package.module:function."""
     if isinstance(tree, str):
+        # Braces may hide a command: {p,q}ipe:...
         for text in braces(tree):
             if text.startswith("pipe:") or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
                 yield text
@@ -161,6 +171,7 @@ def _of_recipe(tree: dict[str, Any], tokenizer: str, vision: str) -> Mix:
     """The sections that matter here. Raises ValidationError, DataError, TypeError, AttributeError."""
     section = dict(tree.get("vision") or {})
     preset = section.pop("preset", "moonvit_v2")
+    # A rule that was named on the command line stands for the whole section.
     rule = VisionConfig.preset(vision) if vision else VisionConfig.preset(preset, **section)
     given = tree.get("tokenizer") or {}
     if own := tokenizer or given.get("path"):
@@ -187,17 +198,20 @@ def look(source: Source, mix: Mix, count: int, heldout: bool = False) -> list[Ca
 def _format(source: Source, index: int, heldout: bool) -> str:
     if not isinstance(source, WebDataset):
         return ""
+    # Training and held-out samples are numbered apart.
     where = source.split.heldout(index) if heldout else source.split.train(index)
     return describe(source.shards.group(*where), source.options)[0]
 
 
 def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
-    """What is known of a source, line by line: exact counts where a preparation of the mix's own rule left them."""
+    """What is known of a source, line by line: exact counts where a preparation of the mix's own rule left
+    them."""
     yield f"{len(source):,} samples, {source.heldout_len():,} held out"
     if isinstance(source, Folder) and source.left_out:
         yield f"[red]no samples: {_listed(source.left_out)}[/]"
     if isinstance(source, WebDataset):
         yield from _of_shards(source)
+        # Counts of a preparation hold for its own patch rule and tokenizer alone.
         manifest = source.shards.manifest or {}
         if {*TOTALS, *TABLES, "vision"} <= set(manifest):
             if _counted_alike(manifest, mix):
@@ -206,6 +220,7 @@ def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
             rule = f"the rule of this mix (patches of {mix.vision.patch_size})"
             yield f"[dim]prepare counted by {_safe(manifest['vision'])}; these counts are by {rule}[/]"
 
+    # Everything below is an estimate from the samples looked at.
     good = [card for card in cards if not card["bad"]]
     if good:
         tokens, patches, seen = (
@@ -226,6 +241,7 @@ def _counted_alike(manifest: Mapping[str, Any], mix: Mix) -> bool:
         return True
     if manifest["vision"] not in PRESETS or manifest.get("tokenizer") != mix.tokenizer.hash:
         return False
+    # Only what decides the counts: other keys may differ.
     theirs = VisionConfig.preset(manifest["vision"])
     return all(getattr(theirs, key) == getattr(mix.vision, key) for key in COUNTING)
 
@@ -236,6 +252,7 @@ def _of_shards(source: WebDataset) -> Iterator[str]:
     told = f", [red]{sum(shards.cut)} cut short: {_safe(cut)}[/]" if cut else ""
     yield f"{len(shards.names):,} shard{'' if len(shards.names) == 1 else 's'}{told}"
     refused: Counter[str] = Counter()
+    # A manifest has counted them; else the first shards are looked at.
     for number in range(min(len(shards.names), 256)) if shards.manifest is None else ():
         refused.update(shards.index(number).header["refused"])
     if refused:
@@ -270,6 +287,7 @@ def histogram(counts: Mapping[str, int]) -> str:
     if not names or max(counts.values()) < 1:
         return ""
     steps = [0] if names[0] == 0 else []
+    # Every power between the first and the last has a bar, also an empty one.
     power = max(1, next((name for name in names if name), 1))
     while power <= names[-1]:
         steps.append(power)

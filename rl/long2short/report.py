@@ -1,4 +1,5 @@
-"""OUT/report.html of a DPO run for length: the table before and after, the curves, and answers that changed."""
+"""OUT/report.html of a DPO run for length: the table before and after, the curves, and answers that
+changed."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def changed(out: Path) -> dict[str, Any]:
-    """Greedy answers to the same problems: compared, how many; moved, (before, after) of those that are not what they
-    were, the largest changes of length first."""
+    """Greedy answers to the same problems: compared, how many; moved, (before, after) of those that are not
+    what they were, the largest changes of length first."""
     paths = [out / "heldout" / f"{name}.jsonl" for name in ("before", "after")]
     if not all(path.is_file() for path in paths):
         return {}
     before, after = (greedy(path) for path in paths)
+    # Problems measured both times.
     pairs = [(before[key], after[key]) for key in after if key in before]
     moved = [(a, b) for a, b in pairs if a.answer != b.answer]
     moved.sort(key=lambda pair: -abs(pair[1].tokens - pair[0].tokens))

@@ -1,4 +1,5 @@
-"""The gallery of a run's report: for each kind of prompt the best, worst and most divided rollouts, and the held-out
+"""The gallery of a run's report: for each kind of prompt the best, worst and most divided rollouts, and the
+held-out
 problems whose greedy answer changed between the first and the last measurement. All of it as plain dicts.
 """
 
@@ -28,8 +29,10 @@ def gallery(
     groups, pairs = by_label(rollouts), pairs_by_label(measured)
     kinds = []
     for label in dict.fromkeys([*groups, *pairs]):
+        # A kind may be logged and not measured, or measured and not trained on.
         own, both = groups.get(label, []), pairs.get(label, [])
         cards = {title: [group_card(g, picture) for g in some] for title, some in sorts(own, each).items()}
+        # Both times beside each other, in the order of the pairs.
         again = [group_card(group, picture) for pair in asked_again(own)[:each] for group in pair]
         cards["Most changed in training: the same problem, earlier and later"] = again
 
@@ -66,7 +69,8 @@ def spread(group: Record) -> float:
 
 
 def later_half(groups: Sequence[Record]) -> list[Record]:
-    """The groups of the second half of the logged updates: what the trained policy does, not the one at the start."""
+    """The groups of the second half of the logged updates: what the trained policy does, not the one at the
+    start."""
     updates = sorted({group["update"] for group in groups})
     return [group for group in groups if group["update"] >= updates[len(updates) // 2]]
 
@@ -74,20 +78,24 @@ def later_half(groups: Sequence[Record]) -> list[Record]:
 def sorts(groups: Sequence[Record], each: int) -> dict[str, list[Record]]:
     """The best, worst and most divided groups, no group in two of them; newer ones first among equals."""
     left = sorted(later_half(groups), key=itemgetter("update"), reverse=True)
+    # A third each: with few groups no sort takes all.
     share = min(each, -(-len(left) // 3))
     worst = sorted(left, key=mean_score)[:share]
     left = [group for group in left if group not in worst]
     best = sorted(left, key=mean_score, reverse=True)[:share]
+    # Equal rewards teach nothing.
     left = [group for group in left if group not in best and spread(group) > 0]
     divided = sorted(left, key=spread, reverse=True)[:share]
     return {"Best": best, "Worst": worst, "Most divided": divided}
 
 
 def asked_again(groups: Sequence[Record]) -> list[Pair]:
-    """(earlier, later) of the same training problem logged more than once, the largest changes of its score first."""
+    """(earlier, later) of the same training problem logged more than once, the largest changes of its score
+    first."""
     first: dict[str, Record] = {}
     last: dict[str, Record] = {}
     for group in groups:
+        # A pool asks its problems again; procedural ones rarely repeat.
         first.setdefault(str(group.get("key")), group)
         last[str(group.get("key"))] = group
     pairs = [(first[key], last[key]) for key in last if first[key]["update"] < last[key]["update"]]
@@ -96,13 +104,14 @@ def asked_again(groups: Sequence[Record]) -> list[Pair]:
 
 
 def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """Problems solved only after, only before, neither time. Largest changes first, and among equals those whose right
-    answer gained, lost or has the least probability."""
+    """Problems solved only after, only before, neither time. Largest changes first, and among equals those
+    whose right answer gained, lost or has the least probability."""
 
     def moved(pair: Pair) -> tuple[float, float]:
         before, after = pair
         return after["score"] - before["score"], chance(after) - chance(before)
 
+    # By (solved before, solved after).
     sides: dict[tuple[bool, bool], list[Pair]] = {}
     for before, after in pairs:
         sides.setdefault((bool(before.get("solved")), bool(after.get("solved"))), []).append((before, after))
@@ -122,6 +131,7 @@ def chance(record: Record) -> float:
 def answer(text: Any, numbers: Sequence[str], tone: str, notes: str = "") -> dict[str, Any]:
     """One line of a card; a long text is shown by its last line, and whole on a click."""
     whole = str(text or "").strip()
+    # The answer of a program stands in its last line.
     brief = whole.rsplit("\n", 1)[-1] if len(whole) > FOLDED else whole
     brief = brief if len(brief) <= FOLDED else f"…{brief[-FOLDED:]}"
     return {
@@ -145,6 +155,7 @@ def group_card(group: Record, picture: Picture) -> dict[str, Any]:
         tone = ""
         if is_finite(advantage) and advantage:
             tone = "good" if advantage > 0 else "bad"
+        # What is usual is not worth a word.
         notes = ", ".join(str(note) for note in (finish, status) if note not in ("stop", "ok", None))
         numbers = [str(counts[row]), number(score, ".2f"), number(reward, ".2f"), number(advantage, "+.2f")]
         lines.append(answer(text, numbers, tone, notes))

@@ -1,8 +1,10 @@
-"""The measurements of a run for its report: what each kind of held-out problem gained or lost, with its uncertainty.
+"""The measurements of a run for its report: what each kind of held-out problem gained or lost, with its
+uncertainty.
 
-OUT/eval/update-<update>.jsonl holds one JSON object a line, the fields of records.Measured without the picture. The
-same problems are asked every time, so that differences are taken problem by problem. A picture is not stored: it is a
-function of the problem's key, and is drawn again.
+OUT/eval/update-<update>.jsonl holds one JSON object a line, the fields of records.Measured without the
+picture. The
+same problems are asked every time, so that differences are taken problem by problem. A picture is not stored:
+it is a function of the problem's key, and is drawn again.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ BESIDE = ("p_target", "entropy", "ended", "solved_4x")
 
 
 def read_measured(out: Path) -> dict[int, list[Record]]:
-    """Update -> the records measured after it, in order of updates. Broken lines and other files are left out."""
+    """Update -> the records measured after it, in order of updates. Broken lines and other files are left
+    out."""
     found: dict[int, list[Record]] = {}
     for path in sorted((out / "eval").glob("update-*.jsonl")):
+        # Evaluations of other kinds lie in the same folder.
         match = re.fullmatch(r"update-(\d+)\.jsonl", path.name)
         records = [r for r in read_jsonl(path) if isinstance(r.get("key"), str) and is_finite(r.get("score"))]
         if match and records:
@@ -60,6 +64,7 @@ def label_of(record: Mapping[str, Any]) -> str:
     except ValueError:
         level = str(record.get("difficulty", "?"))
     label = f"{record.get('task', '?')}/{level}/{record.get('form', '?')}"
+    # Older records name no label; a thought is known by its cue.
     thought = str(record.get("prompt", "")).rstrip().endswith(THOUGHT_CUE.strip())
     return f"{label}/thought" if thought else label
 
@@ -76,6 +81,7 @@ def pairs_by_label(measured: Mapping[int, Sequence[Record]]) -> dict[str, list[P
     """Entry -> (before, after) of every problem that both the first and the last measurement hold."""
     if len(measured) < 2:
         return {}
+    # Only problems of both measurements can be paired.
     before = {(label_of(record), record["key"]): record for record in measured[min(measured)]}
     pairs: dict[str, list[Pair]] = {}
     for record in measured[max(measured)]:
@@ -88,17 +94,22 @@ def pairs_by_label(measured: Mapping[int, Sequence[Record]]) -> dict[str, list[P
 def change(label: str, pairs: Sequence[Pair]) -> dict[str, Any]:
     """The paired statistics of an entry. Problems with one key are one cluster: one scene in several forms.
 
-    before, after: mean scores; delta: their paired difference; p: of the sign-flip test; won, lost: problems solved
-    only after, only before; verdict: gain or loss only where the 95 % interval excludes 0; the rest are (before,
-    after) means, nan where not measured: best of the sampled answers, and BESIDE.
+    before, after: mean scores; delta: their paired difference; p: of the sign-flip test; won, lost: problems
+    solved
+    only after, only before; verdict: gain or loss only where the 95 % interval excludes 0; the rest are
+    (before, after) means, nan where not measured: best of the sampled answers, and BESIDE.
     """
     differences = [after["score"] - before["score"] for before, after in pairs]
     clusters = [after["key"] for _, after in pairs]
     delta = clustered_estimate(differences, clusters)
+
+    # Problems in four cells: solved before or not, after or not.
     solved = [(bool(before.get("solved")), bool(after.get("solved"))) for before, after in pairs]
     verdict = "not shown"
     if delta.excludes_zero:
         verdict = "gain" if delta.value > 0 else "loss"
+
+    # Every number as (before, after), so that none is shown without the other.
     return {
         "label": label,
         "before": mean(before["score"] for before, _ in pairs),
@@ -127,6 +138,7 @@ def mean(values: Iterable[Any]) -> float:
 def changes(pairs: Mapping[str, Sequence[Pair]]) -> list[dict[str, Any]]:
     """One row for each entry, p after Holm over them, then one for all together if there are several."""
     rows = [change(label, members) for label, members in pairs.items()]
+    # All together is no claim of its own: it stands outside the family.
     for row, p in zip(rows, holm([row["p"] for row in rows])):
         row["p"] = p
     if len(rows) > 1:
@@ -153,11 +165,12 @@ def _task(name: str, options: str) -> Task:
 def redraw(record: Record, options: Mapping[str, Mapping[str, Any]] | None = None) -> PILImage.Image | None:
     """The picture of a measured problem, from its key; options: task name -> options of the recipe.
 
-    None for words alone, and where the problem of that key is no longer the one that was asked (another version,
-    other data).
+    None for words alone, and where the problem of that key is no longer the one that was asked (another
+    version, other data).
     """
     try:
         name, split, level, seed = split_key(str(record["key"]))
+        # The task is made with the recipe's own options, once for all its problems.
         task = _task(name, json.dumps((options or {}).get(name, {}), sort_keys=True))
         problem = task.sample(int(seed), split, json.loads(level))  # type: ignore[arg-type]
     except (DataError, OSError, TypeError, ValueError, KeyError):

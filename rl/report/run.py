@@ -1,9 +1,10 @@
 """The report of a reinforcement learning run: OUT/report.html, one file that loads nothing from elsewhere.
 
-    earlyfusion rollouts OUT            makes it again: while the run goes on, after it, and on a copied folder
-    write_rl_report(out) -> Path        reads what is there, leaves out what is not, needs no model
+    earlyfusion rollouts OUT            makes it again: while the run goes on, after it, and on a copied
+    folder write_rl_report(out) -> Path        reads what is there, leaves out what is not, needs no model
 
-Reads metrics.jsonl (events "train"), eval/update-*.jsonl, rollouts.jsonl with its pictures, and the recipe.toml,
+Reads metrics.jsonl (events "train"), eval/update-*.jsonl, rollouts.jsonl with its pictures, and the
+recipe.toml,
 versions.json and facts.json that every run writes. The template rl.html says what is shown of it.
 """
 
@@ -51,15 +52,18 @@ def rollouts(
         raise UserError(f"{out}: neither metrics.jsonl nor {FILE} is here; give the --out folder of a run")
 
     path = write_rl_report(out, each=each)
+    # What was found is said, so that an empty page does not surprise.
     kinds = len(by_label(logged))
     print(
-        f"rollouts: {len(logged):,} groups of {kinds} kinds; measured after updates {list(measured) or '(none)'}"
+        f"rollouts: {len(logged):,} groups of {kinds} kinds;"
+        f" measured after updates {list(measured) or '(none)'}"
     )
     print(f"report:   {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def write_rl_report(out: str | Path, *, each: int = 3) -> Path:
-    """Write OUT/report.html and return its path. each: pictures of one sort and kind of prompt in the gallery.
+    """Write OUT/report.html and return its path. each: pictures of one sort and kind of prompt in the
+    gallery.
 
     Raises FileNotFoundError when OUT is no folder.
     """
@@ -80,6 +84,7 @@ def rl_page(out: Path, each: int = 3) -> dict[str, Any]:
         drawn = redraw(record, options)
         return None if drawn is None else data_uri(drawn)
 
+    # An update that the guard refused is marked like its events.
     refused = [step for step, count in zip(*series(train, "refused")) if count]
     rewards, scores = whole_and_kinds(train, "reward"), whole_and_kinds(train, "score")
     return run | {
@@ -88,6 +93,7 @@ def rl_page(out: Path, each: int = 3) -> dict[str, Any]:
         "changes": changes(pairs_by_label(measured)),
         "score_curves": by_task(score_curves(measured)) if len(measured) > 2 else {},
         "rewards": by_task(rewards),
+        # One chart tells all where the reward is the task's own score.
         "scores": by_task(scores) if scores != rewards else {},
         "seconds": phase_seconds(train),
         "duration": duration,
@@ -101,6 +107,7 @@ def task_options(recipe: str) -> dict[str, dict[str, Any]]:
         tree = tomllib.loads(recipe)
     except tomllib.TOMLDecodeError:
         return {}
+    # Measured tasks may differ from those trained on.
     section = tree.get("eval")
     found: dict[str, dict[str, Any]] = {}
     for entries in (tree.get("tasks"), section.get("tasks") if isinstance(section, dict) else None):
@@ -112,19 +119,22 @@ def task_options(recipe: str) -> dict[str, dict[str, Any]]:
 
 def phase_seconds(train: Sequence[Record]) -> dict[str, float]:
     """Phase -> seconds of the whole run: the mean of the logged updates times the number of updates."""
+    # Not every update is logged: the mean stands for those between.
     updates = max((record["step"] for record in train), default=0)
     logged = {phase: series(train, f"time/{phase}_s")[1] for phase in PHASES}
     return {phase: updates * sum(values) / len(values) for phase, values in logged.items() if values}
 
 
 def whole_and_kinds(train: Sequence[Record], key: str) -> dict[str, Series]:
-    """A number of each kind of prompt over updates, and of all last, so that a kind keeps its colour everywhere."""
+    """A number of each kind of prompt over updates, and of all last, so that a kind keeps its colour
+    everywhere."""
     curves = family(train, f"{key}/")
     return curves if len(curves) == 1 else curves | {ALL: series(train, key)}
 
 
 def by_task(curves: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
-    """Addition to a heading -> curves: one chart for all, or one for each task when they are too many to tell apart."""
+    """Addition to a heading -> curves: one chart for all, or one for each task when they are too many to tell
+    apart."""
     if len(curves) <= TOGETHER:
         return {"": dict(curves)}
     charts: dict[str, dict[str, Series]] = {}

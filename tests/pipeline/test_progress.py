@@ -50,14 +50,15 @@ def screen(view: Progress, width: int, height: int = 40) -> str:
         (
             "step",
             PRETRAINING,
-            "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s | 678 patch/s"
-            " | MFU 25.6% | 1.50 GiB | ETA 3m00s",
+            "step 10/100 | joint | loss 1.500 | img 1.250 | txt 2.000 | lr 1.00e-03 | 12,345 tok/s"
+            " | 678 patch/s | MFU 25.6% | 1.50 GiB | ETA 3m00s",
         ),
         (
             "update",
             RL,
             "update 10/100 | reward 0.500 | length 4.2 | cut 1.5% | mismatch KL 1.2e-04 | train 0.80s"
-            " | prompts/too_long 2 | rewards/timeout 3 | counting/0/picture 0.75 | ocr/1/twin 0.25 | ETA 3m00s",
+            " | prompts/too_long 2 | rewards/timeout 3 | counting/0/picture 0.75 | ocr/1/twin 0.25"
+            " | ETA 3m00s",
         ),
         (
             "step",

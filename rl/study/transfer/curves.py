@@ -28,6 +28,7 @@ def folders(config: StudyConfig, out: Path, arm: str) -> list[Path]:
 
 def mean_curve(runs: Iterable[Values]) -> Series:
     """Mean over the runs at every update that all of them have; runs without any are left out."""
+    # A run that logged nothing must not empty the intersection.
     known = [run for run in runs if run]
     steps = sorted(set.intersection(*map(set, known))) if known else []
     return [float(step) for step in steps], [statistics.fmean(run[step] for run in known) for step in steps]
@@ -50,6 +51,7 @@ def accuracy(folder: Path, label: str) -> Values:
         solved = [float(record["solved"]) for record in records if record.get("label") == label]
         if solved:
             found[update] = statistics.fmean(solved)
+    # One measurement is no curve.
     return found if len(found) > 1 else {}
 
 
@@ -76,6 +78,7 @@ def rollouts(config: StudyConfig, out: Path) -> dict[str, list[dict[str, Any]]]:
     for arm in config.arms:
         for folder in folders(config, out, arm.name)[:1]:
             records = [r for r in read_jsonl(folder / "rollouts.jsonl") if is_finite(r.get("update"))]
+            # A run of one record is early and late at once.
             for update in dict.fromkeys(record["update"] for record in (*records[:1], *records[-1:])):
                 shown = [record for record in records if record["update"] == update][:SHOWN_GROUPS]
                 cards[f"{arm.name}, update {update}"] = [
@@ -86,9 +89,11 @@ def rollouts(config: StudyConfig, out: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def costs(config: StudyConfig, out: Path) -> list[dict[str, Any]]:
-    """What every arm cost, as medians over its runs: updates, answers and seconds an update, seconds of a run."""
+    """What every arm cost, as medians over its runs: updates, answers and seconds an update, seconds of a
+    run."""
     seconds: dict[str, list[float]] = {}
     for record in read_jsonl(out / "study.jsonl"):
+        # A stage is "run/<start>/<arm>/<run>".
         if record.get("event") == "done" and str(record.get("stage", "")).startswith("run/"):
             seconds.setdefault(record["stage"].split("/")[2], []).append(float(record["seconds"]))
     rows = [cost(config, out, arm, seconds.get(arm.name, [])) for arm in config.arms]

@@ -34,9 +34,11 @@ def write_report(config: StudyConfig, out: Path, results: Row) -> Path:
 def study_page(config: StudyConfig, out: Path, results: Row) -> dict[str, Any]:
     """What the template study.html shows."""
     metrics = ("accuracy", "p_target", "p_matched", f"pass@{config.measure.samples}", "ece")
+    # Forms and skills beside the registered one: described, not claimed.
     others = [label for label in results["start"] if label != results["primary"]]
     arms, drawn = [], []
     for arm in config.arms:
+        # An arm that has not run yet has no rows.
         if arm.name not in results["arms"]:
             continue
         label = primary_label(results, arm.name)
@@ -51,6 +53,8 @@ def study_page(config: StudyConfig, out: Path, results: Row) -> dict[str, Any]:
             scaled = {key: row[key] and 100 * row[key] for key in ("value", "low", "high")}
             dots = [[100 * x for x in runs if x is not None] for runs in row["per_seed"]]
             drawn.append({"label": arm.name, **scaled, "dots": dots})
+
+    # The results themselves are the page's data; added is what is read from the runs.
     return {
         **results,
         "title": "Vision RL and the same skill in words",
@@ -87,6 +91,7 @@ def headline(results: Row) -> str:
         "loss": "A loss in words",
         "": "No difference in words could be shown",
     }
+    # The order matters: a verdict belongs to the first beginning that it has.
     named: dict[str, list[str]] = {start: [] for start in sentences}
     for name, about in results["arms"].items():
         if about["kind"] == "treated":
@@ -103,7 +108,7 @@ def headline(results: Row) -> str:
     rule = results["shortcuts"].get(results["primary"])
     if rule is not None and rule["solves"] >= SHORT:
         told.append(
-            f"“{rule['rule'].capitalize()}” solves {percent(rule['solves'])} % of the primary problems: a gain"
-            " can be that rule and not the skill."
+            f"“{rule['rule'].capitalize()}” solves {percent(rule['solves'])} % of the primary problems: a"
+            " gain can be that rule and not the skill."
         )
     return " ".join(told) or "Nothing was measured yet."
