@@ -47,21 +47,25 @@ class DecoderLayer(nn.Module):
         super().__init__()
         hidden, eps, std = config.hidden_size, config.rms_norm_eps, config.initializer_range
         self.index, self.kind = index, config.plan()[index]
+
+        # Token mixer: most layers keep a state of fixed size, every fourth looks back at all tokens.
+        mixer = KimiDeltaAttention if self.kind == "kda" else MultiHeadLatentAttention
         self.input_layernorm = RMSNorm(hidden, eps)
-        self.self_attn: KimiDeltaAttention | MultiHeadLatentAttention
-        self.self_attn = (
-            KimiDeltaAttention(config) if self.kind == "kda" else MultiHeadLatentAttention(config)
-        )
+        self.self_attn: KimiDeltaAttention | MultiHeadLatentAttention = mixer(config)
+
+        # Feed-forward: the first layers are dense, the others mix experts.
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.sparse = config.is_moe(index)
         if self.sparse:
             self.block_sparse_moe = MixtureOfExperts(config)
         else:
             self.mlp = SwiGLU(hidden, config.intermediate_size, std)
+
+        # In place of the residual stream: what each of the two sub-layers reads of earlier outputs.
         self.attn_res = config.attn_res != "none"
         if self.attn_res:
             # 1-D on purpose: optimizers route matrices to Muon, and a query must not take fixed-norm steps
-            # from zero
+            # from zero.
             self.self_attention_res_query = nn.Parameter(torch.empty(hidden))
             self.self_attention_res_norm = RMSNorm(hidden, eps)
             self.mlp_res_query = nn.Parameter(torch.empty(hidden))
@@ -91,8 +95,6 @@ class DecoderLayer(nn.Module):
         plan: CallPlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
-        if self.kind == "kda":
-            return self.self_attn(x_TD, segments, memory, plan)  # type: ignore[arg-type]
         return self.self_attn(x_TD, segments, memory, plan, counted_T)  # type: ignore[arg-type]
 
     def feed_forward(self, h_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
@@ -115,18 +117,11 @@ class DecoderLayer(nn.Module):
 
     def mixes(self) -> tuple[Mix, Mix]:
         """The AttnRes mixes in front of the two sub-layers."""
-        return (
-            Mix(
-                f"layers.{self.index}.{self.kind}",
-                self.self_attention_res_query,
-                self.self_attention_res_norm,
-            ),
-            Mix(
-                f"layers.{self.index}.{'moe' if self.sparse else 'mlp'}",
-                self.mlp_res_query,
-                self.mlp_res_norm,
-            ),
+        name, feed = f"layers.{self.index}", "moe" if self.sparse else "mlp"
+        before_attention = Mix(
+            f"{name}.{self.kind}", self.self_attention_res_query, self.self_attention_res_norm
         )
+        return before_attention, Mix(f"{name}.{feed}", self.mlp_res_query, self.mlp_res_norm)
 
 
 class Decoder(nn.Module):
@@ -179,6 +174,7 @@ class Decoder(nn.Module):
                 f"got {x_TD.shape[0]} token embeddings but segments that add up to {segments.total}; "
                 "build Segments from the same packed row"
             )
+
         plan, memories = (None, [None] * len(self.layers)) if cache is None else (cache.plan, cache.layers)
         if self.config.attn_res == "none":
             for layer, memory in zip(self.layers, memories):
@@ -216,6 +212,7 @@ class Decoder(nn.Module):
         for layer, memory in zip(self.layers, memories):
             assert isinstance(layer, DecoderLayer)
             before_attention, before_mlp = layer.mixes()
+            # Norm and body go apart: a kernel may take the norm together with the mix.
             attend = bind(
                 layer.attend_normed, segments=segments, memory=memory, plan=plan, counted_T=counted_T
             )
@@ -232,10 +229,13 @@ class Decoder(nn.Module):
         counted_T: Tensor | None,
         recorder: MixRecorder | None,
     ) -> Tensor:
+        # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
         sublayers = list(self._sublayers(segments, memories, plan, counted_T))
         size = self.config.sublayers_per_block()
         sources: tuple[Tensor, ...] = (x_TD,)
         for start in range(0, len(sublayers), size):
             sources = self._maybe_recompute(run_block, sources, sublayers[start : start + size], recorder)
+
+        # The final norm reads a mix of its own of all of them.
         final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
         return mix_sources(sources, final, recorder)

@@ -79,6 +79,7 @@ class NativeFusion(nn.Module):
     def __init__(self, config: FusionConfig) -> None:
         super().__init__()
         self.config = config
+        # patches -> features of the decoder's width -> hidden states
         self.vision_tower = VisionTower(config.vision)
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
@@ -109,14 +110,17 @@ class NativeFusion(nn.Module):
 
         Raises ValueError if the number of features is not the number of media positions.
         """
+        # Text first; a row that shares pictures and has none needs nothing more.
         x_TD = self.decoder.embed_tokens(batch.ids)
         if feature_of_M is not None and not len(batch.grids):
             return x_TD
 
+        # The tower runs also for a row without pictures, with no patches (see the file's head).
         features_MD = self.encode_images(batch.patches, batch.grids, route)
         if feature_of_M is not None:
             features_MD = features_MD.index_select(0, feature_of_M)
 
+        # Features take the places of the placeholders.
         positions_M = batch.media_positions
         if features_MD.shape[0] != positions_M.shape[0]:
             raise ValueError(
@@ -128,6 +132,7 @@ class NativeFusion(nn.Module):
 
     def hidden(self, batch: Prompt, route: Route | None = None) -> Tensor:
         """Hidden states [T, D] after the final norm. route: see `encode_images`."""
+        # Filler tokens must not move what training counts: expert load, QK-Clip's maximum.
         counted_T = batch.ids != self.config.text.pad_token_id if self.training else None
         return self.decoder(self.embed(batch, route), batch.segments, counted_T=counted_T)
 
@@ -150,12 +155,13 @@ class NativeFusion(nn.Module):
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
         `encode_images`."""
+        # Logits never stand in memory for all tokens: head and loss are one operation.
         hidden_TD = self.hidden(batch, route)
         loss_sum, nll_T = resolve("linear_cross_entropy", hidden_TD.device)(
             hidden_TD, self.decoder.head_weight(), batch.labels, batch.loss_weights
         )
         if self.training:
-            # without images no feature reaches the loss, and the vision side would get no gradient at all
+            # Without images no feature reaches the loss, and the vision side would get no gradient at all.
             loss_sum = loss_sum + self.vision_tower.zero_anchor() + self.mm_projector.zero_anchor()
         weight_sum = torch.where(batch.labels >= 0, batch.loss_weights, 0.0).sum()
         return FusionOutput(loss_sum, weight_sum, nll_T)

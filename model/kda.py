@@ -53,17 +53,23 @@ class KimiDeltaAttention(nn.Module):
         self.lower_bound = linear.gate_lower_bound
         self.full_rank_gate = linear.full_rank_output_gate
         channels = self.num_heads * self.head_dim
+
+        # Queries, keys and values, each through a convolution over the last few tokens.
         self.q_proj = Linear(hidden, channels, std)
         self.k_proj = Linear(hidden, channels, std)
         self.v_proj = Linear(hidden, channels, std)
         self.q_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
         self.k_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
         self.v_conv1d = ShortConv(channels, linear.short_conv_kernel_size, std)
+
+        # How fast each channel forgets (low rank), and how much of a new value is written.
         self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
         self.f_a_proj = Linear(hidden, self.head_dim, std)
         self.f_b_proj = Linear(self.head_dim, channels, std)
         self.b_proj = Linear(hidden, self.num_heads, std)
+
+        # Output gate, head norm, output.
         if self.full_rank_gate:
             self.g_proj = Linear(hidden, channels, std)
         else:
@@ -97,42 +103,64 @@ class KimiDeltaAttention(nn.Module):
         return qkv, self.f_b_proj(f_low), gate if self.full_rank_gate else self.g_b_proj(gate), beta
 
     def forward(
-        self, x_TD: Tensor, segments: Segments, memory: KdaStore | None = None, plan: CallPlan | None = None
+        self,
+        x_TD: Tensor,
+        segments: Segments,
+        memory: KdaStore | None = None,
+        plan: CallPlan | None = None,
+        counted_T: Tensor | None = None,
     ) -> Tensor:
         """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and
-        kept."""
+        kept. counted_T: as for MLA, unused here."""
         heads = (x_TD.shape[0], self.num_heads, self.head_dim)
         joint, weight = self.joined_weights() if memory is None else memory.joined(self)
         qkv, f, gate, beta = self._project(x_TD, joint)
+        o_THV = None
         if memory is not None and plan is not None and plan.single:
-            decoded = memory.decode(plan, qkv, f, beta, weight, self)
-            if decoded is not None:
-                return self.o_proj(self.o_norm(decoded, gate.view(heads)).flatten(1))
-        state, taps = (None, None) if memory is None else memory.read(plan)
-        step = plan is not None and plan.single and state is not None and taps is not None
-        if step and taps is not None:
-            qkv, new_taps = conv_step(qkv, weight, taps)
-        else:
-            conv = resolve("short_conv", x_TD.device)
-            qkv, new_taps = conv(
-                qkv, weight, segments, initial_taps_NCW1=taps, output_taps=memory is not None
-            )
-        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-        gate_arguments = (f.view(heads), beta, self.A_log, self.dt_bias.view(heads[1:]))
-        if step:
-            kda_step = resolve("kda_step", x_TD.device)
-            o, state = kda_step(q, k, v, *gate_arguments, state, lower_bound=self.lower_bound, scale=None)
-        else:
-            o, state = resolve("kda", x_TD.device)(
+            o_THV = self._step(memory, plan, qkv, f, beta, weight)
+
+        # Documents from their beginnings, or new tokens of sequences after the state they left.
+        if o_THV is None:
+            state, taps = (None, None) if memory is None else memory.read(plan)
+            kept = {"initial_taps_NCW1": taps, "output_taps": memory is not None}
+            qkv, taps = resolve("short_conv", x_TD)(qkv, weight, segments, **kept)
+            q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
+            o_THV, state = resolve("kda", x_TD)(
                 q,
                 k,
                 v,
-                *gate_arguments,
+                *self._gate(f, beta),
                 segments,
                 lower_bound=self.lower_bound,
                 initial_state_NGKV=state,
                 output_final_state=memory is not None,
             )
-        if memory is not None:
-            memory.write(plan, state, new_taps)
-        return self.o_proj(self.o_norm(o, gate.view(heads)).flatten(1))
+            if memory is not None:
+                memory.write(plan, state, taps)
+
+        # Each head's output is normed and gated by the token itself.
+        return self.o_proj(self.o_norm(o_THV, gate.view(heads)).flatten(1))
+
+    def _gate(self, f: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the operations make decays and step sizes of."""
+        heads = (self.num_heads, self.head_dim)
+        return f.view(-1, *heads), beta, self.A_log, self.dt_bias.view(heads)
+
+    def _step(
+        self, memory: KdaStore, plan: CallPlan, qkv: Tensor, f: Tensor, beta: Tensor, weight: Tensor
+    ) -> Tensor | None:
+        """One token of every sequence: heads' outputs, None where the sequences have no past."""
+        decoded = memory.decode(plan, qkv, f, beta, weight, self)
+        if decoded is not None:
+            return decoded
+        state, taps = memory.read(plan)
+        if state is None or taps is None:
+            return None
+        qkv, taps = conv_step(qkv, weight, taps)
+        q, k, v = (part.view(-1, self.num_heads, self.head_dim) for part in qkv.chunk(3, dim=-1))
+        kda_step = resolve("kda_step", qkv)
+        o_THV, state = kda_step(
+            q, k, v, *self._gate(f, beta), state, lower_bound=self.lower_bound, scale=None
+        )
+        memory.write(plan, state, taps)
+        return o_THV

@@ -50,8 +50,12 @@ class MultiHeadLatentAttention(Fp32State):
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.kv_lora_rank = config.kv_lora_rank
         self.scale = self.qk_head_dim**-0.5
+
+        # For QK-Clip.
         self.track_max_logit = True
         self.qk_clip_tau = 100.0
+
+        # Queries: one projection, or two with a norm between them.
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, heads * self.qk_head_dim, std)
         else:
@@ -59,6 +63,8 @@ class MultiHeadLatentAttention(Fp32State):
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.kv_norm_eps)
             self.q_b_proj = Linear(config.q_lora_rank, heads * self.qk_head_dim, std)
         self.low_rank_query = config.q_lora_rank is not None
+
+        # Keys and values come from one latent per token, which is all that is cached.
         self.kv_a_proj_with_mqa = Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, std)
         self.kv_a_layernorm = RMSNorm(self.kv_lora_rank, config.kv_norm_eps)
         self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), std)
@@ -87,16 +93,17 @@ class MultiHeadLatentAttention(Fp32State):
         counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip
         shrink a head.
         """
-        query = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
-            if self.low_rank_query
-            else self.q_proj(x_TD)
-        )
+        if self.low_rank_query:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        else:
+            query = self.q_proj(x_TD)
         q_THQ = query.view(-1, self.num_heads, self.qk_head_dim)
+
         c_TR, rope_T1 = self.kv_a_proj_with_mqa(x_TD).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
         )
         c_TR = self.kv_a_layernorm(c_TR)
+
         if memory is None or plan is None:
             o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
         else:
@@ -107,6 +114,7 @@ class MultiHeadLatentAttention(Fp32State):
                 o_THV = self._attend_expanded(q_THQ, memory.latents(plan), segments, plan.reads.segments)
             else:
                 o_THV = self._attend_cached(q_THQ, memory, plan)
+
         y = o_THV.flatten(1)
         if self.g_proj is not None:
             y = y * self.g_proj(x_TD).sigmoid()
@@ -124,6 +132,8 @@ class MultiHeadLatentAttention(Fp32State):
         k_nope, v_THV = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         shared = rope_T1.unsqueeze(1).expand(-1, self.num_heads, -1).to(k_nope.dtype)
         k_THQ = torch.cat([k_nope, shared], dim=-1)
+
+        # Only training measures the largest logit.
         track = self.track_max_logit and self.training and torch.is_grad_enabled()
         o_THV, lse_TH = resolve("attention", q_THQ.device)(
             q_THQ, k_THQ, v_THV, segments, causal=True, scale=self.scale, return_lse=track
@@ -150,6 +160,8 @@ class MultiHeadLatentAttention(Fp32State):
         weight_HYR = self.kv_b_proj.weight.view(self.num_heads, nope + self.v_head_dim, rank).to(q_THQ.dtype)
         one_head = latents_LR.shape[0] * (self.qk_head_dim + self.v_head_dim) * latents_LR.element_size()
         step = max(1, EXPANDED_BYTES // one_head)
+
+        # Some heads at a time, so that expanded keys and values of a long past fit.
         outputs = []
         for q_ThQ, weight_hYR in zip(q_THQ.split(step, dim=1), weight_HYR.split(step)):
             kv = torch.nn.functional.linear(c_LR, weight_hYR.flatten(0, 1)).unflatten(1, weight_hYR.shape[:2])

@@ -69,14 +69,16 @@ class Router(Fp32State):
         with without_autocast(x_TD):
             fp = at_least_fp32(x_TD)
             scores_TE = F.linear(fp, self.weight.to(fp.dtype)).sigmoid()
+
+            # The bias moves the choice and never the weights: balancing is no part of the function.
             with torch.no_grad():
-                ids_TJ = torch.topk(
-                    scores_TE + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False
-                )[1]
+                biased_TE = scores_TE + self.e_score_correction_bias
+                ids_TJ = torch.topk(biased_TE, self.top_k, dim=-1, sorted=False)[1]
                 if self.replayed_TJ is not None:
                     ids_TJ = self._replay(ids_TJ)
                 if self.recorded is not None:
                     self.recorded.append(ids_TJ)
+
             weights_TJ = scores_TE.gather(1, ids_TJ)
             if self.renormalize:
                 weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + 1e-20)
@@ -131,6 +133,8 @@ class MixtureOfExperts(Fp32State):
         self.experts = Experts(config)
         shared = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = SwiGLU(config.hidden_size, shared, config.initializer_range) if shared else None
+
+        # Since the last optimizer step: tokens per expert, and what the quantile rule looks at.
         self.register_buffer("load", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
         bins = (
             torch.empty(config.num_experts, BINS, dtype=torch.float32) if self.balance == "quantile" else None
@@ -163,6 +167,8 @@ class MixtureOfExperts(Fp32State):
         self.load.scatter_add_(0, ids_TJ.flatten(), weight_T1.expand(-1, ids_TJ.shape[1]).flatten())
         if self.histogram is None:
             return
+
+        # r_ij = alpha_i - s_ij, one count in expert j's histogram per token (see the file's head).
         bias, experts = self.gate.e_score_correction_bias, self.load.shape[0]
         alpha_T1 = torch.topk(scores_TE + bias, self.gate.top_k + 1, dim=-1)[0][:, -1:]
         low, step = _bin_edges(bias)
@@ -264,10 +270,14 @@ def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dic
     if not layers:
         return {}
     buffers = [b for layer in layers for b in (layer.load, layer.histogram) if b is not None]
+
+    # One collective for all layers.
     if reduce is not None:
         packed = reduce(torch.cat([b.flatten() for b in buffers]))
         for buffer, total in zip(buffers, packed.split([b.numel() for b in buffers])):
             buffer.copy_(total.view_as(buffer))
+
+    # Move every bias, and tell what it had to mend.
     shares = []
     for layer in layers:
         layer._apply_rule()

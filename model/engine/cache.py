@@ -309,6 +309,8 @@ class Pools:
                 layers.append(KdaSlots(state, like.new_zeros(slots + 1, width - 1, channels)))
             else:
                 layers.append(MlaPages(like.new_zeros((pages + 1) * page_size, size), page_size))
+
+        # Slot 0 and page 0 are padding's own.
         free_slots, free_pages = list(range(slots, 0, -1)), list(range(pages, 0, -1))
         return cls(layers, page_size, slots, pages, free_slots, free_pages)
 

@@ -57,6 +57,8 @@ class ImageMemory:
             assert prompt.patches is not None
             parts = prompt.patches.split([t * h * w for t, h, w in prompt.grids])
             pictures |= zip(state.digests, zip(prompt.grids, parts))
+
+        # What is remembered becomes the most recently used; the rest goes through the tower.
         found = {name: self._features.pop(name) for name in pictures if name in self._features}
         missing = {name: picture for name, picture in pictures.items() if name not in found}
         self.encoded += len(missing)

@@ -74,6 +74,7 @@ class PrefixCache:
         """The longest known beginning of `least` to `most` tokens, now the most recently used."""
         if not self.limit:
             return None
+        # One digest is fed on from length to length, so a long prompt is hashed once.
         state, done, best = hashlib.blake2b(digest_size=16), 0, None
         for length in sorted(length for length in self._lengths if length <= most):
             state.update(key_ids[done:length].tobytes())
@@ -97,6 +98,8 @@ class PrefixCache:
             return False
         if len(self._entries) >= self.limit:
             self.evict_one()
+
+        # The slot is copied, the pages are shared.
         own = self.pools.take_slot(far=True)
         self.pools.copy_slot(slot, [own])
         kept = tuple(pages[: self.pools.pages_for(length)])

@@ -141,8 +141,8 @@ def choose(logits_BV: Tensor, controls: Controls, banned: Tensor) -> Tensor:
         each = (controls.keys_B, controls.positions_B, controls.temperature_B, controls.top_p_B)
         return sample(logits_BV, *each, controls.min_p_B, banned, drawn=needs.drawn, logprobs=needs.logprobs)
 
+    # Without log-probabilities nobody looks at the logits again, and they may be overwritten.
     raw_BV, known = logits_BV.float(), needs.logprobs
-    # without log-probabilities nobody looks at the logits again, and they may be overwritten
     allowed_BV = raw_BV.clone() if known else raw_BV
     if banned.dtype == torch.bool:
         allowed_BV.masked_fill_(banned, float("-inf"))

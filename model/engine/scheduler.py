@@ -72,6 +72,7 @@ class Scheduler:
         return admitted
 
     def _admit(self, state: RequestState) -> bool:
+        # The longest known beginning of its prompt, if any of its samples has to read.
         fresh = [sample for sample in state.alive if sample.saved is None]
         hit = None
         if fresh and not state.request.capture_routing:  # routing of cached tokens is not known
@@ -81,15 +82,18 @@ class Scheduler:
                 hit = self.prefix.find(state.key_ids, state.shared, least=state.shared)
         if hit is not None:
             self.pools.share(hit.pages)  # pinned before anything is evicted
+
+        # All pages it can ever need: free ones, or such as the prefix cache gives up. The hit itself stays: its
+        # pages are in use by now, and its slot is still to be copied.
         shares = list(self._shares(state, hit.length if hit is not None else 0))
         needed = sum(pages for _, pages in shares)
-        # the hit itself stays: its pages are in use by now, and its slot is still to be copied
         while self.pools.unreserved_pages < needed and len(self.prefix) > (hit is not None):
             self.prefix.evict_one()
         if self.pools.unreserved_pages < needed:
             if hit is not None:
                 self.pools.release(hit.pages)
             return False
+
         self.pools.reserved += needed
         for sample, pages in shares:
             sample.reserved = pages
@@ -97,6 +101,8 @@ class Scheduler:
         for sample in state.alive:
             if sample.saved is not None:
                 self._put_back(sample)
+
+        # One sample reads the prompt for all; the others are forked from it.
         if fresh:
             lead = fresh[0]
             lead.siblings, lead.slot = fresh[1:], self.pools.take_slot()
@@ -131,6 +137,7 @@ class Scheduler:
     def make_room(self, sample: Sample, stop: int) -> bool:
         """See to it that positions length .. stop - 1 can be written by this sample alone; True if pages
         changed."""
+        # A last page that is partly filled and shared is copied by the first writer.
         changed = False
         if sample.length % self.pools.page_size and sample.pages:
             last = sample.pages[sample.length // self.pools.page_size]

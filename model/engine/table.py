@@ -70,11 +70,14 @@ class RequestTable:
     def _until_the_end(self, sample: Sample, ids: Sequence[int]) -> tuple[int, FinishReason | None, str]:
         """(how many of these tokens belong to the sample, why it ends with them, text that became
         certain)."""
+        # At most the tokens it may still get, up to the first that stops it.
         parent, stream, text = sample.parent, sample.stream, ""
         ids, most = ids[: sample.left], len(ids[: sample.left])
         if parent.stop_ids:
             most = next((place + 1 for place, token in enumerate(ids) if token in parent.stop_ids), most)
         stopped = bool(most) and ids[most - 1] in parent.stop_ids
+
+        # A stop string may end it earlier; without one, and without a reader, text can wait.
         shown = ids[: most - stopped]
         if not parent.request.pieces and not stream.stop:
             stream.keep(shown)
