@@ -1,0 +1,98 @@
+"""The forms for inference on a CPU: equal to their laws, a row's bits its own, and taken only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from earlyfusion.kernels import dispatch
+from earlyfusion.kernels.attnres import cpu as attnres_cpu
+from earlyfusion.kernels.attnres import naive as attnres_naive
+from earlyfusion.kernels.attnres.block import SubLayer
+from earlyfusion.kernels.moe import cpu as moe_cpu
+from earlyfusion.kernels.moe import naive as moe_naive
+
+EXACT = 1e-12  # float64, other sums of the same numbers
+CPU_OPS = [op for op, entries in dispatch.REGISTRY.items() if "cpu" in entries]
+
+
+def test_they_are_taken_for_inference_in_full_precision_on_a_cpu_alone(monkeypatch):
+    monkeypatch.delenv(dispatch.ENVIRONMENT, raising=False)
+    assert set(CPU_OPS) == {"attnres_block", "attnres_phase1", "moe_experts", "rms_norm"}
+    x = torch.zeros(2)
+    for op in CPU_OPS:
+        with torch.no_grad():
+            assert dispatch.pick(op, x) == dispatch.pick(op, x.double()) == "cpu"
+            others = [x.bfloat16(), x.to("meta"), "cpu", torch.device("cpu")]
+            assert {dispatch.pick(op, other) for other in others} == {"torch"}
+            with torch.autocast("cpu", torch.bfloat16):
+                assert dispatch.pick(op, x) == "torch"
+        assert dispatch.pick(op, x) == "torch"
+        for capped in ("naive", "torch"):
+            monkeypatch.setenv(dispatch.ENVIRONMENT, capped)
+            with torch.no_grad():
+                assert dispatch.pick(op, x) == capped
+        monkeypatch.delenv(dispatch.ENVIRONMENT)
+
+
+def test_another_room_may_register_an_operation(monkeypatch):
+    monkeypatch.setattr(dispatch, "REGISTRY", dict(dispatch.REGISTRY))
+    dispatch.register("length", "naive", "builtins:len")
+    assert dispatch.resolve("length", "cpu")([1, 2]) == 2
+    with pytest.raises(ValueError, match="did you mean 'naive'"):
+        dispatch.register("length", "naiv", "builtins:len")
+
+
+def experts(tokens: int, dtype=torch.float64, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    ids = torch.randint(0, 5, (tokens, 2), generator=generator)
+    return draw(tokens, 24), ids, draw(tokens, 2), draw(5, 32, 24), draw(5, 24, 16)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_experts_equal_their_law(tokens):
+    given = experts(tokens)
+    torch.testing.assert_close(moe_cpu.moe_experts(*given), moe_naive.moe_experts(*given), atol=EXACT, rtol=0)
+    none = [tensor[:0] for tensor in given[:3]]
+    assert moe_cpu.moe_experts(*none, *given[3:]).shape == (0, 24)
+
+
+def sublayers(dtype, seed: int = 1) -> list[SubLayer]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(3):
+        norm = torch.nn.RMSNorm(24, 1e-5).to(dtype).requires_grad_(False)
+        made.append(SubLayer(norm, torch.randn(24, generator=generator, dtype=torch.float64).to(dtype).mul))
+    return made
+
+
+def residual(tokens: int, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return [draw(tokens, 24) for _ in range(3)], draw(3, 24)
+
+
+def test_a_block_and_a_mix_equal_their_laws():
+    sources, qw = residual(9)
+    layers, seen = sublayers(torch.float64), []
+    got = attnres_cpu.run_block(sources, layers, qw, 1e-5)[1]
+    torch.testing.assert_close(got, attnres_naive.run_block(sources, layers, qw, 1e-5)[1], atol=EXACT, rtol=0)
+    for one, law in zip(attnres_cpu.phase1(sources, qw, 1e-5), attnres_naive.phase1(sources, qw, 1e-5)):
+        torch.testing.assert_close(one, law, atol=EXACT, rtol=0)
+    watch = lambda index, before, partial: seen.append((index, len(before), partial is None))
+    watched = attnres_cpu.run_block(sources, layers, qw, 1e-5, watch)[1]
+    torch.testing.assert_close(watched, got, atol=EXACT, rtol=0)
+    assert seen == [(0, 3, True), (1, 3, False), (2, 3, False)]
+
+
+@pytest.mark.parametrize("rows", [4, 7, 39])
+def test_a_tokens_bits_do_not_depend_on_the_others(rows):
+    x, ids, weights, up, down = experts(40, torch.float32)
+    whole = moe_cpu.moe_experts(x, ids, weights, up, down)
+    assert torch.equal(moe_cpu.moe_experts(x[:rows], ids[:rows], weights[:rows], up, down), whole[:rows])
+    sources, qw = residual(40, torch.float32)
+    layers = sublayers(torch.float32)
+    whole = attnres_cpu.run_block(sources, layers, qw, 1e-5)[1]
+    some = attnres_cpu.run_block([source[:rows] for source in sources], layers, qw, 1e-5)[1]
+    assert torch.equal(some, whole[:rows])
