@@ -1,7 +1,7 @@
 // Tokens through the decoder for inference, on a CPU in float32: a list of operations over rows, one row a token.
 //
 // A step of a small model is a few hundred small operations; sent one by one from Python, much of the time is not spent
-// computing. Here a model is a `Program`, made once per set of weights (model/engine/compiled.py), and a step one call.
+// computing. Here a model is a `Program`, made once per set of weights (model/engine/cpu.py), and a step one call.
 // The rows of one sequence stand in the order of its tokens; one row each is a decode step, many are a prompt. KDA takes them
 // one after the other, its state in the cache, where a recurrence costs little beside the products around it. A row's bits
 // depend on its sequence alone: not on other rows, and not on how many tokens a call reads. So threads take sequences, and a
@@ -10,7 +10,7 @@
 // Memory: the sources of the residual stream (one, or with Attention Residuals one per block), the mix `h` that a sub-layer
 // reads with Attention Residuals, and a scratch arena. KDA states and taps lie by slot, MLA latents in pages.
 // Definitions: kernels/kda/naive.py, model/mla.py, model/moe.py, model/attnres.py; the norms' weights are multiplied into the
-// projections behind them, as model/engine/lean_weights.py explains.
+// projections behind them, as model/engine/cpu.py explains.
 //
 // Legend: D hidden, H heads, K key and value head dim, C = H K, E experts, J chosen, F expert width, R latent rank.
 #include "feed.h"

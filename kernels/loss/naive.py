@@ -1,8 +1,7 @@
 """Weighted next-token cross-entropy and per-token log-probabilities from hidden states: the definition.
 
     nll_t = lse_t - (W h_t)[label_t],   lse_t = logsumexp(W h_t)
-    loss  = sum_t w_t (nll_t + z lse_t^2)                                  z: the z-loss of PaLM (arXiv
-          2204.02311)
+    loss  = sum_t w_t nll_t
     logp_t = log softmax(W h_t / temperature)[label_t]
 
 Legend: T tokens, D hidden, V vocabulary.
