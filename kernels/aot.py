@@ -4,7 +4,7 @@
 shared memory and the PTX. A kernel module that defines ``aot_variants() -> list[Variant]`` (or
 ``aot_variants(arch)``, where tiles depend on the architecture) can be printed as a table:
 
-    python -m earlyfusion.kernels.aot earlyfusion.kernels.kda.triton_fwd --arch 90 80 [--json FILE]
+    python -m earlyfusion.kernels.aot earlyfusion.kernels.kda.triton.aot --arch 90 80 [--json FILE]
 
 The command exits with 1 if a variant spills or asks for more shared memory than a block may have. The process
 must not run Triton's interpreter (``TRITON_INTERPRET``); the command removes that variable for itself. Triton

@@ -67,7 +67,12 @@ def post(
 
 
 def ask(name: str, path: str, body: Any, *allowed: str) -> Attack:
-    made = body if callable(body) else lambda: json.dumps(body).encode()
+    """body: bytes, what JSON holds, or a function that makes one of them when it is sent."""
+
+    def made() -> bytes:
+        value = body() if callable(body) else body
+        return value if isinstance(value, bytes) else json.dumps(value).encode()
+
     return Attack(name, post(path, made), frozenset(allowed or {"refused"}))
 
 
@@ -109,13 +114,13 @@ def texts() -> Iterator[Attack]:
             (4_000_000, COMPLETIONS),
         ):
 
-            def body(piece: str = piece, size: int = size, path: str = path) -> bytes:
+            def body(piece: str = piece, size: int = size, path: str = path) -> dict[str, Any]:
                 text = (piece * (size // len(piece) + 1))[:size]
-                return json.dumps(chat(text) if path == CHAT else {"prompt": text, "max_tokens": 2}).encode()
+                return chat(text) if path == CHAT else {"prompt": text, "max_tokens": 2}
 
             # up to LONGEST they are read, in a process: half a million spaces are few tokens
             yield ask(f"{size} characters of {name} {path}", path, body, "refused", "answered")
-    yield ask("a message of 30 MB", CHAT, lambda: json.dumps(chat("a b, " * 6_000_000)).encode())
+    yield ask("a message of 30 MB", CHAT, lambda: chat("a b, " * 6_000_000))
     yield ask(
         "a prompt of 30 MB of one letter", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * 30_000_000 + b'"}'
     )
@@ -134,28 +139,26 @@ def counts() -> Iterator[Attack]:
     yield ask(
         "100,000 turns",
         CHAT,
-        lambda: json.dumps({"messages": [{"role": "user", "content": "x"}] * 100_000}).encode(),
+        lambda: {"messages": [{"role": "user", "content": "x"}] * 100_000},
     )
     yield ask("2,000 turns", CHAT, {"messages": [{"role": "user", "content": "x"}] * 2000})
-    yield ask("100,000 prompts", COMPLETIONS, lambda: json.dumps({"prompt": ["x"] * 100_000}).encode())
+    yield ask("100,000 prompts", COMPLETIONS, lambda: {"prompt": ["x"] * 100_000})
     yield ask("64 prompts of 16 samples", COMPLETIONS, {"prompt": ["x"] * 64, "n": 16})
     yield ask(
         "200,000 keys",
         CHAT,
-        lambda: json.dumps({**chat("x"), **{f"k{i}": 1 for i in range(200_000)}}).encode(),
+        lambda: {**chat("x"), **{f"k{i}": 1 for i in range(200_000)}},
     )
     yield ask("70 keys", CHAT, {**chat("x"), **{f"k{i}": 1 for i in range(70)}})
     yield ask(
         "100,000 stop strings",
         CHAT,
-        lambda: json.dumps(chat("x", stop=[f"s{i}" for i in range(100_000)])).encode(),
+        lambda: chat("x", stop=[f"s{i}" for i in range(100_000)]),
     )
     yield ask("5 stop strings", CHAT, chat("x", stop=list("abcde")))
     yield ask("a stop string of 1 MB", CHAT, chat("x", stop="y" * 1_000_000))
     yield ask("an empty stop string", CHAT, chat("x", stop=[""]))
-    yield ask(
-        "100,000 parts", CHAT, lambda: json.dumps(chat([{"type": "text", "text": "x"}] * 100_000)).encode()
-    )
+    yield ask("100,000 parts", CHAT, lambda: chat([{"type": "text", "text": "x"}] * 100_000))
     yield ask("1,100 parts", CHAT, chat([{"type": "text", "text": "x"}] * 1100))
     call = {"function": {"name": "f", "arguments": "{}"}}
     yield ask(
@@ -168,7 +171,7 @@ def counts() -> Iterator[Attack]:
     for number, value in enumerate((10**400, 10**9, -1, 1e999, "many", None, [1], {}, 0)):
         for name in ("max_tokens", "n", "temperature", "top_p", "seed"):
             text = json.dumps(chat("x", max_tokens=2) | {name: value})
-            yield ask(f"{name} number {number}", CHAT, text.encode, "refused", "answered")
+            yield ask(f"{name} number {number}", CHAT, text.encode(), "refused", "answered")
     for fps in (1e-320, 1e308, 0, -1, "fast"):
         frames = [url_of(small_png())] * 9
         yield ask(f"9 frames at {fps} a second", CHAT, chat([{"type": "video", "video": frames, "fps": fps}]))
@@ -177,9 +180,9 @@ def counts() -> Iterator[Attack]:
 def nested() -> Iterator[Attack]:
     deep = {"[": "[" * 100_000 + "]" * 100_000, "{": '{"a":' * 100_000 + "1" + "}" * 100_000}
     for name, text in deep.items():
-        yield ask(f"a body of {name} 100,000 deep", CHAT, text.encode)
+        yield ask(f"a body of {name} 100,000 deep", CHAT, text.encode())
         for key in ("metadata", "messages", "logit_bias", "tools", "response_format", "stop"):
-            yield ask(f"{key} of {name} 100,000 deep", CHAT, f'{{"messages": [], "{key}": {text}}}'.encode)
+            yield ask(f"{key} of {name} 100,000 deep", CHAT, f'{{"messages": [], "{key}": {text}}}'.encode())
         for depth in (400, 900, 3000, 100_000):
             inner = (
                 '{"a":'
@@ -208,7 +211,7 @@ def odd_json(seed: int = 0, count: int = 40) -> Iterator[Attack]:
             data[at : at + rng.randrange(3)] = rng.choice(
                 [b"\xff", b'"', b"\\ud800", b"[", b"}", b"\0", b"-", b"1e999", b"NaN", b","]
             )
-        yield ask(f"odd JSON {number}", CHAT, bytes(data).__bytes__, "refused", "answered")
+        yield ask(f"odd JSON {number}", CHAT, bytes(data), "refused", "answered")
     for number, text in enumerate(
         (
             '{"\\ud800": 1}',
@@ -224,7 +227,7 @@ def odd_json(seed: int = 0, count: int = 40) -> Iterator[Attack]:
             '{"messages": "x"}',
         )
     ):
-        yield ask(f"odd object {number}", CHAT, text.encode)
+        yield ask(f"odd object {number}", CHAT, text.encode())
 
 
 # ---- media
@@ -287,11 +290,11 @@ def pictures(seed: int = 0) -> Iterator[Attack]:
         "text": lambda: b"a picture",
     }
     for name, data in made.items():
-        yield ask(f"picture: {name}", CHAT, lambda d=data: json.dumps(chat([picture(d())])).encode())
+        yield ask(f"picture: {name}", CHAT, lambda d=data: chat([picture(d())]))
         yield ask(
             f"frame: {name}",
             CHAT,
-            lambda d=data: json.dumps(chat([{"type": "video", "video": [url_of(d())]}])).encode(),
+            lambda d=data: chat([{"type": "video", "video": [url_of(d())]}]),
         )
     whole, rng = stored(PILImage.effect_noise((99, 77), 60), "PNG"), random.Random(seed)
     for number in range(12):
@@ -303,12 +306,12 @@ def pictures(seed: int = 0) -> Iterator[Attack]:
     yield ask(
         "24 true pictures of 25 million pixels",
         CHAT,
-        lambda: json.dumps(chat([picture(large)] * 24)).encode(),
+        lambda: chat([picture(large)] * 24),
         "refused",
         "answered",
     )
     frames = {"type": "video", "video": [url_of(large)] * 24}
-    yield ask("24 true frames of 25 million pixels", CHAT, lambda: json.dumps(chat([frames])).encode())
+    yield ask("24 true frames of 25 million pixels", CHAT, lambda: chat([frames]))
     for url in (
         "http://127.0.0.1:1/a",
         "file:///etc/passwd",
@@ -348,7 +351,7 @@ def videos(seed: int = 0) -> Iterator[Attack]:
     yield ask(
         "GIF of 3,000 frames of 200 x 200", CHAT, chat([video(gif(200, 200, 3_000))]), "refused", "answered"
     )
-    yield ask("GIF of 100,000 frames", CHAT, lambda: json.dumps(chat([video(gif(9, 9, 100_000))])).encode())
+    yield ask("GIF of 100,000 frames", CHAT, lambda: chat([video(gif(9, 9, 100_000))]))
     rng = random.Random(seed)
     for number, beginning in enumerate(beginnings[:11]):
         junk = beginning + rng.randbytes(3000)
