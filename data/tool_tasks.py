@@ -27,6 +27,8 @@ FILE = "image.png"
 CELL = 8
 """Pixels of one cell of an array drawn as a picture."""
 SIDES = range(3, 9)
+BRIGHT = 160
+"""Least value of a bright cell."""
 
 _LOAD = (
     "import numpy as np\nfrom PIL import Image\na ="
@@ -90,15 +92,13 @@ def make_grid(rng: Random, heldout: bool) -> Grid:
     """Dark ground with bright cells, about a third of them."""
     rows, columns = rng.choice(grid_sizes(heldout))
     while True:
-        values = [
-            [
-                rng.choice((rng.randrange(70), rng.randrange(70), rng.randrange(160, 256)))
-                for _ in range(columns)
-            ]
-            for _ in range(rows)
-        ]
-        if any(value >= 160 for row in values for value in row):
-            return Grid(tuple(map(tuple, values)))
+        values = [_level(rng) for _ in range(rows * columns)]
+        if max(values) >= BRIGHT:
+            return Grid(tuple(tuple(values[r * columns : (r + 1) * columns]) for r in range(rows)))
+
+
+def _level(rng: Random) -> int:
+    return rng.choice((rng.randrange(70), rng.randrange(70), rng.randrange(BRIGHT, 256)))
 
 
 def draw(subject: Subject) -> Image.Image:

@@ -53,6 +53,7 @@ def load_split(split: str) -> tuple[Picture, ...]:
         raise DataError(
             f"easy-vqa: {root / 'questions.json'} cannot be read ({error}); reinstall easy-vqa"
         ) from None
+
     asked: dict[int, list[tuple[str, str]]] = {}
     for question, answer, picture in entries:
         asked.setdefault(picture, []).append((question, answer))

@@ -105,6 +105,8 @@ class ZeroVision(Source):
         grid = rng.random() < options.arrays
         subject = make_grid(rng, heldout) if grid else Scene.make(rng, **sides, heldout=heldout)
         picture = draw(subject)
+
+        # No question twice: the second would be answered by the first.
         turns: dict[str, Turn] = {}
         for _ in range(rng.randint(1, options.questions)):
             task = make_task(subject, rng, stored=self.shown)

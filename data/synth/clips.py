@@ -57,6 +57,8 @@ class Clip(Graph):
         only."""
         width, height = native_size(rng, min_side, max_side)
         colour, shape = rng.choice(pairs(heldout))
+
+        # Which way, and how far in one frame: the whole way stays inside the picture.
         direction = rng.choice(tuple(DIRECTIONS))
         dx, dy = DIRECTIONS[direction]
         side = max(6, round(min(width, height) * rng.uniform(0.2, 0.3)))
@@ -70,6 +72,8 @@ class Clip(Graph):
             along = along[::-1]
         across = rng.randint(0, (height - side) if dx else (width - w))
         corners = [(a, across) if dx else (across, a) for a in along]
+
+        # Now and then a second object, which does not move.
         standing, standing_box = None, None
         if rng.random() < 0.5:
             standing, standing_box = _standing(rng, corners, (w, side), (width, height))

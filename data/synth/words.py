@@ -67,6 +67,8 @@ class Sign(Graph):
         words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
         if not heldout and rng.random() < 0.2:
             words = [str(rng.randrange(10, 10_000))]
+
+        # The text grows smaller, and shorter where the font is small already, until it fits.
         lines = words if rng.random() < 0.5 else [" ".join(words)]
         size, most = rng.randint(10, 10 + max_side // 8), max_side - 6
         corners, text_w, text_h = _ink(lines, size)
@@ -77,9 +79,11 @@ class Sign(Graph):
                 words = words[1:]
                 lines = words if len(lines) > 1 else [" ".join(words)]
             corners, text_w, text_h = _ink(lines, size)
+
+        # A tight frame as often as a wide one.
         width = rng.randint(max(min_side, text_w + 6), max_side)
         height = rng.randint(max(min_side, text_h + 6), max_side)
-        if rng.random() < 0.5:  # a tight frame as often as a wide one
+        if rng.random() < 0.5:
             width, height = max(min_side, text_w + 6), max(min_side, text_h + 6)
         left, top = rng.randint(2, width - text_w - 3), rng.randint(2, height - text_h - 3)
         return cls(

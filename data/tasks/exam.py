@@ -49,6 +49,7 @@ class Kind:
         for attempt in range(TRIES if self.lowest is None else 10 * TRIES):
             if self.lowest is not None and attempt % TRIES == 0:  # some answers are rare: then another one
                 number = str(rng.randint(self.lowest, HIGHEST))
+
             graph = make(rng)
             if self.fits is not None and not self.fits(graph):
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -28,18 +29,21 @@ Tile = tuple[str, str, str, str]
 def solved_board(rng: Random, rows: int, columns: int, colours: int) -> list[Tile]:
     """The tiles of a random board in reading order, inner edges of the first `colours` colours."""
     chosen = rng.sample(INNER, colours)
-    down = [[rng.choice(chosen) for _ in range(columns)] for _ in range(rows - 1)]
-    across = [[rng.choice(chosen) for _ in range(columns - 1)] for _ in range(rows)]
-    return [
-        (
-            down[r - 1][c] if r else FRAME,
-            across[r][c] if c < columns - 1 else FRAME,
-            down[r][c] if r < rows - 1 else FRAME,
-            across[r][c - 1] if c else FRAME,
+    down = [rng.choice(chosen) for _ in range((rows - 1) * columns)]
+    across = [rng.choice(chosen) for _ in range(rows * (columns - 1))]
+
+    tiles = []
+    for r, c in product(range(rows), range(columns)):
+        below, beside = r * columns + c, r * (columns - 1) + c
+        tiles.append(
+            (
+                down[below - columns] if r else FRAME,
+                across[beside] if c < columns - 1 else FRAME,
+                down[below] if r < rows - 1 else FRAME,
+                across[beside - 1] if c else FRAME,
+            )
         )
-        for r in range(rows)
-        for c in range(columns)
-    ]
+    return tiles
 
 
 def solutions(tiles: Sequence[Tile], rows: int, columns: int, most: int = 2) -> list[list[int]]:
@@ -83,6 +87,8 @@ def draw_tiles(tiles: Sequence[Tile], columns: int, side: int) -> Image.Image:
     for index, tile in enumerate(tiles):
         r, c = divmod(index, columns)
         x, y = 2 + c * (side + 2), 2 + r * (side + 2)
+
+        # Four triangles that meet in the middle, and the number on a white square.
         a, b, d, e = (x, y), (x + side - 1, y), (x + side - 1, y + side - 1), (x, y + side - 1)
         middle = (x + side // 2, y + side // 2)
         for start, stop, colour in zip((a, b, d, e), (b, d, e, a), tile):
@@ -120,12 +126,15 @@ class Jigsaw(Task):
         tiles = [board[index] for index in order]
         if len(set(board)) < len(board) or len(solutions(tiles, rows, columns)) != 1:
             return None
+
+        # The answer: for every place the number of its tile.
         answer = [order.index(place) + 1 for place in range(len(board))]
         lines = [f"{len(tiles)} tiles for {rows} rows and {columns} columns"]
         for number, tile in enumerate(tiles, 1):
             lines.append(
                 f"tile {number}: " + ", ".join(f"{side} {colour}" for side, colour in zip(SIDES, tile))
             )
+
         key = f"jigsaw/{rows}x{columns}/" + "/".join("-".join(tile) for tile in board)
         question = (
             "lay the tiles so that touching edges match and gray is outside: which tile is at each place?"

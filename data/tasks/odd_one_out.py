@@ -58,11 +58,14 @@ class OddOneOut(Task):
         place = rng.randrange(rows * columns)
         things = [rng.choice(others) for _ in range(rows * columns)]
         things[place] = odd
+
+        # Exactly one stands out by what differs, and none by the other property.
         free = 1 if differ == "colour" else 0
         if min(Counter(thing[1 - free] for thing in things).values()) != 1:
             return None
         if knobs["vary"] and sorted(Counter(thing[free] for thing in things).values())[0] < 2:
             return None
+
         cells = [things[r * columns : (r + 1) * columns] for r in range(rows)]
         words = board_words([[" ".join(thing) for thing in row] for row in cells])
         answer = [place // columns + 1, place % columns + 1]

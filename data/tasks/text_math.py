@@ -39,6 +39,8 @@ class TextMath(Task):
         if fraction is not None:
             self.fraction = fraction
         self.path = Path(path)
+
+        # A folder has its own split, less what training has as well; a file is split by its texts.
         if self.path.is_dir():
             sides = {False: self._rows(self.path / "train.jsonl"), True: self._rows(self.path / "test.jsonl")}
             known = {text for text, _ in sides[False]}

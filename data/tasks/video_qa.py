@@ -45,6 +45,8 @@ class VideoQa(Task):
     def judge(self, problem: Problem, text: str) -> Judged:
         """By category."""
         answer, gold = first_line(text), problem.answer
+
+        # Numbers are compared with their tolerance, all else as words.
         match problem.meta["category"]:
             case "objects":
                 count = parse_count(answer)

@@ -110,6 +110,7 @@ class EasyVqaTask(BaseTask):
         pictures = {entry.index: entry for entry in load_split("test")}
         majority = majority_answers()
         seen: Counter[tuple[int, str]] = Counter()
+
         for asked in questions_of("test", limit):
             seen[asked.picture, asked.text] += 1  # a few pictures are asked the same thing twice
             image = self._pictures.setdefault(asked.picture, picture_of(pictures[asked.picture]))

@@ -61,6 +61,8 @@ def parse_boxes(text: str, width: float, height: float, units: str = "auto") -> 
     shares = [_to_pixels(match.groups(), width, height, "relative") for match in _SHARES.finditer(text)]
     if shares:
         return [box for box in shares if all(map(math.isfinite, box))]
+
+    # Each form in turn, on what an earlier one has not taken.
     found: list[tuple[int, Box]] = []
     taken: list[tuple[int, int]] = []
     for pattern in (_FOUR, _CORNERS, _NAMED):
@@ -70,6 +72,7 @@ def parse_boxes(text: str, width: float, height: float, units: str = "auto") -> 
             taken.append(match.span())
             written = match.groups()
             found.append((match.start(), _to_pixels(written, width, height, units)))
+
     for match in _LOCATION.finditer(text):
         y0, x0, y1, x1 = (int(part) / 1024 for part in match.groups())
         found.append((match.start(), _ordered((x0 * width, y0 * height, x1 * width, y1 * height))))
@@ -81,9 +84,11 @@ def _to_pixels(written: Sequence[str], width: float, height: float, units: str) 
     if units == "auto":
         fractions = all(0 <= value <= 1 for value in numbers) and any("." in part for part in written)
         units = "relative" if fractions else "pixels"
-    x, y = {"pixels": (1.0, 1.0), "relative": (width, height), "thousand": (width / 1000, height / 1000)}[
-        units
-    ]
+    x, y = 1.0, 1.0
+    if units == "relative":
+        x, y = width, height
+    elif units == "thousand":
+        x, y = width / 1000, height / 1000
     return _ordered((numbers[0] * x, numbers[1] * y, numbers[2] * x, numbers[3] * y))
 
 

@@ -81,8 +81,7 @@ def anls(said: str, golds: Sequence[str], threshold: float = ANLS_THRESHOLD) -> 
 
 def contains(said: str, gold: str) -> bool:
     """Whether gold stands in the answer, both in lower case and with single spaces (OCRBench)."""
-    squeeze = lambda text: " ".join(text.lower().split())
-    return squeeze(gold) in squeeze(said)
+    return " ".join(gold.lower().split()) in " ".join(said.lower().split())
 
 
 def normalise(text: str) -> str:
