@@ -89,12 +89,6 @@ def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itsel
             )
 
 
-def test_equal_answers_are_computed_once(folder, tmp_path):
-    _, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
-    pieces = distinct(seen, range(len(seen.groups)))
-    assert len(pieces) < sum(len(g.trajectories) for g in seen.groups) / 2
-
-
 def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
     made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
     both = [t for group in seen.groups for t in group.trajectories]

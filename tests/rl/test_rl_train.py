@@ -226,14 +226,6 @@ def test_every_checkpoint_can_be_a_model_directory(folder, tmp_path):
     assert any(not torch.equal(first[name], end[name]) for name in end)
 
 
-def test_what_is_coming_is_what_is_drawn(folder, tmp_path):
-    made = training(folder, tmp_path / "run")
-    pool = made.prompts
-    pool.draw(3, 0)
-    coming = pool.coming(8, 1)
-    assert coming == pool.coming(8, 1) == pool.draw(8, 1) != pool.draw(8, 1)
-
-
 def raising(problem, response):
     raise RuntimeError("no reward today")
 
