@@ -19,6 +19,7 @@ from torch import nn
 from earlyfusion.model.config import FusionConfig, ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
 
 ROOMS = ("embedding", "kda", "mla", "moe", "dense", "attnres", "norm", "head", "vision", "projector")
@@ -124,16 +125,10 @@ def vision_flops(
     config: VisionConfig, hidden_size: int, grids: Sequence[tuple[int, int, int]]
 ) -> dict[str, float]:
     """Forward FLOPs of tower and projector for images (clips) of these (t, h, w) grids, in patches."""
-    patches = float(sum(t * h * w for t, h, w in grids))
     features = float(sum(h * w for _, h, w in grids)) / config.merge_size
-    pairs = float(sum((t * h * w) ** 2 for t, h, w in grids))
-    width, qkv = config.hidden_size, config.qkv_width
-    block = 4 * width * qkv + 2 * width * config.intermediate_size
-    embed = width * config.in_channels * config.patch_size**2
-    merged = width * config.merge_size
+    merged = config.hidden_size * config.merge_size
     return {
-        "vision": 2 * patches * (embed + config.num_hidden_layers * block)
-        + 4 * pairs * qkv * config.num_hidden_layers,
+        "vision": VisionCost.from_config(config).of(grids),
         "projector": 2 * features * merged * (merged + hidden_size),
     }
 

@@ -29,6 +29,7 @@ from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
 from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.registry import find_optimizer
 from earlyfusion.pipeline.runtime import Runtime, installed
+from earlyfusion.vision.towers import import_tower
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
@@ -53,7 +54,8 @@ def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:
 
 
 def fusion_config(config: RunConfig, media_token_id: int) -> FusionConfig:
-    """Text and vision sections as one model configuration."""
+    """Text and vision sections as one model configuration; a tower of the user's own is imported."""
+    import_tower(config.vision.tower)
     return FusionConfig(text=config.model, vision=config.vision, media_token_id=media_token_id)
 
 

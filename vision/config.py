@@ -47,6 +47,7 @@ class VisionConfig(BaseModel):
     )
 
     # tower
+    tower: str = Field("moonvit", description='a registered tower, or "package.module:Class" of your own')
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
     num_hidden_layers: int = Field(27, ge=0, le=256)
     num_attention_heads: int = Field(12, ge=1, le=4096)

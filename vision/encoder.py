@@ -17,6 +17,7 @@ from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.grid import Geometry, GridTensors, VisionGrid
+from earlyfusion.vision.towers import tower
 
 
 class Linear(nn.Linear):
@@ -215,6 +216,7 @@ class Encoder(nn.Module):
         return self.final_layernorm(x_PC.view(-1, self.merge_size, x_PC.shape[-1]))
 
 
+@tower("moonvit")
 class VisionTower(nn.Module):
     """Packed patches -> features [M, merge size, C]: patches of a token side by side, averaged over its
     frames.

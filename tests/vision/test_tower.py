@@ -11,6 +11,7 @@ from earlyfusion.vision.config import PRESETS, VisionConfig
 from earlyfusion.vision.encoder import VisionTower
 from earlyfusion.vision.grid import VisionGrid
 from earlyfusion.vision.projector import Projector
+from earlyfusion.vision.towers import TowerError, build_tower, import_tower
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
@@ -367,3 +368,32 @@ def test_presets_are_named_and_checked():
 def test_config_survives_json():
     cfg = VisionConfig.preset("moonvit3d")
     assert VisionConfig.model_validate_json(cfg.model_dump_json()) == cfg
+
+
+class HalfTower(VisionTower):
+    """A tower of a user's own: the registered one with features halved."""
+
+    def forward(self, patches, grid):
+        return super().forward(patches, grid) / 2
+
+
+def test_a_tower_of_ones_own_is_named_by_its_place_and_a_model_directory_imports_nothing():
+    place = f"{__name__}:HalfTower"
+    own = VisionConfig.preset("tiny", tower=place)
+    with pytest.raises(TowerError, match="may not bring along"):
+        build_tower(own)
+    import_tower(place)
+    torch.manual_seed(0)
+    half = build_tower(own)
+    torch.manual_seed(0)
+    whole = build_tower(VisionConfig.preset("tiny"))
+    half.load_state_dict(whole.state_dict())
+    patches, grid = (
+        torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8),
+        VisionGrid.from_grids([(1, 2, 4)], own),
+    )
+    assert torch.equal(half(patches, grid), whole(patches, grid) / 2)
+    with pytest.raises(TowerError, match="did you mean 'moonvit'"):
+        build_tower(VisionConfig.preset("tiny", tower="moonvitt"))
+    with pytest.raises(TowerError, match="no class there"):
+        import_tower("earlyfusion.vision.encoder:Nothing")

@@ -1,0 +1,68 @@
+"""The registry of vision towers: a tower is a module and the line that registers it.
+
+    @tower("moonvit")
+    class VisionTower(nn.Module):
+        def __init__(self, cfg: VisionConfig) -> None: ...
+        def forward(self, patches, grid) -> Tensor: ...      # [M, merge size, C], tokens in the order of the grid
+        def reset_parameters(self) -> None: ...
+        def zero_anchor(self) -> Tensor: ...                 # a scalar 0 that depends on every parameter
+
+A recipe names it by `vision.tower`; one that is not part of the project by its place, "package.module:Class".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.vision.config import VisionConfig
+
+TOWERS: dict[str, type[nn.Module]] = {}
+"""Every registered tower by its name; vision/encoder.py registers "moonvit"."""
+
+AnyTower = TypeVar("AnyTower", bound=type[nn.Module])
+
+
+class TowerError(UserError, ValueError):
+    """A tower that is not known, or is not where its name says."""
+
+
+def tower(name: str) -> Callable[[AnyTower], AnyTower]:
+    """Register the decorated class as the tower `name`."""
+
+    def register(cls: AnyTower) -> AnyTower:
+        TOWERS[name] = cls
+        return cls
+
+    return register
+
+
+def import_tower(name: str) -> None:
+    """Import and register "package.module:Class"; a registered name needs nothing.
+
+    Recipes are code and may name such places; model directories are data and may not, so that reading one
+    runs nothing. Raises TowerError.
+    """
+    module, colon, cls = name.partition(":")
+    if not colon or name in TOWERS:
+        return
+    try:
+        TOWERS[name] = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TowerError(f"vision.tower {name!r}: no class there ({error})") from None
+
+
+def build_tower(config: VisionConfig) -> nn.Module:
+    """The tower that `config.tower` names. Raises TowerError with the nearest name."""
+    if config.tower in TOWERS:
+        return TOWERS[config.tower](config)
+    if ":" in config.tower:
+        raise TowerError(
+            f"vision.tower {config.tower!r} is code that a model directory may not bring along; call"
+            " earlyfusion.vision.towers.import_tower with its name first"
+        )
+    raise TowerError(f"vision.tower {config.tower!r}; {did_you_mean(config.tower, TOWERS)}")
