@@ -14,6 +14,7 @@ from PIL import Image as PILImage
 
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import Encoded, encode
+from earlyfusion.data.picture import open_picture
 from earlyfusion.data.sample import (
     Image,
     Region,
