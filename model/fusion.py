@@ -24,7 +24,7 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.exchange import Route
-from earlyfusion.vision.encoder import VisionTower as VisionTower  # registers itself
+from earlyfusion.vision.encoder import VisionTower
 from earlyfusion.vision.grid import VisionGrid
 from earlyfusion.vision.projector import Projector
 from earlyfusion.vision.towers import build_tower
@@ -81,7 +81,7 @@ class NativeFusion(nn.Module):
         super().__init__()
         self.config = config
         # patches -> features of the decoder's width -> hidden states
-        self.vision_tower = build_tower(config.vision)
+        self.vision_tower: VisionTower = build_tower(config.vision)
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
 

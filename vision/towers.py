@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -56,7 +56,7 @@ def import_tower(name: str) -> None:
         raise TowerError(f"vision.tower {name!r}: no class there ({error})") from None
 
 
-def build_tower(config: VisionConfig) -> nn.Module:
+def build_tower(config: VisionConfig) -> Any:
     """The tower that `config.tower` names. Raises TowerError with the nearest name."""
     if config.tower in TOWERS:
         return TOWERS[config.tower](config)
