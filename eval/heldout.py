@@ -119,7 +119,8 @@ def heldout_batches(
     results: list[Loss | BadSample],
     most_tokens: int | None = None,
 ) -> Iterator[PackedBatch]:
-    """Samples packed in their own order; enters a Loss or BadSample for each as it is read (see `measure`)."""
+    """Samples packed in their own order; enters a Loss or BadSample for each as it is read (see
+    `measure`)."""
     return pack_all(
         _documents(model, tokenizer, samples, room, most_tokens, results),
         tokens=room.tokens,

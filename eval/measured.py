@@ -91,7 +91,8 @@ def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = 
     sure, hit = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
     if sure.shape != hit.shape or sure.ndim != 1 or not len(sure):
         raise DataError(
-            f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not none"
+            f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not"
+            " none"
         )
     # Bins of equal mass: a model that is always sure would leave most bins of equal width empty.
     order = np.argsort(sure, kind="stable")

@@ -111,19 +111,6 @@ def _in_steps(x_RA: Tensor, w_AB: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
-def add_product_(into_RB: Tensor, x_RA: Tensor, w_AB: Tensor) -> Tensor:
-    """into += x w, as `product`."""
-    if not _by_onednn(x_RA.shape[0], x_RA, w_AB):
-        return into_RB.addmm_(x_RA, w_AB)
-    return into_RB.add_(product(x_RA, w_AB))
-
-
-def product_of_few(rows: int, x_RA: Tensor, w_AB: Tensor) -> Product:
-    """For many products in a row with at most `rows` rows of x each: `product`, or `torch.mm` where it would
-    do the same."""
-    return product if _by_onednn(rows, x_RA, w_AB) else torch.mm
-
-
 def product_over_rows(left_RB: Tensor, right_RA: Tensor, *, out: Tensor | None = None) -> Tensor:
     """left^T right [B, A]: whole TILEs of rows by oneDNN, INNER at a time, and what is left by torch's own
     choice."""

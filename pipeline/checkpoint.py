@@ -111,8 +111,8 @@ def step_of(path: Path) -> int:
 def damage(path: Path, checksums: bool = True) -> str:
     """What is wrong with a checkpoint, by what COMPLETE says of its files; "" when it is as it was written.
 
-    checksums: read every byte of it; else sizes alone, which is quick whatever it weighs. COMPLETE of an older
-    version states sizes alone.
+    checksums: read every byte of it; else sizes alone, which is quick whatever it weighs. COMPLETE of an
+    older version states sizes alone.
     """
     try:
         for name, entry in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
@@ -241,7 +241,8 @@ class Checkpointer:
                 shutil.rmtree(path)
 
     def _together(self, partial: Path, action: Callable[[], None], only_main: bool = False) -> None:
-        """Run this rank's part (only_main: the first rank alone has one); where it fails on any rank, all leave with a UserError and nothing is left."""
+        """Run this rank's part (only_main: the first rank alone has one); where it fails on any rank, all
+        leave with a UserError and nothing is left."""
         problem = None
         try:
             if self.runtime.is_main or not only_main:

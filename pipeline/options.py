@@ -30,8 +30,8 @@ class Options(BaseModel):
 def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
     """`run(options)` as a function with a typed argument for each option, as pipeline/cli.py takes it.
 
-    Its help is the docstring of its module. What it is called with is validated by the model, and refused with
-    a UserError in one line.
+    Its help is the docstring of its module. What it is called with is validated by the model, and refused
+    with a UserError in one line.
     """
     model: type[Options] = get_type_hints(run)["options"]
 

@@ -6,9 +6,10 @@
 The loop is that of pretraining (pipeline/pretrain.py), with its packing, optimizers, guard, checkpoints and
 exact resume. What differs: the model, its shape and its tokenizer come from `run.init_from`
 (pipeline/sft_start.py); the sources are conversations, in which only the assistant's messages carry loss
-(data/chat/template.py); evaluation measures the loss on held-out answers and whether tool calls work; and the model directory gets `chat_template.jinja`, by which generate, chat, serve and
-eval know that the model speaks the chat form. Sources of plain documents alone (chat_files with another
-template, problems) leave a model in the form it had.
+(data/chat/template.py); evaluation measures the loss on held-out answers and whether tool calls work; and the
+model directory gets `chat_template.jinja`, by which generate, chat, serve and eval know that the model speaks
+the chat form. Sources of plain documents alone (chat_files with another template, problems) leave a model in
+the form it had.
 
 Zero-vision SFT (Kimi K2.5, section 2.2) is the recipe sft-zero-vision: text only, image operations as Python
 programs, vision tower and projector left alone. sft-vision is the arm with pictures, at the same number of

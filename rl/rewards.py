@@ -17,13 +17,10 @@ and is counted. Three ways to run a function:
 
 from __future__ import annotations
 
-import importlib
 import math
 import multiprocessing
-import os
 import pickle
 import queue
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -37,6 +34,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tasks.problem import Problem, Task
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.kernels.places import function_at
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
 Isolation: TypeAlias = Literal["inline", "threads", "process"]
@@ -107,17 +105,7 @@ def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[Reward
         raise RewardError(
             f"reward {name!r}; {did_you_mean(name, ('task', 'random'))}, or package.module:function"
         )
-    module, _, attribute = name.partition(":")
-    if (
-        os.getcwd() not in sys.path
-    ):  # the console script, unlike `python -m`, does not look in the working directory
-        sys.path.append(os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RewardError(f"reward {name!r} cannot be imported: {error}") from None
-    if not callable(function):
-        raise RewardError(f"reward {name!r} is no function but {type(function).__name__}")
+    function = function_at(name, "reward.name")
     return function, "process"
 
 

@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ["kernels", "vision", "model", "data", "eval", "pipeline", "rl"]
 DATA_MAY_USE_OF_VISION = {"patches", "config", "balance"}
 FORBIDDEN_NAMES = set(
-    "queue signal token select copy types random code io platform logging profile trace utils util helpers".split()
+    "queue signal token select copy types random code io platform logging profile trace utils util".split()
+    + ["helpers"]
 )
 SOURCES = [path for room in FLOORS for path in sorted((ROOT / room).rglob("*.py"))]
 

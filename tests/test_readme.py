@@ -195,3 +195,30 @@ def test_readme_makes_no_unfilled_promise():
 
 def test_continuous_integration_calls_the_readme_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text() and "make test" in README
+
+
+def spread(path: str) -> list[str]:
+    """Every path of one with {a,b} in it."""
+    braces = re.search(r"\{([^{}]*)\}", path)
+    if not braces:
+        return [path]
+    before, after = path[: braces.start()], path[braces.end() :]
+    return [whole for part in braces[1].split(",") for whole in spread(before + part + after)]
+
+
+@pytest.mark.parametrize("document", ["support.md", "kernels.md", "post-training.md", "measurements.md"])
+def test_tests_that_documents_name_exist(document):
+    lost = []
+    for line in (ROOT / "docs" / document).read_text(encoding="utf-8").splitlines():
+        folder = ROOT / "tests"
+        for words in re.findall(r"`([^`\s]+)`", line):
+            path, _, name = words.partition("::")
+            if not re.search(r"(^|/)test_[^/]*\.py$", path):
+                continue
+            for one in spread(path):
+                found = list(ROOT.glob(one)) if one.startswith("tests/") else list(folder.glob(one))
+                folder = found[0].parent if found else folder
+                pattern = re.compile(f"def {name}".replace("*", r"\w*"))
+                if not found or (name and not any(pattern.search(file.read_text()) for file in found)):
+                    lost.append(words)
+    assert not lost

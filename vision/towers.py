@@ -3,8 +3,8 @@
     @tower("moonvit")
     class VisionTower(nn.Module):
         def __init__(self, cfg: VisionConfig) -> None: ...
-        def forward(self, patches, grid) -> Tensor: ...      # [M, merge size, C], tokens in the order of the grid
-        def reset_parameters(self) -> None: ...
+        def forward(self, patches, grid) -> Tensor: ...      # [M, merge size, C], tokens in the order of the
+        grid def reset_parameters(self) -> None: ...
         def zero_anchor(self) -> Tensor: ...                 # a scalar 0 that depends on every parameter
 
 A recipe names it by `vision.tower`; one that is not part of the project by its place, "package.module:Class".
@@ -12,13 +12,13 @@ A recipe names it by `vision.tower`; one that is not part of the project by its 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
 
 from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.places import function_at
 from earlyfusion.vision.config import VisionConfig
 
 TOWERS: dict[str, type[nn.Module]] = {}
@@ -45,15 +45,10 @@ def import_tower(name: str) -> None:
     """Import and register "package.module:Class"; a registered name needs nothing.
 
     Recipes are code and may name such places; model directories are data and may not, so that reading one
-    runs nothing. Raises TowerError.
+    runs nothing. Raises UserError.
     """
-    module, colon, cls = name.partition(":")
-    if not colon or name in TOWERS:
-        return
-    try:
-        TOWERS[name] = getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise TowerError(f"vision.tower {name!r}: no class there ({error})") from None
+    if ":" in name and name not in TOWERS:
+        TOWERS[name] = function_at(name, "vision.tower")  # type: ignore[assignment]
 
 
 def build_tower(config: VisionConfig) -> Any:

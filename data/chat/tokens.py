@@ -1,4 +1,5 @@
-"""Chat as token ids: messages to ids, and an assistant's ids back to a message, whole or while it is generated.
+"""Chat as token ids: messages to ids, and an assistant's ids back to a message, whole or while it is
+generated.
 
     encode_chat        messages -> one document, open where the assistant is to speak
     parse_assistant    the ids of one message -> a Message with thinking, text and tool calls

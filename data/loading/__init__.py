@@ -1,4 +1,5 @@
-"""From sources to batches: each part takes the one above it, and says what it saves so that a resume is exact.
+"""From sources to batches: each part takes the one above it, and says what it saves so that a resume is
+exact.
 
     Source        data/sources    sample of (index, epoch), no hidden state              saves nothing
       |  Sample: text, pictures, regions in order

@@ -283,7 +283,8 @@ def _sendable(error: BaseException) -> BaseException:
 # ---- objects with tensors through a pipe
 #
 # Plain pickling copies every tensor several times while it holds the interpreter lock; here the bytes go from
-# the tensor into the pipe and from the pipe into the new tensor, so the training process can compute meanwhile.
+# the tensor into the pipe and from the pipe into the new tensor, so the training process can compute
+# meanwhile.
 # Nothing is left behind when either side is killed: a pipe goes with its ends.
 
 _PIPE_BYTES = 1 << 20

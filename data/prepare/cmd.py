@@ -213,7 +213,8 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
         if others and known is not None and identity not in known:
             if not overwrite:
                 raise DataError(
-                    f"{out} holds shards of another source or other options; take another folder or --overwrite"
+                    f"{out} holds shards of another source or other options; take another folder or"
+                    " --overwrite"
                 )
             for path in others:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -293,10 +293,3 @@ def build_source(config: SourceConfig, *, seed: int = 0, val_fraction: float = 0
     if len(built) == 0:
         raise DataError(f"{described} has no training sample; add data or lower data.val_fraction")
     return built
-
-
-def find_source(sources: dict[str, Source], name: str) -> Source:
-    """`sources[name]`, or a DataError with the nearest name."""
-    if name not in sources:
-        raise DataError(f"no data source {name!r}; {did_you_mean(name, sources)}")
-    return sources[name]

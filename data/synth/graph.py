@@ -6,9 +6,9 @@
     graph.caption(rng)           one sentence or table that tells what there is
     graph.questions(rng, 3)      up to three (question, answer), no text twice
 
-Training samples (data/sources/synth.py), verifiable problems and benchmarks (data/tasks) all ask these graphs,
-so that a question has one wording. Combinations on the held-out side (colour with shape, words, values of a
-chart, first rows of a board) are never drawn for training.
+Training samples (data/sources/synth.py), verifiable problems and benchmarks (data/tasks) all ask these
+graphs, so that a question has one wording. Combinations on the held-out side (colour with shape, words,
+values of a chart, first rows of a board) are never drawn for training.
 """
 
 from __future__ import annotations

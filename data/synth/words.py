@@ -1,4 +1,5 @@
-"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the picture.
+"""Rendered words, for reading: one to three words or a number, in one colour, at a size that fits the
+picture.
 
 caption     the text
 questions   the text, always first; its colour, first character and number of words
@@ -20,19 +21,21 @@ from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, HELDOUT_FRACTIO
 
 ASK_TEXT = "what does the text say?"
 _WORDS = """
-able acid also area army away baby back ball band bank base bath bear beat been bell best bird blue boat body bone book
-born both bowl cake call camp card care cart case cash cast cave city clay coal coat cold come cook cool corn cost crew
-crop dark data dawn days deal deep deer desk diet dish dock door down draw drum dust duty each earn east easy edge even
-face fact farm fast feet felt film fire fish five flag flat flow foam food foot form fort four free from fuel full game
-gate gift girl give glad goal goat gold good grow hair half hall hand hard harm heat hill home hope horn hour huge idea
-inch iron item join jump keep kept kind king knee knot lack lake lamp land last late lead leaf left less life lift line
-lion list live load long look lost loud luck lung made main make many mark mass meal mean meat mild mile milk mind moon
-more most move name near neck need nest next nine noon nose note odds once only open over pack page pair palm park part
-past path pear pipe plan play plum poem pole pool port post pull pump pure quit race rain rare read rest rice rich ride
-ring ripe rise road rock roof room root rope rose safe sail salt same sand save seat seed self ship shoe shop show side
-silk size skin slow snow soap soft soil song soon soup spin star stay stem step stop suit sure swim tail talk tall task
-team tell tent test text than time tiny toad tone tool town tree true tube turn twin unit vast vein very vine wait walk
-wall warm wash wave weak week well went west wheel wide wild wind wing wire wise wolf wood word work yard year zero zone
+able acid also area army away baby back ball band bank base bath bear beat been bell best bird blue boat
+body bone book born both bowl cake call camp card care cart case cash cast cave city clay coal coat cold
+come cook cool corn cost crew crop dark data dawn days deal deep deer desk diet dish dock door down draw
+drum dust duty each earn east easy edge even face fact farm fast feet felt film fire fish five flag flat
+flow foam food foot form fort four free from fuel full game gate gift girl give glad goal goat gold good
+grow hair half hall hand hard harm heat hill home hope horn hour huge idea inch iron item join jump keep
+kept kind king knee knot lack lake lamp land last late lead leaf left less life lift line lion list live
+load long look lost loud luck lung made main make many mark mass meal mean meat mild mile milk mind moon
+more most move name near neck need nest next nine noon nose note odds once only open over pack page pair
+palm park part past path pear pipe plan play plum poem pole pool port post pull pump pure quit race rain
+rare read rest rice rich ride ring ripe rise road rock roof room root rope rose safe sail salt same sand
+save seat seed self ship shoe shop show side silk size skin slow snow soap soft soil song soon soup spin
+star stay stem step stop suit sure swim tail talk tall task team tell tent test text than time tiny toad
+tone tool town tree true tube turn twin unit vast vein very vine wait walk wall warm wash wave weak week
+well went west wheel wide wild wind wing wire wise wolf wood word work yard year zero zone
 """.split()
 
 
@@ -62,8 +65,8 @@ class Sign(Graph):
 
     @classmethod
     def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, **own: Any) -> Sign:
-        """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on each
-        side."""
+        """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on
+        each side."""
         words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
         if not heldout and rng.random() < 0.2:
             words = [str(rng.randrange(10, 10_000))]

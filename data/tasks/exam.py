@@ -1,7 +1,8 @@
 """Kinds of questions of an exam: which of a graph's questions are asked, and which answers are taken.
 
     kinds = {
-        "color": Kind(r"^what color"),                 of the questions that training also asks, those that fit
+        "color": Kind(r"^what color"),                 of the questions that training also asks, those that
+                                                       fit
         "exists": Kind(r"^is there", balanced=True),   yes and no in balance
         "objects": Kind(r"^how many objects", lowest=1),   answers spread evenly from 1 to 4
         "sorting": Kind(ask=sorted_objects),           a question of its own
@@ -29,9 +30,9 @@ HIGHEST = 4
 class Kind:
     """One kind of question.
 
-    pattern: what its wording begins with (a regular expression). ask: makes the question, in place of a choice
-    among the graph's own. fits: whether a graph is one to ask about. balanced: yes and no are equally likely.
-    lowest: the answer is drawn first, from `lowest` to HIGHEST.
+    pattern: what its wording begins with (a regular expression). ask: makes the question, in place of a
+    choice among the graph's own. fits: whether a graph is one to ask about. balanced: yes and no are equally
+    likely. lowest: the answer is drawn first, from `lowest` to HIGHEST.
     """
 
     pattern: str = ""

@@ -1,4 +1,5 @@
-"""A verifiable problem in three forms, and what a task is: who makes such problems and judges answers to them.
+"""A verifiable problem in three forms, and what a task is: who makes such problems and judges answers to
+them.
 
     problem = task.sample(seed, "train", difficulty=1)
     problem.prompt("picture")      the picture, then the question
@@ -68,9 +69,9 @@ class Problem:
     """One question with its gold answer.
 
     picture: RGB (of a clip, its first frame), or None for a task in words alone (its picture form is then its
-    words). description: the text twin. answer: the gold answer as JSON types. target: an answer in words that earns the full reward
-    but for rounding, at least 0.85 (for PTX and SFT). meta: split, seed, difficulty, knobs, combination,
-    category, and what the reward needs (width, height, graph, ...).
+    words). description: the text twin. answer: the gold answer as JSON types. target: an answer in words that
+    earns the full reward but for rounding, at least 0.85 (for PTX and SFT). meta: split, seed, difficulty,
+    knobs, combination, category, and what the reward needs (width, height, graph, ...).
     """
 
     task: str
@@ -175,8 +176,8 @@ class Task:
         return dict(self.levels[difficulty])
 
     def sample(self, seed: int, split: Split = "train", difficulty: Difficulty = 0) -> Problem:
-        """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or difficulty,
-        and for knobs no problem can satisfy."""
+        """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or
+        difficulty, and for knobs no problem can satisfy."""
         if not self.levels:
             raise TaskError(f"{self.name}: is an exam alone, asked by earlyfusion eval; choose another task")
         if split not in SPLITS:

@@ -24,20 +24,21 @@ import struct
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH numbers."""
 ALLOWED = """
-    read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
-    lseek 8 62, fstat 5 80, newfstatat 262 79, statx 332 291, stat 4 -, lstat 6 -, access 21 -, faccessat 269 48,
-    faccessat2 439 439, readlink 89 -, readlinkat 267 78, open 2 -, creat 85 -, openat 257 56, getdents 78 -,
-    getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50, mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -,
-    unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276, truncate 76 45, ftruncate 77 46, fsync 74 82,
-    fdatasync 75 83, fadvise64 221 223, sendfile 40 71, copy_file_range 326 285, umask 95 166, dup 32 23, pipe 22 -,
-    pipe2 293 59, poll 7 -, ppoll 271 73, select 23 -, pselect6 270 72, mmap 9 222, munmap 11 215, mremap 25 216,
-    mprotect 10 226, madvise 28 233, msync 26 227, brk 12 214, futex 202 98, set_robust_list 273 99,
-    get_robust_list 274 100, rseq 334 293, restart_syscall 219 128, sched_yield 24 124,
-    getcpu 309 168, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,
-    gettimeofday 96 169, time 201 -, times 100 153, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174,
-    geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
-    getpgrp 111 -, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, uname 63 160,
-    getrandom 318 278, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
+    read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69,
+    pwritev 296 70, lseek 8 62, fstat 5 80, newfstatat 262 79, statx 332 291, stat 4 -, lstat 6 -,
+    access 21 -, faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, open 2 -,
+    creat 85 -, openat 257 56, getdents 78 -, getdents64 217 61, getcwd 79 17, chdir 80 49, fchdir 81 50,
+    mkdir 83 -, mkdirat 258 34, rmdir 84 -, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38,
+    renameat2 316 276, truncate 76 45, ftruncate 77 46, fsync 74 82, fdatasync 75 83, fadvise64 221 223,
+    sendfile 40 71, copy_file_range 326 285, umask 95 166, dup 32 23, pipe 22 -, pipe2 293 59, poll 7 -,
+    ppoll 271 73, select 23 -, pselect6 270 72, mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226,
+    madvise 28 233, msync 26 227, brk 12 214, futex 202 98, set_robust_list 273 99,
+    get_robust_list 274 100, rseq 334 293, restart_syscall 219 128, sched_yield 24 124, getcpu 309 168,
+    clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, gettimeofday 96 169, time 201 -,
+    times 100 153, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175,
+    getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158,
+    getpgrp 111 -, getrlimit 97 163, getrusage 98 165, sysinfo 99 179, uname 63 160, getrandom 318 278,
+    rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, rt_sigpending 127 136,
     rt_sigsuspend 130 133, sigaltstack 131 132, exit 60 93, exit_group 231 94
 """
 """name, number on x86_64, number on aarch64 (-: it has none)."""

@@ -95,8 +95,8 @@ def pages_of(pages_PSR: Tensor, table_BN: Tensor) -> Callable[[int, int], Tensor
 def mla_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. Raises ValueError also for a page size that
-    does not divide FIRST_TILE."""
+    """See :func:`earlyfusion.kernels.attention.decode.mla_decode`. Raises ValueError also for a page size
+    that does not divide FIRST_TILE."""
     check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
     size = pages_PSR.shape[1]
     if FIRST_TILE % size:

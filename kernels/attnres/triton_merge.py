@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attnres import fused, two_phase
 from earlyfusion.kernels.launch import FLOATS, check_tensor, column_tile, on_device, programs
 from earlyfusion.kernels.precision import compute_dtype
@@ -371,8 +372,6 @@ def step(
 
 def aot_variants() -> list[Any]:
     """Kernels and shapes that are compiled ahead of time."""
-    from earlyfusion.kernels.aot import Variant
-
     variants = []
     for d in (2304, 4096, 7168):
         common = {

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attnres import two_phase
 from earlyfusion.kernels.attnres.naive import check_sources
 from earlyfusion.kernels.launch import check_tensor, column_tile, on_device, power_of_two, programs
@@ -409,8 +410,6 @@ def open_block(
 def aot_variants() -> list[Any]:
     """Kernels and shapes that are compiled ahead of time: 48B (9 blocks), d = 4096, K3, and a full-mode
     mix."""
-    from earlyfusion.kernels.aot import Variant
-
     variants = []
     for label, n, s, d in (
         ("48B", 9, 6, 2304),

@@ -3,8 +3,8 @@
 ``decode`` works on a :class:`DecodeCache` of slots, picked by an index tensor, in place; it reads only device
 tensors and launches a fixed grid, so it can stand inside a CUDA graph. It brings one new token per sequence.
 
-Definition: ``short_conv`` and ``kda`` in kernels/kda/naive.py, token by token. Legend: B sequences, S slots, R
-ring rows, H query/key heads, G value heads, K key dim, V value dim, C = 2 H K + G V channels (q, k, v
+Definition: ``short_conv`` and ``kda`` in kernels/kda/naive.py, token by token. Legend: B sequences, S slots,
+R ring rows, H query/key heads, G value heads, K key dim, V value dim, C = 2 H K + G V channels (q, k, v
 joined), W taps.
 """
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.loss import chunked_ce
 from earlyfusion.kernels.loss.chunked_ce import TORCH_ROWS, Rows, Statistics
@@ -160,8 +161,6 @@ def token_log_probs(
 
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time, for a vocabulary of 163,840."""
-    from earlyfusion.kernels.aot import Variant
-
     rows = dict.fromkeys(("lse_R", "picked_R", "mean_R", "soft_R", "hot_R"), "*fp32") | {
         "labels_R": "*i64",
         "V": "i32",

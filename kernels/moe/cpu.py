@@ -4,7 +4,8 @@ four rows in all).
 A CPU's matrix product sums in another order for one, two or three rows than for more. So an expert with so
 few takes its neighbours' rows along and drops what comes of them.
 
-Legend: T tokens, D hidden, J experts per token, R = T * J rows sorted by expert, E experts, F expert width, C = 2F.
+Legend: T tokens, D hidden, J experts per token, R = T * J rows sorted by expert, E experts, F expert width, C
+= 2F.
 """
 
 from __future__ import annotations

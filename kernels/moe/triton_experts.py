@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.launch import FLOATS, check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
 from earlyfusion.kernels.moe.naive import check_experts
@@ -441,8 +442,6 @@ def moe_experts(
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time, at the shapes of the 48B model (hidden 2304, expert width
     1024)."""
-    from earlyfusion.kernels.aot import Variant
-
     table = dict.fromkeys(("tile_expert", "tile_start", "tile_stop", "ends_E"), "*i32")
     index = {"pair_R": "*i64", "slot_TJ": "*i64", "CHOICES": "i32"}
     strides = {"stride_e": "i32", "stride_a": "i32", "stride_b": "i32"}

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.launch import FLOATS, on_device, power_of_two
 from earlyfusion.kernels.muon import gram
 from earlyfusion.kernels.muon.naive import check_batch, coefficients
@@ -135,8 +136,6 @@ def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dty
 
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time."""
-    from earlyfusion.kernels.aot import Variant
-
     variants = []
     for label, dtype, tile, depth in (
         ("bf16", "*bf16", 128, 64),

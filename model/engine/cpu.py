@@ -9,8 +9,9 @@ one call, from joined weights.
 A token's bits depend on its sequence alone: not on the batch, and not on how the sequence is cut into prompts
 and steps. Equality with the modules is tested in tests/model/test_engine_compiled.py.
 
-Shapes: T rows (tokens), R results, D hidden, H heads, K key dim, V value dim, Q query dim, C channels, W width
-of the convolution, S slots (of queries: sub-layers of a block), P pages, L MoE layers, J chosen experts.
+Shapes: T rows (tokens), R results, D hidden, H heads, K key dim, V value dim, Q query dim, C channels, W
+width of the convolution, S slots (of queries: sub-layers of a block), P pages, L MoE layers, J chosen
+experts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def can_compile(decoder: Decoder, pools: Pools) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes that a process may take without pushing others out; all of the machine's where it does not say."""
+    """Bytes that a process may take without pushing others out; all of the machine's where it does not
+    say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

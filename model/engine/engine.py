@@ -9,7 +9,8 @@ Given answers are judged without sampling:
     engine = Engine(model, tokenizer, max_slots=16, prefix_cache=4)
     requests = [ScoreRequest(prompt, [(17,), (18, 4)], shared=640), ...]
     scores = engine.score(requests)              # scores[i][c].logprobs, .likeliest, .greedy
-    scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]; engine.logits(states) [.., V]
+    scores = engine.score(requests, states=True) # scores[i][c].states [tokens, D]; engine.logits(states) [..,
+    V]
 """
 
 from __future__ import annotations

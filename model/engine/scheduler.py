@@ -20,7 +20,8 @@ from earlyfusion.model.engine.state import RequestState, Sample
 
 
 class Scheduler:
-    """Samples pass from `waiting` (whole requests) to `reading` to `running`; `active` counts slots in use."""
+    """Samples pass from `waiting` (whole requests) to `reading` to `running`; `active` counts slots in
+    use."""
 
     def __init__(self, pools: Pools, prefix: PrefixCache, max_slots: int, chunk: int) -> None:
         self.pools, self.prefix, self.max_slots, self.chunk = pools, prefix, max_slots, chunk
@@ -83,7 +84,8 @@ class Scheduler:
         if hit is not None:
             self.pools.share(hit.pages)  # pinned before anything is evicted
 
-        # All pages it can ever need: free ones, or such as the prefix cache gives up. The hit itself stays: its
+        # All pages it can ever need: free ones, or such as the prefix cache gives up. The hit itself stays:
+        # its
         # pages are in use by now, and its slot is still to be copied.
         shares = list(self._shares(state, hit.length if hit is not None else 0))
         needed = sum(pages for _, pages in shares)

@@ -182,7 +182,8 @@ class Scorer:
                 score.states = torch.cat([*before, hidden_RD[rows]])
 
     def _go_on(self, part: Part) -> None:
-        """After a part was read: keep a shared beginning, fork at the end of a prompt, release what is done."""
+        """After a part was read: keep a shared beginning, fork at the end of a prompt, release what is
+        done."""
         sample, state = part.sample, part.sample.parent
         sample.length = part.stop
         self.counts["read_tokens"] += part.stop - part.start

@@ -1,9 +1,10 @@
 """Requests that leave an engine and come back, here or elsewhere, and weights that change under those that
 stay.
 
-A paused request is JSON for the facts and safetensors for the tensors. It carries everything a continuation depends on: the prompt with its pictures, the sampling options, what was
-generated with log-probabilities and the weight version of every token, and (unless it was dropped) the KDA
-state and the MLA latents. Nothing is pickled.
+A paused request is JSON for the facts and safetensors for the tensors. It carries everything a continuation
+depends on: the prompt with its pictures, the sampling options, what was generated with log-probabilities and
+the weight version of every token, and (unless it was dropped) the KDA state and the MLA latents. Nothing is
+pickled.
 
 Shapes: n prompt tokens, P patches.
 """
@@ -218,7 +219,8 @@ def _recall(
 
 
 def _keep_state(pools: Pools, sample: Sample, paused: PausedSample) -> None:
-    """The sample's exported state is put back when it is admitted. Raises RequestError for another model's."""
+    """The sample's exported state is put back when it is admitted. Raises RequestError for another
+    model's."""
     try:
         pools.check(paused.state, paused.length)
     except ValueError as error:

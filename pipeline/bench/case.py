@@ -26,8 +26,8 @@ class Case:
 
     sides: name -> function of the leaves; "ours" first. law: the float64 definition, or None where the sides
     compute different functions. forward and backward: the least work. tolerance: of ours against the law,
-    relative. skipped: peer -> why it is not there. leaves_of: the same inputs in the dtypes that a side takes,
-    so that casting them is not timed as its work.
+    relative. skipped: peer -> why it is not there. leaves_of: the same inputs in the dtypes that a side
+    takes, so that casting them is not timed as its work.
     """
 
     label: str
@@ -130,7 +130,8 @@ def case_of(
     after: tuple[Any, ...] = (),
     **more: Any,
 ) -> Case:
-    """A case of one operation of the registry: our backends and its law, called alike as `op(*leaves, *after)`.
+    """A case of one operation of the registry: our backends and its law, called alike as `op(*leaves,
+    *after)`.
 
     more: other fields of the case, and "options", which the operation takes by name.
     """

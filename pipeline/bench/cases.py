@@ -1,5 +1,5 @@
-"""The other cases of `earlyfusion bench kernels`: AttnRes, the loss head, and products: attention of decoder and
-towers, RoPE, decoding, experts, Muon.
+"""The other cases of `earlyfusion bench kernels`: AttnRes, the loss head, and products: attention of decoder
+and towers, RoPE, decoding, experts, Muon.
 
 AttnRes: the residual path of a model with N blocks of S sub-layers, every sub-layer's output given: per block
 one phase 1 over the finished sources, then between two sub-layers sum, merge and pre-norm. Outputs are the

@@ -8,10 +8,10 @@ worker over pictures and clips (50,000 samples with --memory-samples 50000). Sid
 each in its own process. Everything is saved as JSON.
 
 With --recipe only the data of that recipe is measured: how long a step waits for it. The recipe's first stage
-is loaded as training loads it, by worker processes. Capacity: nobody is busy between two steps, so the time of
-a step is the time of its data. Waiting: the consumer is busy for --step-ms each step; `auto` takes that from
-real training steps of the recipe here, with the workers at rest. The shortest step that waits less than 2 %
-follows from the capacity and from what it costs to take a step that is ready.
+is loaded as training loads it, by worker processes. Capacity: nobody is busy between two steps, so the time
+of a step is the time of its data. Waiting: the consumer is busy for --step-ms each step; `auto` takes that
+from real training steps of the recipe here, with the workers at rest. The shortest step that waits less than
+2 % follows from the capacity and from what it costs to take a step that is ready.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ MLA), over batch sizes and prompt lengths, each side in its own process, in turn
 clock is the process's busy time, else wall time. Answers are greedy and compared. On a CPU our side keeps
 freed buffers, as our verbs do (`pipeline.runtime.keep_freed_memory`), and multiplies as kernels/products.py
 says; transformers runs as it comes, and as `generate-kept` with freed buffers kept, which its users would
-have to know. `generate-tuned` is that with the chunk rule of its linear attention replaced by its own recurrent
-one, which a CPU computes faster for short prompts: what somebody gets who tunes it by hand. What transformers
-refuses for this model is printed with its reason.
+have to know. `generate-tuned` is that with the chunk rule of its linear attention replaced by its own
+recurrent one, which a CPU computes faster for short prompts: what somebody gets who tunes it by hand. What
+transformers refuses for this model is printed with its reason.
 
 In a grouped case GROUP neighbours have the same prompt, as the samples of one rollout group do: the engine
 reads it once and forks, transformers reads it for every row (its num_return_sequences repeats the input
@@ -346,7 +346,8 @@ def figures_of(batch: int, results: dict[str, list[Result]]) -> Result:
 
 
 def show_comparison(console: Console, records: list[Result]) -> None:
-    """tokens/s of every side (prompts read included), the engine's over them, decoding alone, equal answers."""
+    """tokens/s of every side (prompts read included), the engine's over them, decoding alone, equal
+    answers."""
     columns = {}
     for record in records:
         sides = record["sides"]

@@ -1,5 +1,5 @@
-"""KDA cases of `earlyfusion bench kernels`: the shapes and the four gate regimes of every public benchmark, and
-the ones those leave out.
+"""KDA cases of `earlyfusion bench kernels`: the shapes and the four gate regimes of every public benchmark,
+and the ones those leave out.
 
 Regimes: R1 bounded gate -5 sigmoid(e^A (f + bias)) (what public tables use), R2 a freshly initialised
 unbounded layer, R3 checkpoint-like (A log-uniform to 200, heavy-tailed gate inputs, unbounded), R4 slow

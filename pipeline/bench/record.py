@@ -1,4 +1,5 @@
-"""What the benchmarks share: sides in processes of their own that take turns, the record that is saved, tables.
+"""What the benchmarks share: sides in processes of their own that take turns, the record that is saved,
+tables.
 
 python -m earlyfusion.pipeline.bench.record MODULE:FUNCTION JSON     one side: FUNCTION(**JSON) as a JSON line
 """
@@ -63,7 +64,8 @@ def run_side(side: Callable[..., Result], request: Result, **environment: str) -
 def in_turn(
     sides: Iterable[str], rounds: int, run: Callable[[str], Result], console: Console, what: str
 ) -> dict[str, list[Result]]:
-    """The results of every side, each once a round: A B A B ..., so that the machine's moods hit all alike."""
+    """The results of every side, each once a round: A B A B ..., so that the machine's moods hit all
+    alike."""
     results: dict[str, list[Result]] = {side: [] for side in sides}
     for number in range(rounds):
         for side, found in results.items():

@@ -3,8 +3,8 @@
 Part 1 trains the recipe's decoder shape without vision and Attention Residuals against transformers'
 KimiLinearForCausalLM (its pure-torch path on a CPU), each side in its own process, in turn (A B A B ...), on
 equal token ids; it prints both medians and the ratio of pairs. Part 2 trains the whole recipe on its own data
-and reports tokens/s, patches/s, MFU, memory and the share of time by part of the model. Everything is saved as
-JSON.
+and reports tokens/s, patches/s, MFU, memory and the share of time by part of the model. Everything is saved
+as JSON.
 
 A part's time is read off module hooks: forward from entry to exit, backward from the arrival of the output's
 gradient to the departure of the input's. Its own time excludes parts inside it. What no part claims
@@ -115,9 +115,9 @@ def train_side(side: str, shape: dict[str, Any], options: dict[str, Any]) -> Res
     """One side in its process: warm up, time `steps` training steps; times in seconds, memory in MiB.
 
     Both sides train the same text decoder (KDA 3:1 MLA, MoE, no Attention Residuals, untied head) on the same
-    token ids: `documents` documents of `length` tokens. Ours takes them packed; transformers takes them as the
-    rows of a batch, because its pure-torch KDA refuses packing. Forward, cross-entropy, backward, AdamW step
-    (torch.optim, fused off) on both sides.
+    token ids: `documents` documents of `length` tokens. Ours takes them packed; transformers takes them as
+    the rows of a batch, because its pure-torch KDA refuses packing. Forward, cross-entropy, backward, AdamW
+    step (torch.optim, fused off) on both sides.
     """
     torch.manual_seed(options["seed"])
     torch.set_num_threads(options["threads"])

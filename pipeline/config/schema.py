@@ -241,8 +241,8 @@ class TrackSection(Section):
     log_every: PositiveInt = 10
     """Steps between records."""
     trackers: list[str] = []
-    """Trackers of accelerate that get the numbers too, by name: tensorboard (pip install 'earlyfusion[track]'),
-    wandb, trackio, ..."""
+    """Trackers of accelerate that get the numbers too, by name: tensorboard (pip install
+    'earlyfusion[track]'), wandb, trackio, ..."""
 
 
 class SandboxSection(Section):

@@ -4,8 +4,8 @@
     def lion(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
         return Lion(param_groups(options, model), betas=options.betas)
 
-A function of yours needs no registration: `optim.name = "package.module:function"`. It is called the same way,
-and its groups are routed like those of adamw.
+A function of yours needs no registration: `optim.name = "package.module:function"`. It is called the same
+way, and its groups are routed like those of adamw.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 Every part of a folder is optional, other keys and files are ignored; run.html says what is shown:
 
 `metrics.jsonl`   a JSON object a line, `{"step": int, "event": str, ...}`; broken lines are counted.
-  event "train"   numbers: `loss` (nats a token), `loss/<modality>`, `loss/source/<source>`, `lr`, `grad_norm`,
-                  `tokens` (seen so far), `tokens_per_s`, `patches_per_s`, `seconds` (since the start);
-                  `data/share/<source>`, `data/vision_share`, `data/media_share`, `data/epoch/<source>`,
-                  `data/skipped/<reason>` (of the stage so far); now and then the tables
-                  `expert_load` {"<layer>": [share of routed tokens per expert, sums to 1]} and
+  event "train"   numbers: `loss` (nats a token), `loss/<modality>`, `loss/source/<source>`, `lr`,
+                  `grad_norm`, `tokens` (seen so far), `tokens_per_s`, `patches_per_s`, `seconds` (since the
+                  start); `data/share/<source>`, `data/vision_share`, `data/media_share`,
+                  `data/epoch/<source>`, `data/skipped/<reason>` (of the stage so far); now and then the
+                  tables `expert_load` {"<layer>": [share of routed tokens per expert, sums to 1]} and
                   `max_logit` {"<layer>": [largest attention logit per head]}
   event "guard"   `kind`, `action`, `message`
   other events    listed in the run's diary if they carry `message`

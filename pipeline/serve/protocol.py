@@ -299,7 +299,8 @@ class CompletionRequest(Common):
         """Every prompt, a text or token ids; raises Refused for too much."""
         if len(self.prompt) * self.n > SEQUENCES:
             raise Refused(
-                f"{len(self.prompt)} prompts of {self.n} samples; at most {SEQUENCES} samples in all are served",
+                f"{len(self.prompt)} prompts of {self.n} samples; at most {SEQUENCES} samples in all are"
+                " served",
                 param="prompt",
             )
         characters = sum(len(p) if isinstance(p, str) else 4 * len(p) for p in self.prompt)

@@ -92,7 +92,6 @@ class DpoRun:
             )
         return self.checkpoints.load(newest) if newest is not None else None
 
-    # ------------------------------------------------------------------------------------------------------
     # the phases
 
     def train(self) -> int:
@@ -173,7 +172,6 @@ class DpoRun:
         self.optimizer.load_state_dict(self.start.optimizer)
         self.start.restore_rng(self.runtime.rank, self.config.run.seed)
 
-    # ------------------------------------------------------------------------------------------------------
     # the updates
 
     def _updates(self, steps: list[list[int]]) -> int:
@@ -258,7 +256,6 @@ class DpoRun:
             lanes={self.runtime.rank: {}},
         )
 
-    # ----------------------------------------------------------------------------------------------------------
     # the end
 
     def _finish(self, before: list[Held], total: int) -> int:

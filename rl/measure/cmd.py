@@ -112,7 +112,8 @@ def measure(
     tools = [entry for entry in entries if entry.tools]
     if tools and match is not None:
         raise UserError(
-            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave it out"
+            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave"
+            " it out"
         )
     # A file that cannot be read is named before the model is loaded.
     earlier = load_measured(against) if against else None

@@ -55,7 +55,8 @@ failed."""
 
 COUNTED = (
     "answers valid turns calls ok error timeout memory output_limit forbidden blocked_import blocked_file"
-    " blocked_network blocked_process blocked_other not_a_program malformed over_turns over_tokens unavailable"
+    " blocked_network blocked_process blocked_other not_a_program malformed over_turns over_tokens"
+    " unavailable"
 ).split()
 """answers; those with a valid call (valid); messages with calls that were answered (turns); programs run
 (calls) by how they ended (ok ... forbidden); refusals by kind, one for each; calls of another tool or without
@@ -63,8 +64,8 @@ code (not_a_program); messages whose markup is broken around a call (malformed);
 tool turns without room; programs that could not be started (unavailable)."""
 NETWORK = set("socket _socket ssl _ssl urllib http ftplib smtplib requests asyncio poplib".split())
 PROCESS = tuple(
-    "os.fork os.exec os.posix_spawn os.spawn os.system os.kill subprocess _posixsubprocess pty multiprocessing"
-    " _multiprocessing threading _thread concurrent signal".split()
+    "os.fork os.exec os.posix_spawn os.spawn os.system os.kill subprocess _posixsubprocess pty"
+    " multiprocessing _multiprocessing threading _thread concurrent signal".split()
 )
 FILES = ("open", "os.", "shutil", "tempfile", "glob", "pathlib")
 _FOLDER = re.compile(r"/[^\s'\"]*/program-[a-z0-9_]{8}\b")

@@ -23,7 +23,8 @@ def watch(event, args):
     if event == "open":
         path, mode, flags = (list(args) + [None, 0])[:3]
         writes = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if writes and isinstance(path, (str, bytes)) and not os.path.realpath(os.fsdecode(path)).startswith(cache):
+        named = isinstance(path, (str, bytes))
+        if writes and named and not os.path.realpath(os.fsdecode(path)).startswith(cache):
             print("WRITE", path); os._exit(9)
         if isinstance(path, (str, bytes)) and b"secret" in os.fsencode(path):
             print("READ", path); os._exit(9)

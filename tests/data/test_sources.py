@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source, find_source
+from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.sources.text import chunks_of_lines
 
@@ -109,11 +108,6 @@ def test_a_fingerprint_changes_with_options_and_seed_but_not_with_the_weight():
     assert source("synth_words", max_side=64).fingerprint() != base
     weighed = SourceConfig(name="synth_words", kind="synth_words", weight=0.3)
     assert build_source(weighed).fingerprint() == base
-
-
-def test_an_unknown_source_is_named_with_the_nearest():
-    with pytest.raises(DataError, match="did you mean 'easy_vqa'"):
-        find_source({"easy_vqa": None, "pydoc": None}, "easyvqa")
 
 
 # ---- folder

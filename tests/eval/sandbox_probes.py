@@ -9,7 +9,8 @@ sandbox as well.
 import json
 
 HELPERS = r"""
-import ctypes, errno, fcntl, json, mmap, os, platform, resource, select, signal, socket, struct, sys, threading, time
+import ctypes, errno, fcntl, json, mmap, os, platform, resource, select, signal, socket, struct
+import sys, threading, time
 signal.signal(signal.SIGIO, signal.SIG_IGN)  # what a watched folder sends
 L = ctypes.CDLL(None, use_errno=True)
 LATER = platform.machine() == "aarch64"
@@ -19,7 +20,8 @@ def call(x86, arm, *args):
     number = arm if LATER else x86
     if number is None:
         raise OSError(errno.ENOSYS, "not on this architecture")
-    args = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    known = lambda a: ctypes.c_long(a) if isinstance(a, int) else a
+    args = [ctypes.c_char_p(a) if isinstance(a, bytes) else known(a) for a in args]
     value = L.syscall(ctypes.c_long(number), *args)
     if value < 0:
         raise OSError(ctypes.get_errno(), "refused")
@@ -506,7 +508,8 @@ except ZeroDivisionError as error:
     frame = error.__traceback__.tb_frame
     while frame.f_back:
         frame = frame.f_back
-        found += [k for k, v in frame.f_locals.items() if k in ('mark', 'recorder') or k == 'job' and 'mark' in v]
+        for k, v in frame.f_locals.items():
+            found += [k] if k in ('mark', 'recorder') or k == 'job' and 'mark' in v else []
         if 'refused' in frame.f_locals:
             frame.f_locals['refused'].clear()
         for name in ('libc', 'ctypes', 'socket', 'sandbox_walls', 'subprocess'):

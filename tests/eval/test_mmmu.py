@@ -1,4 +1,5 @@
-"""MMMU-format exams: rows become interleaved prompts, letters are parsed as published, broken files are named."""
+"""MMMU-format exams: rows become interleaved prompts, letters are parsed as published, broken files are
+named."""
 
 import json
 

@@ -54,7 +54,8 @@ def test_an_answer_that_the_limit_cut_off_is_no_answer(name):
 
 @pytest.mark.parametrize("name", EXAMS)
 def test_views_are_told_apart_and_blind_pictures_tell_only_their_size(name):
-    """A model that answers everywhere, nowhere, or only where it gets a picture or words scores exactly there."""
+    """A model that answers everywhere, nowhere, or only where it gets a picture or words scores exactly
+    there."""
     task = build_task(name)
     assert task.needs == frozenset({"video" if name == "video_qa" else "image"})
     models = {

@@ -1,4 +1,5 @@
-"""The short convolution, in torch and in Triton (interpreted), against its definition: values, gradients, isolation."""
+"""The short convolution, in torch and in Triton (interpreted), against its definition: values, gradients,
+isolation."""
 
 from itertools import product
 

@@ -1,5 +1,5 @@
-"""KDA, chunked in torch and in Triton, against the token recurrence in float64: outputs and every gradient, packing,
-causality, states, seven gate regimes. The Triton kernels run through the interpreter."""
+"""KDA, chunked in torch and in Triton, against the token recurrence in float64: outputs and every gradient,
+packing, causality, states, seven gate regimes. The Triton kernels run through the interpreter."""
 
 import math
 from dataclasses import dataclass
@@ -20,14 +20,17 @@ GATE_GRADIENTS = ("df", "dA_log", "ddt_bias")
 BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter truncates), products in float32
 ROUNDED = 8e-3  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3
 SUM_ROUNDED = 3e-2  # db, dA_log, ddt_bias: sums that cancel
-# Relative RMS error of float32. Measured 1e-7 to 6e-7 for outputs and most gradients; the gate's gradient is a running
-# sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias) in strong regimes.
+# Relative RMS error of float32. Measured 1e-7 to 6e-7 for outputs and most gradients; the gate's gradient is
+# a running
+# sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias) in strong
+# regimes.
 VALUE_RTOL, GATE_RTOL = 2e-6, 5e-5
 
 
 @dataclass(frozen=True)
 class Form:
-    """An implementation with its tolerances, relative to the largest entry, in the dtype that it is tried in."""
+    """An implementation with its tolerances, relative to the largest entry, in the dtype that it is tried
+    in."""
 
     op: Any
     dtype: torch.dtype
@@ -71,7 +74,8 @@ PACKED = [*LENGTHS, (3, 1, 1, 40, 16, 7), (1, 1, 1, 1), (16, 16, 32, 1)]
 
 
 def laws():
-    """(form, lengths, shape, options): odd to a chunk, packed, grouped heads, unequal and padded dims, large ones."""
+    """(form, lengths, shape, options): odd to a chunk, packed, grouped heads, unequal and padded dims,
+    large ones."""
     made = [
         ("torch", lengths, {"regime": regime, "states": states, "seed": seed}, {"chunk": size})
         for lengths, regime, states, seed, size in product(
@@ -299,7 +303,8 @@ def test_a_decay_of_exactly_zero_stays_finite_and_forgets():
 
 @pytest.mark.parametrize("size", [32, 64])
 def test_identical_keys_without_decay_do_not_blow_up_the_triangular_inverse(size):
-    """L is all ones below the diagonal: its powers reach 1e17 at 64 tokens, its inverse has entries 0, 1, -1 only."""
+    """L is all ones below the diagonal: its powers reach 1e17 at 64 tokens, its inverse has entries 0, 1,
+    -1 only."""
     segments, tensors, _ = inputs((128,), seed=4, regime="slow", key_dim=16, value_dim=8)
     with torch.no_grad():
         tensors[1][:] = tensors[1][0]
@@ -327,7 +332,8 @@ def test_autocast_and_bfloat16_inputs_keep_the_inside_in_float32():
     assert found["o"].dtype == torch.bfloat16 and found["dA_log"].dtype == torch.float32
     for name, value in expected.items():
         error = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
-        # Only results are rounded, by at most 2**-9 of each element; gradients of parameters are not rounded at all.
+        # Only results are rounded, by at most 2**-9 of each element; gradients of parameters are not rounded
+        # at all.
         assert error < (1e-4 if name in ("dA_log", "ddt_bias") else 2**-9), f"{name}: {error:.1e}"
 
 
@@ -347,7 +353,8 @@ def test_bfloat16_inputs_in_triton(regime):
 @needs_interpreter
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypatch):
-    """bfloat16 between the launches and in operands of every product, float16 inside the inverse: against float64."""
+    """bfloat16 between the launches and in operands of every product, float16 inside the inverse: against
+    float64."""
     import triton.language as tl
 
     segments, tensors, bound = inputs((100, 1, 20), states=True, regime=regime, **SMALL)
@@ -373,8 +380,8 @@ def test_the_roundings_of_a_gpu_stay_small_in_every_gate_regime(regime, monkeypa
 @needs_interpreter
 @pytest.mark.parametrize("regime", ["init", "bounded"])
 def test_a_nan_in_the_gate_reaches_the_output_and_its_gradient(regime, monkeypatch):
-    """As on a GPU, where arguments are not looked at; what the compiler makes of the clamp: test_aot_kda. It fills its
-    chunk (0 times NaN), and neither an earlier chunk nor another document."""
+    """As on a GPU, where arguments are not looked at; what the compiler makes of the clamp: test_aot_kda. It
+    fills its chunk (0 times NaN), and neither an earlier chunk nor another document."""
     monkeypatch.setattr(triton_support, "checks_wanted", lambda tensor: False)
     segments, tensors, bound = inputs((40, 9), seed=12, regime=regime, **SMALL)
     with torch.no_grad():

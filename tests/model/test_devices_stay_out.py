@@ -1,4 +1,5 @@
-"""The model does not know devices: kernels/dispatch.py chooses, and the engine says once where rows are exact."""
+"""The model does not know devices: kernels/dispatch.py chooses, and the engine says once where rows are
+exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Generation: the cache changes nothing. (Neighbours, bans, stops: test_engine_invariance.py, test_engine.py.)"""
+"""Generation: the cache changes nothing. (Neighbours, bans, stops: test_engine_invariance.py,
+test_engine.py.)"""
 
 import pytest
 import torch

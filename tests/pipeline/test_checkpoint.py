@@ -166,7 +166,8 @@ KILLED = textwrap.dedent("""
         return call
 
     def save(keeper, step):
-        keeper.save(step, model={"w": torch.full((4,), float(step))}, optimizer={}, trainer={}, lanes={0: step})
+        weights = {"w": torch.full((4,), float(step))}
+        keeper.save(step, model=weights, optimizer={}, trainer={}, lanes={0: step})
 
     def one(folder):
         global calls
@@ -346,7 +347,8 @@ TWO_RANKS = textwrap.dedent("""
     seed_everything(runtime.rank)
     keeper = Checkpointer(sys.argv[1], runtime, RunFacts({"stages": []}, "abc", 300))
     def save(step, state):
-        return keeper.save(step, model={"w": torch.ones(2)}, optimizer={}, trainer={}, lanes={runtime.rank: state})
+        weights = {"w": torch.ones(2)}
+        return keeper.save(step, model=weights, optimizer={}, trainer={}, lanes={runtime.rank: state})
     path = save(1, {"cursor": runtime.rank * 10})
     drawn = torch.rand(1).item()
     loaded = keeper.load(path)

@@ -52,7 +52,6 @@ def here(monkeypatch):
     monkeypatch.setattr("earlyfusion.rl.rollouts.experience.make_reward", lambda *a: (made(*a)[0], "inline"))
 
 
-# -------------------------------------------------------------------------------------------------------------
 # average
 
 
@@ -130,7 +129,6 @@ def test_models_that_cannot_be_averaged_are_told_in_one_line(untrained, tmp_path
     assert call("average", a, b) == 2 and "--out" in told(capsys)
 
 
-# ------------------------------------------------------------------------------------------------------------
 # shortest
 
 

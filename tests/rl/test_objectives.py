@@ -427,7 +427,8 @@ def of_ours(options, log_ratio_T, advantages_T, logp_T):
 
 
 def test_a_term_of_one_s_own_is_used_like_a_registered_one():
-    """Same equation, same loss, same gradients; a place that holds nothing is told when the recipe is read."""
+    """Same equation, same loss, same gradients; a place that holds nothing is told when the recipe is
+    read."""
     g, segments = torch.Generator().manual_seed(3), Segments((3, 2))
     old, A = -torch.rand(5, generator=g).double(), torch.tensor([1.0, -0.5]).double()
     outs, grads = [], []

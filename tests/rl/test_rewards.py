@@ -10,8 +10,9 @@ import pytest
 
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import Answer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.rl.long2short.heldout import _judged
-from earlyfusion.rl.rewards import OnTop, RandomReward, Range, RewardError, Rewards, TaskReward, make_reward
+from earlyfusion.rl.rewards import OnTop, RandomReward, Range, Rewards, TaskReward, make_reward
 
 TIMEOUT_S = 0.5
 
@@ -161,5 +162,5 @@ def test_rewards_by_name_and_bad_settings():
         (lambda: OnTop(nasty, nasty, 2.0), "expected 0 to 1"),
     ]
     for call, words in cases:
-        with pytest.raises(RewardError, match=words):
+        with pytest.raises(UserError, match=words):
             call()

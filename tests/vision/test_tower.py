@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.vision.config import PRESETS, VisionConfig
 from earlyfusion.vision.encoder import VisionTower
 from earlyfusion.vision.grid import VisionGrid
@@ -395,5 +396,5 @@ def test_a_tower_of_ones_own_is_named_by_its_place_and_a_model_directory_imports
     assert torch.equal(half(patches, grid), whole(patches, grid) / 2)
     with pytest.raises(TowerError, match="did you mean 'moonvit'"):
         build_tower(VisionConfig.preset("tiny", tower="moonvitt"))
-    with pytest.raises(TowerError, match="no class there"):
+    with pytest.raises(UserError, match="cannot be imported"):
         import_tower("earlyfusion.vision.encoder:Nothing")

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import decode
 from earlyfusion.kernels.attention.triton.flash import LN2, LOG2E, _dot, split_dim
 from earlyfusion.kernels.launch import FLOATS, check_tensor, on_device, power_of_two, programs
@@ -174,8 +175,6 @@ def mla_decode(
 
 def aot_variants() -> list[Any]:
     """The decode kernel for rank 512 + 64, 32 heads, pages of 64."""
-    from earlyfusion.kernels.aot import Variant
-
     types = {
         "query_BHR": "*bf16",
         "pages_PSR": "*bf16",

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import naive, varlen
 from earlyfusion.kernels.attention.checks import check_append, check_attention
 from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
@@ -669,8 +670,6 @@ def _check_kernel_takes(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> None:
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time: MLA 192/128 causal, also after earlier keys; the towers' 72
     and 128."""
-    from earlyfusion.kernels.aot import Variant
-
     half = dict.fromkeys(
         ("q_THD", "k_TGD", "v_TGV", "o_THV", "do_THV", "dq_THD", "dk_TGD", "dv_TGV"), "*bf16"
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention.triton.flash import _load, _scores, query_tiles, split_dim, tile_sizes
 from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
@@ -141,8 +142,6 @@ def max_logit(
 
 def aot_variants() -> list[Any]:
     """The kernel compiled ahead of time for MLA 192, causal."""
-    from earlyfusion.kernels.aot import Variant
-
     strides = ("sq_t", "sq_h", "sk_t", "sk_g")
     types = {
         **dict.fromkeys(("q_THD", "k_TGD"), "*bf16"),

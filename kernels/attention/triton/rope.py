@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import rope
 from earlyfusion.kernels.attention.triton.flash import split_dim
 from earlyfusion.kernels.launch import FLOATS, check_tensor, on_device
@@ -177,8 +178,6 @@ def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def aot_variants() -> list[Any]:
     """Kernels that are compiled ahead of time, for both towers."""
-    from earlyfusion.kernels.aot import Variant
-
     half = dict.fromkeys(("qkv", "q", "k", "dq", "dk", "dv", "dqkv"), "*bf16")
     variants = []
     for heads, dim in ((16, 72), (12, 128)):

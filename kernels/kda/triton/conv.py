@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.conv import final_taps
+from earlyfusion.kernels.kda.triton import conv_kernels as kernels
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.segments import Segments, check_packed
 from earlyfusion.kernels.triton_support import check_floats, check_no_nan, check_shape, require_triton
@@ -38,8 +39,6 @@ class _TritonConv(torch.autograd.Function):
     def forward(
         ctx: Any, x_TC: Tensor, weight_CW: Tensor, taps_NCW1: Tensor | None, segments: Segments
     ) -> Tensor:
-        from earlyfusion.kernels.kda.triton import conv_kernels as kernels
-
         tokens, channels = x_TC.shape
         device = x_TC.device
         y_TC = torch.empty(tokens, channels, dtype=x_TC.dtype, device=device)
@@ -68,8 +67,6 @@ class _TritonConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from earlyfusion.kernels.kda.triton import conv_kernels as kernels
-
         x_TC, weight_CW, taps_NCW1 = ctx.saved_tensors
         segments: Segments = ctx.segments
         (tokens, channels), width, device = x_TC.shape, weight_CW.shape[1], x_TC.device

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from earlyfusion.kernels.kda.checks import check_row
 from earlyfusion.kernels.kda.gate import check_lower_bound
+from earlyfusion.kernels.kda.triton.grad import chunk_gradients
 from earlyfusion.kernels.kda.triton.plan import (
     CHUNKS,
     Runs,
@@ -32,6 +33,8 @@ from earlyfusion.kernels.kda.triton.plan import (
     plan_runs,
     tiles,
 )
+from earlyfusion.kernels.kda.triton.prep import prep
+from earlyfusion.kernels.kda.triton.scan import combine, dual_scan, forward_scan, transition
 from earlyfusion.kernels.launch import check_blocks, on_device
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.kernels.triton_support import (
@@ -94,8 +97,6 @@ def _prepare(
 ) -> Prepared:
     import triton.language as tl
 
-    from earlyfusion.kernels.kda.triton.prep import prep
-
     shape, runs, C = _shape(q, v), opts.runs, opts.tiles.chunk
     dtype = dot_dtype(q.dtype, prep)
     new = lambda *sizes, dtype=dtype: torch.empty(*sizes, dtype=dtype, device=q.device)
@@ -134,8 +135,6 @@ def _segment_edges(
 ) -> Tensor:
     """Incoming state of every run [J, G, K, V] from those of the documents; reverse: gradients, with v
     standing for dO."""
-    from earlyfusion.kernels.kda.triton.scan import combine, transition
-
     runs, move, join = opts.runs, opts.tiles.move, opts.tiles.join
     new = lambda *sizes: torch.empty(*sizes, dtype=torch.float32, device=v.device)
     moves, entry = (
@@ -181,8 +180,6 @@ def _segment_edges(
 def _forward(
     made: Prepared, v: Tensor, b: Tensor, entry: Tensor | None, shape: Shape, opts: Options
 ) -> tuple[Tensor, Tensor | None]:
-    from earlyfusion.kernels.kda.triton.scan import forward_scan
-
     runs, scan = opts.runs, opts.tiles.scan
     o = torch.empty(shape.T, shape.G, shape.V, dtype=v.dtype, device=v.device)
     final = None
@@ -235,8 +232,6 @@ def _dual(
     opts: Options,
     want_dinitial: bool,
 ) -> tuple[_Scanned, Tensor | None]:
-    from earlyfusion.kernels.kda.triton.scan import dual_scan
-
     runs, dual = opts.runs, opts.tiles.dual
     dtype = dot_dtype(v.dtype, dual_scan)
     new = lambda *sizes, dtype=dtype: torch.empty(*sizes, dtype=dtype, device=v.device)
@@ -288,8 +283,6 @@ def _gradients(
     opts: Options,
 ) -> tuple[Tensor, ...]:
     """Gradients of the seven inputs, in their order."""
-    from earlyfusion.kernels.kda.triton.grad import chunk_gradients
-
     shape, runs, C = _shape(q, v), opts.runs, opts.tiles.chunk
     group = shape.G // shape.H
     new = lambda *sizes, dtype: torch.empty(*sizes, dtype=dtype, device=q.device)

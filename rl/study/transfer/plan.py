@@ -27,7 +27,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.pipeline.config.compose import merge, validate
+from earlyfusion.pipeline.config.compose import merge, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
@@ -338,8 +338,6 @@ def _text(value: Any) -> str:
 
 def write_recipes(config: StudyConfig, out: Path) -> None:
     """Write study.toml and every run's arm.toml. Raises UserError when OUT holds another study."""
-    from earlyfusion.pipeline.config.compose import to_toml
-
     out.mkdir(parents=True, exist_ok=True)
     text, path = to_toml(config.model_dump(mode="json")), out / "study.toml"
     if path.is_file():
