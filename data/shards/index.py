@@ -110,7 +110,8 @@ def scan_tar(pread: Pread, size: int) -> TarScan:
     TarScan.cut)."""
     found, headers, end = TarScan(), _Headers(pread, size), 0
     try:
-        archive = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")  # type: ignore[arg-type]
+        options: Any = {"fileobj": headers, "encoding": "utf-8", "errors": "surrogateescape"}
+        archive = tarfile.TarFile(**options)
         while (info := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # or it keeps all of them
             headers.allowed = _HEADERS

@@ -134,7 +134,8 @@ class HeldoutTask(BaseTask):
 
     def prepare(self, model: Model) -> None:
         """How the model reads a prompt; one that it cannot read is not asked."""
-        self._encode = lambda sample: encode(sample, model.tokenizer, model.model.config.vision)  # type: ignore[attr-defined]
+        own: Any = model
+        self._encode = lambda sample: encode(sample, own.tokenizer, own.model.config.vision)
 
     def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
         """One question a sample, or `limit` of them spread over the data; nothing is read yet."""

@@ -34,6 +34,7 @@ import signal
 import socket
 import sys
 import time
+from typing import Any
 
 from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox import walls as sandbox_walls
@@ -212,7 +213,9 @@ def guarded_builtins(allowed: frozenset[str]) -> dict:
     """The builtins a program sees: imports by the list, and nothing that waits for a person."""
     real, tell, told_as = builtins.__import__, sys.audit, REFUSED
 
-    def guarded(name: str, globals=None, locals=None, fromlist=(), level: int = 0):  # type: ignore[no-untyped-def]
+    def guarded(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
         if level or name.partition(".")[0] not in allowed:
             tell(told_as, f"import {name[:40]}")
             raise Forbidden(f"module {name!r} is not available here; allowed: {', '.join(sorted(allowed))}")

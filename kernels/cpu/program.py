@@ -177,7 +177,8 @@ class Program:
         self.operations.append(operation)
 
     def build(self) -> None:
-        each = [_Operation(op.KIND, ctypes.addressof(op)) for op in self.operations]  # type: ignore[attr-defined]
+        operations: list[Any] = self.operations
+        each = [_Operation(op.KIND, ctypes.addressof(op)) for op in operations]
         operations = (_Operation * len(each))(*each)
         self.kept.append(operations)
         self._built = _Program(self.hidden, self.sources, len(each), ctypes.addressof(operations))
@@ -234,5 +235,6 @@ def step_of(
         None if chosen_LTJ is None else chosen_LTJ.data_ptr(),
         0 if chosen_LTJ is None else chosen_LTJ.stride(0),
     )
-    step.behind = (slots_T, positions_T, places_T, table_SP, x_TD, chosen_LTJ)  # type: ignore[attr-defined]  # kept alive
+    # Kept alive as long as the step, which holds their addresses.
+    step.behind = (slots_T, positions_T, places_T, table_SP, x_TD, chosen_LTJ)  # type: ignore[attr-defined]
     return step, out_RD

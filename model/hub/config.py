@@ -91,7 +91,8 @@ def load_config(directory: str | Path) -> FusionConfig:
         if "projector_ln_eps" not in vision and vision.get("projector") == "v2" and "norm_eps" in vision:
             # Directories from before this key: their projector was trained with the tower's eps.
             vision["projector_ln_eps"] = vision["norm_eps"]
-        return FusionConfig(text=text, vision=vision, media_token_id=raw["media_placeholder_token_id"])  # type: ignore[arg-type]
+        parts: Any = {"text": text, "vision": vision}
+        return FusionConfig(**parts, media_token_id=raw["media_placeholder_token_id"])
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -187,7 +187,8 @@ def look(source: Source, mix: Mix, count: int, heldout: bool = False) -> list[Ca
     cards = []
     for index in dict.fromkeys(place * length // count for place in range(count)) if length else ():
         try:
-            with one_sample(lambda: f"source {source.name!r}, sample {index}"):  # noqa: B023 (called in this turn)
+            # Called in this turn of the loop.
+            with one_sample(lambda: f"source {source.name!r}, sample {index}"):  # noqa: B023
                 sample = source.heldout(index) if heldout else source.get(index, 0)
                 cards.append(make_card(sample, mix.tokenizer, mix.vision, _format(source, index, heldout)))
         except BadSample as error:

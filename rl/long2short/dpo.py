@@ -118,10 +118,10 @@ def write_pairs(path: Path, answered: Sequence[Answered], pairs: Sequence[Pair])
     lines = []
     for pair in pairs:
         one = answered[pair.problem]
-        told = {"label": one.label, "key": one.problem.key, "target": one.problem.target}
+        told: dict[str, Any] = {"label": one.label, "key": one.problem.key, "target": one.problem.target}
         for name in ("chosen", "rejected"):
             answer = one.answers[getattr(pair, name)]
-            told[name] = {"text": answer.text, "tokens": answer.tokens, "right": answer.right}  # type: ignore[assignment]
+            told[name] = {"text": answer.text, "tokens": answer.tokens, "right": answer.right}
         lines.append(json.dumps(told, ensure_ascii=False) + "\n")
     write_atomic(path, "".join(lines))
 

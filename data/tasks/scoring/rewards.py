@@ -192,7 +192,7 @@ def parse_points(answer: str, width: float, height: float) -> list[Point]:
     size = max(1, round(width)), max(1, round(height))
     regions = [region.to_region(size, size) for region in parse_regions(text)]
     if regions:
-        return [region.point if region.point is not None else centre(region.box) for region in regions]  # type: ignore[arg-type]
+        return [r.point if r.point is not None else centre(r.box) for r in regions]  # type: ignore[arg-type]
     # two points in a row would be read as the corners of one box, so pairs are taken out first
     return _pairs(text) + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), width, height, "pixels")]
 

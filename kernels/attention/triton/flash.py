@@ -453,7 +453,8 @@ def query_tiles(segments: Segments, rows: int, device: torch.device) -> tuple[Te
             for begin, length in sorted(zip(segments.offsets, segments.lengths), key=lambda item: -item[1])
             for first in range(begin, begin + length, rows)
         ]
-        return tuple(torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))  # type: ignore[return-value]
+        columns: Any = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))
+        return tuple(columns)
 
     return segments.cached(("attention.tiles", rows, str(device)), build)
 
@@ -471,7 +472,8 @@ def append_tiles(
             for first, new, begin, length in sorted(documents, key=lambda item: -item[3])
             for row in range(first, first + new, rows)
         ]
-        return tuple(torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))  # type: ignore[return-value]
+        columns: Any = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))
+        return tuple(columns)
 
     return segments.cached(("attention.append", key_segments.lengths, rows, str(device)), build)
 

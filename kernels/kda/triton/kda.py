@@ -357,7 +357,7 @@ class _TritonKDA(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, do: Tensor, dfinal: Tensor | None) -> Any:  # type: ignore[override]
         q, k, v, f, b, A_log, dt_bias, initial, entry = ctx.saved_tensors
         opts: Options = ctx.opts
         shape = _shape(q, v)

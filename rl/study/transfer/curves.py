@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ def curves(config: StudyConfig, out: Path) -> list[tuple[str, str, dict[str, Ser
     ]
 
 
+def _image(folder: Path, record: Mapping[str, Any]) -> str | None:
+    return image_source(folder, record.get("image"))
+
+
 def rollouts(config: StudyConfig, out: Path) -> dict[str, list[dict[str, Any]]]:
     """Title -> cards of what was shown and answered, early and late, in the first run of every arm."""
     cards: dict[str, list[dict[str, Any]]] = {}
@@ -82,8 +87,7 @@ def rollouts(config: StudyConfig, out: Path) -> dict[str, list[dict[str, Any]]]:
             for update in dict.fromkeys(record["update"] for record in (*records[:1], *records[-1:])):
                 shown = [record for record in records if record["update"] == update][:SHOWN_GROUPS]
                 cards[f"{arm.name}, update {update}"] = [
-                    group_card(record, lambda r, folder=folder: image_source(folder, r.get("image")))  # type: ignore[misc]
-                    for record in shown
+                    group_card(record, partial(_image, folder)) for record in shown
                 ]
     return cards
 
