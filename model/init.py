@@ -1,15 +1,15 @@
 """Initialisation: the one table.
 
-| parameter                                         | initial value |
-|---------------------------------------------------|--------------------------------------------------------|
+| parameter | initial value |
+|---|---|
 | every projection, expert, router, embedding, head | N(0, initializer_range) |
-| short convolutions                                | N(0, initializer_range) |
+| short convolutions | N(0, initializer_range) |
 | norm weights (RMSNorm, o_norm, AttnRes key norms) | 1 |
-| AttnRes pseudo-queries                            | 0 (uniform average of the sources at step 0) |
-| router selection bias                             | 0 |
-| KDA A_log, softplus gate                          | log U(1, 16) |
-| KDA A_log, bounded gate                           | 0 |
-| KDA dt_bias, both gates                           | softplus^-1(dt), dt = max(exp U(log 1e-3, log 1e-1), 1e-4) |
+| AttnRes pseudo-queries | 0 (uniform average of the sources at step 0) |
+| router selection bias | 0 |
+| KDA A_log, softplus gate | log U(1, 16) |
+| KDA A_log, bounded gate | 0 |
+| KDA dt_bias, both gates | softplus^-1(dt), dt = max(exp U(log 1e-3, log 1e-1), 1e-4) |
 
 Sources: the released Kimi-Linear code as ported in transformers (`_init_weights`); Attention Residuals
 (arXiv 2603.15031) for the zero queries. A module's `reset_parameters` sets only the parameters it holds

@@ -177,8 +177,8 @@ class Program:
         self.operations.append(operation)
 
     def build(self) -> None:
-        operations: list[Any] = self.operations
-        each = [_Operation(op.KIND, ctypes.addressof(op)) for op in operations]
+        listed: list[Any] = self.operations
+        each = [_Operation(op.KIND, ctypes.addressof(op)) for op in listed]
         operations = (_Operation * len(each))(*each)
         self.kept.append(operations)
         self._built = _Program(self.hidden, self.sources, len(each), ctypes.addressof(operations))

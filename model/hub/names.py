@@ -3,13 +3,13 @@
 A public tensor is a view of (part of) one of ours, so the same table writes a checkpoint and, by copying into
 the views, reads one; what is saved comes back bit for bit.
 
-| ours                                                | public (Kimi K2.5, Kimi K3, Kimi-Linear) |
-|-----------------------------------------------------|------------------------------------------------------|
-| text model                                          | language_model.model.*, language_model.lm_head.* |
-| vision tower, projector                             | vision_tower.*, mm_projector.* |
-| self_attn.A_log [H]                                 | [1, 1, H, 1] |
-| experts.gate_up_proj [E, 2F, D]                     | experts.{e}.w1.weight [F, D] (gate), experts.{e}.w3.weight [F, D] |
-| experts.down_proj [E, D, F]                         | experts.{e}.w2.weight [D, F] |
+| ours | public (Kimi K2.5, Kimi K3, Kimi-Linear) |
+|---|---|
+| text model | language_model.model.*, language_model.lm_head.* |
+| vision tower, projector | vision_tower.*, mm_projector.* |
+| self_attn.A_log [H] | [1, 1, H, 1] |
+| experts.gate_up_proj [E, 2F, D] | experts.{e}.w1.weight [F, D] (gate), experts.{e}.w3.weight [F, D] |
+| experts.down_proj [E, D, F] | experts.{e}.w2.weight [D, F] |
 | self_attention_res_query, mlp_res_query, output_attn_res_query [D] | *_res_proj.weight [1, D] |
 
 Source: released checkpoints and the conversion maps of transformers and vLLM.

@@ -432,7 +432,8 @@ def clips(world: World, rng: random.Random, folder: Path) -> Any:
     from clip_files import numbered, write_clip
 
     if not hasattr(world, "clip"):
-        world.clip = {c: write_clip(numbered(6, 48, 32), c) for c in ("mpeg4-open", "gif", "h264-mkv")}  # type: ignore[attr-defined]
+        kinds = ("mpeg4-open", "gif", "h264-mkv")
+        world.clip = {c: write_clip(numbered(6, 48, 32), c) for c in kinds}  # type: ignore[attr-defined]
     codec = rng.choice(list(world.clip))  # type: ignore[attr-defined]
     data = damage(rng, world.clip[codec])  # type: ignore[attr-defined]
     write_tar(folder / "a.tar", [("0.mp4", data), ("0.txt", b"words"), ("1.gif", data), ("1.txt", b"words")])

@@ -31,7 +31,8 @@ _CORNERS = re.compile(
     rf"[\(\[]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\)\]]\s*,?\s*[\(\[]\s*({_NUMBER})\s*,\s*({_NUMBER})\s*[\)\]]"
 )
 _NAMED = re.compile(
-    rf"x_?(?:1|0|min)\W+({_NUMBER})\W+y_?(?:1|0|min)\W+({_NUMBER})\W+x_?(?:2|1|max)\W+({_NUMBER})\W+y_?(?:2|1|max)\W+({_NUMBER})",
+    rf"x_?(?:1|0|min)\W+({_NUMBER})\W+y_?(?:1|0|min)\W+({_NUMBER})\W+"
+    rf"x_?(?:2|1|max)\W+({_NUMBER})\W+y_?(?:2|1|max)\W+({_NUMBER})",
     re.IGNORECASE,
 )
 _LOCATION = re.compile(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>")
