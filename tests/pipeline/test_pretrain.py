@@ -55,7 +55,7 @@ def test_four_lanes_give_the_gradient_of_one_weighted_mean(training, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(run.loaders.at(0), "next_step", lambda: batches)
         run.total = 1
-        patch.setattr(run, "_finish", lambda: EXIT_OK)
+        patch.setattr(run, "finish", lambda: EXIT_OK)
         assert run.train() == EXIT_OK
     for (name, _), gradient in zip(run.fusion.named_parameters(), expected, strict=True):
         gradient = torch.zeros_like(seen[name]) if gradient is None else gradient

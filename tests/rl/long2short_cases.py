@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -57,14 +58,16 @@ def toy_directory(folder: Path, seed: int = 0, steps: int = 30) -> Path:
     return save_model(net.eval(), TOKENIZER, folder / f"toy-{seed}")
 
 
-def words(way: str, folder: Path, out: Path, *more: str, problems: int = 16) -> list[str]:
+def words(
+    way: str, folder: Path, out: Path, *more: str, problems: int = 16, tasks: Sequence[str] = TASKS
+) -> list[str]:
     """The command line of a small run."""
     return [
         way,
         "--model",
         str(folder),
         "--tasks",
-        *TASKS,
+        *tasks,
         "--problems",
         str(problems),
         "--samples",

@@ -200,7 +200,7 @@ def test_documents_are_the_prompts_and_answers_token_for_token(documents):
         prompt = encode_prompt(
             problem, entry_of(f"{problem.task}/{problem.key.split('/')[2]}/{form}"), TOKENIZER, vision
         )
-        document = encode(source._read(0, position), TOKENIZER, vision)
+        document = encode(source.read(0, position, 0), TOKENIZER, vision)
         answer = document.ids[len(prompt.ids) :].tolist()
         assert torch.equal(document.ids[: len(prompt.ids)], prompt.ids)
         assert answer in [a["ids"] for a in sampled[row["key"]]["answers"] if len(a["ids"]) == row["tokens"]]

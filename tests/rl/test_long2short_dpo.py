@@ -335,10 +335,10 @@ def test_bad_input_is_told_in_one_line(toy, tmp_path, capsys, way):
 
 def test_answers_that_are_never_right_teach_nothing(toy, tmp_path, capsys):
     """The task's own reward: the toy says yes and no to questions of colour."""
-    given = ("--set", "reward.name=task", "--tasks", "colour_shape/0/twin")
-    assert call(*words("shortest", toy, tmp_path / "a", *given, problems=4)) == 2
+    given, small = ("--set", "reward.name=task"), {"problems": 4, "tasks": ["colour_shape/0/twin"]}
+    assert call(*words("shortest", toy, tmp_path / "a", *given, **small)) == 2
     assert "none of 4 problems got a right answer" in capsys.readouterr().err
-    assert call(*words("dpo", toy, tmp_path / "b", *given, "--eval-problems", "0", problems=4)) == 2
+    assert call(*words("dpo", toy, tmp_path / "b", *given, "--eval-problems", "0", **small)) == 2
     assert "no pairs: 0 of 4" in capsys.readouterr().err
 
 
