@@ -46,12 +46,9 @@ SPECIAL_TOKENS = (
 )
 
 # The message form of Kimi K3. `content` is a string, or a list of {"type": "text" | "image" | "video", ...}
-# parts; one
-# <|media_pad|> stands for each picture until the processor repeats it as often as the picture has tokens. An
-# assistant's
-# message with `reasoning_content` or `tool_calls` is written in channels: think, response, tools
-# (data/chat/template.py). `tools`,
-# declarations, are a system message before all others.
+# parts; one <|media_pad|> stands for each picture until the processor repeats it as often as the picture has
+# tokens. An assistant's message with `reasoning_content` or `tool_calls` is written in channels: think,
+# response, tools (data/chat/template.py). `tools`, declarations, are a system message before all others.
 CHAT_TEMPLATE = (
     "{{- bos_token -}}{%- if tools -%}{{- '<|open|>message role=\"system\"<|sep|># Tools' -}}{%- for tool in"
     " tools -%}{{- '\n' + tool|tojson -}}{%- endfor -%}{{- '<|close|>message<|sep|><|end_of_msg|>' -}}{%-"

@@ -131,8 +131,8 @@ class Model(Protocol):
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]: ...
 
-    # with the capability "loss" also: losses(requests: Sequence[LossRequest]) -> list[heldout.Loss |
-    # BadSample]
+    # with the capability "loss" also: losses(requests:
+    # Sequence[LossRequest]) -> list[heldout.Loss | BadSample]
 
     def identity(self) -> dict[str, Any]:
         """What was evaluated: path or address, sha256 of the weights, dtype, parameters. JSON values only."""

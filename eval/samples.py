@@ -1,8 +1,7 @@
 """Captioned sample pictures: what the model says of a few fixed held-out samples, as JSON and pictures.
 
-    records = answer_samples(model, tokenizer, samples)          # [{"prompt", "answer", "reference",
-    "picture"}]
-    save_samples(run_dir, step, records)                         # run/samples/step_0000123.json, *.png
+    records = answer_samples(model, tokenizer, samples)  # [{"prompt", "answer", "reference", "picture"}]
+    save_samples(run_dir, step, records)                 # run/samples/step_0000123.json and its pictures
 
 A sample's last text is the reference; what stands before it is the prompt. JSON of a step: `{"step": int,
 "samples": [{"source", "image": path relative to the run folder or null, "prompt", "answer", "reference"}]}`.

@@ -28,8 +28,8 @@ from typing import Any
 
 from earlyfusion.kernels.files import write_json
 
-# Shared memory one block may use, bytes (CUDA programming guide, compute capabilities table; 1 KiB is
-# reserved).
+# Shared memory one block may use, bytes (CUDA programming guide,
+# compute capabilities table; 1 KiB is reserved).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 

@@ -64,8 +64,8 @@ class DecoderLayer(nn.Module):
         # In place of the residual stream: what each of the two sub-layers reads of earlier outputs.
         self.attn_res = config.attn_res != "none"
         if self.attn_res:
-            # 1-D on purpose: optimizers route matrices to Muon, and a query must not take fixed-norm steps
-            # from zero.
+            # 1-D on purpose: optimizers route matrices to Muon, and a
+            # query must not take fixed-norm steps from zero.
             self.self_attention_res_query = nn.Parameter(torch.empty(hidden))
             self.self_attention_res_norm = RMSNorm(hidden, eps)
             self.mlp_res_query = nn.Parameter(torch.empty(hidden))

@@ -1,11 +1,9 @@
 """Multi-head latent attention without positions (NoPE), as in Kimi Linear and, with an output gate, in Kimi
 K3.
 
-    q = W_q x, or W_qb RMSNorm(W_qa x)                         [H, nope + rope]
-    (c, k_r) = W_kva x ;  c := RMSNorm(c)                      [R] | [rope], k_r shared by all heads, never
-                          rotated
-    k_h = [W_kb_h c ; k_r],  v_h = W_vb_h c                    (kv_b_proj holds W_kb and W_vb, interleaved by
-                             head)
+    q = W_q x, or W_qb RMSNorm(W_qa x)          [H, nope + rope]
+    (c, k_r) = W_kva x ;  c := RMSNorm(c)       [R] | [rope], k_r shared by all heads, never rotated
+    k_h = [W_kb_h c ; k_r],  v_h = W_vb_h c     (kv_b_proj holds W_kb and W_vb, interleaved by head)
     y = W_o [ softmax(q k^T (nope + rope)^-1/2) v  (* sigmoid(W_g x)) ]
 
 Only (c, k_r) is cached. Cached tokens are attended in the absorbed form, which never expands keys and values:

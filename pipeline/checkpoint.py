@@ -1,10 +1,9 @@
 """Training checkpoints: everything an exact resume needs, written whole or not at all, never with pickle.
 
     <out>/checkpoints/step-000300/
-        model.{json,safetensors}  optimizer.{json,safetensors}     the same on all ranks, written by rank 0
-        rank-00000.{json,safetensors}                              RNG states and data cursors of one rank
-        run.json                                                   step, resolved recipe, tokenizer, trainer
-        state
+        model.{json,safetensors}  optimizer.{json,safetensors}   the same on all ranks, written by rank 0
+        rank-00000.{json,safetensors}                  RNG states and data cursors of one rank
+        run.json                                       step, resolved recipe, tokenizer, trainer's state
         COMPLETE                                       every file with its size and SHA-256; written last
 
 A checkpoint is written into `step-000300.tmp-partial`, fsynced and renamed; a folder without a true COMPLETE

@@ -21,8 +21,8 @@ import torch
 
 from earlyfusion.pipeline.runtime import Runtime
 
-# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor cores, fp32 without tensor cores). First
-# match wins.
+# Dense FLOP/s by name in torch.cuda.get_device_name: (bf16 tensor
+# cores, fp32 without tensor cores). First match wins.
 PEAKS: dict[str, tuple[float, float]] = {
     "GB200": (2500e12, 80e12),
     "B200": (2250e12, 75e12),

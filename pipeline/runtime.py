@@ -225,8 +225,8 @@ class Runtime:
             keep_freed_memory()
         if threads is not None:
             torch.set_num_threads(threads)
-        # Buffers hold per-rank statistics (max logits, expert load): DDP must not overwrite them with rank
-        # 0's.
+        # Buffers hold per-rank statistics (max logits, expert load):
+        # DDP must not overwrite them with rank 0's.
         ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         self.accelerator = Accelerator(
             cpu=not torch.cuda.is_available(),

@@ -72,8 +72,8 @@ def update(
     limit = float("inf") if clip_grad_norm is None else clip_grad_norm
     grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
 
-    # A step on zeros would go along an old direction, and the guard, which compares norms, need not hear of
-    # it.
+    # A step on zeros would go along an old direction, and the
+    # guard, which compares norms, need not hear of it.
     verdict = Verdict("go")
     if grad_norm != 0:
         verdict = guard.check(loss, grad_norm, can_roll_back=can_roll_back)

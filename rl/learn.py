@@ -304,8 +304,8 @@ class Learner:
         sums.add(loss=out.loss.detach(), tokens=out.tokens, outside=out.outside)
         sums.add(k3=out.k3, log_ratio=out.log_ratio)
         sums.largest = max(sums.largest, float(out.log_ratio_max))
-        # Every parameter takes part whatever the row holds, so that all processes exchange the same
-        # gradients.
+        # Every parameter takes part whatever the row holds, so that
+        # all processes exchange the same gradients.
         return out.loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()
 
     def ptx_gradients(self, batches: Sequence[PackedBatch], coef: float, sums: Sums) -> float:

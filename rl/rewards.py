@@ -1,10 +1,8 @@
 """Rewards as a trainer runs them: any function of (problem, response), contained, bounded and counted.
 
     with Rewards(TaskReward(tasks)) as rewards:
-        scored = rewards([(problem, text), ...])        # one Scored each, in order; never raises for one
-                                                        answer
-        rewards.report()                                # {"ok": 63, "timeout": 1, ..., "by_task": {"maze":
-                                                        0.41}}
+        scored = rewards([(problem, text), ...])  # one Scored each, in order; never raises for one answer
+        rewards.report()                          # {"ok": 63, "timeout": 1, ..., "by_task": {"maze": 0.41}}
 
 A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the
 lowest of the declared range, 0 by default) and a count, never the run; one outside the declared range stands,

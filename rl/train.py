@@ -316,8 +316,8 @@ class Reinforcement:
 
     def step(self, loss: float, lr: float) -> Update:
         """Clip, guard, step or forget: as in pretraining. Raises TrainingStopped where the guard asks."""
-        # On policy the objective's value is 0 whatever the gradient is, so a jump of it says nothing; that it
-        # is finite does.
+        # On policy the objective's value is 0 whatever the gradient is, so
+        # a jump of it says nothing; that it is finite does.
         watched = loss if self.config.ptx.only or not math.isfinite(loss) else 0.0
         done = update(
             self.model,
@@ -405,8 +405,8 @@ class Reinforcement:
             "length_in_work": sums["length_in_work"] / max(1.0, sums["in_work"]),
             "informative": sums["informative"] / every,
             "staleness": sums["staleness"] / written,
-            # Mean -log p of what was drawn: the entropy of the sampling distribution, without looking at all
-            # of it.
+            # Mean -log p of what was drawn: the entropy of the sampling
+            # distribution, without looking at all of it.
             "entropy": sums["surprise"] / written,
             "answers": sums["answers"],
             "carried": sums["carried"],

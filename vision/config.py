@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from earlyfusion.kernels.errors import did_you_mean
 
 # `nn.RMSNorm(eps=None)` takes the machine epsilon of its input dtype, so the released MoonViT-V2 module is
-# another
-# function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset fixes the
-# latter.
+# another function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset
+# fixes the latter.
 BF16_EPS = 2.0**-7
 
 

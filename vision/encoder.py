@@ -130,8 +130,8 @@ class PatchEmbed(nn.Module):
 
     def forward(self, patches: torch.Tensor, at: GridTensors) -> torch.Tensor:
         x = self.proj(patches)
-        # Under autocast the projection is bfloat16 while parameters are float32: the residual stream stays
-        # float32.
+        # Under autocast the projection is bfloat16 while parameters
+        # are float32: the residual stream stays float32.
         return (x + self.pos_emb(at)).to(self.proj.weight.dtype)
 
 

@@ -3,9 +3,9 @@
     @tower("moonvit")
     class VisionTower(nn.Module):
         def __init__(self, cfg: VisionConfig) -> None: ...
-        def forward(self, patches, grid) -> Tensor: ...      # [M, merge size, C], tokens in the order of the
-        grid def reset_parameters(self) -> None: ...
-        def zero_anchor(self) -> Tensor: ...                 # a scalar 0 that depends on every parameter
+        def forward(self, patches, grid) -> Tensor: ...  # [M, merge size, C], tokens in the grid's order
+        def reset_parameters(self) -> None: ...
+        def zero_anchor(self) -> Tensor: ...             # a scalar 0 that depends on every parameter
 
 A recipe names it by `vision.tower`; one that is not part of the project by its place, "package.module:Class".
 """

@@ -2,7 +2,7 @@
 tools.
 
     {"messages": [{"role": "user", "content": "<image>how many?"}, {"role": "assistant", "content": "3"}],
-    "images": ["a.png"]}
+     "images": ["a.png"]}
 
 `messages` is a list in the OpenAI form; {"from": "human", "value": ...} under "conversations" (ShareGPT,
 LLaVA) is read as well. Content is a string, in which <image> and <video> stand for the next of "images" and

@@ -1,8 +1,8 @@
 """Chat: messages as one open or closed document, in the format a model was trained on.
 
-    chat   [BOS] then for every message  <|open|>message role="user"<|sep|> content
-           <|close|>message<|sep|><|end_of_msg|> (Kimi K3's media and message tokens; the jinja form of the
-           same stands in tokenizer_config.json)
+    chat   [BOS], then for every message
+           <|open|>message role="user"<|sep|> content <|close|>message<|sep|><|end_of_msg|>
+           (Kimi K3's media and message tokens; the jinja form of the same stands in tokenizer_config.json)
     qa     the form of the pretraining sources: pictures, then "\\nQ: question\\nA:" and " answer"; system
            text comes first
 
@@ -11,9 +11,10 @@ tool answers with a message of its own (K3's encoder puts every assistant messag
 that need them):
 
     <|open|>think<|sep|> ... <|close|>think<|sep|><|open|>response<|sep|> ... <|close|>response<|sep|>
-    <|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|><|open|>argument key="code"
-    type="string"<|sep|> ... <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|> <|open|>message
-    role="tool" tool="python" index="1"<|sep|> ... <|close|>message<|sep|><|end_of_msg|>
+    <|open|>tools<|sep|><|open|>call tool="python" index="1"<|sep|>
+        <|open|>argument key="code" type="string"<|sep|> ... <|close|>argument<|sep|>
+    <|close|>call<|sep|><|close|>tools<|sep|>
+    <|open|>message role="tool" tool="python" index="1"<|sep|> ... <|close|>message<|sep|><|end_of_msg|>
 
 Only what the assistant says has loss weight, with the tokens that end its message; what a tool says has none.
 Strings that look like special tokens inside a message stay text. data/chat/tokens.py reads an assistant's

@@ -128,8 +128,8 @@ class Lane:
     def _choose(self) -> list[int]:
         geometry = self.spec.geometry
         costs = [held.cost for held in self._pool]
-        # With several lanes a step waits for the one with the most vision work: each keeps to the density of
-        # its pool.
+        # With several lanes a step waits for the one with the most
+        # vision work: each keeps to the density of its pool.
         aim = None
         if geometry.lanes > 1:
             aim = sum(costs) * geometry.tokens / max(geometry.tokens, sum(map(len, self._pool)))
@@ -164,8 +164,8 @@ class Lane:
                 continue
             total = max(1, sum(row[0] for row in self.delivered.values()))
             for name, stream in self.streams.items():
-                # shares as they came out so far; before anything came out nothing can be told, and only the
-                # pool goes
+                # shares as they came out so far; before anything came out
+                # nothing can be told, and only the pool goes
                 stream.pass_over(count * self.spec.geometry.tokens * self.delivered[name][0] / total)
             self._pool, self._whole = [], {}
             self.steps += count

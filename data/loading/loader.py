@@ -1,7 +1,8 @@
 """Loader: the data of one rank, step by step, resumed exactly.
 
-    loader = Loader(config, tokenizer, vision, length=1024, tokens=4096, max_patches=4096, lanes=8, rank=r,
-    world_size=W) for step in range(steps):
+    sizes = dict(length=1024, tokens=4096, max_patches=4096)
+    loader = Loader(config, tokenizer, vision, **sizes, lanes=8, rank=r, world_size=W)
+    for step in range(steps):
         batches = loader.next_step()          # lanes r, r + W, ...: one PackedBatch each
         ...
         state = loader.state_dict()           # after exactly this step, however far the prefetch has run

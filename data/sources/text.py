@@ -79,8 +79,8 @@ def _heldout_topics(topics: dict[str, str], fraction: float) -> set[str]:
     return held
 
 
-# Left out of the standard library: what is not library code, and pydoc_data, whose held-out topics must stay
-# unseen.
+# Left out of the standard library: what is not library code, and
+# pydoc_data, whose held-out topics must stay unseen.
 _EXCLUDED = {
     "test",
     "tests",

@@ -111,8 +111,8 @@ def build(machine: str, pid: int) -> bytes:
     code += [
         _case(call, _answer(errno.EAGAIN)) for call, _ in _numbers(FORK, column)
     ]  # as at the limit of processes
-    # A C library takes an older call where a newer one does not exist, and gives up where it is not
-    # permitted.
+    # A C library takes an older call where a newer one does not
+    # exist, and gives up where it is not permitted.
     return b"".join(code) + _op(_AT_LEAST, NEW_CALLS, 0, 1) + _answer(errno.ENOSYS) + refuse
 
 

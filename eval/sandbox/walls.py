@@ -190,8 +190,7 @@ def set_limits(job: dict, used: int) -> None:
     already mapped."""
     limits = {
         # The supervisor's clock is exact and comes first; this one counts ticks, on a busy machine also those
-        # of others,
-        # and holds without a supervisor.
+        # of others, and holds without a supervisor.
         resource.RLIMIT_CPU: 2 * math.ceil(job["cpu_s"]) + 1,
         resource.RLIMIT_AS: used + int(job["memory_mb"] * 2**20),
         resource.RLIMIT_FSIZE: int(job["file_bytes"]),

@@ -87,8 +87,8 @@ def attention_append(
         segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths
     ):
         keys = slice(begin, begin + length)
-        # rows that are not asked for stand before the new ones: the definition above, of which the end is
-        # kept
+        # rows that are not asked for stand before the new ones: the
+        # definition above, of which the end is kept
         q_LHD = torch.cat([q_THD.new_zeros(length - new, *q_THD.shape[1:]), q_THD[first : first + new]])
         o_LHV, _ = attention(q_LHD, k_LGD[keys], v_LGV[keys], Segments((length,)), causal=True, scale=scale)
         outputs.append(o_LHV[length - new :])

@@ -3,8 +3,7 @@
 ``open_block`` is phase 1 with its results one by one and the sources handed on, so that a fused form can add
 the gradient of later blocks in place; ``step`` is what stands between two sub-layers of a block:
 
-    partial' = partial + out        h = merge(o1, lse1, partial')        x = h / sqrt(mean(h^2) + norm_eps) *
-                                    g
+    partial' = partial + out      h = merge(o1, lse1, partial')      x = h / sqrt(mean(h^2) + norm_eps) * g
 
 Here they are compositions of the separate operations: the definition on top of the naive forms, and a torch
 form on top of the closed-form ones. The Triton form reads and writes every tensor once.

@@ -1,16 +1,14 @@
 """Phase 2 of Attention Residuals on a GPU: running sum, merge and pre-norm in one pass, forward and backward.
 
     y = partial (+ out)     s = r <qw, y>, r = rsqrt(mean y^2 + eps)     a = sigmoid(s - lse1)
-    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)                          (with the
-                            norm)
+    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)     (with the norm)
 
 Everything a row needs besides its entries is a handful of inner products, taken in a first walk over D; the
 second walk finds the row in the cache and writes the result. |h|^2 comes from the same products. Backward,
 with u = dx g:
 
     dh = rn (u - h rn^2 mean(u h))      ds = a (1 - a) <dh, y - o1>       do1 = (1 - a) dh     dlse1 = -ds
-    dy = a dh + ds r (qw - y r s / D) + dy_later                          dqw = sum ds r y     dg = sum dx h
-    rn
+    dy = a dh + ds r (qw - y r s / D) + dy_later          dqw = sum ds r y     dg = sum dx h rn
 
 Programs are persistent: each owns a fixed range of rows and one float32 row of partial sums for dqw and dg,
 which are added up in program order afterwards. No atomics, no float32 tensor of [T, D].

@@ -185,8 +185,8 @@ class _ChunkKDA(torch.autograd.Function):
             dk.mul_(alpha_BCK)
             dg_TGK = _gate_gradient(q_BCK, k_BCK, dq, dk, dtail, after, D_BKV, grid)
             # A token that keeps less than the machine epsilon of the state passes its gate no gradient beyond
-            # the rounding noise
-            # of the running sum, and the factor exp(A_log) of the gate would amplify that noise.
+            # the rounding noise of the running sum, and the factor exp(A_log) of the gate would amplify that
+            # noise.
             dg_TGK = dg_TGK.masked_fill(g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
             same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(
                 -1
@@ -299,8 +299,7 @@ def kda(
     o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
     if not aligned and segments.num > 1 and not o_TGV.detach().sum().isfinite():
         # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours
-        # through
-        # the masked products. The aligned grid gives no chunk to two documents.
+        # through the masked products. The aligned grid gives no chunk to two documents.
         options = options._replace(grid=chunk_grid(segments, chunk, True, dtype, q_THK.device))
         o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
     return o_TGV, final_NGKV if output_final_state else None

@@ -155,8 +155,8 @@ class _ShortConv(torch.autograd.Function):
             for shift in range(width):
                 if shift:
                     dx.addcmul_(dz[shift : shift + n], weight_WC[width - 1 - shift])
-                # Rows of this block read x of rows up to `last - shift`; the rest is counted by the next
-                # block.
+                # Rows of this block read x of rows up to `last - shift`;
+                # the rest is counted by the next block.
                 torch.mul(dz[shift : shift + n], x_RC, out=scratch_RC[:n])
                 dweight_WC[width - 1 - shift] += scratch_RC[:n].sum(0)
             dx_TC[first:last] = dx

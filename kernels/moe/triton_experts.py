@@ -467,8 +467,7 @@ def aot_variants() -> list[Any]:
     types = {**table, **index, **strides, **half, "weight_R": "*fp32", "dweight_R": "*fp32"}
     product = {"A": 1024, "B": 2304, "BM": 128, "BN": 128, "BK": 64}
     # the gathered product is that of the backward pass: dy [R, 2304] times down [2304, 1024] as it lies, so
-    # stride_b is 1,
-    # which the launcher makes a constant
+    # stride_b is 1, which the launcher makes a constant
     gathered = {**product, "A": 2304, "B": 1024, "GATHER": True, "stride_b": 1}
     first = {"D": 2304, "FW": 1024, "BM": 128, "BN": 64, "BK": 64}
     outer = {"B": 2048, "A": 2304, "GATHER_LEFT": False, "BN": 128, "BA": 128, "BK": 32}

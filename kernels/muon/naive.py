@@ -25,8 +25,8 @@ EPS = 1e-7
 _KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
 PRESETS: dict[str, Coefficients] = {
-    # Amsel et al., The Polar Express (arXiv 2505.16932): minimax per step, each triple already divided by its
-    # safety factor 1.01 (a / s, b / s^3, c / s^5)
+    # Amsel et al., The Polar Express (arXiv 2505.16932): minimax per step, each triple
+    # already divided by its safety factor 1.01 (a / s, b / s^3, c / s^5)
     "polar_express": (
         (8.2051, -22.9019, 16.4607),
         (4.0664, -2.8612, 0.5184),
@@ -34,8 +34,8 @@ PRESETS: dict[str, Coefficients] = {
         (3.2856, -2.4153, 0.4853),
         (2.2779, -1.6198, 0.3985),
     ),
-    # Jordan et al. 2024, Muon: one triple with the steepest slope at 0; values end in about [0.68, 1.14],
-    # never at 1
+    # Jordan et al. 2024, Muon: one triple with the steepest slope at
+    # 0; values end in about [0.68, 1.14], never at 1
     "keller_jordan": (_KELLER_JORDAN,) * 5,
     # DeepSeek-V4: eight of those steps, then two that converge to 1
     "deepseek_v4": (_KELLER_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2,

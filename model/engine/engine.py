@@ -254,8 +254,8 @@ class Engine:
         if was_training:
             self.model.eval()
         try:
-            # inference_mode is the quicker one, but the modules cache tensors that a later training step may
-            # meet.
+            # inference_mode is the quicker one, but the modules cache
+            # tensors that a later training step may meet.
             with torch.inference_mode() if self.runner.compiled is not None else torch.no_grad():
                 yield
         finally:

@@ -70,8 +70,8 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     token_V = torch.arange(vocabulary, dtype=torch.int32, device=keys_B.device) * _signed(0x9E3779B9, 32)
     x_BV = _mix32_(token_V + low_B1)
     x_BV ^= high_B1
-    # 31 bits, small numbers exactly: u near 0 becomes the large noise that decides, so it needs the fine
-    # steps there
+    # 31 bits, small numbers exactly: u near 0 becomes the large
+    # noise that decides, so it needs the fine steps there
     u_BV = (
         _mix32_(x_BV)
         .bitwise_and_(0x7FFFFFFF)

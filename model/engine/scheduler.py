@@ -85,8 +85,7 @@ class Scheduler:
             self.pools.share(hit.pages)  # pinned before anything is evicted
 
         # All pages it can ever need: free ones, or such as the prefix cache gives up. The hit itself stays:
-        # its
-        # pages are in use by now, and its slot is still to be copied.
+        # its pages are in use by now, and its slot is still to be copied.
         shares = list(self._shares(state, hit.length if hit is not None else 0))
         needed = sum(pages for _, pages in shares)
         while self.pools.unreserved_pages < needed and len(self.prefix) > (hit is not None):

@@ -56,8 +56,8 @@ class MuonClip(torch.optim.Optimizer):
     None for no clipping.
 
     Raises:
-        RoutingError: nothing is left for Muon, or Muon was given what it cannot train (also at the first
-        step). ValueError: unknown preset, qk_clip without a model, or options out of range.
+        RoutingError: nothing is left for Muon, or it was given what it cannot train (also at the first step).
+        ValueError: unknown preset, qk_clip without a model, or options out of range.
     """
 
     def __init__(

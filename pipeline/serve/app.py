@@ -374,8 +374,8 @@ class Server(uvicorn.Server):
                 print(f"serving {form} on http://{shown}:{port}/v1", flush=True)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        # Streams still open at the end of the grace get an error event and [DONE] before uvicorn cuts
-        # connections.
+        # Streams still open at the end of the grace get an error
+        # event and [DONE] before uvicorn cuts connections.
         asyncio.get_running_loop().call_later(self.grace, self._cut)
         await super().shutdown(sockets=sockets)
 

@@ -236,8 +236,8 @@ class PreferenceLearner:
                 ]
             )
             loss = loss - options.nll * (chosen_B / lengths_B.to(logp_N.device)).sum() / whole
-        # Every parameter takes part whatever the row holds, so that all processes exchange the same
-        # gradients.
+        # Every parameter takes part whatever the row holds, so that
+        # all processes exchange the same gradients.
         (loss + model.vision_tower.zero_anchor() + model.mm_projector.zero_anchor()).backward()
         ratios = torch.stack([chosen_B.detach() - start_B2[:, 0], rejected_B.detach() - start_B2[:, 1]])
         tokens = sum(piece.trajectory.total for piece in pieces.values())

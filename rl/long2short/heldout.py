@@ -1,9 +1,7 @@
 """Before and after: length and accuracy of the answers to held-out problems, paired by problem.
 
-before = look(config, model, tokenizer, rewards)        # a Held for every problem: greedy, and sampled if
-                                                        asked for
-rows = compared(before, after)                          # by entry: accuracy and tokens, difference, 95 %
-                                                        interval
+before = look(config, model, tokenizer, rewards)  # a Held for every problem, and for samples if asked for
+rows = compared(before, after)                    # accuracy and tokens, difference, 95 % interval
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Answers in several turns: the model calls python(code), the sandbox answers, the same answer goes on.
 
-    prompt (chat form) -> generated: thinking, a call -> tool turn -> generated: the result, or another call
-    -> ...
+    prompt (chat form) -> thinking, a call -> tool turn -> the result, or another call -> tool turn -> ...
 
 Tokens in, tokens out: generated ids are kept as they are and never made anew from text; a tool turn is
 encoded once and put behind them (packing.Inserted), and the next turn is a request whose prompt is all of it.

@@ -113,8 +113,8 @@ def test_every_orientation_stands_upright_on_both_paths(turn, kind):
         media = decode_picture(data, TINY, decode)
         assert media.original == (300, 200)
         expected = pixels_of(decode_picture(stored(upright, "PNG"), TINY, EXACT))
-        # JPEG and WebP store chroma at half resolution: mean 3 levels; any other orientation differs by more
-        # than 20
+        # JPEG and WebP store chroma at half resolution: mean 3 levels;
+        # any other orientation differs by more than 20
         assert np.abs(pixels_of(media) - expected).mean() < 5
 
 

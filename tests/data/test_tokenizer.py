@@ -14,8 +14,8 @@ from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
 
-# Planes of Unicode that behave differently: ASCII, controls, combining marks, CJK, emoji with joiners,
-# private use.
+# Planes of Unicode that behave differently: ASCII, controls,
+# combining marks, CJK, emoji with joiners, private use.
 RANGES = [
     (32, 126),
     (0, 31),

@@ -83,8 +83,8 @@ def test_a_turned_phone_video_stands_upright(backend, rotation):
     [
         ("bigbuckbunny.mp4", 0.5),
         ("tc_nasa_13013.mp4", 0.5),
-        # 10 bits: FFmpeg 4 (decord) and later ones upsample chroma differently; the neighbouring frame
-        # differs by 7
+        # 10 bits: FFmpeg 4 (decord) and later ones upsample chroma
+        # differently; the neighbouring frame differs by 7
         ("tc_h264_10bits.mp4", 4.0),
         ("tc_h265_10bits.mp4", 4.0),
     ],

@@ -144,8 +144,8 @@ FILES = {
     "read over a folder's descriptor": (
         "os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH)), 1)"
     ),
-    # A name of this machine is read from /etc/hosts; as text it would need a codec that is perhaps not loaded
-    # yet.
+    # A name of this machine is read from /etc/hosts; as text it
+    # would need a codec that is perhaps not loaded yet.
     "a name": "socket.getaddrinfo(b'localhost', 1)",
     "map a file": "mmap.mmap(os.open(W['secret'], os.O_RDONLY), 1, prot=mmap.PROT_READ)",
     "send a file": "os.sendfile(1, os.open(W['secret'], os.O_RDONLY), 0, 0) == 0",

@@ -55,8 +55,8 @@ EQUAL, BITS = 0x15, 0x45
 UNSHARE, PRCTL, PRLIMIT = (272, 97), (157, 167), (302, 261)
 SPACES = ("mount", "net", "ipc", "pid")
 TAKEN = {
-    # what the kernel refuses -> the walls that are missing then, the refused calls, areas whose probes then
-    # get through
+    # what the kernel refuses -> the walls that are missing then, the
+    # refused calls, areas whose probes then get through
     "namespaces": (SPACES, [(UNSHARE, errno.EPERM)], ("metadata",)),
     "mounts": (("mount",), [((165, 40), errno.EPERM)], ("metadata",)),
     "pivot_root": (("mount",), [((155, 41), errno.EINVAL)], ("metadata",)),

@@ -21,9 +21,8 @@ BF16 = 3e-2  # inputs, o, dq, dk, dv, df rounded to 8 bits (the interpreter trun
 ROUNDED = 8e-3  # 2-norm, with the roundings of a GPU: one to 8 bits is 2e-3
 SUM_ROUNDED = 3e-2  # db, dA_log, ddt_bias: sums that cancel
 # Relative RMS error of float32. Measured 1e-7 to 6e-7 for outputs and most gradients; the gate's gradient is
-# a running
-# sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias) in strong
-# regimes.
+# a running sum in which most terms cancel, and its parameters sum it over all tokens: up to 1.1e-5 (dt_bias)
+# in strong regimes.
 VALUE_RTOL, GATE_RTOL = 2e-6, 5e-5
 
 
@@ -332,8 +331,8 @@ def test_autocast_and_bfloat16_inputs_keep_the_inside_in_float32():
     assert found["o"].dtype == torch.bfloat16 and found["dA_log"].dtype == torch.float32
     for name, value in expected.items():
         error = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
-        # Only results are rounded, by at most 2**-9 of each element; gradients of parameters are not rounded
-        # at all.
+        # Only results are rounded, by at most 2**-9 of each element;
+        # gradients of parameters are not rounded at all.
         assert error < (1e-4 if name in ("dA_log", "ddt_bias") else 2**-9), f"{name}: {error:.1e}"
 
 

@@ -100,8 +100,8 @@ def test_closed_form_gate_gradients_match_autograd(regime, seed):
     expected = torch.autograd.grad(g, tensors, dg)
     found = gate.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
     for ours, law in zip(found, expected):
-        # softplus is linear beyond 20 in torch (2e-9 off); s (1 - s) of a saturated sigmoid is rounding noise
-        # on both sides
+        # softplus is linear beyond 20 in torch (2e-9 off); s (1 - s) of a
+        # saturated sigmoid is rounding noise on both sides
         torch.testing.assert_close(ours, law, rtol=1e-8, atol=1e-8 * law.abs().max().item() + 1e-12)
 
 

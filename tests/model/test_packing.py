@@ -173,8 +173,8 @@ def test_segments_of_another_row_are_refused():
 
 
 def test_bf16_autocast_stays_close_to_fp32():
-    # dense: with experts a rounded score may pick another expert, a jump that is no rounding error of the
-    # others
+    # dense: with experts a rounded score may pick another expert,
+    # a jump that is no rounding error of the others
     config = tiny_fusion(attn_res="block", num_experts=0)
     model = build(config)
     batch = text_documents([50, 30], config)

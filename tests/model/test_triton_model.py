@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 CASES = ("block", "one block, recomputed", "full, bounded gates", "plain stream, no image", "half precision")
 REPO = Path(__file__).resolve().parents[2]
-# Relative to the largest entry. Measured 2e-5 at worst over all gradients; sums in another order, through two
-# layers.
+# Relative to the largest entry. Measured 2e-5 at worst over all
+# gradients; sums in another order, through two layers.
 FP32 = 5e-5
 FP32_VALUES = 2e-6  # losses and log-probabilities, measured 3e-7: no cancellation of gradients in them
 # 11 bits, rounded at the borders of every operation and in other places by the two forms; measured 8e-3

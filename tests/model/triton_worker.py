@@ -21,8 +21,8 @@ from tests.model.tiny import build, document, pack, tiny_fusion
 HEADS = dict(num_heads=2, head_dim=8, short_conv_kernel_size=4, kda_layers=[1], full_attn_layers=[2])
 BOUNDED = {**HEADS, "head_dim": 16, "gate_lower_bound": -5.0, "full_rank_output_gate": True}
 BLOCK = dict(num_hidden_layers=2, linear_attn_config=HEADS, attn_res="block", attn_res_block_size=1)
-# one KDA layer with a dense feed-forward and one MLA layer with experts: what an interpreted kernel costs
-# counts
+# one KDA layer with a dense feed-forward and one MLA layer with
+# experts: what an interpreted kernel costs counts
 CASES: dict[str, dict[str, Any]] = {
     "block": dict(text=BLOCK, documents=(11, 1, 6), grids=[(1, 4, 6), (1, 2, 2)]),
     "one block, recomputed": dict(

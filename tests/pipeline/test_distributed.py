@@ -28,11 +28,9 @@ from earlyfusion.pipeline.track import read_metrics
 
 STEPS, SCHEDULED = 5, 40
 # Four lanes on two processes: (a + c) + (b + d) in place of ((a + b) + c) + d. What rounding changes (1e-7)
-# grows about
-# tenfold a step, because Muon lifts small singular values and routing near a tie flips; measured here after
-# five steps:
-# losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes losses by 5e-3, weights by
-# 0.5.
+# grows about tenfold a step, because Muon lifts small singular values and routing near a tie flips; measured
+# here after five steps: losses 2e-5, gradient norms 4e-4, weights 8e-3. A lane that is left out changes
+# losses by 5e-3, weights by 0.5.
 FIRST_RTOL = 1e-6
 LOSS_RTOL = 3e-4
 NORM_RTOL = 1e-2

@@ -229,8 +229,8 @@ def test_update_rms_is_the_target_within_the_presets_band(preset, low, high):
     assert metrics["update_rms"]["adamw"] == pytest.approx(
         1.0, rel=1e-3
     )  # AdamW's first update is the gradient's sign
-    # 12 heads and 2 halves counted by hand: KDA 3*4 + f_a, f_b, o; MLA 4 + 8 + kv_a, o; 2 routers; 2*(3*3)
-    # experts; mlp 3; projector
+    # 12 heads and 2 halves counted by hand: KDA 3*4 + f_a, f_b, o; MLA 4 + 8
+    # + kv_a, o; 2 routers; 2*(3*3) experts; mlp 3; projector
     assert metrics["ns_matrices_per_step"] == 15 + 14 + 2 + 18 + 3 + 1
 
 

@@ -21,9 +21,8 @@ from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
 
 # Gradients relative to the norm of all of them. fp64: measured up to 6e-15, sums over pictures in another
-# order. fp32:
-# measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and
-# more.
+# order. fp32: measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them
+# by 1e-2 and more.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]

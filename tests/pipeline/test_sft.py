@@ -27,8 +27,7 @@ from earlyfusion.pipeline.track import read_metrics
 
 STEPS = 10
 # Two processes add two micro-batches in another order: fp32 rounding, grown about tenfold a step by Muon and
-# routing
-# near ties (as in test_distributed.py, over four steps).
+# routing near ties (as in test_distributed.py, over four steps).
 LOSS_RTOL, WEIGHT_RTOL = 3e-4, 5e-2
 
 

@@ -11,8 +11,8 @@ from earlyfusion.vision.projector import Projector
 oracle = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
 oracle_config = pytest.importorskip("transformers.models.kimi_k25.configuration_kimi_k25")
 
-# float32 rounding over three layers with features of size one; both sides are 1e-6 to 3e-6 from a float64
-# run.
+# float32 rounding over three layers with features of size one;
+# both sides are 1e-6 to 3e-6 from a float64 run.
 PARITY_TOL = 1e-5
 CFG = VisionConfig.preset(
     "moonvit3d",

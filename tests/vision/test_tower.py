@@ -16,8 +16,8 @@ from earlyfusion.vision.towers import TowerError, build_tower, import_tower
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
-# The same items in another pack, float64: products of other row counts may add in another order, nothing
-# else.
+# The same items in another pack, float64: products of other row
+# counts may add in another order, nothing else.
 PACK_TOL = 1e-12
 
 V2 = VisionConfig.preset(

@@ -190,8 +190,8 @@ def auto_segments(segments: Segments, heads: int, value_dim: int, tile: Tiles, d
     programs = segments.num * heads * max(value_dim // tile.scan["BV"], 1)
     chunks = -(-segments.max_length // tile.chunk)
     wanted = multiprocessors(device) // programs
-    # The transitions cost the scan's work (K + V) / V times over at half the rate: splitting pays from about
-    # 4 ways on.
+    # The transitions cost the scan's work (K + V) / V times over at
+    # half the rate: splitting pays from about 4 ways on.
     if wanted < 4 or chunks < 4 * MIN_SEGMENT:
         return 0
     return max(-(-chunks // wanted), MIN_SEGMENT)

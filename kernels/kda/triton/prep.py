@@ -28,8 +28,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 CLAMP = tl.constexpr(-40.0)
 # A token that keeps less than 2^-23 of the state passes its gate no gradient beyond rounding noise, which the
-# factor
-# exp(A_log) of the gate would amplify.
+# factor exp(A_log) of the gate would amplify.
 GRADIENT_FLOOR = tl.constexpr(-23.0)
 L2_EPS = tl.constexpr(1e-6)
 

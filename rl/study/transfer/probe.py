@@ -2,8 +2,7 @@
 
     found = read_probes(config, out)          # {} where nothing was probed
     found["start"]["picture>twin"]            # accuracy by depth, mean over starts
-    found["arms"]["vision"]["picture>twin"]   # {"after": [...], "change": [...], "low": [...], "high": [...]}
-                                              by depth
+    found["arms"]["vision"]["picture>twin"]   # {"after", "change", "low", "high": [...] by depth}
 
 Intervals: Student's t over the starts, runs of a start averaged first. Described, not claimed: no correction.
 """
