@@ -1,7 +1,7 @@
 """The benchmarks by name. A file of eval/benchmarks says its own:
 
-@benchmark("counting", "how many objects: exact, mean absolute error")
-def counting(options: TaskOptions) -> Task: ...
+    @benchmark("counting", "how many objects: exact, mean absolute error")
+    def counting(options: TaskOptions) -> Task: ...
 
 The files are imported when a benchmark is first asked for.
 """

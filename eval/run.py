@@ -113,8 +113,7 @@ def evaluate(
 ) -> None:
     """Run benchmarks; --list shows the tasks. A stopped run goes on when the same command is given again.
 
-    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280 --out
-    evals/run
+    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280
     earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
     earlyfusion eval --model http://localhost:8000/v1 --tasks counting --out evals/served
     earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR

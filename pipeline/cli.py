@@ -127,10 +127,12 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
+        short = {*ctx.help_option_names, *(name for parameter in self.params for name in parameter.opts)}
         words: list[str] = []
         option = ""
         for word in args:
-            if word.startswith("--"):
+            # A negative number is a value; -h is none.
+            if word.startswith("--") or word in short:
                 option = word if word in several else ""
             elif option and words[-1] != option:
                 words.append(option)  # a further value of it

@@ -1,11 +1,11 @@
 """The options of a verb as one model: its fields are the options, the docstrings below them their help.
 
-class ServeOptions(Options):
-    port: int = Field(8000, ge=0)
-    '''port; 0 takes a free one'''
+    class ServeOptions(Options):
+        port: int = Field(8000, ge=0)
+        '''port; 0 takes a free one'''
 
-@verb
-def serve(options: ServeOptions) -> int: ...
+    @verb
+    def serve(options: ServeOptions) -> int: ...
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How far a loop is: one view for pretraining, fine-tuning, reinforcement learning and DPO.
 
 On a terminal a small block stays in place: how far, the time left, a sparkline for each kind of prompt, the
-numbers
-folded at the screen's width. Without one, `line()` is everything in one plain line, for a log file. The keys
-are those of metrics.jsonl; whatever a record does not hold is not shown.
+numbers folded at the screen's width. Without one, `line()` is everything in one plain line, for a log file.
+The keys are those of metrics.jsonl; whatever a record does not hold is not shown.
 """
 
 from __future__ import annotations

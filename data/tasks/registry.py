@@ -1,7 +1,7 @@
 """The tasks by name; importing this file registers those of the project.
 
-task = make_task("maze")
-task = make_task("text_math", path="../shared/data/gsm8k")
+    task = make_task("maze")
+    task = make_task("text_math", path="shared/data/gsm8k")
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ HEADS = {
 
 def measure(
     model: Annotated[str, typer.Option(metavar="DIR", help="model directory, or embedded:NAME")],
-    more: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="further --tasks")] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -95,11 +94,9 @@ def measure(
     """Greedy accuracy, p(correct), pass@k and calibration on held-out problems, the same for every model.
 
     earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
-    earlyfusion measure --model TREATED --recipe vision-rl --against runs/before/measured.jsonl --out
-    runs/after
+    earlyfusion measure --model TREATED --recipe vision-rl --against BEFORE/measured.jsonl --out AFTER
     earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
     earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none
-    --samples 8
 
     An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by
     themselves; "acc 4x" and "end 4x" are accuracy and that share with four times the limit, where a policy
@@ -107,7 +104,7 @@ def measure(
     problem with an earlier measurement of other weights: difference, 95 % interval, exact or sampled
     sign-flip test, Holm over the rows.
     """
-    entries, rollout, weaker = _asked_for([*(tasks or ()), *(more or ())], recipe, max_new_tokens)
+    entries, rollout, weaker = _asked_for(tasks or [], recipe, max_new_tokens)
     plain = [entry for entry in entries if not entry.tools]
     tools = [entry for entry in entries if entry.tools]
     if tools and match is not None:

@@ -1,7 +1,7 @@
 """The report of a reinforcement learning run: OUT/report.html, one file that loads nothing from elsewhere.
 
-    earlyfusion rollouts OUT            makes it again: while the run goes on, after it, and on a copied
-    folder write_rl_report(out) -> Path        reads what is there, leaves out what is not, needs no model
+    earlyfusion rollouts OUT      makes it again: while the run goes on, after it, and on a copied folder
+    write_rl_report(out) -> Path  reads what is there, leaves out what is not, needs no model
 
 Reads metrics.jsonl (events "train"), eval/update-*.jsonl, rollouts.jsonl with its pictures, and the
 recipe.toml,
