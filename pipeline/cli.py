@@ -21,7 +21,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import ValidationError
@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 from earlyfusion.kernels.errors import UserError, did_you_mean, one_line
 from earlyfusion.pipeline.config.arguments import recipe_command
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK, EXIT_USER
+from earlyfusion.pipeline.verbs import VERBS, Verb
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as a shell reports it
 EXIT_PIPE = 141  # 128 + SIGPIPE
@@ -39,80 +40,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """A disk that is full, over its quota, or not to be written: the user's to mend, wherever it shows."""
 
 
-class Verb(NamedTuple):
-    """One row of VERBS."""
-
-    function: str
-    """A "package.module:function" with typed arguments, a typer.Typer of several, or, of a verb of recipes, a
-    function of RecipeArguments."""
-    text: str
-    """One line for the help."""
-    schema: str = ""
-    """Of a verb of recipes: "package.module:Model", what a recipe of it may hold."""
-    recipe: str | None = None
-    """The recipe where none is named."""
-
-
-_RUN = "earlyfusion.pipeline.config.schema:RunConfig"
-VERBS = {
-    "pretrain": Verb(
-        "earlyfusion.pipeline.pretrain:run", "train from scratch, vision and text from step one", _RUN, "nano"
-    ),
-    "sft": Verb(
-        "earlyfusion.pipeline.sft:run",
-        "fine-tune on chats: tools, thinking, zero-vision SFT",
-        _RUN,
-        "sft-zero-vision",
-    ),
-    "rl": Verb(
-        "earlyfusion.rl.train:run",
-        "joint vision-text reinforcement learning with verifiable rewards",
-        "earlyfusion.rl.recipe:RLConfig",
-        "vision-rl",
-    ),
-    "measure": Verb(
-        "earlyfusion.rl.measure.cmd:measure",
-        "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
-    ),
-    "rollouts": Verb(
-        "earlyfusion.rl.report.run:rollouts", "the report of a reinforcement learning run, with its rollouts"
-    ),
-    "long2short": Verb(
-        "earlyfusion.rl.long2short.cmd:app", "shorter answers: merged weights, shortest right answers, DPO"
-    ),
-    "study": Verb(
-        "earlyfusion.rl.study.study_cmd:app", "studies with control arms: transfer from vision RL to text"
-    ),
-    "generate": Verb(
-        "earlyfusion.pipeline.generate_cmd:generate",
-        "answer a prompt, with or without an image, from a model directory",
-    ),
-    "prepare": Verb(
-        "earlyfusion.data.prepare.cmd:prepare",
-        "turn folders, jsonl, parquet, datasets or videos into indexed shards",
-    ),
-    "data": Verb(
-        "earlyfusion.pipeline.report.sheet:app",
-        "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
-    ),
-    "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
-    "serve": Verb("earlyfusion.pipeline.serve.app:serve", "an OpenAI-compatible endpoint"),
-    "eval": Verb(
-        "earlyfusion.pipeline.report.evaluation:evaluate",
-        "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task",
-    ),
-    "compare": Verb(
-        "earlyfusion.pipeline.report.compare:compare",
-        "paired deltas between evaluated models, with honest statistics",
-    ),
-    "bench": Verb("earlyfusion.pipeline.bench.cmd:app", "measure speed and memory"),
-    "plan": Verb(
-        "earlyfusion.pipeline.plan:run",
-        "print a recipe's sizes, FLOPs, routing and stages without training",
-        _RUN,
-    ),
-    "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
-}
 SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -211,6 +138,9 @@ def earlyfusion(
     """Train a natively multimodal model from step one. `earlyfusion VERB --help` shows a verb's options."""
 
 
+# The package itself stands above all floors and names what they add: this floor knows no higher one.
+for floor in importlib.import_module("earlyfusion").VERB_MODULES:
+    importlib.import_module(floor)
 app = group_of(VERBS, earlyfusion)
 
 

@@ -2,10 +2,11 @@
 
     class ServeOptions(Options):
         port: int = Field(8000, ge=0)
-        '''port; 0 takes a free one'''
 
     @verb
     def serve(options: ServeOptions) -> int: ...
+
+The help of the verb is the docstring of its module.
 """
 
 from __future__ import annotations

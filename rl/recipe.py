@@ -31,6 +31,7 @@ from earlyfusion.data.config import DataConfig
 from earlyfusion.data.tasks.registry import TASKS
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
+from earlyfusion.pipeline.config.compose import SHIPPED
 from earlyfusion.pipeline.config.schema import (
     CheckpointSection,
     GuardSection,
@@ -44,6 +45,10 @@ from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig
 from earlyfusion.rl.objectives.length import LengthRewardConfig, OverlongConfig, RepeatConfig, ToggleConfig
 from earlyfusion.rl.objectives.losses import ObjectiveConfig
 from earlyfusion.rl.rollouts.curriculum import CurriculumConfig, TemperatureConfig
+
+RECIPES = Path(__file__).parent / "recipes"
+"""Shipped recipes of reinforcement learning."""
+SHIPPED.append(RECIPES)
 
 SHORTEST_CALL = 32
 """Tokens of the shortest call of a tool, markup included, and its end."""

@@ -1,6 +1,8 @@
-"""The floors of the house: a file imports only from its own room or from lower floors."""
+"""The floors of the house: a file names only modules of its own room or of lower floors, as an import or in a
+string."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ FORBIDDEN_NAMES = set(
     "queue signal token select copy types random code io platform logging profile trace utils util".split()
     + ["helpers"]
 )
+TOP = ROOT / "pipeline" / "package"  # installed as earlyfusion itself: it stands above all floors
 SOURCES = [path for room in FLOORS for path in sorted((ROOT / room).rglob("*.py"))]
 
 
@@ -29,9 +32,29 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+def named_in_strings(tree: ast.Module) -> list[tuple[int, str]]:
+    """Rooms that strings name: "earlyfusion.room...", root / "room"; docstrings are free."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found += [(node.lineno, room) for room in re.findall(r"\bearlyfusion\.(\w+)", node.value)]
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.Div)
+            and isinstance(node.right, ast.Constant)
+        ):
+            found.append((node.lineno, str(node.right.value)))
+    return found
+
+
 def violations(path: Path) -> list[str]:
     room = path.relative_to(ROOT).parts[0]
     wrong = []
+    if path.parent != TOP:
+        for line, target in named_in_strings(ast.parse(path.read_text())):
+            if target in FLOORS and FLOORS.index(target) > FLOORS.index(room):
+                wrong.append(f"{path}:{line}: {room} may not name {target} (a higher floor)")
     for line, module in imported_modules(path):
         parts = module.split(".")
         if parts[0] in FLOORS:
@@ -69,6 +92,17 @@ def test_the_check_sees_a_forbidden_import(tmp_path, monkeypatch):
     bad.parent.mkdir()
     bad.write_text("from earlyfusion.model.kda import KimiDeltaAttention\nimport data\n")
     assert len(violations(bad)) == 3  # the module, the name in it, and the bare room
+
+
+def test_the_check_sees_a_name_in_a_string(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    bad = tmp_path / "data" / "x.py"
+    bad.parent.mkdir()
+    bad.write_text(
+        '"""Read by earlyfusion.rl."""\nA = "earlyfusion.rl.train:run"\nB = f"earlyfusion.eval.{A}"\n'
+        'C = root / "rl" / "recipes"\nD = root / "kernels"\nE = "earlyfusion.vision.config"\n'
+    )
+    assert [text.split(":")[1] for text in violations(bad)] == ["2", "3", "4"]
 
 
 def test_kernels_package_is_import_free():

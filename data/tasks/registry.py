@@ -2,6 +2,8 @@
 
     task = make_task("maze")
     task = make_task("text_math", path="shared/data/gsm8k")
+
+Options are keywords; an unknown name is told with the nearest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ saved as JSON."""
 
 from __future__ import annotations
 
-from earlyfusion.pipeline.cli import Verb, group_of
+from earlyfusion.pipeline.cli import group_of
+from earlyfusion.pipeline.verbs import Verb
 
 BENCHES = {
     "train": Verb("earlyfusion.pipeline.bench.train:train", "a training step, beside transformers"),

@@ -23,8 +23,8 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.pipeline.config.schema import RunConfig, model_in
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-RL_RECIPES = Path(__file__).parents[2] / "rl" / "recipes"
-"""Shipped recipes: of the training stages, and of reinforcement learning (rl/recipe.py)."""
+SHIPPED = [RECIPES]
+"""Folders of shipped recipes; a higher floor adds its own where its schema stands (rl/recipe.py)."""
 LISTS_BY_NAME = ("stages", "data.sources")
 """Dotted paths of lists whose items merge by their `name`."""
 MOST_BYTES = 4 << 20
@@ -61,7 +61,7 @@ def read_recipe(name_or_path: str | Path) -> dict[str, Any]:
     """One recipe as a plain dict: a path when it ends in .toml or holds a separator, else a shipped name."""
     given, path = str(name_or_path), Path(name_or_path)
     if not given.endswith(".toml") and path.parent == Path("."):
-        shipped = {name: folder for folder in (RL_RECIPES, RECIPES) for name in recipe_names(folder)}
+        shipped = {name: folder for folder in SHIPPED for name in recipe_names(folder)}
         if given not in shipped:
             raise UserError(f"recipe {given!r} is not shipped here; {did_you_mean(given, shipped)}")
         path = shipped[given] / f"{given}.toml"

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from earlyfusion.data.tokenizer import Tokenizer
     from earlyfusion.model.fusion import NativeFusion
 
-__all__ = ["__version__", "load"]
+__all__ = ["VERB_MODULES", "__version__", "load"]
+
+VERB_MODULES = ("earlyfusion.rl.verbs",)
+"""Modules of higher floors that add verbs to the command line (pipeline/verbs.py) when they are imported."""
 
 try:
     __version__ = version("earlyfusion")

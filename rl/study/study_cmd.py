@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from earlyfusion.pipeline.cli import Verb, group_of
+from earlyfusion.pipeline.cli import group_of
+from earlyfusion.pipeline.verbs import Verb
 
 STUDIES = {
     "transfer": Verb(

@@ -9,11 +9,11 @@ from earlyfusion.eval.measured import summary
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline.config.compose import RL_RECIPES, compose, recipe_names, validate
-from earlyfusion.rl.recipe import RLConfig, TaskEntry, start_directory
+from earlyfusion.pipeline.config.compose import compose, recipe_names, validate
+from earlyfusion.rl.recipe import RECIPES, RLConfig, TaskEntry, start_directory
 
 
-@pytest.mark.parametrize("name", recipe_names(RL_RECIPES))
+@pytest.mark.parametrize("name", recipe_names(RECIPES))
 def test_shipped_recipes_validate_and_start_from_a_model_that_ships(name):
     config = validate(compose([name]), RLConfig)
     assert config.run.name == name
@@ -26,7 +26,7 @@ def test_shipped_recipes_validate_and_start_from_a_model_that_ships(name):
         assert (start_directory(config) / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", recipe_names(RL_RECIPES))
+@pytest.mark.parametrize("name", recipe_names(RECIPES))
 def test_the_limit_of_a_shipped_recipe_leaves_room_for_every_target_and_its_end(name):
     """What a limit cuts off earns nothing, so a right answer that does not fit could never be learned."""
     config, tokens = validate(compose([name]), RLConfig), Tokenizer.load(model_folder("embedded:skills"))

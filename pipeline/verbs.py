@@ -1,0 +1,67 @@
+"""The verbs of the command line: what each is called, where its function is, one line of help.
+
+A row is text alone, so that `earlyfusion --help` imports no verb. A higher floor adds its rows in a module of
+its own (rl/verbs.py), which the package names (pipeline/package/__init__.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """One verb."""
+
+    function: str
+    """A "package.module:function" with typed arguments, a typer.Typer of several, or, of a verb of recipes, a
+    function of RecipeArguments."""
+    text: str
+    """One line for the help."""
+    schema: str = ""
+    """Of a verb of recipes: "package.module:Model", what a recipe of it may hold."""
+    recipe: str | None = None
+    """The recipe where none is named."""
+
+
+_RUN = "earlyfusion.pipeline.config.schema:RunConfig"
+VERBS = {
+    "pretrain": Verb(
+        "earlyfusion.pipeline.pretrain:run", "train from scratch, vision and text from step one", _RUN, "nano"
+    ),
+    "sft": Verb(
+        "earlyfusion.pipeline.sft:run",
+        "fine-tune on chats: tools, thinking, zero-vision SFT",
+        _RUN,
+        "sft-zero-vision",
+    ),
+    "generate": Verb(
+        "earlyfusion.pipeline.generate_cmd:generate",
+        "answer a prompt, with or without an image, from a model directory",
+    ),
+    "prepare": Verb(
+        "earlyfusion.data.prepare.cmd:prepare",
+        "turn folders, jsonl, parquet, datasets or videos into indexed shards",
+    ),
+    "data": Verb(
+        "earlyfusion.pipeline.report.sheet:app",
+        "inspect a mix or shards: tree, counts, contact sheet; write example pictures",
+    ),
+    "chat": Verb("earlyfusion.pipeline.chat:chat", "talk to a model in the terminal, images by path"),
+    "serve": Verb("earlyfusion.pipeline.serve.app:serve", "an OpenAI-compatible endpoint"),
+    "eval": Verb(
+        "earlyfusion.pipeline.report.evaluation:evaluate",
+        "benchmarks: MMLU-Pro, GPQA, vision tasks, any lm-eval task",
+    ),
+    "compare": Verb(
+        "earlyfusion.pipeline.report.compare:compare",
+        "paired deltas between evaluated models, with honest statistics",
+    ),
+    "bench": Verb("earlyfusion.pipeline.bench.cmd:app", "measure speed and memory"),
+    "plan": Verb(
+        "earlyfusion.pipeline.plan:run",
+        "print a recipe's sizes, FLOPs, routing and stages without training",
+        _RUN,
+    ),
+    "doctor": Verb("earlyfusion.pipeline.doctor:doctor", "check versions, devices and kernels"),
+}
+"""Name -> verb, in the order of the help."""
