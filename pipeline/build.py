@@ -26,7 +26,6 @@ from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
-from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.registry import find_optimizer
 from earlyfusion.pipeline.runtime import Runtime, installed
 from earlyfusion.vision.towers import import_tower
@@ -82,8 +81,9 @@ def optimizer(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
-    """MuonClip's own numbers; nothing for other optimizers."""
-    return opt.metrics() if isinstance(opt, MuonClip) else {}
+    """QK-Clip's numbers of the last step; nothing without it."""
+    clip = getattr(opt, "qk_clip", None)
+    return {} if clip is None else clip.metrics()
 
 
 class Costs:

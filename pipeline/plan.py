@@ -25,8 +25,8 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.config.arguments import RecipeArguments
 from earlyfusion.pipeline.config.compose import compose, recipe_hash, render, validate
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.optim.plan import TableRow, routing_rows
 from earlyfusion.pipeline.optim.registry import param_groups
+from earlyfusion.pipeline.optim.routing import TableRow, routing_rows
 from earlyfusion.pipeline.progress import duration
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.pipeline.sft_start import with_start

@@ -78,8 +78,6 @@ class OptimSection(Section):
     """Heads orthogonalised together; "null" treats the whole matrix as one block."""
     muon_vision: bool = False
     """Also use Muon for the matrices of the vision tower."""
-    overrides: dict[str, str] = {}
-    """Parameter name pattern -> family (muon or adamw), before the default routing."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Global gradient norm limit; "null" turns clipping off (the norm is still measured)."""
 

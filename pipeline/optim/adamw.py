@@ -49,22 +49,21 @@ def adamw_step(
     eps: float,
 ) -> None:
     """Advance local (unsharded) tensors in place; `states` as made by `fresh_state`, local as well."""
-    # One fused call for all tensors of a device and dtype.
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, param in enumerate(params):
         kinds[(param.device, param.dtype)].append(index)
     for (_, dtype), indices in kinds.items():
-        chosen = [states[i] for i in indices]
-        m, v, steps = ([state[key] for state in chosen] for key in ("exp_avg", "exp_avg_sq", "step"))
-        weights, wide = [params[i] for i in indices], dtype == state_dtype(dtype)
+        weights, wide = [params[i] for i in indices], state_dtype(dtype)
+        steps = [states[i]["step"] for i in indices]
         torch._foreach_add_(steps, 1)
+
         # 16-bit weights are updated in fp32 and rounded once, at the end.
-        working = weights if wide else [weight.to(torch.float32) for weight in weights]
+        working = [weight.to(wide) for weight in weights]
         torch._fused_adamw_(
             working,
-            [grads[i].to(state_dtype(dtype)) for i in indices],
-            m,
-            v,
+            [grads[i].to(wide) for i in indices],
+            [states[i]["exp_avg"] for i in indices],
+            [states[i]["exp_avg_sq"] for i in indices],
             [],
             steps,
             lr=lr,
@@ -75,41 +74,16 @@ def adamw_step(
             amsgrad=False,
             maximize=False,
         )
-        if not wide:
+        if wide != dtype:
             torch._foreach_copy_(weights, working)
-
-
-def update_rms(states: Sequence[State], betas: tuple[float, float], eps: float) -> float:
-    """Root mean square of the last updates before lr and weight decay, from the state alone; NaN without
-    state.
-
-    One pass over the moments and two host syncs: for metrics, not for every step.
-    """
-    kept = [state for state in states if state["exp_avg"].numel()]
-    if not kept:
-        return float("nan")
-    # Moments that were never stepped say nothing about an update.
-    squares, count = [], 0
-    for state, step in zip(kept, torch.stack([state["step"] for state in kept]).tolist()):
-        if step == 0:
-            continue
-        denominator = (state["exp_avg_sq"] / (1 - betas[1] ** step)).sqrt_().add_(eps)
-        update = state["exp_avg"] / (1 - betas[0] ** step) / denominator
-        squares.append(update.square().sum())
-        count += update.numel()
-    return (sum(torch.stack(squares).tolist()) / count) ** 0.5 if count else float("nan")
 
 
 @optimizer("adamw", matrices="adamw")
 def adamw(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     """torch's AdamW for everything, with QK-Clip after every step where the recipe asks for it."""
-    groups = [
-        {key: group[key] for key in ("params", "lr", "weight_decay")}
-        for group in param_groups(options, model)
-    ]
-    made = torch.optim.AdamW(groups, betas=options.betas, eps=options.eps)
+    made = torch.optim.AdamW(param_groups(options, model), betas=options.betas, eps=options.eps)
     if options.qk_clip is not None:
         clip = QKClip(model, options.qk_clip)
-        clip.attach(made)
+        made.register_step_post_hook(lambda *_: clip.apply())
         made.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's
     return made

@@ -20,7 +20,7 @@ from torch import nn
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.places import function_at
 from earlyfusion.pipeline.config.schema import OptimSection
-from earlyfusion.pipeline.optim.groups import Family, build_param_groups
+from earlyfusion.pipeline.optim.routing import Family, build_param_groups
 
 Build: TypeAlias = Callable[[OptimSection, nn.Module], torch.optim.Optimizer]
 
@@ -64,5 +64,4 @@ def param_groups(options: OptimSection, model: nn.Module) -> list[dict[str, Any]
         matrices=find_optimizer(options.name).matrices,
         muon_vision=options.muon_vision,
         head_group_size=options.head_group_size,
-        overrides=options.overrides,
     )

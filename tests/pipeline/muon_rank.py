@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from earlyfusion.pipeline.optim.muonclip import MuonClip, RoutingError, build_param_groups
+from earlyfusion.pipeline.optim.muonclip import MuonClip
 from earlyfusion.pipeline.optim.qk_clip import QKClip
+from earlyfusion.pipeline.optim.routing import RoutingError, build_param_groups
 
 TAU = 0.05
 SHARDED = (  # what a rank can train from its own rows: whole heads, whole experts
@@ -60,10 +61,10 @@ def train(mesh=None) -> dict:
     model = TinyModel()
     fill_gradients(model, 0)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    groups = build_param_groups(model, lr=0.02, weight_decay=0.1)
-    opt = MuonClip(groups, model=model, ns_dtype=torch.float32, qk_clip=1.0)
     for name in SHARDED if mesh else ():
         shard(model, name, mesh)
+    groups = build_param_groups(model, lr=0.02, weight_decay=0.1)
+    opt = MuonClip(groups, model, ns_dtype=torch.float32, qk_clip=1.0)
     for step in range(2):
         for name, param in model.named_parameters():
             grad = grads[name] * (1 + step)
@@ -81,10 +82,9 @@ def train(mesh=None) -> dict:
 def refusal(mesh) -> str:
     """The error for a whole matrix whose rows are cut."""
     model = TinyModel()
-    opt = MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1), model=model)
     shard(model, "layers.0.self_attn.o_proj.weight", mesh)
     try:
-        opt.routing_table()
+        build_param_groups(model, lr=0.02, weight_decay=0.1)
     except RoutingError as error:
         return str(error)
     return ""

@@ -9,8 +9,9 @@ import torch
 from tiny_mla import TinyModel, fill_gradients
 from torch import nn
 
-from earlyfusion.pipeline.optim import plan
-from earlyfusion.pipeline.optim.muonclip import MuonClip, build_param_groups
+from earlyfusion.pipeline.optim import muonclip
+from earlyfusion.pipeline.optim.muonclip import MuonClip
+from earlyfusion.pipeline.optim.routing import build_param_groups
 
 FP64_TOL = (
     1e-9  # the reference does the same arithmetic in another order; slopes of 8 a step amplify the last bits
@@ -52,13 +53,11 @@ def reference_blocks(fqn: str, shape: torch.Size, group: int) -> list[list[int]]
     return [list(range(shape[0]))]
 
 
-def reference_muon(
-    weights: dict, momenta: dict, grads: dict, group: int, lr: float, wd: float, mu=0.95, nesterov=True
-):
+def reference_muon(weights: dict, momenta: dict, grads: dict, group: int, lr: float, wd: float, mu=0.95):
     """One Muon step in place on dicts of fp64 tensors."""
     for fqn, weight in weights.items():
         momenta[fqn] = mu * momenta[fqn] + (1 - mu) * grads[fqn]
-        update = (1 - mu) * grads[fqn] + mu * momenta[fqn] if nesterov else momenta[fqn]
+        update = (1 - mu) * grads[fqn] + mu * momenta[fqn]
         stack = weight if weight.ndim == 3 else weight[None]
         for e, matrix in enumerate(stack):
             u = update if weight.ndim == 2 else update[e]
@@ -75,21 +74,19 @@ def muon_names(groups) -> list[str]:
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])
-@pytest.mark.parametrize("value,nesterov", [(5, True), (8, True), (5, False)])
-def test_step_equals_the_per_matrix_reference_for_every_kind_of_block(group, value, nesterov):
+@pytest.mark.parametrize("value", [5, 8])
+def test_step_equals_the_per_matrix_reference_for_every_kind_of_block(group, value):
     torch.manual_seed(group)
     model = TinyModel(value=value).double()
-    groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=group)
+    groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=group or None)
     names = muon_names(groups)
     params = dict(model.named_parameters())
     weights = {n: params[n].detach().clone() for n in names}
     momenta = {n: torch.zeros_like(weights[n]) for n in names}
-    opt = MuonClip(groups, model=model, ns="keller_jordan", nesterov=nesterov)
+    opt = MuonClip(groups, model, ns="keller_jordan")
     for seed in range(3):
         fill_gradients(model, seed)
-        reference_muon(
-            weights, momenta, {n: params[n].grad for n in names}, group, 0.02, 0.1, nesterov=nesterov
-        )
+        reference_muon(weights, momenta, {n: params[n].grad for n in names}, group, 0.02, 0.1)
         opt.step()
     for name in names:
         torch.testing.assert_close(
@@ -101,19 +98,18 @@ def test_step_equals_the_per_matrix_reference_for_every_kind_of_block(group, val
 
 
 def test_slicing_into_small_chunks_changes_nothing(monkeypatch):
-    results = []
+    results, stacks = [], []
+    whole = MuonClip._update
+    monkeypatch.setattr(MuonClip, "_update", lambda self, *given: stacks.append(1) or whole(self, *given))
     for limit in (2**26, 400):  # 400 elements cut even one parameter's experts and heads into several calls
-        monkeypatch.setattr(plan, "CHUNK_ELEMENTS", {"cpu": limit})
+        monkeypatch.setattr(muonclip, "CHUNK_ELEMENTS", {"cpu": limit})
         torch.manual_seed(0)
         model = TinyModel().double()
-        opt = MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=2), model=model)
         fill_gradients(model, 0)
-        opt.step()
-        results.append(
-            (model.state_dict(), opt.metrics()["ns_matrices_per_step"], sum(map(len, opt._plan.buckets)))
-        )
-    (one, matrices, few), (other, same, many) = results
-    assert matrices == same and many > 2 * few
+        MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=2), model).step()
+        results.append((model.state_dict(), len(stacks)))
+    (one, few), (other, many) = results
+    assert many > 3 * few
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, rtol=FP64_TOL, atol=FP64_TOL)
 
@@ -122,7 +118,7 @@ def test_fp32_training_follows_the_fp64_reference():
     torch.manual_seed(1)
     model = TinyModel(value=5)
     groups = build_param_groups(model, lr=0.02, weight_decay=0.1, head_group_size=1)
-    opt = MuonClip(groups, model=model, ns="keller_jordan", ns_dtype=torch.float32)
+    opt = MuonClip(groups, model, ns="keller_jordan", ns_dtype=torch.float32)
     params = dict(model.named_parameters())
     names = muon_names(groups)
     before = {n: params[n].detach().double().clone() for n in names}
@@ -143,9 +139,9 @@ def test_agrees_with_torch_muon_on_a_plain_matrix(shape, seed):
     theirs = nn.Parameter(linear.weight.detach().clone())
     mine = MuonClip(
         build_param_groups(linear, lr=0.02, weight_decay=0.1),
+        linear,
         ns="keller_jordan",
         ns_dtype=torch.bfloat16,
-        model=linear,
     )
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     start = theirs.detach().clone()
@@ -176,7 +172,7 @@ def test_adamw_family_equals_torch_adamw(dtype):
                 {"params": [copies[n] for n in group["fqns"]], "weight_decay": group["weight_decay"]}
             )
     assert {g["weight_decay"] for g in theirs} == {0.0, 0.1}
-    opt = MuonClip(groups, model=model)
+    opt = MuonClip(groups, model)
     reference = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
     for seed in range(5):
         fill_gradients(model, seed)
@@ -196,9 +192,7 @@ def test_16_bit_parameters_keep_fp32_state_and_round_once():
     wide = TinyModel().double()
     wide.load_state_dict(model.state_dict())
     options = {"ns_dtype": torch.float32, "ns": "deepseek_v4"}
-    opts = [
-        MuonClip(build_param_groups(m, lr=0.05, weight_decay=0.1), model=m, **options) for m in (model, wide)
-    ]
+    opts = [MuonClip(build_param_groups(m, lr=0.05, weight_decay=0.1), m, **options) for m in (model, wide)]
     fill_gradients(model, 0)
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         q.grad = p.grad.double()
@@ -211,49 +205,28 @@ def test_16_bit_parameters_keep_fp32_state_and_round_once():
         assert all(value.dtype == torch.float32 for value in state.values())
 
 
-@pytest.mark.parametrize("preset,low,high", [("polar_express", 0.16, 0.22), ("deepseek_v4", 0.199, 0.201)])
-def test_update_rms_is_the_target_within_the_presets_band(preset, low, high):
+@pytest.mark.parametrize(
+    "preset,rms,low,high", [("polar_express", 0.2, 0.16, 0.22), ("deepseek_v4", 0.4, 0.398, 0.402)]
+)
+def test_an_update_has_the_target_rms_within_the_presets_band(preset, rms, low, high):
     torch.manual_seed(0)
     model = TinyModel()
-    opt = MuonClip(
-        build_param_groups(model, lr=1e-2, weight_decay=0.0), model=model, ns=preset, ns_dtype=torch.float32
-    )
+    options = {"ns": preset, "rms": rms, "ns_dtype": torch.float32}
+    opt = MuonClip(build_param_groups(model, lr=1.0, weight_decay=0.0), model, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1e-2)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     fill_gradients(model, 0)
     opt.step()
-    metrics = opt.metrics()
-    assert low <= metrics["update_rms"]["muon"] <= high
+    scheduler.step()
     names = muon_names(opt.param_groups)
     delta = torch.cat([(p - before[n]).flatten() for n, p in model.named_parameters() if n in names]) / 1e-2
-    assert metrics["update_rms"]["muon"] == pytest.approx(delta.square().mean().sqrt().item(), rel=1e-3)
-    assert metrics["update_rms"]["adamw"] == pytest.approx(
-        1.0, rel=1e-3
-    )  # AdamW's first update is the gradient's sign
-    # 12 heads and 2 halves counted by hand: KDA 3*4 + f_a, f_b, o; MLA 4 + 8
-    # + kv_a, o; 2 routers; 2*(3*3) experts; mlp 3; projector
-    assert metrics["ns_matrices_per_step"] == 15 + 14 + 2 + 18 + 3 + 1
-
-
-def test_rms_scales_the_update_and_lr_can_be_scheduled():
-    deltas = []
-    for rms, lr in ((0.2, 0.01), (0.4, 0.01), (0.2, 0.03)):
-        torch.manual_seed(0)
-        linear = nn.Linear(8, 12, bias=False).double()
-        before = linear.weight.detach().clone()
-        opt = MuonClip(build_param_groups(linear, lr=1.0, weight_decay=0.0), model=linear, rms=rms)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _, lr=lr: lr)
-        fill_gradients(linear, 0)
-        opt.step()
-        scheduler.step()
-        deltas.append(linear.weight.detach() - before)
-    torch.testing.assert_close(deltas[1], 2 * deltas[0])
-    torch.testing.assert_close(deltas[2], 3 * deltas[0])
+    assert low <= delta.square().mean().sqrt().item() <= high
 
 
 def test_parameters_without_gradient_are_left_alone_and_counted():
     torch.manual_seed(0)
     model = TinyModel()
-    opt = MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1), model=model)
+    opt = MuonClip(build_param_groups(model, lr=0.02, weight_decay=0.1), model)
     fill_gradients(model, 0)
     opt.step()
     skipped = ["projector.proj.weight", "layers.1.self_attn.q_proj.weight", "embed_tokens.weight"]
@@ -266,26 +239,8 @@ def test_parameters_without_gradient_are_left_alone_and_counted():
     fill_gradients(model, 1)
     for name in skipped:
         params[name].grad = None
-    params["layers.0.self_attn.o_proj.weight"].requires_grad_(
-        False
-    ).grad = None  # frozen: skipped, but not counted
     opt.step()
     for name, (weight, state) in before.items():
         assert torch.equal(params[name], weight)
         assert all(torch.equal(opt.state[params[name]][k], v) for k, v in state.items())
     assert not torch.equal(params["mlp.down_proj.weight"], others)
-    assert opt.metrics()["params_without_grad"] == 3
-
-
-def test_closure_is_evaluated_with_gradients():
-    linear = nn.Linear(4, 4, bias=False)
-    opt = MuonClip(build_param_groups(linear, lr=0.1, weight_decay=0.0), model=linear)
-
-    def closure():
-        opt.zero_grad()
-        loss = linear(torch.ones(1, 4)).square().sum()
-        loss.backward()
-        return loss
-
-    first = opt.step(closure).item()
-    assert opt.step(closure).item() < first

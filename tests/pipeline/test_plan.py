@@ -9,8 +9,7 @@ from tiny_run import whole_recipes
 
 from earlyfusion.model.flops import count_parameters
 from earlyfusion.pipeline.config.compose import load_config
-from earlyfusion.pipeline.optim.groups import build_param_groups
-from earlyfusion.pipeline.optim.plan import TableRow
+from earlyfusion.pipeline.optim.routing import TableRow, build_param_groups
 from earlyfusion.pipeline.plan import collapse, decoder_parameters, meta_model, scaled, show_plan
 
 

@@ -9,8 +9,8 @@ from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.flops import count_parameters
 from earlyfusion.pipeline.config.compose import dump, load_config, recipe_hash, render
 from earlyfusion.pipeline.config.schema import RunConfig
-from earlyfusion.pipeline.optim.plan import routing_rows
 from earlyfusion.pipeline.optim.registry import param_groups
+from earlyfusion.pipeline.optim.routing import routing_rows
 from earlyfusion.pipeline.plan import meta_model
 from earlyfusion.pipeline.schedule import StageTable
 from earlyfusion.vision.config import VisionConfig
