@@ -160,7 +160,7 @@ def _route(fqn: str, param: Tensor, module: nn.Module, muon_vision: bool) -> tup
     return "adamw", True
 
 
-def _block_spec(fqn: str, param: Tensor, parent: nn.Module, heads_together: int | None) -> BlockSpec:
+def _block_spec(fqn: str, param: Tensor, parent: Any, heads_together: int | None) -> BlockSpec:
     leaf, rows = fqn.removesuffix(".weight").rpartition(".")[2], param.shape[-2]
     parts, sizes = 1, [rows]
     if leaf in {"gate_up_proj", "gate_up"} and rows % 2 == 0:
@@ -213,7 +213,8 @@ def routing_rows(param_groups: Sequence[dict[str, Any]]) -> list[TableRow]:
     table = []
     for group in param_groups:
         for fqn, param, spec in zip(group["fqns"], group["params"], group["blocks"], strict=True):
-            shape, blocks, scale = tuple(param.shape), "", ()
+            shape, blocks = tuple(param.shape), ""
+            scale: tuple[float, ...] = ()
             if spec:
                 # The blocks in words, e.g. `4 x 48x128` or `8 x (96x128 + 96x128)`.
                 sizes = [(spec[1] * size, shape[-1]) for size in spec[2:]]
