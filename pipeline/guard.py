@@ -54,7 +54,7 @@ class Guard:
         policy: Literal["stop", "skip", "rollback"] = "skip",
         window: int = 128,
         sigma: float = 8.0,
-        grad_norm_sigma: float | None = 8.0,
+        grad_norm_sigma: float | None = None,
         max_skips: int = 10,
         max_rollbacks: int = 3,
         agree: Callable[[int], int] = lambda code: code,

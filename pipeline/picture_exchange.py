@@ -23,6 +23,9 @@ from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
 
 SETTINGS = ("off", "auto", "on")
+# Largest over mean vision FLOPs of the ranks. Handing pictures over costs two collectives a step; where the
+# ranks' work differs by less than a tenth there is little to win by it.
+EXCHANGE_ABOVE = 1.1
 
 
 class PictureExchange:
@@ -36,7 +39,7 @@ class PictureExchange:
         self.runtime, self.vision = runtime, config.vision
         self.cost = VisionCost.from_config(config.vision)
         self.setting = section.exchange_pictures if runtime.world > 1 else "off"
-        self.above = 1.0 if self.setting == "on" else section.exchange_above
+        self.above = 1.0 if self.setting == "on" else EXCHANGE_ABOVE
         self.gathers = 0
         """Gathers of grids so far: the waits of the host for other ranks that this adds, one a step."""
         self.exchanged = 0

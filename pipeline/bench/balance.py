@@ -3,7 +3,7 @@ gains.
 
 Part 1, plan: the recipe's own data, `--lanes` micro-batches a step, shared by every number of ranks that
 divides them; largest over mean vision FLOPs of the ranks: pictures where they were read (home), all steps
-exchanged, and as the recipe's `parallel.exchange_above` decides (auto). Once as the loader deals them (lanes
+exchanged, and as training decides by itself (auto). Once as the loader deals them (lanes
 are steered to equal density), once skewed: every other lane gets sources with pictures alone, the others
 text.
 
@@ -33,7 +33,7 @@ from earlyfusion.pipeline.bench.record import Result, new_record, result_of, sav
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import ParallelSection, RunConfig
 from earlyfusion.pipeline.options import Options, verb
-from earlyfusion.pipeline.picture_exchange import PictureExchange
+from earlyfusion.pipeline.picture_exchange import EXCHANGE_ABOVE, PictureExchange
 from earlyfusion.pipeline.runtime import Runtime, seed_everything
 from earlyfusion.vision.balance import VisionCost, plan_step
 from earlyfusion.vision.patches import Grid
@@ -224,7 +224,7 @@ def balance(options: BalanceOptions) -> None:
         record["plan"] = {}
         for name, skewed in (("as dealt", False), ("skewed", True)):
             steps = read_grids(config, tokens, options.lanes, options.steps, skewed)
-            record["plan"][name] = plans(config, steps, config.parallel.exchange_above)
+            record["plan"][name] = plans(config, steps, EXCHANGE_ABOVE)
             columns = {f"{row['ranks']} ranks": row for row in record["plan"][name]}
             show(console, f"{name}: largest over mean vision FLOPs of the ranks", columns)
     if options.batches > 0:

@@ -64,14 +64,10 @@ class OptimSection(Section):
     """Decoupled weight decay."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon momentum."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW moment decays."""
     eps: PositiveFloat = 1e-8
     """AdamW epsilon."""
     ns: str = "polar_express"
     """Newton-Schulz preset: polar_express, keller_jordan, deepseek_v4, cubic."""
-    rms: PositiveFloat = 0.2
-    """Root mean square that a Muon update is scaled to."""
     qk_clip: PositiveFloat | None = 100.0
     """Largest allowed attention logit tau; "null" turns QK-Clip off."""
     head_group_size: PositiveInt | None = None
@@ -183,27 +179,14 @@ class TrainSection(Section):
 class ParallelSection(Section):
     exchange_pictures: Literal["auto", "on", "off"] = "auto"
     """Pictures encoded where there is least vision work, whatever rank holds them: auto, in steps where the
-    ranks' work differs by more than `exchange_above`; on, in every step that gets more even; off, never. One
-    process never does."""
-    exchange_above: float = Field(1.1, ge=1)
-    """auto: largest over mean vision FLOPs of the ranks above which a step exchanges pictures."""
+    ranks' work differs by more than a tenth; on, in every step that gets more even; off, never. One process
+    never does."""
 
 
 class GuardSection(Section):
     policy: Literal["stop", "skip", "rollback"] = "skip"
     """What a non-finite or spiking step does: stop the run, skip the update, go back to the last checkpoint.
     """
-    window: int = Field(128, ge=8)
-    """Good steps that the running mean and deviation look back on."""
-    sigma: PositiveFloat = 8.0
-    """A step spikes when its loss exceeds mean + sigma * deviation."""
-    grad_norm_sigma: PositiveFloat | None = None
-    """The same for the gradient norm; "null" watches only for norms that are not finite: where gradients are
-    clipped, a large norm does no harm, and it often comes with a jump in learning."""
-    max_skips: PositiveInt = 10
-    """Most bad steps inside one window before the run stops whatever the policy."""
-    max_rollbacks: NonNegativeInt = 3
-    """Most rollbacks in a run before it stops."""
 
 
 class EvalSection(Section):

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.muon.naive import coefficients
 from earlyfusion.pipeline.config.schema import OptimSection
-from earlyfusion.pipeline.optim.adamw import adamw_step, fresh_state, state_dtype
+from earlyfusion.pipeline.optim.adamw import BETAS, adamw_step, fresh_state, state_dtype
 from earlyfusion.pipeline.optim.qk_clip import QKClip
 from earlyfusion.pipeline.optim.registry import optimizer, param_groups
-from earlyfusion.pipeline.optim.routing import RoutingError, block_scale, local_part, sections
+from earlyfusion.pipeline.optim.routing import UPDATE_RMS, RoutingError, block_scale, local_part, sections
 
 CHUNK_ELEMENTS = {"cpu": 2**19}
 """Most elements in one stacked Newton-Schulz call by device type: on a CPU what a core's cache holds."""
@@ -60,8 +60,8 @@ class MuonClip(torch.optim.Optimizer):
         momentum: float = 0.95,
         ns: str = "polar_express",
         ns_dtype: torch.dtype | None = None,
-        rms: float = 0.2,
-        betas: tuple[float, float] = (0.9, 0.95),
+        rms: float = UPDATE_RMS,
+        betas: tuple[float, float] = BETAS,
         eps: float = 1e-8,
         qk_clip: float | None = None,
     ) -> None:
@@ -180,8 +180,6 @@ def muonclip(options: OptimSection, model: nn.Module) -> MuonClip:
         model,
         momentum=options.momentum,
         ns=options.ns,
-        rms=options.rms,
-        betas=options.betas,
         eps=options.eps,
         qk_clip=options.qk_clip,
     )

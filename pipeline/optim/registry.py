@@ -2,7 +2,7 @@
 
     @optimizer("lion", matrices="adamw")
     def lion(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
-        return Lion(param_groups(options, model), betas=options.betas)
+        return Lion(param_groups(options, model))
 
 A function of yours needs no registration: `optim.name = "package.module:function"`. It is called the same
 way, and its groups are routed like those of adamw.

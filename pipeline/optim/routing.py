@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 Family = Literal["muon", "adamw"]
 BlockSpec = list[int]
+# Root mean square of a Muon update: at 0.2 it is that of AdamW's, so both share one learning rate (Moonlight,
+# arXiv 2502.16982, section 2.2).
+UPDATE_RMS = 0.2
 
 _VECTOR = re.compile(r"(^|\.)(A_log|dt_bias|bias)$|norm\d*\.weight$|_res_(query|proj)(\.|$)")
 _LOOKUP = re.compile(r"(^|\.)(embed_tokens|lm_head|head)\.|pos_emb|patch_embed|conv(\d+d?)?\.|(^|\.)b_proj\.")

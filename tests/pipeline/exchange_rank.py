@@ -56,7 +56,8 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
         "setting",
         lambda: PictureExchange(ParallelSection(exchange_pictures=("on", "off")[rank]), fusion, runtime),
     )
-    uneven = PictureExchange(ParallelSection(exchange_above=1.1 + rank), fusion, runtime)
+    uneven = PictureExchange(ParallelSection(), fusion, runtime)
+    uneven.above += rank
     note("threshold", lambda: uneven.routes([cases.batch([[]], 0)], 4096))
     part = cases.batch([[(1, 4, 4)], [(1, 2, 2)]], 0)
     if rank == 1:

@@ -84,7 +84,7 @@ name = "code"
 kind = "stdlib_code"
 weight = 0.9
 [optim]
-betas = [0.8, 0.99]
+eps = 1e-7
 """
 
 
@@ -117,7 +117,7 @@ def test_recipes_compose_left_to_right_and_named_lists_merge_by_name(base, overl
     assert [(s.name, s.steps) for s in config.stages] == [("joint", 30), ("cooldown", 20), ("long", 5)]
     assert config.stages[1].schedule == "wsd" and config.stages[1].decay_steps == 5  # kept from the left
     assert {s.name: s.weight for s in config.data.sources} == {"manual": 0.7, "code": 0.9}
-    assert config.optim.betas == (0.8, 0.99)
+    assert config.optim.eps == 1e-7
     assert load_config([overlay, base]).run.name == "tiny"
 
 

@@ -102,7 +102,7 @@ def test_a_rollback_across_a_stage_boundary_does_not_read_old_data_again(trainin
         ("checkpoint.every", 3),
         ("run.steps", 7),
     ]
-    run = training(*words, ("guard.policy", "rollback"), ("guard.max_rollbacks", 2))
+    run = training(*words, ("guard.policy", "rollback"))
     seen, real = [], run.loaders.at
 
     def at(index):
@@ -127,7 +127,8 @@ def test_a_rollback_across_a_stage_boundary_does_not_read_old_data_again(trainin
 
 
 def test_too_many_bad_steps_stop_whatever_the_policy(training, capsys):
-    run = training(("guard.max_skips", 2), ("guard.policy", "skip"))
+    run = training(("guard.policy", "skip"))
+    run.guard.max_skips = 2
     poison(run, *range(2, 20))
     assert cli.guarded(run.train) == EXIT_FAILURE
     assert run.step == 4 and "bad steps lately: 3" in capsys.readouterr().err
