@@ -22,27 +22,18 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 
-from earlyfusion.data.chat.template import Template, template_of
-from earlyfusion.data.errors import DataError
+from earlyfusion.data.chat.template import template_of
 from earlyfusion.data.loading.encode import MAX_TEXT_CHARS
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import (
-    EngineFull,
-    Event,
-    Request,
-    RequestError,
-    SamplingParams,
-    TokenPrompt,
-)
+from earlyfusion.model.engine.requests import Event, Request, RequestError, SamplingParams, TokenPrompt
 from earlyfusion.model.hub.config import model_folder, model_name
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK
@@ -52,23 +43,14 @@ from earlyfusion.pipeline.runtime import keep_freed_memory
 
 try:
     import uvicorn
-    from fastapi import Depends, FastAPI
-    from fastapi import Request as HttpRequest
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
-    from starlette.exceptions import HTTPException
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route, Router
 except ImportError as error:
     raise UserError(f"serve needs {error.name}: pip install {error.name}") from None
 
-from earlyfusion.pipeline.serve.front import (
-    ACCEPTED,
-    QUEUED,
-    Front,
-    Incoming,
-    error_response,
-    guarded,
-    is_loopback,
-)
-from earlyfusion.pipeline.serve.prepare import Preparer, Setup, for_client
+from earlyfusion.pipeline.serve.front import ACCEPTED, QUEUED, Front, guarded, is_loopback
+from earlyfusion.pipeline.serve.prepare import Preparer, Setup
 from earlyfusion.pipeline.serve.protocol import (
     Answer,
     ChatRequest,
@@ -77,6 +59,7 @@ from earlyfusion.pipeline.serve.protocol import (
     Refused,
     read,
     sse,
+    wants_logprobs,
 )
 from earlyfusion.pipeline.serve.worker import EngineStopped, EngineWorker
 
@@ -86,191 +69,6 @@ KEEP = 64 * 2**20
 """Bytes of freed memory that the C library keeps for reuse."""
 PAGE = 64
 """Tokens in a page of the engine's memory."""
-
-
-@dataclass(frozen=True)
-class Service:
-    """Everything the routes need. hosts: names that are served (the Host header), None for all."""
-
-    worker: EngineWorker
-    preparer: Preparer
-    tokenizer: Tokenizer
-    name: str
-    limits: Limits
-    template: Template = "chat"
-    api_key: str | None = None
-    hosts: frozenset[str] | None = None
-    connections: int = 256
-
-    def check_model(self, name: str) -> None:
-        """Raises Refused for a model that is not here."""
-        if name not in ("", self.name):
-            message = f"model {name!r} is not served here; this server has {self.name!r}"
-            raise Refused(message, status=404, param="model", code="model_not_found")
-
-
-def incoming_of(http: HttpRequest) -> Incoming:
-    """What the front read of this request."""
-    return http.state.incoming
-
-
-def request_of(kind: type[ChatRequest | CompletionRequest]) -> Any:
-    """The dependency that reads a body. FastAPI's own would keep the bytes until the answer is complete."""
-
-    def taken(incoming: Annotated[Incoming, Depends(incoming_of)]) -> Any:
-        body, incoming.body = incoming.body, b""
-        return read(kind, body)
-
-    return Depends(taken)
-
-
-def create_app(service: Service) -> FastAPI:
-    """The application for one model."""
-    app = FastAPI(title="earlyfusion", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(
-        Front, limits=service.limits, key=service.api_key, hosts=service.hosts, most=service.connections
-    )
-    for kind in (HTTPException, EngineFull, EngineStopped, Exception, *CLIENTS):
-        app.add_exception_handler(kind, _explain)
-    model = {"id": service.name, "object": "model", "created": 0, "owned_by": "earlyfusion"}
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        if service.worker.accepting:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "stopping"}, status_code=503)
-
-    @app.get("/stats")
-    async def stats() -> dict[str, Any]:
-        return {**service.worker.engine.stats(), "open_requests": service.worker.open_requests}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return model
-
-    @app.post("/v1/chat/completions")
-    async def chat(
-        body: Annotated[ChatRequest, request_of(ChatRequest)],
-        incoming: Annotated[Incoming, Depends(incoming_of)],
-    ) -> Response:
-        params = _params(body, service)
-        messages, length = body.conversation(service.limits)
-        body.messages.clear()  # the data URLs, which are as large as the body
-        prompt = await service.preparer.prompt(messages, length)
-        del messages
-        incoming.holds(0 if prompt.patches is None else prompt.patches.numel())
-        return await _respond(service, body, params, [prompt])
-
-    @app.post("/v1/completions")
-    async def completions(
-        body: Annotated[CompletionRequest, request_of(CompletionRequest)],
-    ) -> Response:
-        params = _params(body, service)
-        prompts = [await _text_prompt(prompt, service) for prompt in body.prompts(service.limits)]
-        return await _respond(service, body, params, prompts)
-
-    return app
-
-
-CLIENTS = (Refused, RequestError, DataError, RecursionError, OverflowError)
-"""Errors that are the caller's."""
-
-
-async def _explain(_: HttpRequest, error: Exception) -> JSONResponse:
-    """The answer to a request that failed."""
-    if isinstance(error, Refused):
-        refused = error
-    elif isinstance(error, HTTPException):
-        refused = Refused(str(error.detail), status=error.status_code)
-    elif isinstance(error, EngineFull):
-        refused = Refused(str(error), status=429, code="queue_full")
-    elif isinstance(error, EngineStopped):
-        refused = Refused(str(error), status=503, code="stopping")
-    elif isinstance(error, CLIENTS):
-        refused = Refused(for_client(error))
-    else:
-        refused = Refused(f"the server failed: {type(error).__name__}", status=500)
-    return error_response(refused)
-
-
-def _params(body: ChatRequest | CompletionRequest, service: Service) -> SamplingParams:
-    """How to sample; raises Refused and EngineFull for what can be told before a prompt is made."""
-    service.check_model(body.model)
-
-    # Before any work: a full line is told at once.
-    most, wanted = service.limits.new_tokens, body.new_tokens
-    if wanted is not None and wanted > most:
-        raise Refused(f"max_tokens = {wanted}: at most {most} are served", param="max_tokens")
-    service.worker.check_room()
-    return SamplingParams(
-        max_new_tokens=min(body.default_new_tokens, most) if wanted is None else wanted,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        stop=tuple(body.stop),
-        seed=secrets.randbits(31) if body.seed is None else body.seed % 2**31,
-        n=body.n,
-        ignore_eos=body.ignore_eos,
-        logprobs=body.wants_logprobs,
-    )
-
-
-async def _text_prompt(prompt: str | list[int], service: Service) -> TokenPrompt:
-    if isinstance(prompt, str):
-        return await service.preparer.prompt(prompt, len(prompt))
-    tokenizer = service.tokenizer
-    wrong = [i for i in prompt if not 0 <= i < tokenizer.vocab_size or i == tokenizer.media_pad_id][:4]
-    if wrong:
-        shown = [i if abs(i) < 10**12 else "..." for i in wrong]
-        raise Refused(f"prompt: token ids {shown} are not text tokens of this model", param="prompt")
-    return TokenPrompt(torch.tensor(prompt))
-
-
-async def _respond(
-    service: Service,
-    body: ChatRequest | CompletionRequest,
-    params: SamplingParams,
-    prompts: Sequence[TokenPrompt],
-) -> Response:
-    """The answer, whole or as a stream. A caller who leaves cancels it (front.py), and with it its
-    requests."""
-    # The noise is of the prompt's number, not of the id: a seed gives the same answer again.
-    requests = [
-        Request(secrets.token_hex(12), prompt, params, noise=f"prompt {number}")
-        for number, prompt in enumerate(prompts)
-    ]
-    answer = Answer(body, [r.id for r in requests], service.tokenizer, service.name, service.template)
-    events = service.worker.stream(requests)
-    if body.stream:
-        first = await anext(events)  # errors of the submission become a status, not a broken stream
-        return StreamingResponse(_pieces(answer, first, events), media_type="text/event-stream")
-    async for event in events:
-        answer.take(event)
-    return Response(await asyncio.to_thread(answer.whole), media_type="application/json")
-
-
-async def _pieces(answer: Answer, first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
-    """The server-sent events of a streamed answer."""
-    try:
-        yield answer.opening() + answer.piece(first)
-        async for event in events:
-            yield answer.piece(event)
-        options = answer.body.stream_options
-        if options is not None and options.include_usage:
-            yield answer.chunk([], usage=answer.usage())
-    except (EngineStopped, RequestError) as error:
-        yield sse({"error": {"message": str(error), "type": "server_error"}})
-    finally:
-        await events.aclose()
-    yield "data: [DONE]\n\n"
-
-
-# ---- The verb.
 
 
 class ServeOptions(Options):
@@ -310,48 +108,172 @@ class ServeOptions(Options):
     """seconds that requests in flight have when the server stops"""
 
 
-def build_service(options: ServeOptions) -> Service:
-    """Model, engine and limits as the options say. Raises UserError or the loaders' errors."""
-    # The model, its words, and an engine with the memory that was asked for.
-    folder = model_folder(options.model)
-    model = load_model(folder, device=device_of(options.device)).eval()
-    tokenizer = Tokenizer.load(folder)
-    tokenizer.cached_texts = 1024  # strangers send them
-    try:
-        engine = Engine(
-            model,
-            tokenizer,
-            max_slots=options.slots,
-            page_size=PAGE,
-            prefix_cache=options.prefix_cache,
-            max_pages=options.slots * -(-options.context // PAGE),
-            max_waiting=options.queue,
-            run_ahead=4,  # a piece of text is not long in coming
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+class Service:
+    """One model behind the routes: engine, tokenizer, limits. Raises UserError or the loaders' errors."""
 
-    # What callers may do: a server that others cannot reach serves loopback names alone.
-    template = template_of(folder) if options.template == "auto" else options.template
-    body = int(options.max_body_mb * 2**20)
-    restricted = options.allow_host or is_loopback(options.host)
-    return Service(
-        worker=EngineWorker(engine, max_open=options.queue),
-        preparer=Preparer(Setup(tokenizer, model.config.vision, template)),
-        tokenizer=tokenizer,
-        name=options.name or model_name(folder),
-        template=template,
-        api_key=options.api_key or os.environ.get("EARLYFUSION_API_KEY") or None,
-        hosts=frozenset(map(str.lower, options.allow_host)) if restricted else None,
-        connections=options.connections,
-        limits=Limits(
+    def __init__(self, options: ServeOptions) -> None:
+        # Model, its words, and an engine with the memory that was asked for.
+        folder = model_folder(options.model)
+        model = load_model(folder, device=device_of(options.device)).eval()
+        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer.cached_texts = 1024  # strangers send them
+        try:
+            engine = Engine(
+                model,
+                self.tokenizer,
+                max_slots=options.slots,
+                page_size=PAGE,
+                prefix_cache=options.prefix_cache,
+                max_pages=options.slots * -(-options.context // PAGE),
+                max_waiting=options.queue,
+                run_ahead=4,  # a piece of text is not long in coming
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+        # What callers may ask for. A body is held as JSON, as bytes and as pictures, each for a while.
+        self.name = options.name or model_name(folder)
+        self.template = template_of(folder) if options.template == "auto" else options.template
+        body = int(options.max_body_mb * 2**20)
+        self.limits = Limits(
             body=body,
             held=max(4 * body, 1 << 26),
             characters=min(16 * engine.pools.num_pages * PAGE, MAX_TEXT_CHARS),
             images=options.max_images,
             new_tokens=options.max_new_tokens,
-        ),
-    )
+        )
+        self.worker = EngineWorker(engine, max_open=options.queue)
+        self.preparer = Preparer(Setup(self.tokenizer, model.config.vision, self.template))
+
+    # ---- Routes.
+
+    async def health(self, http: HttpRequest) -> Response:
+        if self.worker.accepting:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "stopping"}, 503)
+
+    async def stats(self, http: HttpRequest) -> Response:
+        return JSONResponse({**self.worker.engine.stats(), "open_requests": len(self.worker.waiting)})
+
+    async def models(self, http: HttpRequest) -> Response:
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "earlyfusion"}
+        asked = http.path_params.get("name")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        self.check_model(asked)
+        return JSONResponse(model)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        incoming = http.state.incoming
+        body = read(ChatRequest, incoming.taken())
+        params = self.params(body)
+        messages, length = body.conversation(self.limits)
+        body.messages.clear()  # the data URLs, which are as large as the body
+        prompt = await self.preparer.prompt(messages, length)
+        del messages
+        incoming.holds(0 if prompt.patches is None else prompt.patches.numel())
+        return await self.respond(body, params, [prompt])
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = read(CompletionRequest, http.state.incoming.taken())
+        params = self.params(body)
+        prompts = [await self.text_prompt(prompt) for prompt in body.prompts(self.limits)]
+        return await self.respond(body, params, prompts)
+
+    # ---- What they share.
+
+    def check_model(self, name: str) -> None:
+        """Raises Refused for a model that is not here."""
+        if name not in ("", self.name):
+            message = f"model {name!r} is not served here; this server has {self.name!r}"
+            raise Refused(message, status=404, param="model", code="model_not_found")
+
+    def params(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
+        """How to sample; raises Refused and EngineFull for what can be told before a prompt is made."""
+        self.check_model(body.model)
+        most, wanted = self.limits.new_tokens, body.new_tokens
+        if wanted is None:
+            wanted = min(body.default_new_tokens, most)
+        if wanted > most:
+            raise Refused(f"max_tokens = {wanted}: at most {most} are served", param="max_tokens")
+        self.worker.check_room()
+        return SamplingParams(
+            max_new_tokens=wanted,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            stop=tuple(body.stop),
+            seed=secrets.randbits(31) if body.seed is None else body.seed % 2**31,
+            n=body.n,
+            ignore_eos=body.ignore_eos,
+            logprobs=wants_logprobs(body),
+        )
+
+    async def text_prompt(self, prompt: str | list[int]) -> TokenPrompt:
+        if isinstance(prompt, str):
+            return await self.preparer.prompt(prompt, len(prompt))
+        tokenizer = self.tokenizer
+        wrong = [i for i in prompt if not 0 <= i < tokenizer.vocab_size or i == tokenizer.media_pad_id][:4]
+        if wrong:
+            shown = [i if abs(i) < 10**12 else "..." for i in wrong]
+            raise Refused(f"prompt: token ids {shown} are not text tokens of this model", param="prompt")
+        return TokenPrompt(torch.tensor(prompt))
+
+    async def respond(
+        self, body: ChatRequest | CompletionRequest, params: SamplingParams, prompts: list[TokenPrompt]
+    ) -> Response:
+        """The answer, whole or as a stream. A caller who leaves cancels it (front.py), and with it its
+        requests."""
+        # The noise is of the prompt's number, not of the id: a seed gives the same answer again.
+        requests = []
+        for number, prompt in enumerate(prompts):
+            requests.append(Request(secrets.token_hex(12), prompt, params, noise=f"prompt {number}"))
+        answer = Answer(body, [r.id for r in requests], self.tokenizer, self.name, self.template)
+        events = self.worker.stream(requests)
+        if body.stream:
+            first = await anext(events)  # errors of the submission become a status, not a broken stream
+            return StreamingResponse(pieces(answer, first, events), media_type="text/event-stream")
+        async for event in events:
+            answer.take(event)
+        return Response(await asyncio.to_thread(answer.whole), media_type="application/json")
+
+
+async def pieces(answer: Answer, first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[str]:
+    """The server-sent events of a streamed answer."""
+    try:
+        yield answer.opening() + answer.piece(first)
+        async for event in events:
+            yield answer.piece(event)
+        if answer.body.stream_options.include_usage:
+            yield answer.chunk([], usage=answer.usage())
+    except (EngineStopped, RequestError) as error:
+        yield sse({"error": {"message": str(error), "type": "server_error"}})
+    finally:
+        await events.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def create_app(service: Service, options: ServeOptions) -> Front:
+    """The application for one model. A server that others cannot reach serves loopback names alone."""
+    routes = [
+        Route("/health", service.health),
+        Route("/stats", service.stats),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.models),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+    ]
+    key = options.api_key or os.environ.get("EARLYFUSION_API_KEY") or None
+    hosts = None
+    if options.allow_host or is_loopback(options.host):
+        hosts = frozenset(map(str.lower, options.allow_host))
+    elif key is None:
+        warning = f"warning: {options.host} can be reached from outside and no API key is set (--api-key)"
+        print(warning, file=sys.stderr)
+    return Front(Router(routes, redirect_slashes=False), service.limits, key, hosts, options.connections)
+
+
+# ---- The verb.
 
 
 class Server(uvicorn.Server):
@@ -366,6 +288,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         for server in getattr(self, "servers", []):
             for bound in server.sockets:
+                # uvicorn's backlog is also what it accepts in one turn; the kernel may keep more.
                 with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
                     same.listen(QUEUED)
                 host, port = bound.getsockname()[:2]
@@ -381,12 +304,12 @@ class Server(uvicorn.Server):
 
     def _cut(self) -> None:
         self.service.preparer.close()
-        self.service.worker.cut()
+        self.service.worker.cut("the server stopped before this answer was complete")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         # Without uvicorn's, which raises the signal again at the end.
         self.force_exit = not self.service.worker.accepting and sig == signal.SIGINT  # asked a second time
-        self.service.worker.drain()
+        self.service.worker.accepting = False
         self.should_exit = True
 
 
@@ -394,21 +317,17 @@ class Server(uvicorn.Server):
 def serve(options: ServeOptions) -> int:
     """Serve until stopped; returns the exit code."""
     keep_freed_memory(KEEP)
-    service = build_service(options)
-    if not is_loopback(options.host) and service.api_key is None:
-        print(
-            f"warning: {options.host} can be reached from outside and no API key is set (--api-key)",
-            file=sys.stderr,
-        )
+    service = Service(options)
 
     # The protocol class guards connections; uvicorn's own limits stay wide.
     config = uvicorn.Config(
-        create_app(service),
+        create_app(service, options),
         host=options.host,
         port=options.port,
         log_level="error",
         access_log=False,
         ws="none",
+        lifespan="off",
         http=guarded(options.connections),
         backlog=ACCEPTED,
         timeout_graceful_shutdown=options.grace + LAST_WORDS_S,
@@ -422,7 +341,6 @@ def serve(options: ServeOptions) -> int:
         service.preparer.close()
         service.worker.stop()
     if not server.started:
-        raise UserError(
-            f"could not listen on {options.host}:{options.port}; is the port in use? try --port 0"
-        )
+        place = f"{options.host}:{options.port}"
+        raise UserError(f"could not listen on {place}; is the port in use? try --port 0")
     return EXIT_OK

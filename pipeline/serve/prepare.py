@@ -4,24 +4,20 @@ stopped.
 Short texts are tokenised in a thread. Whatever holds pictures or videos, or is long, goes to one of a few
 processes with a bound of memory and time: a decoder or tokenizer that hangs, crashes or eats memory costs its
 own request, is killed, and a new process stands in its place within milliseconds (they are forked from one
-that has imported everything). Bytes come back, never pickles: a process that read a hostile file is not
-trusted.
+that has imported everything). Tensors come back as safetensors, never pickles: a process that read a hostile
+file is not trusted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import multiprocessing
 import os
 import re
 import resource
 import signal
-import threading
-import time
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,8 +25,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load, save
 
 from earlyfusion.data.chat.template import Message, Template
 from earlyfusion.data.chat.tokens import encode_chat
@@ -51,7 +47,11 @@ START_S = 120.0
 """Time that a process may take to be ready (the first imports torch)."""
 GROWTH = 128 * 2**20
 """A process that has kept this much after a request makes room for a new one."""
+LINE = 64
+"""Requests that wait for a process; more are told to come back."""
 PR_SET_PDEATHSIG = 1
+OK, NO = b"+", b"-"
+"""First byte of an answer: tensors follow, or the reason why there are none."""
 
 DECODE = DecodeConfig(
     max_pixels=25_000_000,
@@ -65,6 +65,8 @@ DECODE = DecodeConfig(
 MAX_PATCHES = 1 << 17
 """Most patches of one request."""
 
+Job = str | list[Message]
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -75,7 +77,7 @@ class Setup:
     template: Template
     memory_mb: int = 640
 
-    def encoded(self, job: str | list[Message]) -> Encoded:
+    def encoded(self, job: Job) -> Encoded:
         """The open document of a text or a conversation; raises DataError."""
         if isinstance(job, str):
             return encode(Sample([Text(job)], "prompt", "0"), self.tokenizer, self.vision, eos=False)
@@ -101,58 +103,48 @@ def serve_jobs(pipe: Connection, setup: Setup) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.nice(5)
+
+    # What decoders print of strangers' files would fill the server's log.
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # what decoders print of strangers' files would fill the server's log
+        os.dup2(nowhere.fileno(), 2)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # Pillow's, about strangers' files
 
     # What is there already (torch) does not count against the job.
-    start = _data_bytes()
+    start = data_bytes()
     if start:
         most = start + setup.memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    pipe.send_bytes(b"ready")
     with suppress(EOFError, OSError):
-        while _data_bytes() <= start + GROWTH:
-            job = pipe.recv()
-            for part in _answer(job, setup):
-                pipe.send_bytes(part)
-            job = None
+        pipe.send_bytes(OK)
+        while data_bytes() <= start + GROWTH:
+            pipe.send_bytes(answer(pipe.recv(), setup))
             give_back()
 
 
-def _answer(job: str | list[Message], setup: Setup) -> list[bytes]:
-    """A head in JSON, then ids and patches; or the head alone that says why not."""
+def answer(job: Job, setup: Setup) -> bytes:
+    """The prompt's tensors, or why there are none."""
     try:
         found = setup.encoded(job)
         if found.num_patches > MAX_PATCHES:
-            raise BadSample(
-                f"the request's pictures give {found.num_patches} patches, more than {MAX_PATCHES}"
-            )
-    except (
-        Exception
-    ) as error:  # DataError, MemoryError, torch's own, and what else a hostile file brings about
+            raise BadSample(f"the pictures give {found.num_patches} patches, more than {MAX_PATCHES}")
+        grids = torch.tensor(found.grids, dtype=torch.int64)
+        tensors = {"ids": found.ids, "grids": grids, "media_positions": found.media_positions}
+        if found.patches is not None:
+            tensors["patches"] = found.patches
+        return OK + save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    except Exception as error:  # MemoryError, torch's own, and what else a hostile file brings about
         reason = "the request cannot be read"
         if isinstance(error, MemoryError) or "memory" in str(error).lower():
             reason = f"the request takes more than {setup.memory_mb} MiB to read; send less or smaller media"
         elif isinstance(error, DataError | RecursionError | OverflowError):
             reason = for_client(error)
-        return [json.dumps({"refused": reason}).encode()]
-
-    # Sizes in the head, so that nothing but numbers must be believed.
-    patches = [] if found.patches is None else [found.patches.contiguous()]
-    head = {
-        "grids": found.grids,
-        "patches": [list(tensor.shape) for tensor in patches],
-        "positions": found.media_positions.tolist(),
-    }
-    tensors = [found.ids, *patches]
-    return [json.dumps(head).encode(), *(tensor.numpy().tobytes() for tensor in tensors)]
+        return NO + reason.encode(errors="replace")
 
 
-def _data_bytes() -> int:
+def data_bytes() -> int:
     """Private writable memory of this process, as RLIMIT_DATA counts it; 0 where /proc does not say."""
     with suppress(OSError):
         found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -164,44 +156,43 @@ def _data_bytes() -> int:
 
 
 class Reader:
-    """One process and the server's end of its pipe; used by one thread at a time, killed from any."""
+    """One process, the server's end of its pipe, and the one thread that talks to it; any may kill it."""
 
     def __init__(self, setup: Setup, seconds: float) -> None:
-        self.setup, self.seconds = setup, seconds
+        self.setup, self.seconds, self.closed = setup, seconds, False
         self.process: Any = None
-        self._pipe: Connection | None = None
-        self._starting = threading.Lock()
-        self.closed = False
+        self.pipe: Connection | None = None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="prepare")
+        self.thread.submit(self.start)
 
     def start(self) -> Connection:
         """The pipe of a living process."""
-        with self._starting:
-            if self._pipe is not None and self.process.is_alive():
-                return self._pipe
-            self.kill()
+        if self.pipe is not None and self.process.is_alive():
+            return self.pipe
+        self.kill()
 
-            # The fork server has imported everything: a new process is there in milliseconds.
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["earlyfusion.pipeline.serve.prepare"])
-            here, there = context.Pipe()
-            process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
-            process.start()
-            self.process = process  # from here on it can be killed
-            there.close()
-            if self.closed:
-                self.kill()
-            if not here.poll(START_S) or here.recv_bytes(16) != b"ready":
-                raise OSError("the process that reads media did not start")
-            self._pipe = here
-            return here
+        # The fork server has imported everything: a new process is there in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        here, there = context.Pipe()
+        process = context.Process(target=serve_jobs, args=(there, self.setup), daemon=True)
+        process.start()
+        self.process = process  # from here on it can be killed
+        there.close()
+        if self.closed:
+            self.kill()
+        if not here.poll(START_S) or here.recv_bytes(1) != OK:
+            raise OSError("the process that reads media did not start")
+        self.pipe = here
+        return here
 
     def kill(self) -> None:
         """End the process at once, whatever it does."""
-        self._pipe = None
+        self.pipe = None
         if self.process is not None:
             self.process.kill()
 
-    def call(self, job: str | list[Message]) -> TokenPrompt:
+    def call(self, job: Job) -> TokenPrompt:
         """The prompt of a job; raises Refused."""
         # Twice: it may have been killed, or have grown and ended, while nothing was asked of it.
         for _ in range(2):
@@ -211,82 +202,64 @@ class Reader:
                 pipe = self.start()
                 pipe.send(job)
             except (OSError, EOFError):
-                self._pipe = None
+                self.pipe = None
                 continue
             return self._received(pipe)
         raise Refused("the server is stopping or cannot read requests now", status=503, code="stopping")
 
     def _received(self, pipe: Connection) -> TokenPrompt:
-        end = time.monotonic() + self.seconds
+        limit = f"{self.seconds:g} s"
         try:
-            if not pipe.poll(self.seconds):
-                self.kill()
-                raise Refused(
-                    f"the request takes more than {self.seconds:g} s to read; send less or smaller media"
-                )
-            head = json.loads(pipe.recv_bytes(1 << 24))
-            if "refused" in head:
-                raise Refused(str(head["refused"]), param="messages")
-
-            ids = np.frombuffer(pipe.recv_bytes(1 << 26), np.int64)
-            patches = None
-            for shape in head["patches"]:
-                if not pipe.poll(max(end - time.monotonic(), 1.0)):
-                    raise EOFError
-                patches = torch.frombuffer(bytearray(pipe.recv_bytes(1 << 30)), dtype=torch.uint8).view(shape)
+            if pipe.poll(self.seconds):
+                limit = f"{self.setup.memory_mb} MiB"
+                found = pipe.recv_bytes(1 << 30)
+                if found.startswith(NO):
+                    raise Refused(found[1:].decode(), param="messages")
+                tensors = load(found[1:])
+                grids = tuple((t, h, w) for t, h, w in tensors["grids"].tolist())
+                positions = tuple(tensors["media_positions"].tolist())
+                return TokenPrompt(tensors["ids"], tensors.get("patches"), grids, positions)
         except (EOFError, OSError):
-            self.kill()
-            raise Refused(
-                f"the request cannot be read, or takes more than {self.setup.memory_mb} MiB; send less or"
-                " smaller media",
-                param="messages",
-            ) from None
-        grids = tuple((int(t), int(h), int(w)) for t, h, w in head["grids"])
-        return TokenPrompt(torch.from_numpy(ids.copy()), patches, grids, tuple(head["positions"]))
+            pass  # it has crashed, or was killed
+
+        # What hangs, has crashed or is full of a stranger's file is not used again.
+        self.kill()
+        raise Refused(
+            f"the request cannot be read, or takes more than {limit} to read; send less or smaller media",
+            param="messages",
+        )
 
 
 class Preparer:
-    """Makes prompts, at most `processes` at a time outside; more than `line` waiting are refused.
+    """Makes prompts, at most `processes` at a time outside. seconds: time of one request in a process."""
 
-    seconds: time of one request in a process. close() ends everything.
-    """
-
-    def __init__(self, setup: Setup, *, processes: int = 2, seconds: float = 20.0, line: int = 64) -> None:
-        self.setup, self.line, self._waiting = setup, line, 0
+    def __init__(self, setup: Setup, *, processes: int = 2, seconds: float = 20.0) -> None:
+        self.setup, self.waiting = setup, 0
         self.readers = [Reader(setup, seconds) for _ in range(processes)]
         self._free, self._room = list(self.readers), asyncio.Semaphore(processes)
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="prepare")
-        for reader in self.readers:
-            self._threads.submit(reader.start)
 
-    async def prompt(self, job: str | Sequence[Message], characters: int) -> TokenPrompt:
+    async def prompt(self, job: Job, characters: int) -> TokenPrompt:
         """The prompt of a text or a conversation of so many characters; raises Refused. Cancelling it frees
         its process."""
-        given = job if isinstance(job, str) else list(job)
-
         # Short words alone are harmless, and a thread is quicker.
-        segments = [] if isinstance(given, str) else [s for message in given for s in message.content]
+        segments = [] if isinstance(job, str) else [s for message in job for s in message.content]
         if characters <= SHORT and all(isinstance(segment, Text) for segment in segments):
             try:
-                return TokenPrompt((await asyncio.to_thread(self.setup.encoded, given)).ids)
+                return TokenPrompt((await asyncio.to_thread(self.setup.encoded, job)).ids)
             except (DataError, RecursionError, OverflowError) as error:
                 raise Refused(for_client(error)) from None
 
-        if self._waiting >= self.line:
-            raise Refused(
-                f"{self.line} requests wait for their media to be read; try later",
-                status=429,
-                code="queue_full",
-            )
-        self._waiting += 1
+        if self.waiting >= LINE:
+            raise Refused(f"{LINE} requests wait to be read; try later", status=429, code="queue_full")
+        self.waiting += 1
         try:
             await self._room.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
 
         # The process is given back when its thread is done with it, not when the caller leaves.
         reader = self._free.pop()
-        call = asyncio.get_running_loop().run_in_executor(self._threads, reader.call, given)
+        call = asyncio.get_running_loop().run_in_executor(reader.thread, reader.call, job)
         call.add_done_callback(lambda done: self._give(reader, done))
         try:
             return await asyncio.shield(call)
@@ -304,4 +277,4 @@ class Preparer:
         for reader in self.readers:
             reader.closed = True
             reader.kill()
-        self._threads.shutdown(wait=False, cancel_futures=False)
+            reader.thread.shutdown(wait=False)

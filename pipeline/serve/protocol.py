@@ -8,7 +8,6 @@ and is looked at before anything is decoded or tokenised.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import secrets
@@ -19,15 +18,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
     ValidationError,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
 from earlyfusion.data.chat.template import Message, Template, call_from
 from earlyfusion.data.chat.tokens import ChatStream, parse_assistant
@@ -41,7 +41,7 @@ STOPS, STOP_CHARACTERS = 4, 256
 """Most stop strings (as OpenAI) and their length: each is looked for in every new token's text."""
 PROMPTS, SAMPLES, SEQUENCES = 64, 16, 128
 """Most prompts of a request, samples of a prompt, and samples in all."""
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]+)*)(;base64)?,", re.IGNORECASE)
+DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE)
 
 
 class Refused(Exception):
@@ -51,7 +51,7 @@ class Refused(Exception):
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.status, self.param, self.code = status, param, code
 
 
 @dataclass(frozen=True)
@@ -68,92 +68,86 @@ class Limits:
     def check_characters(self, count: int, param: str) -> None:
         """Raises Refused for a text that is too long to be tokenised, whatever the tokens."""
         if count > self.characters:
-            raise Refused(
-                f"{param}: {count} characters (a token id counts as 4), more than the {self.characters}"
-                " that are read",
-                param=param,
-                code="context_length_exceeded",
-            )
+            text = f"{param}: {count} characters (a token id counts as 4), more than the {self.characters}"
+            raise Refused(f"{text} that are read", param=param, code="context_length_exceeded")
 
 
 # ---- Requests.
 
 
-class _Loose(BaseModel):
+class Loose(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class Url(_Loose):
+class Url(Loose):
     url: str
 
-    def data(self, kind: str) -> bytes:
-        return data_url(self.url, kind)
 
-
-class TextPart(_Loose):
+class TextPart(Loose):
     type: Literal["text"]
     text: str
-    media: ClassVar[int] = 0
-
-    def segment(self, frames: int) -> Segment:
-        return Text(self.text)
 
 
-class ImagePart(_Loose):
+class ImagePart(Loose):
     type: Literal["image_url"]
     image_url: Url
-    media: ClassVar[int] = 1
-
-    def segment(self, frames: int) -> Segment:
-        return Image(self.image_url.data("image"))
 
 
-class VideoPart(_Loose):
+class VideoPart(Loose):
     """A whole video file as one data URL."""
 
     type: Literal["video_url"]
     video_url: Url
-    media: ClassVar[int] = 1
-
-    def segment(self, frames: int) -> Segment:
-        return VideoFile(self.video_url.data("video"), max_frames=frames)
 
 
-class FramesPart(_Loose):
+class FramesPart(Loose):
     """Video frames, each a picture as a data URL, `fps` of them a second."""
 
     type: Literal["video"]
     video: list[str] = Field(min_length=1)
     fps: float = Field(2.0, ge=0.001, le=1000)
 
-    @property
-    def media(self) -> int:
-        return len(self.video)
 
-    def segment(self, frames: int) -> Segment:
-        pictures = [data_url(frame, "image") for frame in self.video]
-        return Video(pictures, [i / self.fps for i in range(len(pictures))])
+Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
 
 
-def _as_parts(content: Any) -> Any:
+def media_in(part: Part) -> int:
+    """Pictures, frames and video files of a part."""
+    if isinstance(part, FramesPart):
+        return len(part.video)
+    return 0 if isinstance(part, TextPart) else 1
+
+
+def segment_of(part: Part, frames: int) -> Segment:
+    """A part as a segment; media stay encoded. frames: most frames that a video file may give."""
+    match part:
+        case ImagePart():
+            return Image(data_url(part.image_url.url, "image"))
+        case VideoPart():
+            return VideoFile(data_url(part.video_url.url, "video"), max_frames=frames)
+        case FramesPart():
+            pictures = [data_url(frame, "image") for frame in part.video]
+            return Video(pictures, [i / part.fps for i in range(len(pictures))])
+        case _:
+            return Text(part.text)
+
+
+def as_parts(content: Any) -> Any:
     """A text alone is one part of it, no content is none."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [] if content is None else content
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
-
-
-class Turn(_Loose):
+class Turn(Loose):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], Field(max_length=PARTS, fail_fast=True), BeforeValidator(_as_parts)] = []
+    content: Annotated[list[Part], Field(max_length=PARTS, fail_fast=True), BeforeValidator(as_parts)] = []
     reasoning_content: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(max_length=CALLS)] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+    tool_call_id: str = ""
+    name: str = ""
 
     def characters(self) -> int:
         """How much text it holds."""
@@ -167,32 +161,25 @@ class Turn(_Loose):
         number: place among the messages. frames: most frames that a video file may give. Raises Refused for
         media that are no data URLs, DataError for calls that are none.
         """
-        content = tuple(part.segment(frames) for part in self.content)
-        if self.role == "assistant":
-            calls = tuple(call_from(call, number) for call in self.tool_calls or [])
-            return Message("assistant", content, thinking=self.reasoning_content, calls=calls)
-        if self.role == "tool":
-            index = (self.tool_call_id or "").rpartition("call_")[2]
-            index = index[:6] if index.isdecimal() else "1"
-            return Message("tool", content, tool=self.name or "", index=int(index))
-        return Message("system" if self.role == "developer" else self.role, content)
+        content = tuple(segment_of(part, frames) for part in self.content)
+        match self.role:
+            case "assistant":
+                calls = tuple(call_from(call, number) for call in self.tool_calls or [])
+                return Message("assistant", content, thinking=self.reasoning_content, calls=calls)
+            case "tool":
+                # The ids that this server gives are call_1, call_2, ...
+                index = self.tool_call_id.rpartition("call_")[2][:6]
+                return Message("tool", content, tool=self.name, index=int(index) if index.isdecimal() else 1)
+            case "developer":
+                return Message("system", content)
+        return Message(self.role, content)
 
 
-class StreamOptions(_Loose):
+class StreamOptions(Loose):
     include_usage: bool = False
 
 
-def _refuse_unserved(value: Any) -> Any:
-    if value not in (None, False, 0, "", [], {}, {"type": "text"}):
-        raise PydanticCustomError("unsupported_parameter", "this is not served here; leave it out")
-    return value
-
-
-Unserved = Annotated[Any, AfterValidator(_refuse_unserved)]
-"""A field that OpenAI knows: taken where it changes nothing."""
-
-
-def _as_list(given: Any) -> Any:
+def as_list(given: Any) -> Any:
     """One text, or one prompt of ids, is a list of it; nothing is an empty list."""
     ids = isinstance(given, list) and given[:1] and isinstance(given[0], int)
     if isinstance(given, str) or ids:
@@ -200,63 +187,62 @@ def _as_list(given: Any) -> Any:
     return [] if given is None else given
 
 
+# Fields that OpenAI knows and this server does not: taken where they change nothing.
+UNSERVED = set(
+    "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format"
+    " top_logprobs".split()
+)
+NEUTRAL = (None, False, 0, "", [], {}, {"type": "text"})
+# Fields that never change an answer.
+UNREAD = {"user", "metadata", "store", "tool_choice"}
+
 Stop = Annotated[str, Field(max_length=STOP_CHARACTERS)]
+Count = Annotated[int, Field(ge=0)]
 
 
 class Common(BaseModel):
-    """Fields of both endpoints."""
+    """Fields of both endpoints. new_tokens: how many are asked for; None takes default_new_tokens."""
 
     model_config = ConfigDict(extra="forbid")
     default_new_tokens: ClassVar[int] = 256
-    """Where nothing is asked for."""
 
     model: str = ""
-    max_tokens: int | None = Field(None, ge=0)
+    new_tokens: Count | None = Field(None, alias="max_tokens")
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=SAMPLES)
-    stop: Annotated[list[Stop], Field(max_length=STOPS), BeforeValidator(_as_list)] = []
+    stop: Annotated[list[Stop], Field(max_length=STOPS), BeforeValidator(as_list)] = []
     seed: int | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     """Go on after the end token, up to max_tokens (an extension, as in vLLM)."""
-    user: str | None = None
-    metadata: Any = None
-    store: bool | None = None
     best_of: Literal[1] | None = None
-    frequency_penalty: Unserved = None
-    presence_penalty: Unserved = None
-    logit_bias: Unserved = None
-    suffix: Unserved = None
-    echo: Unserved = None
-    tools: Unserved = None
-    tool_choice: Any = None
-    functions: Unserved = None
-    response_format: Unserved = None
-    top_logprobs: Unserved = None
+    logprobs: Any = None
 
-    @property
-    def new_tokens(self) -> int | None:
-        """How many tokens are asked for."""
-        return self.max_tokens
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in UNSERVED & given.keys():
+            if given[name] not in NEUTRAL:
+                text = f"{name}: this is not served here; leave it out"
+                raise Refused(text, param=name, code="unsupported_parameter")
+        # A null is as good as a field that is not there.
+        kept = given.keys() - UNSERVED - UNREAD
+        return {key: given[key] for key in kept if given[key] is not None}
 
 
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
     messages: list[Turn] = Field(min_length=1, max_length=TURNS)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    new_tokens: Count | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     logprobs: bool = False
-
-    @property
-    def new_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
 
     def conversation(self, limits: Limits) -> tuple[list[Message], int]:
         """The turns as messages, and how many characters of text they hold; pictures stay encoded.
@@ -264,12 +250,10 @@ class ChatRequest(Common):
         Media come from data URLs (base64 only). Everything is counted before any of it is decoded.
         """
         # Counts first: decoding is what costs.
-        media = sum(part.media for turn in self.messages for part in turn.content)
+        media = sum(media_in(part) for turn in self.messages for part in turn.content)
         if media > limits.images:
-            raise Refused(
-                f"{media} pictures or frames in one request; at most {limits.images} are taken",
-                param="messages",
-            )
+            text = f"{media} pictures or frames in one request; at most {limits.images} are taken"
+            raise Refused(text, param="messages")
         length = sum(turn.characters() for turn in self.messages)
         limits.check_characters(length, "messages")
 
@@ -285,30 +269,23 @@ class CompletionRequest(Common):
 
     default_new_tokens: ClassVar[int] = 16
     prompt: Annotated[
-        list[Prompt], Field(min_length=1, max_length=PROMPTS, fail_fast=True), BeforeValidator(_as_list)
+        list[Prompt], Field(min_length=1, max_length=PROMPTS, fail_fast=True), BeforeValidator(as_list)
     ]
     """A text, token ids, or a list of either"""
     logprobs: int | None = Field(None, ge=0, le=1)
     """0 or 1: the log-probability of every chosen token (alternatives are not served)."""
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
     def prompts(self, limits: Limits) -> list[str | list[int]]:
         """Every prompt, a text or token ids; raises Refused for too much."""
         if len(self.prompt) * self.n > SEQUENCES:
-            raise Refused(
-                f"{len(self.prompt)} prompts of {self.n} samples; at most {SEQUENCES} samples in all are"
-                " served",
-                param="prompt",
-            )
+            text = f"{len(self.prompt)} prompts of {self.n} samples; at most {SEQUENCES} samples in all"
+            raise Refused(f"{text} are served", param="prompt")
         characters = sum(len(p) if isinstance(p, str) else 4 * len(p) for p in self.prompt)
         limits.check_characters(characters, "prompt")
         return self.prompt
 
 
-Body = TypeVar("Body", bound=Common)
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
 
 
 def read(kind: type[Body], body: bytes | bytearray) -> Body:
@@ -322,25 +299,22 @@ def read(kind: type[Body], body: bytes | bytearray) -> Body:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         first = max(reversed(found), key=lambda each: len(each["loc"]))  # of a union the furthest branch
         names = [str(part) for part in first["loc"] if part != "str" and "[" not in str(part)]
-        place = ".".join(names) or None
-        code = first["type"] if first["type"] == "unsupported_parameter" else None
-        raise Refused(f"{place or 'body'}: {first['msg']}", param=place, code=code) from None
+        place = ".".join(names)
+        raise Refused(f"{place or 'body'}: {first['msg']}", param=place or None) from None
     except ValueError as error:
         raise Refused(f"the body is not JSON: {error}") from None
 
 
 def data_url(url: str, kind: str) -> bytes:
     """Bytes of a base64 data URL; other URLs are refused, so that the server never fetches anything."""
-    head = _DATA_URL.match(url[:256])
-    if head is None or not head.group(3):
+    head = DATA_URL.match(url[:256])
+    if head is None:
         shown = url[:40] + ("…" if len(url) > 40 else "")
-        raise Refused(
-            f"{kind} {shown!r}: give a data URL (data:{kind}/…;base64,…); nothing is fetched",
-            param="messages",
-        )
+        text = f"{kind} {shown!r}: give a data URL (data:{kind}/…;base64,…); nothing is fetched"
+        raise Refused(text, param="messages")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise Refused(f"{kind}: its base64 cannot be decoded", param="messages") from None
 
 
@@ -366,11 +340,7 @@ class Answer:
         self.channels = self.chat and template == "chat"
         """Whether words, thoughts and calls are told apart."""
         self.kind = "chat.completion" if self.chat else "text_completion"
-        self.base = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self.base = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self.first = {name: number * body.n for number, name in enumerate(requests)}
         self.done: dict[int, Completion] = {}
         self.streams: dict[int, ChatStream] = defaultdict(lambda: ChatStream(tokenizer))
@@ -390,36 +360,32 @@ class Answer:
 
     def choice(self, index: int, done: Completion) -> dict[str, Any]:
         """One sample of a whole answer."""
-        # Of a chat in channels the ids are read again: the text has lost its markup.
-        common = {
-            "index": index,
-            "finish_reason": _finish(done),
-            "logprobs": self._logprobs(done.ids, done.logprobs1),
-        }
+        choice = self._common(index, done.ids, done.logprobs1, done)
         if not self.chat:
-            return {**common, "text": done.text}
+            return {**choice, "text": done.text}
         message = {"role": "assistant", "content": done.text, "refusal": None}
+
+        # Of a chat in channels the ids are read again: the text has lost its markup.
         if self.channels:
             parsed = parse_assistant(done.ids, self.tokenizer).message
             message |= {"content": self._stopped(parsed.text), **tool_calls(parsed)}
             if parsed.thinking is not None:
                 message["reasoning_content"] = parsed.thinking
-        return {**common, "message": message}
+        return {**choice, "message": message}
 
     def opening(self) -> str:
         """What a streamed chat begins with: the role of every choice."""
-        delta = {"role": "assistant", "content": ""}
-        choices = [{"index": i, "delta": delta, "finish_reason": None} for i in range(self.body.n)]
-        return "".join(self.chunk([choice]) for choice in choices) if self.chat else ""
+        events = ""
+        if self.chat:
+            for i in range(self.body.n):
+                delta = {"role": "assistant", "content": ""}
+                events += self.chunk([{"index": i, "delta": delta, "finish_reason": None}])
+        return events
 
     def piece(self, event: Event) -> str:
         """An event of the engine as one of the stream."""
-        index = self.take(event)
-        choice: dict[str, Any] = {
-            "index": index,
-            "logprobs": self._logprobs([t.id for t in event.tokens], [t.logprob1 for t in event.tokens]),
-            "finish_reason": None if event.completion is None else _finish(event.completion),
-        }
+        index, tokens = self.take(event), event.tokens
+        choice = self._common(index, [t.id for t in tokens], [t.logprob1 for t in tokens], event.completion)
         if self.channels:
             choice["delta"] = self._by_channel(index, event)
         elif self.chat:
@@ -435,28 +401,35 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """Tokens read and written; a prompt counts once, however many samples it has."""
-        by_prompt = {index // self.body.n: completion for index, completion in self.done.items()}
-        read = sum(completion.prompt_tokens for completion in by_prompt.values())
-        written = sum(len(completion.ids) for completion in self.done.values())
-        cached = sum(completion.cached_tokens for completion in by_prompt.values())
+        prompts = {index // self.body.n: done for index, done in self.done.items()}.values()
+        read = sum(done.prompt_tokens for done in prompts)
+        written = sum(len(done.ids) for done in self.done.values())
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in prompts)},
         }
+
+    def _common(
+        self, index: int, ids: list[int], logprobs: list[float], done: Completion | None
+    ) -> dict[str, Any]:
+        """What a choice says whatever the endpoint. done: the sample, where it is complete."""
+        reason = None if done is None else done.finish_reason
+        choice = {"index": index, "finish_reason": "stop" if reason == "cancelled" else reason}
+        return {**choice, "logprobs": self._logprobs(ids, logprobs)}
 
     def _by_channel(self, index: int, event: Event) -> dict[str, Any]:
         """The words of one event without markup; calls come whole, with the last event of a sample."""
-        delta: dict[str, Any] = {"content": ""}
+        delta = {"content": ""}
         for token in event.tokens:
             for channel, text in self.streams[index].push(token.id):
-                if channel in ("content", "thinking"):
-                    key = "content" if channel == "content" else "reasoning_content"
+                key = CHANNELS.get(channel)
+                if key is not None:
                     delta[key] = delta.get(key, "") + text
-        if event.completion is not None:
-            delta |= tool_calls(parse_assistant(event.completion.ids, self.tokenizer).message)
-        return delta
+        if event.completion is None:
+            return delta
+        return delta | tool_calls(parse_assistant(event.completion.ids, self.tokenizer).message)
 
     def _stopped(self, text: str) -> str:
         """The text up to the first stop string: the engine cuts its own text, not the ids."""
@@ -464,17 +437,25 @@ class Answer:
         return text[: min(ends)] if ends else text
 
     def _logprobs(self, ids: list[int], values: list[float]) -> dict[str, Any] | None:
-        if not self.body.wants_logprobs:
+        if not wants_logprobs(self.body):
             return None
         tokens = [self.tokenizer.decode([i]) for i in ids]
         if not self.chat:
             return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
         entries = []
         for token, value in zip(tokens, values, strict=True):
-            entries.append(
-                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            )
+            entry = {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            entries.append(entry)
         return {"content": entries}
+
+
+CHANNELS = {"content": "content", "thinking": "reasoning_content"}
+"""Channel of the chat form -> key of a streamed answer; calls are no words."""
+
+
+def wants_logprobs(body: ChatRequest | CompletionRequest) -> bool:
+    """Of a chat a truth value asks for them, of a completion any number, 0 too."""
+    return body.logprobs is not None and body.logprobs is not False
 
 
 def sse(value: Mapping[str, Any]) -> str:
@@ -489,7 +470,3 @@ def tool_calls(message: Message) -> dict[str, Any]:
         function = {"name": call.tool, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
         listed.append({"index": number, "id": f"call_{number + 1}", "type": "function", "function": function})
     return {"tool_calls": listed} if listed else {}
-
-
-def _finish(completion: Completion) -> str:
-    return "stop" if completion.finish_reason == "cancelled" else completion.finish_reason

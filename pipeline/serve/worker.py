@@ -3,67 +3,47 @@
     worker = EngineWorker(engine)         # starts the thread
     async for event in worker.stream(requests): ...
 
-Requests enter through an inbox; their events go to an asyncio queue of whoever waits for them.
+Continuous batching needs one owner of the engine: a step serves all requests at once, and takes its time.
+So the engine lives in a thread, requests enter through its inbox, and their events go to an asyncio queue of
+whoever waits for them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
 
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Event, Request
+
+Mailbox = Callable[[Event | Exception], None]
 
 
 class EngineStopped(RuntimeError):
     """The engine takes no more requests, or has failed."""
 
 
-class _Mailbox:
-    """Where the events of one HTTP request arrive, from the engine's thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-
-    def put(self, item: Event | BaseException) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self.events.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            pass
-
-
 class EngineWorker:
-    """Drives `engine` until `stop`. `max_open` bounds the unfinished requests; more raise EngineFull at
-    once."""
+    """Drives `engine` until `stop`. `max_open` bounds the unfinished requests; more raise EngineFull at once.
+
+    Setting `accepting` to False takes no new requests; those in flight go on.
+    """
 
     def __init__(self, engine: Engine, *, max_open: int = 256) -> None:
-        self.engine, self.max_open = engine, max_open
-        self._inbox: deque[Callable[[], Any]] = deque()
-        self._wake = threading.Condition()
-        self._waiting: dict[str, _Mailbox] = {}
-        self._closing = self._draining = False
-        self._failure: EngineStopped | None = None
+        self.engine, self.max_open, self.accepting = engine, max_open, True
+        self.stopped = EngineStopped("the server is stopping")
+        self.waiting: dict[str, Mailbox] = {}
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    @property
-    def open_requests(self) -> int:
-        """Requests not yet answered to the end."""
-        return len(self._waiting)
-
-    @property
-    def accepting(self) -> bool:
-        """Whether new requests are taken."""
-        return not self._draining and self._failure is None
-
     def check_room(self, more: int = 1) -> None:
         """Raises EngineFull when so many further requests are not taken now."""
-        if len(self._waiting) + more > self.max_open:
+        if len(self.waiting) + more > self.max_open:
             raise EngineFull(self.max_open)
 
     async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
@@ -73,80 +53,65 @@ class EngineWorker:
         EngineFull, or what `Engine.submit` raises, before the first event.
         """
         if not self.accepting:
-            raise self._failure or EngineStopped("the server is stopping")
+            raise self.stopped
         self.check_room(len(requests))
 
         # The mailbox is known before the engine hears of a request: no event is lost.
-        mailbox = _Mailbox()
-        self._waiting |= {request.id: mailbox for request in requests}
+        events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        mailbox = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
         left = {request.id: request.params.n for request in requests}
+        self.waiting |= dict.fromkeys(left, mailbox)
         try:
             for request in requests:
-                self._send(partial(self._submit, request, mailbox))
+                self._inbox.put(partial(self._submit, request))
             while left:
-                item = await mailbox.events.get()
-                if isinstance(item, BaseException):
+                item = await events.get()
+                if isinstance(item, Exception):
                     raise item
                 if item.completion is not None:
                     left[item.request_id] -= 1
                     if not left[item.request_id]:
-                        del left[item.request_id], self._waiting[item.request_id]
+                        del left[item.request_id], self.waiting[item.request_id]
                 yield item
         finally:
             for unfinished in left:
-                self._waiting.pop(unfinished, None)
-                self._send(partial(self.engine.cancel, unfinished))
+                self.waiting.pop(unfinished, None)
+                self._inbox.put(partial(self.engine.cancel, unfinished))
 
-    def drain(self) -> None:
-        """Take no new requests; those in flight go on."""
-        self._draining = True
-
-    def cut(self) -> None:
-        """End all requests now: whoever waits gets EngineStopped. From the thread of the event loop."""
-        self._draining = True
-        self._fail_all(EngineStopped("the server stopped before this answer was complete"))
+    def cut(self, why: str) -> None:
+        """End all requests now: whoever waits gets EngineStopped."""
+        self.accepting, self.stopped = False, EngineStopped(why)
+        for name in list(self.waiting):
+            self._tell(name, self.stopped)
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread; unfinished requests get EngineStopped."""
-        self._draining = True
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        self.accepting = False
+        self._inbox.put(None)
         self._thread.join(timeout)
-        self._fail_all(EngineStopped("the server has stopped"))
+        self.cut("the server has stopped")
 
-    def _send(self, action: Callable[[], Any]) -> None:
-        with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
+    def _tell(self, name: str, item: Event | Exception) -> None:
+        # Nobody waits where the request was cancelled, or the loop is closed.
+        with suppress(KeyError, RuntimeError):
+            self.waiting[name](item)
 
-    def _submit(self, request: Request, mailbox: _Mailbox) -> None:
+    def _submit(self, request: Request) -> None:
         try:
             self.engine.submit(request)
         except Exception as error:
-            mailbox.put(error)
+            self._tell(request.id, error)
 
     def _run(self) -> None:
         try:
             while True:
-                with self._wake:
-                    while not (self._inbox or self._closing or self.engine.has_work):
-                        self._wake.wait()
-                    if self._closing:
+                # The inbox is waited for only where the engine has nothing to do.
+                while not (self.engine.has_work and self._inbox.empty()):
+                    action = self._inbox.get()
+                    if action is None:
                         return
-                    actions, self._inbox = list(self._inbox), deque()
-
-                # Outside the lock: submitting a long prompt must not hold up who asks.
-                for action in actions:
                     action()
-                for event in self.engine.step() if self.engine.has_work else ():
-                    mailbox = self._waiting.get(event.request_id)
-                    if mailbox is not None:
-                        mailbox.put(event)
-        except BaseException as error:  # whoever waits must learn of it
-            self._failure = EngineStopped(f"the engine has failed: {type(error).__name__}: {error}")
-            self._fail_all(self._failure)
-
-    def _fail_all(self, error: EngineStopped) -> None:
-        for mailbox in set(self._waiting.values()):
-            mailbox.put(error)
+                for event in self.engine.step():
+                    self._tell(event.request_id, event)
+        except Exception as error:  # whoever waits must learn of it
+            self.cut(f"the engine has failed: {type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from earlyfusion.data.sample import Image, Text
 uvicorn = pytest.importorskip("uvicorn")
 
 from earlyfusion.pipeline.serve import front as serve_front  # noqa: E402
-from earlyfusion.pipeline.serve.front import Budget, Front, guarded, is_loopback  # noqa: E402
+from earlyfusion.pipeline.serve.front import Front, Incoming, guarded, is_loopback  # noqa: E402
 from earlyfusion.pipeline.serve.prepare import Preparer, Setup  # noqa: E402
 from earlyfusion.pipeline.serve.protocol import Limits, Refused  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_chunks_of_one_byte_are_cut_and_larger_ones_are_not():
 
 
 def front(app=hello, **changes):
-    return Front(app, limits=Limits(), **{"key": None, "hosts": frozenset(), "most": 4, **changes})
+    return Front(app, **{"limits": Limits(), "key": None, "hosts": frozenset(), "most": 4, **changes})
 
 
 def call(layer, *messages, path="/v1/completions", headers=()):
@@ -133,17 +133,18 @@ def test_a_body_that_comes_too_slowly_is_cut(monkeypatch):
 
 
 def test_bodies_that_together_hold_too_much_are_put_off_and_small_ones_pass():
-    budget = Budget(1_000_000)
-    budget.change(0, 900_000)
+    layer = front(limits=Limits(held=1_000_000))
+    first, second, small = (Incoming(layer) for _ in range(3))
+    first.holds(900_000)
     with pytest.raises(Refused, match="too many large requests") as caught:
-        budget.change(0, 300_000)
+        second.holds(300_000)
     assert caught.value.status == 503
-    budget.change(0, 60_000)
-    budget.change(900_000, 0)
-    budget.change(0, 300_000)
-    layer = front()
+    small.holds(60_000)
+    first.holds(0)
+    second.holds(300_000)
+    second.holds(0)
     assert call(layer, piece(b'{"a": "' + b"x" * 200_000, True), piece(b'"}'))[0] == 200
-    assert layer.budget.held == 0 and layer.running == 0
+    assert layer.held == 0 and layer.running == 0
 
 
 def test_values_are_counted_before_they_are_parsed():
