@@ -244,7 +244,7 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         incoming = Incoming(self)
         # "app" makes the router tell of unknown paths by an exception.
-        scope |= {"app": self, "state": {"incoming": incoming}}
+        scope.update(app=self, state={"incoming": incoming})
 
         async def tell(message: Message) -> None:
             incoming.started = True

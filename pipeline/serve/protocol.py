@@ -192,7 +192,7 @@ UNSERVED = set(
     "frequency_penalty presence_penalty logit_bias suffix echo tools functions response_format"
     " top_logprobs".split()
 )
-NEUTRAL = (None, False, 0, "", [], {}, {"type": "text"})
+NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, {"type": "text"})
 # Fields that never change an answer.
 UNREAD = {"user", "metadata", "store", "tool_choice"}
 

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Event, Request
 
-Mailbox = Callable[[Event | Exception], None]
+Mailbox = Callable[[Event | Exception], object]
 
 
 class EngineStopped(RuntimeError):
@@ -37,7 +37,7 @@ class EngineWorker:
         self.engine, self.max_open, self.accepting = engine, max_open, True
         self.stopped = EngineStopped("the server is stopping")
         self.waiting: dict[str, Mailbox] = {}
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -58,7 +58,8 @@ class EngineWorker:
 
         # The mailbox is known before the engine hears of a request: no event is lost.
         events: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        mailbox = partial(asyncio.get_running_loop().call_soon_threadsafe, events.put_nowait)
+        loop = asyncio.get_running_loop()
+        mailbox: Mailbox = lambda item: loop.call_soon_threadsafe(events.put_nowait, item)
         left = {request.id: request.params.n for request in requests}
         self.waiting |= dict.fromkeys(left, mailbox)
         try:
