@@ -7,8 +7,8 @@ as in GPT-3's report, appendix C). A question shorter than n words is compared a
 but at least SHORTEST words, below which a match says nothing. What is looked for is the question and its
 options, not the shots before it.
 
-Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet (string columns), also
-.gz and .zst, tar shards of such members, and folders of them. Reports ids and shares, never text.
+Training text: .txt, .md, .html, .py, .jsonl and .json (all strings in them), .parquet, also .gz and .zst, tar
+shards of such members, and folders of them. Reports ids and shares, never text.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import json
 import re
 import sys
 import tarfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
-from earlyfusion.eval.benchmarks.base import mean
-from earlyfusion.eval.harness import label_of, read_records
-from earlyfusion.eval.protocol import EvalError, Question, Task, prompt_text
+from earlyfusion.data.row_files import read_rows
+from earlyfusion.eval.benchmarks.base import BaseTask, mean
+from earlyfusion.eval.harness import RECORDS, read_records
+from earlyfusion.eval.protocol import EvalError, Question, prompt_text
 from earlyfusion.kernels.files import write_json
 
 NGRAM, SHORTEST = 13, 8
-TEXT_ENDINGS = (".txt", ".md", ".html", ".py", ".jsonl", ".json")
 _WORD = re.compile(r"[^\W_]+")
-_PACKED = re.compile(r"\.(gz|zst)$")
+_READABLE = re.compile(r"\.(txt|md|html|py|jsonl|json|tar|parquet)(\.gz|\.zst)?$")
 
 
 @dataclass
@@ -44,13 +44,12 @@ class Overlap:
     shares: dict[str, float] = field(default_factory=dict)
     too_short: list[str] = field(default_factory=list)
     words: int = 0
-    documents: int = 0
     files: Counter[str] = field(default_factory=Counter)
 
     @property
-    def hit(self) -> list[str]:
-        """Ids with any n-gram in common."""
-        return [identity for identity, share in self.shares.items() if share > 0]
+    def hit(self) -> dict[str, float]:
+        """The shares of questions with any n-gram in common."""
+        return {key: round(share, 4) for key, share in self.shares.items() if share > 0}
 
 
 def find_overlap(
@@ -66,28 +65,29 @@ def find_overlap(
     # The grams of every question, and all of one length together.
     result = Overlap()
     own: dict[str, set[str]] = {}
-    sought: dict[int, set[str]] = defaultdict(set)
+    sought: dict[int, set[str]] = {}
     for question in questions:
-        words = _words(" ".join([_asked(question), *question.choices]))
+        # Worked examples are shared by all questions and would all be found together.
+        row = question.meta.get("row")
+        text = row["question"] if row else prompt_text(question.prompt)
+        words = _words(" ".join([text, *question.choices]))
         if len(words) < SHORTEST:
             result.too_short.append(question.id)
             continue
         length = min(n, len(words))
-        own[question.id] = set(_grams(words, length))
-        sought[length] |= own[question.id]
+        own[question.id] = _grams(words, length)
+        sought.setdefault(length, set()).update(own[question.id])
 
     # One pass over the training text, whatever the number of questions.
     found: set[str] = set()
     for name, text in documents:
         words = _words(text)
         result.words += len(words)
-        result.documents += 1
         for length, grams in sought.items():
-            here = {gram for gram in _grams(words, length) if gram in grams}
+            here = _grams(words, length) & grams
             found |= here
-            if here:
-                result.files[name] += len(here)
-    result.shares = {identity: len(grams & found) / len(grams) for identity, grams in own.items()}
+            result.files[name] += len(here)
+    result.shares = {key: len(grams & found) / len(grams) for key, grams in own.items()}
     return result
 
 
@@ -95,19 +95,8 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _grams(words: Sequence[str], n: int) -> Iterator[str]:
-    return (" ".join(words[start : start + n]) for start in range(len(words) - n + 1))
-
-
-def _asked(question: Question) -> str:
-    """The question's own text: where the prompt carries shots, only what comes after them."""
-    # Worked examples are shared by all questions and would all be found together.
-    row = question.meta.get("row")
-    if isinstance(row, dict) and "question" in row:
-        return str(row["question"])
-    text = prompt_text(question.prompt)
-    head = question.meta.get("head")
-    return text[head:] if isinstance(head, int) else text
+def _grams(words: Sequence[str], n: int) -> set[str]:
+    return {" ".join(words[start : start + n]) for start in range(len(words) - n + 1)}
 
 
 # training text
@@ -115,129 +104,103 @@ def _asked(question: Question) -> str:
 
 def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     """(file name, text) of everything readable below `path`. Raises EvalError when there is nothing."""
-    if not path.exists():
-        raise EvalError(f"--contamination {path}: no such file or folder")
-    files = (
-        [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and _readable(p.name))
-    )
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    files = [file for file in files if _READABLE.search(file.name) and not file.name.endswith(".index.jsonl")]
     if not files:
-        raise EvalError(f"--contamination {path}: holds no text, json, parquet or tar file")
+        raise EvalError(f"--contamination {path}: no such path, or no text, json, parquet or tar file in it")
     for file in files:
-        yield from ((file.name, text) for text in _file_texts(file))
-
-
-def _readable(name: str) -> bool:
-    bare = _PACKED.sub("", name.lower())
-    return bare.endswith((*TEXT_ENDINGS, ".tar", ".parquet")) and not name.endswith(".index.jsonl")
+        for text in _file_texts(file):
+            yield file.name, text
 
 
 def _file_texts(file: Path) -> Iterator[str]:
-    bare = _PACKED.sub("", file.name.lower())
-    if bare.endswith(".parquet"):
-        yield from _parquet_texts(file)
-        return
-    with _opened(file) as raw:
-        if not bare.endswith(".tar"):
-            yield from _texts(bare, raw)
-            return
-        with tarfile.open(fileobj=raw, mode="r|") as tar:
-            for member in tar:
-                if member.isfile() and _readable(member.name):
-                    yield from _texts(member.name.lower(), tar.extractfile(member))  # type: ignore[arg-type]
-
-
-def _opened(file: Path) -> IO[bytes]:
-    if file.suffix == ".gz":
-        return gzip.open(file, "rb")  # type: ignore[return-value]
-    if file.suffix == ".zst":
+    if file.suffix == ".parquet":
+        for row in read_rows(file):
+            yield "\n".join(_strings(row))
+    elif file.suffix == ".gz":
+        with gzip.open(file, "rb") as raw:
+            yield from _texts(file.stem, raw)  # type: ignore[arg-type]
+    elif file.suffix == ".zst":
         try:
             import zstandard
         except ModuleNotFoundError:
             raise EvalError(f"{file}: needs zstandard; pip install 'earlyfusion[shards]'") from None
-        return zstandard.open(file, "rb")
-    return file.open("rb")
+        with zstandard.open(file, "rb") as raw:
+            yield from _texts(file.stem, raw)
+    else:
+        with file.open("rb") as raw:
+            yield from _texts(file.name, raw)
 
 
-def _texts(name: str, raw: IO[bytes]) -> Iterator[str]:
+def _texts(name: str, raw: BinaryIO) -> Iterator[str]:
     """The text of a file; of JSON all strings, a line (or the file) at a time."""
+    if name.endswith(".tar"):
+        with tarfile.open(fileobj=raw, mode="r|") as tar:
+            for member in tar:
+                if member.isfile() and _READABLE.search(member.name):
+                    yield from _texts(member.name, tar.extractfile(member))  # type: ignore[arg-type]
+        return
     if not name.endswith((".jsonl", ".json")):
         yield raw.read().decode("utf-8", "replace")
         return
     for part in raw if name.endswith(".jsonl") else [raw.read()]:
-        if part.strip():
-            try:
+        try:
+            if part.strip():
                 yield "\n".join(_strings(json.loads(part.decode("utf-8", "replace"))))
-            except ValueError:
-                raise EvalError(f"{name}: not valid JSON") from None
+        except ValueError:
+            raise EvalError(f"{name}: not valid JSON") from None
 
 
 def _strings(value: Any) -> Iterator[str]:
+    """All strings of a JSON value, however deep."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list):
+        for inner in value:
             yield from _strings(inner)
-
-
-def _parquet_texts(file: Path) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ModuleNotFoundError:
-        raise EvalError(f"{file}: parquet needs pyarrow; pip install 'earlyfusion[eval]'") from None
-    opened = parquet.ParquetFile(str(file))
-    columns = [
-        column.name for column in opened.schema_arrow if str(column.type) in ("string", "large_string")
-    ]
-    for batch in opened.iter_batches(columns=columns):
-        for row in batch.to_pylist():
-            yield "\n".join(value for value in row.values() if value)
 
 
 # the verb
 
 
-def report(tasks: Sequence[Task], path: Path, n: int, limit: int | None, seed: int, out: Path | None) -> int:
+def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out: Path | None) -> None:
     """The verb's --contamination: one line per task; details in OUT/<label>/contamination.json.
 
     Where OUT/<label>/records.jsonl stands (an evaluation has run), the score on the untouched questions is
     shown too.
     """
     for task in tasks:
-        questions = list(task.questions(limit, None, seed))
+        questions = list(task.questions(limit, None))
         overlap = find_overlap(questions, training_texts(path), n)
-        hits = overlap.hit
         result: dict[str, Any] = {
-            "task": label_of(task),
+            "task": task.label,
             "data_hash": task.data_hash(),
             "training": str(path),
             "ngram": n,
             "questions": len(questions),
             "too_short": len(overlap.too_short),
-            "hit": len(hits),
-            "hit_share": len(hits) / len(questions),
-            "mostly_hit": sum(share > 0.5 for share in overlap.shares.values()),
+            "hit": len(overlap.hit),
+            "mostly_hit": sum(share > 0.5 for share in overlap.hit.values()),
             "words_read": overlap.words,
-            "documents_read": overlap.documents,
             "files": dict(overlap.files.most_common(50)),
-            "shares": {identity: round(overlap.shares[identity], 4) for identity in hits},
+            "shares": overlap.hit,
         }
         print(
-            f"{result['task']}: {len(hits)} of {len(questions)} questions share a {n}-gram with {path} "
-            f"({100 * result['hit_share']:.2f} %), {result['mostly_hit']} of them more than half of theirs; "
-            f"{overlap.words:,} words read, {len(overlap.too_short)} questions too short to judge"
+            f"{task.label}: {result['hit']} of {len(questions)} questions share a {n}-gram with {path}, "
+            f"{result['mostly_hit']} of them more than half of theirs; {overlap.words:,} words read, "
+            f"{result['too_short']} questions too short to judge"
         )
         if out is None:
             continue
 
         # What an evaluation in the same folder scored without the questions that were seen.
-        folder = out / label_of(task)
-        records = list(read_records(folder / "records.jsonl").values())
-        clean = [float(record["score"]) for record in records if record["id"] not in hits]
+        records = read_records(out / task.label / RECORDS).values()
+        clean = [record["score"] for record in records if record["id"] not in overlap.hit]
         if clean:
-            result["score"] = mean([float(record["score"]) for record in records])
+            result["score"] = mean([record["score"] for record in records])
             result["clean_score"] = mean(clean)
             print(f"  score {result['score']:.4f} on all, {result['clean_score']:.4f} on the untouched ones")
-        write_json(folder / "contamination.json", result)
-    if out is not None:
-        print(f"details: {out}", file=sys.stderr)
-    return 0
+        details = write_json(out / task.label / "contamination.json", result)
+        print(f"details: {details}", file=sys.stderr)

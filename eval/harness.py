@@ -4,38 +4,26 @@ ended.
     OUT/<label>/settings.json    what is asked of whom; a folder is never continued with other settings
     OUT/<label>/records.jsonl    id, repeat, category, seed, prompt_hash, output, extracted, score, tokens,
                                  ...
-    OUT/<label>/summary.json     the numbers (Task.aggregate), the settings, seconds; written when all is
+    OUT/<label>/summary.json     the numbers (BaseTask.aggregate), the settings, seconds; written when all is
                                  answered
 
-<label> is the task's name, followed by the form where it is not the task's default. Of private tasks no
-output is kept: a record holds its sha256 and length instead.
+Of private tasks no output is kept: a record holds its sha256 and length instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from typing import Any, NamedTuple, TypeAlias
 
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.benchmarks.base import request_seed
+from earlyfusion.eval.benchmarks.base import BaseTask, request_seed
 from earlyfusion.eval.explain import explain
 from earlyfusion.eval.models.engine import EngineModel
 from earlyfusion.eval.protocol import (
@@ -49,7 +37,6 @@ from earlyfusion.eval.protocol import (
     Request,
     RollingRequest,
     ScoreRequest,
-    Task,
     TaskOptions,
     prompt_hash,
 )
@@ -58,25 +45,18 @@ from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion
 
 SETTINGS, RECORDS, SUMMARY = "settings.json", "records.jsonl", "summary.json"
+METHODS: dict[type, str] = {
+    GenerateRequest: "generate",
+    ScoreRequest: "loglikelihood",
+    RollingRequest: "rolling",
+    LossRequest: "losses",
+}
 
 Records: TypeAlias = dict[tuple[str, int], Record]
 """(id, repeat) -> record"""
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """limit: questions (None: all). shots None: the task's own number. samples: answers per question. chunk:
-    questions handed to the model at once; what a stopped run loses is at most one chunk."""
-
-    limit: int | None = None
-    shots: int | None = None
-    samples: int = 1
-    seed: int = 0
-    chunk: int = 64
-
-
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A question without a record, and what is asked for it."""
 
     question: Question
@@ -85,102 +65,87 @@ class Pending:
     prompt_hash: str
 
 
-def label_of(task: Task) -> str:
-    """Name of the task's folder."""
-    form, forms = getattr(task, "form", ""), getattr(task, "forms", ())
-    return task.name if not form or not forms or form == forms[0] else f"{task.name}_{form}"
-
-
 def run_task(
     model: Model,
-    task: Task,
-    options: RunOptions | None = None,
+    task: BaseTask,
     *,
+    limit: int | None = None,
+    shots: int | None = None,
     out: Path | None = None,
-    progress: bool | Callable[[int, int], None] = False,
+    progress: Callable[[int, int], None] | None = None,
+    chunk: int = 64,
 ) -> dict[str, Any]:
-    """Ask every question of the task (those not yet answered in `out`); returns the summary. progress: a bar,
-    or a function that is given (answered, all).
+    """Ask every question of the task (those not yet answered in `out`); returns the summary.
 
-    Raises EvalError when the model cannot do what the task needs, or `out` holds a run with other settings.
+    limit: questions (None: all). shots None: the task's own number. progress is given (answered, all). chunk:
+    questions handed to the model at once; what a stopped run loses is at most one chunk. Raises EvalError
+    when the model cannot do what the task needs, or `out` holds a run with other settings.
     """
-    options = options or RunOptions()
     # What cannot work is said before anything is written.
-    check_capabilities(model, task)
+    needed = {*task.needs, "generate" if task.kind == "generate" else "score"}
+    if missing := needed - model.capabilities:
+        raise EvalError(
+            f"task {task.name!r} needs a model with {', '.join(sorted(missing))}; {model.name} has "
+            f"{', '.join(sorted(model.capabilities))}: choose another task or model"
+        )
+    if shots and task.zero_shot:
+        raise EvalError(f"{task.name}: --shots {shots}: all forms are zero-shot; leave --shots out")
     task.prepare(model)
-    questions = list(task.questions(options.limit, options.shots, options.seed))
-    check_ids(task, questions)
-    settings = run_settings(model, task, options)
-    folder = None if out is None else out / label_of(task)
-    records = {} if folder is None else resume(folder, settings)
+    questions = list(task.questions(limit, shots))
+    if len({question.id for question in questions}) != len(questions) or not questions:
+        raise EvalError(
+            f"task {task.name!r} has no question to ask, or two with one id; look at --data and --limit"
+        )
+    settings = run_settings(model, task, limit, shots)
+    folder = out and out / task.label
+    records = resume(folder, settings) if folder else {}
 
     # Ask what is missing; every chunk is on the disk before the next is asked.
     started = time.monotonic()
-    order = [(question, repeat) for repeat in range(options.samples) for question in questions]
-    with progress_of(progress, label_of(task), len(order)) as advance:
-        advance(records)
-        pending = _pending(task, order, records)
-        while chunk := list(islice(pending, options.chunk)):
-            answered = answer(model, task, chunk, options)
-            records |= {(record["id"], record["repeat"]): record for record in answered}
-            if folder is not None:
-                append_records(folder / RECORDS, answered)
-            advance(records)
+    order = [(question, repeat) for repeat in range(task.options.samples) for question in questions]
+    pending = _pending(task, order, records)
+    while True:
+        if progress is not None:
+            progress(len(records), len(order))
+        asked = list(islice(pending, chunk))
+        if not asked:
+            break
+        answered = answer(model, task, asked)
+        records |= {(record["id"], record["repeat"]): record for record in answered}
+        if folder:
+            append_records(folder / RECORDS, answered)
 
     # The numbers, with everything that they were measured under.
     kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
     hashes = "".join(sorted(record["prompt_hash"] for record in kept))
     summary["prompts_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
-    summary["refused"] = sum(bool(record.get("refused")) for record in kept)
+    summary["refused"] = sum(record.get("finish") == "refused" for record in kept)
     if lines := explain(task, summary["metrics"], kept):
         summary["explained"] = lines
-    if folder is not None:
+    if folder:
         write_json(folder / SUMMARY, summary)
-        if callable(keep := getattr(task, "write_shown", None)):
-            keep(folder, kept, summary)
+        task.write_shown(folder, kept, summary)
     return summary
 
 
-def check_capabilities(model: Model, task: Task) -> None:
-    """Raises EvalError when the model lacks what the task needs."""
-    needed = {*task.needs, "generate" if task.kind == "generate" else "score"}
-    if missing := needed - set(model.capabilities):
-        raise EvalError(
-            f"task {task.name!r} needs a model with {', '.join(sorted(missing))}; {model.name} has "
-            f"{', '.join(sorted(model.capabilities))}: choose another task or model"
-        )
-
-
-def check_ids(task: Task, questions: Sequence[Question]) -> None:
-    """Raises EvalError when the task has no question, or two of the same id."""
-    if not questions:
-        raise EvalError(f"task {task.name!r} has no question to ask; look at --data and --limit")
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise EvalError(f"task {task.name!r}: two questions have the id {question.id!r}; mend the data")
-        seen.add(question.id)
-
-
-def run_settings(model: Model, task: Task, options: RunOptions) -> dict[str, Any]:
+def run_settings(model: Model, task: BaseTask, limit: int | None, shots: int | None) -> dict[str, Any]:
     """What a run is defined by; two runs with equal settings are the same measurement."""
+    options = task.options
     settings = {
-        "task": label_of(task),
+        "task": task.label,
         "version": task.version,
-        "form": getattr(task, "form", ""),
+        "form": task.form,
         "data_hash": task.data_hash(),
         "model": model.identity(),
-        "limit": options.limit,
-        "shots": options.shots,
+        "limit": limit,
+        "shots": shots,
         "samples": options.samples,
         "seed": options.seed,
     }
-
-    given = getattr(task, "options", None)
-    if isinstance(given, TaskOptions):
-        chosen = ("temperature", "top_p", "max_new_tokens", "extra")
-        settings |= {key: value for key, value in asdict(given).items() if key in chosen and value}
+    for name in ("temperature", "top_p", "max_new_tokens", "extra"):
+        if value := getattr(options, name):
+            settings[name] = value
     return settings
 
 
@@ -188,72 +153,61 @@ def run_settings(model: Model, task: Task, options: RunOptions) -> dict[str, Any
 
 
 def _pending(
-    task: Task, order: Sequence[tuple[Question, int]], records: Mapping[tuple[str, int], Record]
+    task: BaseTask, order: Sequence[tuple[Question, int]], records: Mapping[tuple[str, int], Record]
 ) -> Iterator[Pending]:
     """Questions without a record; a record whose prompt has changed is an error."""
     for question, repeat in order:
-        record = records.get((question.id, repeat))
         requests = task.requests(question, repeat)
-        hashed = prompt_hash(requests)
+        pending = Pending(question, repeat, requests, prompt_hash(requests))
+        record = records.get((question.id, repeat))
         if record is None:
-            yield Pending(question, repeat, requests, hashed)
-        elif record.get("prompt_hash") != hashed:
+            yield pending
+        elif record.get("prompt_hash") != pending.prompt_hash:
             raise EvalError(
                 f"task {task.name!r}: question {question.id!r} was answered under another prompt; the data or"
                 " the task has changed since: use a new --out"
             )
 
 
-def answer(model: Model, task: Task, chunk: Sequence[Pending], options: RunOptions) -> list[Record]:
+def answer(model: Model, task: BaseTask, asked: Sequence[Pending]) -> list[Record]:
     """One record for each of the pending questions."""
-    outputs = iter(ask(model, [request for pending in chunk for request in pending.requests]))
-    records = []
-    for pending in chunk:
-        question, own = pending.question, list(islice(outputs, len(pending.requests)))
-        record: Record = {
-            "id": question.id,
-            "repeat": pending.repeat,
-            "category": question.category,
-            "seed": request_seed(options.seed, question.id, pending.repeat),
-            "prompt_hash": pending.prompt_hash,
-        }
+    requests: list[Request] = []
+    for pending in asked:
+        requests += pending.requests
+    outputs = iter(ask(model, requests))
 
-        written = [output for output in own if isinstance(output, Generation)]
-        if written:
-            record |= _output(written, task.private)
-        records.append({**record, **task.score(question, pending.repeat, own)})
+    records = []
+    for question, repeat, own_requests, hashed in asked:
+        own = list(islice(outputs, len(own_requests)))
+        seed = request_seed(task.options.seed, question.id, repeat)
+        record: Record = {"id": question.id, "repeat": repeat, "category": question.category, "seed": seed}
+        record["prompt_hash"] = hashed
+        texts = [output.text for output in own if isinstance(output, Generation)]
+        if texts:
+            # The first answer is the task's own, those behind it are controls.
+            first = next(output for output in own if isinstance(output, Generation))
+            record |= {"tokens": first.tokens, "finish": first.finish}
+            record |= _private(texts) if task.private else {"output": texts[0] if len(texts) == 1 else texts}
+        records.append(record | task.score(question, repeat, own))
     return records
 
 
-def _output(outputs: Sequence[Generation], private: bool) -> Record:
-    """What a record keeps of the answers."""
-    record: Record = {"tokens": outputs[0].tokens, "finish": outputs[0].finish}
-    if any(output.finish == "refused" for output in outputs):
-        record["refused"] = True
-    texts = [output.text for output in outputs]
-    if not private:
-        return record | {"output": texts[0] if len(texts) == 1 else texts}
+def _private(texts: Sequence[str]) -> Record:
+    """What may be kept of a private task's answers: a model may repeat the question in them."""
     text = "\0".join(texts)
-    return record | {"output_sha256": hashlib.sha256(text.encode()).hexdigest(), "output_chars": len(text)}
+    return {"output_sha256": hashlib.sha256(text.encode()).hexdigest(), "output_chars": len(text)}
 
 
 def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
-    """Outputs in the order of the requests, whichever kinds they are of."""
-    # A task may mix kinds: an answer and a likelihood for one question.
-    results: list[Any] = [None] * len(requests)
-    methods: tuple[tuple[type, str], ...] = (
-        (GenerateRequest, "generate"),
-        (ScoreRequest, "loglikelihood"),
-        (RollingRequest, "rolling"),
-        (LossRequest, "losses"),
-    )
-
-    for kind, method in methods:
+    """Outputs in the order of the requests; a task may mix kinds: an answer and a likelihood for one
+    question."""
+    results: dict[int, Any] = {}
+    for kind, method in METHODS.items():
         places = [place for place, request in enumerate(requests) if isinstance(request, kind)]
         if places:
-            for place, output in zip(places, getattr(model, method)([requests[place] for place in places])):
-                results[place] = output
-    return results
+            outputs = getattr(model, method)([requests[place] for place in places])
+            results |= zip(places, outputs)
+    return [results[place] for place in range(len(requests))]
 
 
 # files
@@ -263,32 +217,26 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
     """Records of an earlier, stopped run with the same settings (its limit may have been smaller). Raises
     EvalError for other settings."""
     path = folder / SETTINGS
-    plain = json.loads(json.dumps(settings))
-    earlier = plain
+    now = json.loads(json.dumps(settings))
+    earlier = now
     if path.is_file():
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             earlier = {}
 
+    differing = [key for key in earlier | now if earlier.get(key) != now.get(key)]
     # A larger limit goes on with the same questions; every other change is another measurement.
-    differing = [key for key in {**earlier, **plain} if earlier.get(key) != plain.get(key)]
-    before, now = earlier.get("limit"), plain["limit"]
-    if "limit" in differing and before is not None and (now is None or now >= before):
+    if "limit" in differing and earlier.get("limit") and (now["limit"] or math.inf) >= earlier["limit"]:
         differing.remove("limit")
     if differing:
-        shown = "; ".join(
-            f"{key}: {_short(earlier.get(key))} there, {_short(plain.get(key))} now" for key in differing
+        changes = [f"{key}: {earlier.get(key)!s:.60} there, {now.get(key)!s:.60} now" for key in differing]
+        raise EvalError(
+            f"{folder}: holds another run ({'; '.join(changes)}); use a new --out, or remove that folder"
         )
-        raise EvalError(f"{folder}: holds another run ({shown}); use a new --out, or remove that folder")
     write_json(path, settings)
     (folder / RECORDS).touch()
     return read_records(folder / RECORDS)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_records(path: Path) -> Records:
@@ -300,17 +248,16 @@ def read_records(path: Path) -> Records:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+        os.truncate(path, len(whole))
 
-    found = {}
-    for number, line in enumerate(whole.decode("utf-8", "replace").split("\n")[:-1], 1):
+    records: Records = {}
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
-            found[str(record["id"]), int(record["repeat"])] = record
+            records[str(record["id"]), int(record["repeat"])] = record
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise EvalError(f"{path}:{number}: not a record; remove the line and run again") from None
-    return found
+    return records
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
@@ -322,62 +269,29 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
         os.fsync(file.fileno())
 
 
-@contextmanager
-def progress_of(
-    shown: bool | Callable[[int, int], None], label: str, total: int
-) -> Iterator[Callable[[Records], None]]:
-    """Yields a function of all records so far: a bar on standard error with the running mean score, or what
-    the caller gave, or nothing."""
-    if callable(shown):
-        yield lambda records: shown(len(records), total)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        row = bar.add_task(label, total=total, note="")
-
-        def advance(records: Records) -> None:
-            scores = [record["score"] for record in records.values()]
-            note = f"score {sum(scores) / len(scores):.4f}" if scores else ""
-            bar.update(row, completed=len(scores), note=note)
-
-        yield advance
-
-
 # in the training loop
 
 
 def evaluate_in_memory(
     model: NativeFusion,
     tokenizer: Tokenizer,
-    tasks: Sequence[str | Task],
+    tasks: Sequence[str | BaseTask],
     limit: int | None = None,
     *,
-    shots: int | None = None,
     data: Mapping[str, str | Path] | None = None,
     out: Path | None = None,
-    batch_size: int = 16,
     batch_tokens: int = 4096,
-    seed: int = 0,
     chat: bool = False,
-    progress: bool | Callable[[int, int], None] = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluate weights in memory, as a training loop does every n steps; -> task label -> metrics.
 
-    tasks: "name", "name:form" or Task objects. data: task name -> path. The model's mode is restored; nothing
-    is written without `out` (a folder for this step). chat: as in EngineModel.
+    tasks: "name", "name:form" or tasks. data: task name -> path. The model's mode is restored; nothing is
+    written without `out` (a folder for this step). chat: as in EngineModel.
     """
-    wrapped = EngineModel(model, tokenizer, batch_size=batch_size, batch_tokens=batch_tokens, chat=chat)
-    options = RunOptions(limit=limit, shots=shots, seed=seed)
+    wrapped = EngineModel(model, tokenizer, batch_tokens=batch_tokens, chat=chat)
     results = {}
     for given in tasks:
-        task = build_by_name(given, TaskOptions(seed=seed), data or {}) if isinstance(given, str) else given
-        results[label_of(task)] = run_task(wrapped, task, options, out=out, progress=progress)["metrics"]
+        task = build_by_name(given, TaskOptions(), data or {}) if isinstance(given, str) else given
+        results[task.label] = run_task(wrapped, task, limit=limit, out=out, progress=progress)["metrics"]
     return results

@@ -1,17 +1,16 @@
-"""What a model and a task are to the evaluator: two small protocols, and the requests between them.
+"""What a model is to the evaluator: a small protocol, and the requests between it and the tasks.
 
-    Task.questions -> Question -> Task.requests -> [GenerateRequest | ScoreRequest | RollingRequest]
-        -> Model.generate | loglikelihood | rolling -> outputs -> Task.score -> one record -> Task.aggregate
-        -> numbers
+    BaseTask.questions -> Question -> requests -> [GenerateRequest | ScoreRequest | RollingRequest]
+        -> Model.generate | loglikelihood | rolling -> outputs -> score -> one record -> aggregate -> numbers
 
-Model adapters: eval/models/base.py. Shared behaviour of tasks: eval/benchmarks/base.py. Their names:
-eval/registry.py. Who runs them: eval/harness.py.
+Model adapters: eval/models/base.py. What a task is: eval/benchmarks/base.py. Their names: eval/registry.py.
+Who runs them: eval/harness.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -152,56 +151,12 @@ class Question:
     target: Any
     category: str = ""
     choices: tuple[str, ...] = ()
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
 
 
 Record: TypeAlias = dict[str, Any]
 """A line of a task's JSONL: id, repeat, category, seed, prompt_hash, output, extracted, score, tokens, and
 what else the task's `score` returned. One record per question and repeat."""
-
-
-class Task(Protocol):
-    """One benchmark in one form. Inherit from eval.benchmarks.base.BaseTask for the shared parts.
-
-    kind: "generate", "score" or "rolling": which of the model's methods answers. needs: capabilities beside
-    the kind, such as frozenset({"image"}). private: question text, options and outputs must leave no trace;
-    the harness then writes ids, hashes, extracted letters and scores alone.
-    """
-
-    name: str
-    kind: str
-    version: str
-    needs: frozenset[str]
-    private: bool
-
-    def data_hash(self) -> str:
-        """sha256 of the questions' data (file content, or a generator's name, version and seed)."""
-        ...
-
-    def prepare(self, model: Model) -> None:
-        """Called once before `questions`: a place to count tokens with the model. May do nothing."""
-        ...
-
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
-        """At most `limit` questions (spread over the categories), in a fixed order. shots None: the task's
-        own number."""
-        ...
-
-    def requests(self, question: Question, repeat: int) -> Sequence[Request]:
-        """What to ask for the `repeat`-th sample; several where a score needs several (options, a blind
-        control)."""
-        ...
-
-    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
-        """At least {extracted, score}: extracted is a JSON value or None (nothing usable in the output),
-        score a number, higher is better. Further JSON values are kept in the record (for example
-        "blind_score", "target")."""
-        ...
-
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """Named numbers: at least n, score, unextracted (share), chance and majority (baselines, None when
-        undefined), and by_category: name -> {n, score}."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -229,51 +184,53 @@ def prompt_text(prompt: Prompt) -> str:
 
 def prompt_hash(requests: Sequence[Request]) -> str:
     """sha256 (16 hexadecimal digits) over everything a model is shown and asked: texts, pictures, limits,
-    sampling."""
+    sampling. Not over hints and seeds: those change no question."""
     digest = hashlib.sha256()
     for request in requests:
+        prompt: Prompt = ""
         if isinstance(request, RollingRequest):
-            digest.update(f"rolling\0{request.text}\0".encode())
-            continue
-        if isinstance(request, LossRequest):
-            weights = [getattr(part, "loss", None) for part in request.sample.segments]
+            asked = f"rolling\0{request.text}\0"
+        elif isinstance(request, LossRequest):
+            prompt = request.sample.segments
+            weights = [getattr(part, "loss", None) for part in prompt]
             digest.update(f"loss\0{request.length}\0{weights}\0".encode())
-            prompt: Prompt = request.sample.segments
+            asked = ""
+        elif isinstance(request, GenerateRequest):
+            prompt = request.prompt
+            limits = (request.max_new_tokens, request.stop, float(request.temperature), float(request.top_p))
+            asked = f"\0generate\0{limits}\0"
         else:
-            prompt = request.prompt if isinstance(request, GenerateRequest) else request.context
+            prompt, asked = request.context, f"\0score\0{request.continuation}\0"
 
-        for part in [prompt] if isinstance(prompt, str) else prompt:
+        for part in [Text(prompt)] if isinstance(prompt, str) else prompt:
             _feed(digest, part)
-        if isinstance(request, GenerateRequest):
-            asked = (request.max_new_tokens, request.stop, float(request.temperature), float(request.top_p))
-            digest.update(f"\0generate\0{asked}\0".encode())
-        elif isinstance(request, ScoreRequest):
-            digest.update(f"\0score\0{request.continuation}\0".encode())
+        digest.update(asked.encode())
     return digest.hexdigest()[:16]
 
 
-def _feed(digest: Any, part: str | Segment) -> None:
-    """A text is hashed alike whether it stands alone or as a Text segment."""
-    if isinstance(part, str | Text):
-        digest.update((part if isinstance(part, str) else part.text).encode("utf-8"))
+def _feed(digest: Any, part: Segment) -> None:
+    if isinstance(part, Text):
+        digest.update(part.text.encode())
         return
     if not isinstance(part, Image | Video):
         # Another kind of segment: its settings, and the bytes of its file.
         held = {name: getattr(part, name) for name in part.__slots__}
-        file = held.pop("video") if isinstance(part, VideoFile) else b""
-        data = file if isinstance(file, bytes) else Path(file).read_bytes()
-        digest.update(f"\0{type(part).__name__}{held}\0".encode() + data)
+        file = _content(held.pop("video")) if isinstance(part, VideoFile) else b""
+        digest.update(f"\0{type(part).__name__}{held}\0".encode() + file)
         return
 
     pictures = [part.image] if isinstance(part, Image) else part.frames
     digest.update(f"\0{type(part).__name__}{len(pictures)}\0".encode())
     if isinstance(part, Video):
         digest.update(np.asarray(part.timestamps, dtype=np.float64).tobytes())
-
     for picture in pictures:
-        if isinstance(picture, PILImage.Image):
-            digest.update(f"{picture.mode}{picture.size}".encode() + picture.tobytes())
-        elif isinstance(picture, np.ndarray):
-            digest.update(f"{picture.dtype}{picture.shape}".encode() + picture.tobytes())
-        else:
-            digest.update(picture if isinstance(picture, bytes) else Path(picture).read_bytes())
+        digest.update(_content(picture))
+
+
+def _content(media: Any) -> bytes:
+    """What tells one picture or file from another."""
+    if isinstance(media, PILImage.Image):
+        return f"{media.mode}{media.size}".encode() + media.tobytes()
+    if isinstance(media, np.ndarray):
+        return f"{media.dtype}{media.shape}".encode() + media.tobytes()
+    return media if isinstance(media, bytes) else Path(media).read_bytes()

@@ -1,7 +1,7 @@
 """The benchmarks by name. A file of eval/benchmarks says its own:
 
     @benchmark("counting", "how many objects: exact, mean absolute error")
-    def counting(options: TaskOptions) -> Task: ...
+    class Counting(BaseTask): ...
 
 The files are imported when a benchmark is first asked for.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from earlyfusion.eval import benchmarks
-from earlyfusion.eval.protocol import EvalError, Task, TaskOptions
+from earlyfusion.eval.benchmarks.base import BaseTask
+from earlyfusion.eval.protocol import EvalError, TaskOptions
 from earlyfusion.kernels.errors import did_you_mean
 
-Factory = TypeVar("Factory", bound=Callable[[TaskOptions], Task])
+Factory = TypeVar("Factory", bound=Callable[[TaskOptions], BaseTask])
 
 
 class Benchmark(NamedTuple):
-    """make: TaskOptions -> Task. text: one line for the list."""
+    """make: TaskOptions -> BaseTask. text: one line for the list."""
 
-    make: Callable[[TaskOptions], Task]
+    make: Callable[[TaskOptions], BaseTask]
     text: str
 
 
@@ -35,7 +37,7 @@ _KNOWN: dict[str, Benchmark] = {}
 
 
 def benchmark(name: str, text: str) -> Callable[[Factory], Factory]:
-    """Decorator of a class or function that makes a Task of TaskOptions."""
+    """Decorator of a class or function that makes a task of TaskOptions."""
 
     def add(factory: Factory) -> Factory:
         _KNOWN[name] = Benchmark(factory, text)
@@ -52,7 +54,7 @@ def known_benchmarks() -> Mapping[str, Benchmark]:
     return dict(sorted(_KNOWN.items()))
 
 
-def build_task(name: str, options: TaskOptions | None = None) -> Task:
+def build_task(name: str, options: TaskOptions | None = None) -> BaseTask:
     """The task of that name. Raises EvalError for an unknown name."""
     if name in HARNESS_TASKS:
         raise EvalError(
@@ -65,9 +67,10 @@ def build_task(name: str, options: TaskOptions | None = None) -> Task:
     return known[name].make(options or TaskOptions())
 
 
-def build_by_name(given: str, options: TaskOptions, data: Mapping[str, str | Path]) -> Task:
+def build_by_name(given: str, options: TaskOptions, data: Mapping[str, str | Path]) -> BaseTask:
     """The task of "name" or "name:form", with its own data path where there is one."""
     name, _, form = given.partition(":")
     path = data.get(name, options.data)
-    changed = {"form": form or options.form, "data": None if path is None else Path(path)}
-    return build_task(name, TaskOptions(**{**vars(options), **changed}))
+    # A form in the name goes before one for all tasks.
+    place = None if path is None else Path(path)
+    return build_task(name, replace(options, form=form or options.form, data=place))

@@ -26,11 +26,12 @@ from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.base import Source, SourceConfig, build_source, kind_of
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.attnres_probe import attnres_weights
+from earlyfusion.eval.benchmarks.base import BaseTask
 from earlyfusion.eval.benchmarks.bpb import BitsPerByte
 from earlyfusion.eval.benchmarks.easy_vqa import questions_of
 from earlyfusion.eval.harness import evaluate_in_memory
 from earlyfusion.eval.heldout import Getter, Loss, Room, heldout_batches, heldout_getters, measure, summary
-from earlyfusion.eval.protocol import Task, TaskOptions
+from earlyfusion.eval.protocol import TaskOptions
 from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.eval.results import save_result
 from earlyfusion.eval.samples import answer_samples, has_media, prompted, save_samples
@@ -167,7 +168,7 @@ class Evaluator:
         save_result(self.out, "bpb", step, found)
         return {name: found[name] for name in ("bits_per_byte", "gzip_bits_per_byte")}
 
-    def _asked(self, task: str | Task, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
+    def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
         """(label, metrics) of one benchmark on the weights in memory."""
         results = evaluate_in_memory(
             self.fusion,

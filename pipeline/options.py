@@ -48,6 +48,8 @@ def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
     parameters = []
     for name, entry in model.model_fields.items():
         flag = f"--{name.rstrip('_').replace('_', '-')}"
+        if entry.annotation == (bool | None):  # three answers: yes, no, and as things are
+            flag += f"/--no-{flag.removeprefix('--')}"
         taken = typer.Argument(hidden=True) if name == "words" else typer.Option(flag, help=entry.description)
         parameters.append(
             inspect.Parameter(

@@ -142,7 +142,7 @@ class SourceConfig(BaseModel):
             resolved = kind.options.model_validate(self.options)
         except ValidationError as error:
             raise ValueError(
-                f"source {self.name!r} ({self.kind}): {_explained(error, kind.options)}"
+                f"source {self.name!r} ({self.kind}): {explain_options(error, kind.options)}"
             ) from None
         object.__setattr__(self, "options", resolved.model_dump())
         return self
@@ -158,7 +158,7 @@ class SourceConfig(BaseModel):
         return kind_of(self.kind).options.model_validate(self.options)
 
 
-def _explained(error: ValidationError, model: type[Options]) -> str:
+def explain_options(error: ValidationError, model: type[Options]) -> str:
     """What is wrong with options, in one line."""
     parts = []
     for item in error.errors():

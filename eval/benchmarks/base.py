@@ -1,24 +1,26 @@
-"""What benchmarks share: reading their files, hashing them, spreading a limit, and turning records into
-numbers."""
+"""What a benchmark is, and what benchmarks share: their data, a limit, requests, and numbers from records."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 from earlyfusion.data.tasks.scoring.answers import LETTERS, best_choice
 from earlyfusion.eval.protocol import (
     EvalError,
+    GenerateRequest,
     LogProb,
     Model,
     Prompt,
     Question,
     Record,
+    Request,
     ScoreRequest,
     TaskOptions,
 )
@@ -27,145 +29,200 @@ Item = TypeVar("Item")
 
 
 class BaseTask:
-    """Defaults of the Task protocol; a benchmark sets name, version and kind and writes questions, requests,
-    score."""
+    """One benchmark in one form. A benchmark writes questions, requests and score, and overrides what it does
+    its own way.
+
+    kind: "generate", "score", "rolling" or "loss": which of the model's methods answers. forms: the first is
+    the default. needs: capabilities beside the kind, such as frozenset({"image"}). new_tokens: longest answer
+    where the user names none. private: question text, options and outputs must leave no trace; records then
+    hold ids, hashes, letters and scores alone. zero_shot: worked examples are refused.
+    """
 
     name = ""
     kind = "generate"
     version = "1"
     needs: frozenset[str] = frozenset()
     private = False
-    forms: tuple[str, ...] = ()
+    zero_shot = False
+    forms: tuple[str, ...] = ("",)
+    new_tokens = 64
 
     def __init__(self, options: TaskOptions) -> None:
         self.options = options
-        self.form = options.form or (self.forms[0] if self.forms else "")
-        if self.forms and self.form not in self.forms:
+        self.form = options.form or self.forms[0]
+        self.new_tokens = options.max_new_tokens or self.new_tokens
+        if self.forms != ("",) and self.form not in self.forms:
             raise EvalError(
                 f"{self.name}: form {self.form!r} is not one of {', '.join(self.forms)}; choose with --form"
             )
+
+    @property
+    def label(self) -> str:
+        """Name of the task's folder: its name, followed by the form where that is not the default."""
+        if self.forms == ("",) or self.form == self.forms[0]:
+            return self.name
+        return f"{self.name}_{self.form}"
+
+    # What a benchmark writes.
+
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+        """At most `limit` questions (spread over the categories), in a fixed order. shots None: the task's
+        own number of worked examples."""
+        raise NotImplementedError
+
+    def requests(self, question: Question, repeat: int) -> Sequence[Request]:
+        """What to ask for the `repeat`-th sample; several where a score needs several (options, a view)."""
+        raise NotImplementedError
+
+    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+        """At least {extracted, score}: extracted is a JSON value or None (nothing usable in the output),
+        score a number, higher is better. Further JSON values are kept in the record."""
+        raise NotImplementedError
+
+    # What it may do its own way.
+
+    def prepare(self, model: Model) -> None:
+        """Called once before `questions`: a place to look at the model."""
+
+    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Named numbers: at least those of `summarize`."""
+        return summarize(records)
+
+    def explain(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Lines for beneath the table."""
+        return []
+
+    def write_shown(self, folder: Path, records: Sequence[Record], summary: Mapping[str, Any]) -> None:
+        """Leave something to look at beside the records."""
 
     def data_hash(self) -> str:
         """sha256 of the data file(s)."""
         return file_hash(self.data_path())
 
+    # What it is given.
+
     def data_path(self) -> Path:
         """The file or folder given with --data. Raises EvalError when none was given or it is not there."""
-        if self.options.data is None:
+        path = self.options.data
+        if path is None:
             raise EvalError(
-                f"{self.name}: needs its data; give --data PATH (or {self.name}=PATH for one of several)"
+                f"{self.name}: needs its data; pass --data PATH (or {self.name}=PATH for one of several)"
             )
-        path = Path(self.options.data)
         if not path.exists():
             raise EvalError(f"{self.name}: --data {path}: no such file or folder")
         return path
 
-    def prepare(self, model: Model) -> None:
-        """Nothing to prepare."""
+    def generation(
+        self, prompt: Prompt, question: str, repeat: int, stop: tuple[str, ...] = (), shared: int = 0
+    ) -> GenerateRequest:
+        """How a prompt of this task is continued: as asked, else greedily for one sample and at temperature
+        1.0 with top-p 0.95 for several (avg@k as Kimi K2.5)."""
+        options = self.options
+        temperature, top_p = (0.0, 1.0) if options.samples == 1 else (1.0, 0.95)
+        if options.temperature is not None:
+            temperature = options.temperature
+        if options.top_p is not None:
+            top_p = options.top_p
+        seed = request_seed(options.seed, question, repeat)
+        return GenerateRequest(prompt, self.new_tokens, stop, temperature, top_p, seed, shared)
 
-    def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """See `summarize`."""
-        return summarize(records)
+
+# numbers
 
 
 def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> dict[str, Any]:
     """Means over questions (of the mean over their repeats), with baselines and categories.
 
-    Returns n (questions), samples (records), the mean of every one of `keys`, standard_error of score,
-    unextracted (share of records whose `extracted` is None), chance (mean of the records' `chance`, if they
-    have one), majority (share of the most frequent `target`, if they have one and it is a short string),
-    by_category, tokens (mean).
+    Returns n (questions), samples (records), the mean of every one of `keys` that records have,
+    standard_error of score, unextracted (share of records whose `extracted` is None), chance (mean of the
+    records' `chance`), majority (share of the most frequent `target`, if that is a short string),
+    by_category, macro_score, tokens (mean).
     """
-    by_id: dict[str, list[Record]] = defaultdict(list)
+    repeats: dict[str, list[Record]] = {}
     for record in records:
-        by_id[str(record["id"])].append(record)
-    categories: dict[str, list[list[Record]]] = defaultdict(list)
-    for group in by_id.values():
-        categories[str(group[0].get("category") or "")].append(group)
+        repeats.setdefault(str(record["id"]), []).append(record)
 
-    chances = [r["chance"] for r in records if r.get("chance") is not None]
+    # The mean over repeats first, so that a question with more of them does not count more.
+    categories: dict[str, list[Record]] = {}
+    for group in repeats.values():
+        question = {}
+        for key in keys:
+            held = [record[key] for record in group if key in record]
+            if held:
+                question[key] = fmean(held)
+        categories.setdefault(str(group[0].get("category") or ""), []).append(question)
+    questions = [question for part in categories.values() for question in part]
+
+    # A baseline is said only where every record knows it.
+    chances = [record.get("chance") for record in records]
+    targets = [record.get("target") for record in records]
+    short = [target for target in targets if isinstance(target, str) and len(target) <= 16]
     result: dict[str, Any] = {
-        "n": len(by_id),
+        "n": len(questions),
         "samples": len(records),
-        **_means(by_id.values(), keys),
-        "standard_error": standard_error([mean([r["score"] for r in group]) for group in by_id.values()]),
-        "unextracted": mean([float(r.get("extracted") is None) for r in records]),
-        "chance": mean(chances) if len(chances) == len(records) else None,
-        "majority": _majority(records),
-        "tokens": mean([r.get("tokens") or 0 for r in records]),
+        **_means(questions, keys),
+        "standard_error": standard_error([question["score"] for question in questions]),
+        "unextracted": mean([record.get("extracted") is None for record in records]),
+        "chance": None if None in chances else mean(chances),
+        "majority": None,
+        "tokens": mean([record.get("tokens") or 0 for record in records]),
     }
+    if short and len(short) == len(records):
+        result["majority"] = Counter(short).most_common(1)[0][1] / len(short)
     if set(categories) != {""}:
         result["by_category"] = {}
-        for category, groups in sorted(categories.items()):
-            result["by_category"][category] = {"n": len(groups), **_means(groups, keys)}
+        for category, part in sorted(categories.items()):
+            result["by_category"][category] = {"n": len(part), **_means(part, keys)}
         result["macro_score"] = mean([entry["score"] for entry in result["by_category"].values()])
     return result
 
 
-def _means(questions: Collection[Sequence[Record]], keys: Sequence[str]) -> dict[str, float]:
-    """Means over questions of the means over their repeats, so that more repeats do not count more. A key
-    that no record has is left out."""
+def _means(questions: Sequence[Record], keys: Sequence[str]) -> dict[str, float]:
+    """A key that no question has is left out."""
     means = {}
     for key in keys:
-        values = []
-        for group in questions:
-            held = [record[key] for record in group if key in record]
-            values += [mean(held)] if held else []
-        if values or not questions:
-            means[key] = mean(values)
+        values = [question[key] for question in questions if key in question]
+        if values:
+            means[key] = fmean(values)
     return means
 
 
-def _majority(records: Sequence[Record]) -> float | None:
-    targets = [r.get("target") for r in records]
-    if not targets or not all(isinstance(t, str) and len(t) <= 16 for t in targets):
-        return None
-    return Counter(targets).most_common(1)[0][1] / len(targets)
-
-
-def mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[Any]) -> float:
     """The mean; NaN of nothing (written as null)."""
-    return math.fsum(values) / len(values) if values else math.nan
+    return fmean(values) if values else math.nan
 
 
 def standard_error(values: Sequence[float]) -> float | None:
     """sd / sqrt(n) over questions; None for fewer than two."""
-    n = len(values)
-    if n < 2:
-        return None
-    centre = math.fsum(values) / n
-    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (n - 1) / n)
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+# data
 
 
 def spread(items: Sequence[Item], categories: Sequence[str], limit: int | None) -> list[Item]:
-    """At most `limit` items, taken in turn from the categories (each in its own order), in the original
-    order.
+    """At most `limit` items, taken in turn from the categories, in the original order.
 
     A larger limit always holds every item of a smaller one.
     """
-    if limit is None or limit >= len(items):
-        return list(items)
-    if limit < 1:
+    if limit is not None and limit < 1:
         raise EvalError(f"--limit {limit}: give at least 1")
-    # Round by round, in a round the categories by first appearance.
+    # Round by round: all first items of a category, then all second ones.
     rounds: Counter[str] = Counter()
-    order: dict[str, int] = {}
     ranks = []
     for index, category in enumerate(categories):
-        ranks.append((rounds[category], order.setdefault(category, len(order)), index))
+        ranks.append((rounds[category], index))
         rounds[category] += 1
-    chosen = sorted(index for _, _, index in sorted(ranks)[:limit])
+    chosen = sorted(index for _, index in sorted(ranks)[:limit])
     return [items[index] for index in chosen]
 
 
-def grouped(items: Sequence[Item], categories: Sequence[str]) -> list[Item]:
-    """Items with those of one category next to each other, categories by first appearance (so prefixes stay
-    cached)."""
-    first: dict[str, int] = {}
-    for category in categories:
-        first.setdefault(category, len(first))
-    order = sorted(range(len(items)), key=lambda index: (first[categories[index]], index))
-    return [items[index] for index in order]
+def evenly(items: Sequence[Item], limit: int | None) -> list[Item]:
+    """At most `limit` items at even distances, in their order."""
+    if limit is not None and limit < 1:
+        raise EvalError(f"--limit {limit}: give at least 1")
+    count = min(limit or len(items), len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 def data_files(path: Path, *names: str) -> list[Path]:
@@ -173,27 +230,27 @@ def data_files(path: Path, *names: str) -> list[Path]:
     if path.is_file():
         return [path]
     for name in names:
-        found = sorted(p for p in path.glob(name) if p.is_file())
-        if found:
-            return found
-    raise EvalError(f"{path}: holds none of {', '.join(names)}")
+        files = sorted(path.glob(name))
+        if files:
+            return files
+    raise EvalError(f"{path}: no such file, or a folder that holds none of {', '.join(names)}")
 
 
 def file_hash(path: Path) -> str:
     """sha256 of a file, or of the names and contents of a folder's files."""
-    # Names count as well: the same pictures under other names are another data set.
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        if not path.is_file():
-            digest.update(str(file.relative_to(path)).encode() + b"\0")
-        with file.open("rb") as handle:
-            for block in iter(lambda: handle.read(1 << 20), b""):
-                digest.update(block)
+    if path.is_file():
+        digest.update(path.read_bytes())
+        return digest.hexdigest()
+    # Names count as well: the same pictures under other names are another data set.
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
 def rows_hash(rows: Iterable[Mapping[str, Any]]) -> str:
-    """sha256 of rows as canonical JSON lines: the same for jsonl, parquet and `datasets`."""
+    """sha256 of rows as canonical JSON lines: the same for every file format."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
@@ -202,7 +259,7 @@ def rows_hash(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def need(row: Mapping[str, Any], key: str, where: str) -> Any:
     """row[key]; raises EvalError naming the key (and the ones there are) without quoting the row."""
-    if key not in row or row[key] is None:
+    if row.get(key) is None:
         raise EvalError(f"{where}: no field {key!r} (fields: {', '.join(map(str, row))})")
     return row[key]
 
@@ -213,25 +270,20 @@ def request_seed(seed: int, question: str, repeat: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{question}/{repeat}".encode()).digest()[:4], "big") >> 1
 
 
-def sampling(options: TaskOptions) -> tuple[float, float]:
-    """(temperature, top_p): as asked; else greedy for one sample, 1.0 and 0.95 for several (avg@k as Kimi
-    K2.5)."""
-    default = (0.0, 1.0) if options.samples == 1 else (1.0, 0.95)
-    temperature = default[0] if options.temperature is None else options.temperature
-    return temperature, (default[1] if options.top_p is None else options.top_p)
+# multiple choice by log-likelihood
 
 
 def lettered(options: Sequence[str], pattern: str) -> str:
     """One line per option, for example pattern "{}. {}"."""
-    return "".join(pattern.format(LETTERS[i], option) + "\n" for i, option in enumerate(options))
+    return "".join(pattern.format(letter, option) + "\n" for letter, option in zip(LETTERS, options))
 
 
 def choice_requests(context: Prompt, continuations: Sequence[str], shared: int = 0) -> list[ScoreRequest]:
-    """One score request for every option."""
+    """One score request for every option; all follow one context, which is read once."""
     return [ScoreRequest(context, continuation, shared) for continuation in continuations]
 
 
-def score_choices(question: Question, outputs: Sequence[LogProb], gold: int, *, letters: bool) -> Record:
+def score_choices(options: Sequence[str], outputs: Sequence[LogProb], gold: int, *, letters: bool) -> Record:
     """Record fields of a log-likelihood multiple choice.
 
     letters: options are letters, all of about one token, compared by ln p; otherwise by ln p per character of
@@ -239,18 +291,12 @@ def score_choices(question: Question, outputs: Sequence[LogProb], gold: int, *, 
     logprobs: ln p of every option.
     """
     sums = [output.sum for output in outputs]
-    by_sum = chosen = best_choice(sums)
-    extra: Record = {}
+    chosen = best_choice(sums)
+    record: Record = {}
     if not letters:
-        lengths = [max(len(choice), 1) for choice in question.choices]
-        chosen = best_choice([total / length for total, length in zip(sums, lengths)])
-        extra = {"score_sum": float(by_sum == gold)}
-
-    return {
-        "extracted": LETTERS[chosen],
-        "target": LETTERS[gold],
-        "score": float(chosen == gold),
-        "chance": 1 / len(outputs),
-        "logprobs": [round(value, 6) for value in sums],
-        **extra,
-    }
+        record["score_sum"] = float(chosen == gold)
+        chosen = best_choice([total / max(len(option), 1) for total, option in zip(sums, options)])
+    record["extracted"], record["target"] = LETTERS[chosen], LETTERS[gold]
+    record["score"], record["chance"] = float(chosen == gold), 1 / len(outputs)
+    record["logprobs"] = [round(value, 6) for value in sums]
+    return record

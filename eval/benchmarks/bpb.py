@@ -21,7 +21,6 @@ import gzip
 import lzma
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.config import DataConfig
@@ -41,21 +40,17 @@ ROWS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".zst", ".tar")
 
 
 def compressed_bits_per_byte(documents: Sequence[str]) -> dict[str, float]:
-    """gzip_, xz_ and gzip_per_document_bits_per_byte of the documents. Raises EvalError when they hold no
-    byte."""
+    """gzip_, xz_ and gzip_per_document_bits_per_byte of the documents, of which one at least is not empty."""
     encoded = [document.encode("utf-8") for document in documents]
-    total = sum(map(len, encoded))
-    if total == 0:
-        raise EvalError("bits_per_byte: the documents hold no text; give at least one that is not empty")
-
     stream = b"".join(document + b"\0" for document in encoded)
-    xz = len(lzma.compress(stream, preset=9 | lzma.PRESET_EXTREME))
-    alone = sum(len(gzip.compress(document, 9, mtime=0)) for document in encoded)
-    return {
-        "gzip_bits_per_byte": 8 * len(gzip.compress(stream, 9, mtime=0)) / total,
-        "xz_bits_per_byte": 8 * xz / total,
-        "gzip_per_document_bits_per_byte": 8 * alone / total,
+    sizes = {
+        "gzip": len(gzip.compress(stream, 9, mtime=0)),
+        "xz": len(lzma.compress(stream, preset=9 | lzma.PRESET_EXTREME)),
+        "gzip_per_document": sum(len(gzip.compress(document, 9, mtime=0)) for document in encoded),
     }
+    # The closing zero bytes are packed with the rest but are no text.
+    total = sum(map(len, encoded))
+    return {f"{name}_bits_per_byte": 8 * size / total for name, size in sizes.items()}
 
 
 @benchmark("bits_per_byte", "bits per byte of a text file, folder or jsonl")
@@ -69,31 +64,34 @@ class BitsPerByte(BaseTask):
     kind = "rolling"
     version = "2"  # 1 gave gzip of every document alone as gzip_bits_per_byte
 
-    def __init__(self, options: TaskOptions, documents: Sequence[Document] | None = None) -> None:
+    def __init__(self, options: TaskOptions, documents: Sequence[Document] = ()) -> None:
         super().__init__(options)
-        self._documents = None if documents is None else list(documents)
+        self._documents = list(documents)
 
     def documents(self) -> list[Document]:
-        """(id, text) of every document that is not empty."""
-        if self._documents is None:
-            found = self._read()
-            self._documents = [(identity, text) for identity, text in found if text]
+        """(id, text) of every document that is not empty; read once."""
+        if not self._documents:
+            self._documents = [(key, text) for key, text in self._read() if text]
         if not self._documents:
             raise EvalError(f"{self.name}: --data {self.options.data} holds no text")
         return self._documents
 
-    def _read(self) -> list[Document]:
+    def _read(self) -> Iterable[Document]:
         if self.options.data is None:
             config = DataConfig(sources=[SourceConfig(name="pydoc", kind="pydoc")])
             source = build_source(config.sources[0], seed=config.seed, val_fraction=config.val_fraction)
-            return [(f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples()]
+            yield from ((f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples())
+            return
         path = self.data_path()
         if path.is_file() and not path.name.endswith(ROWS):
-            return [(path.name, _plain(path))]
+            try:
+                yield path.name, path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                raise EvalError(f"{path}: not UTF-8 text") from None
+            return
 
         # Whatever `prepare` reads, as long as every sample is text alone.
         samples = All(str(path), "auto", InputOptions())
-        found = []
         for number in range(len(samples)):
             key = samples.key(number)
             try:
@@ -105,53 +103,39 @@ class BitsPerByte(BaseTask):
                     f"{self.name}: {path}: sample {key} holds a picture, video or regions, and this task"
                     " measures text alone; --tasks heldout measures both"
                 )
-            found.append((key, sample.text))
-        return found
+            yield key, sample.text
 
     def data_hash(self) -> str:
         """sha256 over ids and texts."""
-        return rows_hash({"id": identity, "text": text} for identity, text in self.documents())
+        return rows_hash({"id": key, "text": text} for key, text in self.documents())
 
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
         """One question per document."""
         documents = self.documents()
-        for identity, text in spread(documents, [""] * len(documents), limit):
-            yield Question(identity, text, None, meta={"text": text})
+        for key, text in spread(documents, [""] * len(documents), limit):
+            yield Question(key, text, None)
 
     def requests(self, question: Question, repeat: int) -> Sequence[RollingRequest]:
         """The whole document."""
-        return [RollingRequest(question.meta["text"])]
+        return [RollingRequest(f"{question.prompt}")]
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """Bits of this document."""
-        bits, size = -outputs[0].sum / math.log(2), len(question.meta["text"].encode("utf-8"))
-        return {
-            "extracted": round(bits / size, 6),
-            "score": -bits / size,
-            "bits": bits,
-            "bytes": size,
-            "predicted": outputs[0].tokens,
-        }
+        (output,) = outputs
+        bits = -output.sum / math.log(2)
+        about = {"bits": bits, "bytes": output.bytes, "predicted": output.tokens}
+        return {"extracted": round(bits / output.bytes, 6), "score": -bits / output.bytes, **about}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""
-        total = sum(r["bytes"] for r in records)
-        bits = math.fsum(r["bits"] for r in records)
-        predicted = sum(r["predicted"] for r in records)
+        total = {key: math.fsum(record[key] for record in records) for key in ("bits", "bytes", "predicted")}
         texts = dict(self.documents())
         return {
             **summarize(records),
-            "score": -bits / total,
-            "bits_per_byte": bits / total,
-            "bits_per_token": bits / max(predicted, 1),
+            "score": -total["bits"] / total["bytes"],
+            "bits_per_byte": total["bits"] / total["bytes"],
+            "bits_per_token": total["bits"] / max(total["predicted"], 1),
             "documents": len(records),
-            "bytes": total,
-            **compressed_bits_per_byte([texts[str(r["id"])] for r in records]),
+            "bytes": int(total["bytes"]),
+            **compressed_bits_per_byte([texts[record["id"]] for record in records]),
         }
-
-
-def _plain(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise EvalError(f"{file}: not UTF-8 text") from None

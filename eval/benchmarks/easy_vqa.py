@@ -9,92 +9,56 @@ loop asks the same task; with a limit the scores are over that many questions sp
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from earlyfusion.data.sample import Image, Segment, Text, answer_text, question_text
-from earlyfusion.data.sources.easy_vqa import load_split, picture_of
+from earlyfusion.data.sample import Segment, Text, answer_text, question_text
+from earlyfusion.data.sources.easy_vqa import Picture, load_split, picture_of
 from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.data.tasks.scoring.text import first_line, normalise
-from earlyfusion.eval.benchmarks.base import BaseTask
-from earlyfusion.eval.benchmarks.visual import (
-    aggregate,
-    generate_request,
-    grey,
-    refuse_shots,
-    views_of,
-    whole,
-)
-from earlyfusion.eval.protocol import EvalError, Question, Record, Request, ScoreRequest, TaskOptions
+from earlyfusion.eval.benchmarks.base import evenly
+from earlyfusion.eval.benchmarks.visual import PictureTask, whole
+from earlyfusion.eval.protocol import Question, Record, Request, ScoreRequest, TaskOptions
 from earlyfusion.eval.registry import benchmark
 
-FORMS = ("generate", "choice")
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 ANSWERS = ("yes", "no", *SHAPES, *COLOURS)
+CATEGORIES = dict.fromkeys(("yes", "no"), "yes/no") | dict.fromkeys(SHAPES, "shape")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One question of the split; picture is the picture's number."""
-
-    picture: int
-    text: str
-    answer: str
-
-    @property
-    def kind(self) -> str:
-        """yes/no, shape or colour, by the answer."""
-        if self.answer in ("yes", "no"):
-            return "yes/no"
-        return "shape" if self.answer in SHAPES else "colour"
-
-
-def questions_of(split: str, limit: int | None = None) -> list[Asked]:
-    """All questions of "test" or "train" in the split's order, or `limit` of them at even distances."""
-    every = [Asked(entry.index, q, a) for entry in load_split(split) for q, a in entry.questions]
-    if limit is None or limit >= len(every):
-        return every
-    if limit < 1:
-        raise EvalError(f"easy_vqa: limit {limit}; ask at least one question, or leave it out for all")
-    return [every[i * len(every) // limit] for i in range(limit)]
+def questions_of(split: str) -> list[tuple[Picture, str, str]]:
+    """(picture, question, answer) of all questions of "test" or "train" in the split's order."""
+    asked = []
+    for entry in load_split(split):
+        asked += [(entry, question, answer) for question, answer in entry.questions]
+    return asked
 
 
 def majority_answers() -> dict[str, str]:
     """Question text -> its most frequent answer in the training split (ties: the alphabetically first)."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for entry in load_split("train"):
-        for question, answer in entry.questions:
-            counts[question][answer] += 1
+    counts: dict[str, Counter[str]] = {}
+    for _, question, answer in questions_of("train"):
+        counts.setdefault(question, Counter())[answer] += 1
     return {question: min(c, key=lambda answer: (-c[answer], answer)) for question, c in counts.items()}
 
 
-@cache
-def mean_level() -> int:
-    """Mean grey level of the test split's pictures: what the blind picture shows."""
-    levels = [np.asarray(picture_of(entry).open()).mean() for entry in load_split("test")]
-    return round(float(np.mean(levels)))
-
-
 @benchmark("easy_vqa", "questions about one coloured shape, real pictures")
-class EasyVqaTask(BaseTask):
+class EasyVqaTask(PictureTask):
     """See the module. options.extra "views": "blind" (default) or nothing."""
 
     name = "easy_vqa"
     version = "2"  # 1 read the first word alone, also of answers that the limit cut off
-    needs = frozenset({"image"})
-    forms = FORMS
+    forms = ("generate", "choice")
+    new_tokens = 8
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
         self.kind = "generate" if self.form == "generate" else "score"
-        self.views = views_of(self.name, options, ("blind",))
-        self._pictures: dict[int, Image] = {}
 
     def data_hash(self) -> str:
         """Over the questions and the bytes of all pictures of the test split."""
@@ -104,60 +68,54 @@ class EasyVqaTask(BaseTask):
             digest.update(entry.path.read_bytes())
         return digest.hexdigest()
 
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
         """All questions, or `limit` of them at even distances. Categories: yes/no, shape, colour."""
-        refuse_shots(self.name, shots)
-        pictures = {entry.index: entry for entry in load_split("test")}
+        # The blind picture is as grey as the pictures are on average.
+        self.grey_level = round(fmean(np.asarray(picture_of(e).open()).mean() for e in load_split("test")))
         majority = majority_answers()
         seen: Counter[tuple[int, str]] = Counter()
-
-        for asked in questions_of("test", limit):
-            seen[asked.picture, asked.text] += 1  # a few pictures are asked the same thing twice
-            image = self._pictures.setdefault(asked.picture, picture_of(pictures[asked.picture]))
-            yield Question(
-                id=f"test/{asked.picture}/{asked.text}/{seen[asked.picture, asked.text]}",
-                prompt=[image, Text(question_text(asked.text))],
-                target=asked.answer,
-                category=asked.kind,
-                choices=ANSWERS,
-                meta={"picture": asked.picture, "majority": majority.get(asked.text) == asked.answer},
-            )
+        for entry, text, answer in evenly(questions_of("test"), limit):
+            seen[entry.index, text] += 1  # a few pictures are asked the same thing twice
+            key = f"test/{entry.index}/{text}/{seen[entry.index, text]}"
+            prompt: list[Segment] = [picture_of(entry), Text(question_text(text))]
+            meta = {"picture": entry.index, "majority": majority.get(text) == answer}
+            yield Question(key, prompt, answer, CATEGORIES.get(answer, "colour"), ANSWERS, meta)
 
     def requests(self, question: Question, repeat: int) -> Sequence[Request]:
         """With the picture, then blind; 13 options each in the form "choice"."""
-        image, text = question.prompt[0], question.prompt[1]
-        assert isinstance(image, Image) and isinstance(text, Text)
-        prompts: list[list[Segment]] = [[image, text]]
-        prompts += [[grey(image, mean_level()), text] for _ in self.views]
-        if self.form == "choice":
-            return [ScoreRequest(prompt, answer_text(answer)) for prompt in prompts for answer in ANSWERS]
-        tokens = self.options.max_new_tokens or 8
-        return [generate_request(prompt, self.options, question.id, repeat, tokens) for prompt in prompts]
+        if self.form == "generate":
+            return super().requests(question, repeat)
+        asked = []
+        for prompt in self.prompts(question):
+            asked += [ScoreRequest(prompt, answer_text(answer)) for answer in ANSWERS]
+        return asked
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
-        """cluster: the picture, because its questions stand or fall together."""
-        answer, *blind = self._answers(outputs)
-        record: Record = {
-            "extracted": answer,
+        """As PictureTask; in the form "choice" every view has 13 likelihoods."""
+        if self.form == "choice":
+            outputs = [
+                outputs[first : first + len(ANSWERS)] for first in range(0, len(outputs), len(ANSWERS))
+            ]
+        return super().score(question, repeat, outputs)
+
+    def judged(self, question: Question, output: Any) -> Record:
+        """One of the 13, None for anything else. cluster: the picture, because its questions stand or fall
+        together."""
+        if self.form == "choice":
+            answer = ANSWERS[best_choice([option.sum for option in output])]
+        else:
+            answer = normalise(first_line(whole(output)))
+        return {
+            "extracted": answer if answer in ANSWERS else None,
             "score": float(answer == question.target),
             "target": question.target,
             "cluster": str(question.meta["picture"]),
             "majority": float(question.meta["majority"]),
         }
-        for view, other in zip(self.views, blind):
-            record[f"{view}_score"] = float(other == question.target)
-        return record
-
-    def _answers(self, outputs: Sequence[Any]) -> list[str | None]:
-        """One of the 13 for each view; None for anything else."""
-        if self.form == "generate":
-            words = [normalise(first_line(whole(output))) for output in outputs]
-            return [word if word in ANSWERS else None for word in words]
-        rows = [outputs[i : i + len(ANSWERS)] for i in range(0, len(outputs), len(ANSWERS))]
-        return [ANSWERS[best_choice([output.sum for output in row])] for row in rows]
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """majority: always the most frequent training answer to the same question text."""
-        majority = sum(record["majority"] for record in records) / len(records)
-        chance = 1 / len(ANSWERS) if self.form == "choice" else None
-        return {**aggregate(records, views=self.views), "majority": majority, "chance": chance}
+        result = super().aggregate(records) | {"majority": fmean(record["majority"] for record in records)}
+        if self.form == "choice":
+            result["chance"] = 1 / len(ANSWERS)
+        return result

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ast
 import base64
 import binascii
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,13 +25,14 @@ from typing import Any
 
 from earlyfusion.data.row_files import read_rows
 from earlyfusion.data.sample import Image, Segment, Text, question_text
+from earlyfusion.data.tasks.scoring.answers import LETTERS
 from earlyfusion.data.tasks.scoring.open_answers import open_match
-from earlyfusion.eval.benchmarks.visual import aggregate, generate_request, grey, views_of
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, Model, Question, Record, TaskOptions
+from earlyfusion.eval.benchmarks.base import data_files, evenly, mean
+from earlyfusion.eval.benchmarks.visual import PictureTask, media_of
+from earlyfusion.eval.protocol import EvalError, Model, Prompt, Question, Record, TaskOptions
 from earlyfusion.eval.registry import benchmark
 
-LETTERS = "ABCDEFGHIJ"
-_PICTURE_FIELDS = ("image", "images", "img", "picture", "photo", "image_path", "video", "videos")
+_PICTURE_FIELDS = "image images img picture photo image_path video videos".split()
 _PLACEHOLDER = re.compile(r"<image (\d)>")
 CHOICE_REQUEST = "\n\nAnswer with the option's letter from the given choices directly."
 OPEN_REQUEST = "\n\nAnswer the question using a single word or phrase."
@@ -49,7 +49,6 @@ DOMAINS = {
         "Mechanical_Engineering"
     ),
 }
-_DOMAIN_OF = {subject: domain for domain, subjects in DOMAINS.items() for subject in subjects.split()}
 
 
 def parse_choice(text: str, options: Sequence[str]) -> str | None:
@@ -61,74 +60,48 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
     """
     # Blanks around the answer let " B " match a letter that stands alone.
     answer = f" {text.strip().strip(',.!?;:' + chr(39))} "
-    letters = LETTERS[: len(options)]
     for form in ("({})", " {} ", "{}."):
-        places = {letter: answer.rfind(form.format(letter)) for letter in letters}
-        if max(places.values()) >= 0:
-            return max(places, key=lambda letter: places[letter])
-
+        letters = [form.format(letter) for letter in LETTERS[: len(options)]]
+        if letter := _last_said(answer, letters):
+            return letter
     if len(answer.split()) <= 5:
         return None
-    said = {
-        letter: answer.lower().rfind(option.lower())
-        for letter, option in zip(letters, options)
-        if option.strip()
-    }
-    found = {letter: place for letter, place in said.items() if place >= 0}
-    return max(found, key=lambda letter: found[letter]) if found else None
+    return _last_said(answer.lower(), [option.lower() for option in options])
 
 
-def parse_options(written: Any) -> tuple[str, ...]:
-    """The options of a row: a list, or a Python list written as a string. Raises ValueError for anything
-    else."""
-    listed = ast.literal_eval(written) if isinstance(written, str) and written.strip() else written or []
-    if not isinstance(listed, list | tuple) or len(listed) > len(LETTERS):
-        raise ValueError(f"options {str(written)[:60]!r}: expected a list of at most {len(LETTERS)}")
-    return tuple(str(option).strip() for option in listed)
+def _last_said(answer: str, words: Sequence[str]) -> str | None:
+    """Letter of those words that stand last in the answer."""
+    found, last = None, -1
+    for letter, word in zip(LETTERS, words):
+        if word.strip() and answer.rfind(word) > last:
+            found, last = letter, answer.rfind(word)
+    return found
 
 
 @benchmark("mmmu", "exam questions with pictures, MMMU format, own file")
-class MmmuTask:
+class MmmuTask(PictureTask):
     """See the module. options.extra "views": "blind" (default, grey pictures) or nothing."""
 
     name = "mmmu"
     version = "2"
-    kind = "generate"
-    private = False
-    needs = frozenset({"image"})
+    stop: tuple[str, ...] = ()
 
     def __init__(self, options: TaskOptions) -> None:
-        if options.data is None:
-            raise EvalError(
-                "mmmu: no data given; pass --data FILE (.jsonl or .parquet in MMMU's schema, or a folder)"
-            )
-        self.options = options
-        self.views = views_of(self.name, options, ("blind",))
-        self.files = _files(Path(options.data))
+        super().__init__(options)
+        self.files = data_files(self.data_path(), "*.jsonl", "*.parquet")
         self.qa = False
-
-    def data_hash(self) -> str:
-        """Over the content of the files in order of their names."""
-        digest = hashlib.sha256()
-        for path in self.files:
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        return digest.hexdigest()
 
     def prepare(self, model: Model) -> None:
         """Whether the model is asked in the form of pretraining."""
         self.qa = bool(getattr(model, "asks_qa", False))
+        self.stop = ("\n",) if self.qa else ()
 
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
         """Rows in file order, or `limit` of them at even distances. The category is the subject."""
-        if shots:
-            raise EvalError(f"mmmu: shots={shots}; MMMU is asked without examples: leave --shots out")
         rows: list[tuple[Path, int, dict[str, Any]]] = []
         for path in self.files:
             rows += [(path, number, row) for number, row in enumerate(read_rows(path), 1)]
-        if limit is not None and limit < len(rows):
-            rows = [rows[i * len(rows) // limit] for i in range(limit)]
-
-        for path, number, row in rows:
+        for path, number, row in evenly(rows, limit):
             try:
                 yield _question(row, path.parent)
             except (KeyError, ValueError, SyntaxError, TypeError) as error:
@@ -138,96 +111,92 @@ class MmmuTask:
                     " as <image 1> ...)"
                 ) from None
 
-    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
-        """With the pictures, then with grey ones."""
-        shown: list[Segment] = list(question.prompt)  # type: ignore[arg-type]
-        blank: list[Segment] = [grey(part) if isinstance(part, Image) else part for part in shown]
-        prompts = [shown, *[blank] * len(self.views)]
-        tokens = self.options.max_new_tokens or 64
-        stop: tuple[str, ...] = ()
-        if self.qa:
-            prompts, stop = [as_pretrained(prompt) for prompt in prompts], ("\n",)
-        return [
-            generate_request(prompt, self.options, question.id, repeat, tokens, stop=stop)
-            for prompt in prompts
-        ]
+    def prompts(self, question: Question) -> list[Prompt]:
+        """As published, or as in pretraining."""
+        prompts = super().prompts(question)
+        return [as_pretrained(media_of(prompt)) for prompt in prompts] if self.qa else prompts
 
-    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
-        """Letter equality, or one of the open answers found; blind_score likewise."""
-        judged = [_judge(question, output.text) for output in outputs]
-        record: Record = {"extracted": judged[0][0], "score": judged[0][1], "target": question.target}
-        record["options"] = len(question.choices)
-        record["domain"] = _DOMAIN_OF.get(question.category, "other")
-        return record | {f"{view}_score": score for view, (_, score) in zip(self.views, judged[1:])}
+    def judged(self, question: Question, output: Any) -> Record:
+        """Letter equality, or one of the open answers found."""
+        text = output.text
+        record: Record = {"target": question.target, "options": len(question.choices)}
+        record["domain"] = question.meta["domain"]
+        if question.choices:
+            letter = parse_choice(text, question.choices)
+            return {**record, "extracted": letter, "score": float(letter == question.target)}
+        score = float(open_match(text, question.meta["answers"]))
+        return {**record, "extracted": text.strip() or None, "score": score}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """Micro average, by subject and by_domain; chance: 1 / number of options, 0 for open questions."""
-        chance = [1 / r["options"] if r["options"] else 0.0 for r in records]
-        domains = aggregate([{**r, "category": r["domain"]} for r in records], views=self.views)[
-            "by_category"
-        ]
-        whole = aggregate(records, views=self.views)
-        return {**whole, "chance": sum(chance) / len(chance), "by_domain": domains}
+        result = super().aggregate(records)
+        result["chance"] = mean([1 / r["options"] if r["options"] else 0.0 for r in records])
+        by_domain = super().aggregate([{**record, "category": record["domain"]} for record in records])
+        return {**result, "by_domain": by_domain["by_category"]}
 
 
 def as_pretrained(prompt: Sequence[Segment]) -> list[Segment]:
     """A prompt as a question of pretraining: the pictures that it begins with, then "Q: ", the rest, and
     "A:"."""
-    # Pictures that open the question stand before it, as in pretraining.
-    segments = [part for part in prompt if not isinstance(part, Text) or part.text.strip()]
-    first = next((i for i, part in enumerate(segments) if isinstance(part, Text)), len(segments))
     before, after = question_text("\0").split("\0")
-    rest = segments[first:] or [Text("")]
-    opening = Text(before + rest[0].text.lstrip()) if isinstance(rest[0], Text) else Text(before)
-    asked = [opening, *rest[1:]]
-    last = asked[-1]
-    closed = (
-        [*asked[:-1], Text(last.text.rstrip() + after)] if isinstance(last, Text) else [*asked, Text(after)]
-    )
-    return [*segments[:first], *closed]
-
-
-def _judge(question: Question, text: str) -> tuple[Any, float]:
-    if question.choices:
-        letter = parse_choice(text, question.choices)
-        return letter, float(letter == question.target)
-    return text.strip() or None, float(open_match(text, question.meta["answers"]))
+    shown: list[Segment] = []
+    asked = ""
+    # Pictures that open the question stand before it, as in pretraining; the others are part of it.
+    for segment in prompt:
+        if not isinstance(segment, Text):
+            shown += [Text(asked), segment] if asked else [segment]
+            asked = ""
+        elif asked or any(isinstance(part, Text) for part in shown):
+            asked += segment.text
+        elif segment.text.strip():
+            asked = before + segment.text.lstrip()
+    return [*shown, Text(asked.rstrip() + after)]
 
 
 def _question(row: dict[str, Any], folder: Path) -> Question:
-    options = parse_options(row.get("options"))
-    chosen = options if row.get("question_type", "multiple-choice") == "multiple-choice" else ()
-    text = str(row["question"])
-    listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, chosen))
-    whole = f"{text}\n\n{listed}{CHOICE_REQUEST}" if chosen else f"{text}{OPEN_REQUEST}"
-    _check_pictures(row, whole)
+    """Raises KeyError, ValueError, SyntaxError or TypeError for a row that is not in the schema."""
+    options = _literal(row.get("options") or [])
+    chosen: tuple[str, ...] = ()
+    if not isinstance(options, list | tuple) or len(options) > len(LETTERS):
+        raise ValueError(f"options {str(options)[:60]!r}: expected a list of at most {len(LETTERS)}")
+    if row.get("question_type", "multiple-choice") == "multiple-choice":
+        chosen = tuple(str(option).strip() for option in options)
 
-    answer = row["answer"]
-    golds = (
-        ast.literal_eval(answer) if isinstance(answer, str) and answer.strip().startswith("[") else [answer]
-    )
-    if chosen and answer not in LETTERS[: len(chosen)]:
-        raise ValueError(f"answer {answer!r} is none of the letters {LETTERS[: len(chosen)]}")
+    text, answer = str(row["question"]), row["answer"]
+    if chosen:
+        listed = "\n".join(f"({letter}) {option}" for letter, option in zip(LETTERS, chosen))
+        text += f"\n\n{listed}{CHOICE_REQUEST}"
+        if answer not in LETTERS[: len(chosen)]:
+            raise ValueError(f"answer {answer!r} is none of the letters {LETTERS[: len(chosen)]}")
+    else:
+        text += OPEN_REQUEST
+    accepted = _literal(answer) if str(answer).strip().startswith("[") else [answer]
 
-    return Question(
-        id=str(row["id"]),
-        prompt=_interleave(whole, row, folder),
-        target=answer,
-        category="_".join(str(row["id"]).split("_")[1:-1]) or "all",
-        choices=chosen,
-        meta={"answers": [str(gold) for gold in golds]},
-    )
+    # Ids of the public set name their subject: validation_Art_Theory_2.
+    subject = "_".join(str(row["id"]).split("_")[1:-1]) or "all"
+    domain = next((name for name, subjects in DOMAINS.items() if subject in subjects.split()), "other")
+    meta = {"answers": [str(gold) for gold in accepted], "domain": domain}
+    _check_pictures(row, text)
+    return Question(str(row["id"]), _interleave(text, row, folder), answer, subject, chosen, meta)
+
+
+def _literal(written: Any) -> Any:
+    """What a Python literal written as a string says; anything else as it is."""
+    return ast.literal_eval(written) if isinstance(written, str) else written
 
 
 def _check_pictures(row: dict[str, Any], text: str) -> None:
     """Raises ValueError for a picture of the row that neither the prompt nor the explanation names."""
-    named = set(_PLACEHOLDER.findall(text)) | set(_PLACEHOLDER.findall(str(row.get("explanation") or "")))
+    named = _PLACEHOLDER.findall(f"{text} {row.get('explanation')}")
     for field, value in row.items():
-        held = any(value.values()) if isinstance(value, dict) else value not in (None, "", [], b"")
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if not value:
+            continue
         number = re.fullmatch(r"image_(\d)", field)
-        if held and number and number[1] not in named:
+        if number and number[1] not in named:
             raise ValueError(f"{field} is not used: write <image {number[1]}> where the question shows it")
-        if held and not number and field in _PICTURE_FIELDS:
+        if field in _PICTURE_FIELDS:
             raise ValueError(
                 f"{field!r} is not read: call it image_1 and write <image 1> where the question shows it"
             )
@@ -238,15 +207,14 @@ def _interleave(text: str, row: dict[str, Any], folder: Path) -> list[Segment]:
     segments: list[Segment] = []
     shown: set[str] = set()
     start = 0
-
     for match in _PLACEHOLDER.finditer(text):
-        number = match[1]
-        if number in shown:
+        name = f"image_{match[1]}"
+        if name in shown:
             continue
-        shown.add(number)
+        shown.add(name)
         if match.start() > start:
             segments.append(Text(text[start : match.start()]))
-        segments.append(Image(_picture(row.get(f"image_{number}"), f"image_{number}", folder)))
+        segments.append(Image(_picture(row.get(name), name, folder)))
         start = match.end()
     return [*segments, Text(text[start:])]
 
@@ -257,20 +225,11 @@ def _picture(given: Any, name: str, folder: Path) -> bytes | Path:
         given = given.get("bytes") or given.get("path")
     if isinstance(given, bytes):
         return given
-    if not isinstance(given, str) or not given:
+    if not given:
         raise ValueError(f"{name} is named in the question but missing")
     if len(given) < 4096 and (folder / given).is_file():
         return folder / given
     try:
-        return base64.b64decode(given.partition("base64,")[2] or given, validate=True)
+        return base64.b64decode(given.rpartition("base64,")[2], validate=True)
     except binascii.Error:
         raise ValueError(f"{name}: {given[:60]!r} is neither a file in {folder} nor base64") from None
-
-
-def _files(path: Path) -> list[Path]:
-    found = (
-        sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet")) if path.is_dir() else [path]
-    )
-    if not found or not all(p.is_file() for p in found):
-        raise EvalError(f"mmmu: {path}: no such file, or a folder without .jsonl or .parquet files")
-    return found

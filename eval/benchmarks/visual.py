@@ -24,20 +24,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 from statistics import fmean, median
 from typing import Any
 
 from PIL import Image as PILImage
 
-from earlyfusion.data.sample import Image, Text, Video, question_text
+from earlyfusion.data.sample import Image, Segment, Text, Video, question_text
 from earlyfusion.data.tasks.places import named_box
 from earlyfusion.data.tasks.problem import MAX_OBJECTS, MAX_SIDE, MIN_SIDE, Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.scoring.boxes import iou
-from earlyfusion.eval.benchmarks.base import BaseTask, request_seed, sampling, summarize
+from earlyfusion.eval.benchmarks.base import BaseTask, summarize
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -45,67 +46,53 @@ from earlyfusion.eval.protocol import (
     Prompt,
     Question,
     Record,
+    Request,
     TaskOptions,
 )
 from earlyfusion.eval.registry import benchmark
 from earlyfusion.kernels.errors import did_you_mean
 
-VIEWS = ("blind", "words")
 DEFAULT_QUESTIONS = 600
 GREY = 128
 
 
-class VisualTask(BaseTask):
-    """The exam of one task of data/tasks.
+class PictureTask(BaseTask):
+    """Questions about pictures, each asked with its picture and again in other views.
 
-    options.extra: "views", comma-separated of blind and words (default both), and "n", questions in all
-    (default 600). Prompts stand as in training: picture, line end, "Q: ...", line end, "A:"; an answer ends
-    with its line.
+    options.extra: "views", comma-separated; all of `known_views` when it is not given. An answer ends with
+    its line.
     """
 
-    version = "2"  # 1 judged answers that the limit cut off by their beginning
+    known_views: tuple[str, ...] = ("blind",)
+    needs = frozenset({"image"})
+    zero_shot = True
+    grey_level = GREY
+    stop: tuple[str, ...] = ("\n",)
 
-    def __init__(self, name: str, options: TaskOptions) -> None:
+    def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        self.name, self.task = name, make_task(name)
-        self.needs = frozenset({"video" if self.task.video else "image"})
-        self.max_new_tokens = options.max_new_tokens or self.task.answer_tokens
-        self.views = views_of(name, options)
-        self.count = _whole(name, options.extra.get("n", DEFAULT_QUESTIONS))
+        self.views = self.known_views
+        if "views" in options.extra:
+            listed = [part.strip() for part in options.extra["views"].split(",")]
+            self.views = tuple(dict.fromkeys(filter(None, listed)))
+        for view in self.views:
+            if view not in self.known_views:
+                raise EvalError(f"{self.name}: unknown view {view!r}; {did_you_mean(view, self.known_views)}")
 
-    def data_hash(self) -> str:
-        """Of the generator's name, version, limits and seed."""
-        facts = ["data/synth", self.name, self.version, self.options.seed, MIN_SIDE, MAX_SIDE, MAX_OBJECTS]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
-        """The first `limit` of `n` questions; categories stand in turn. Raises EvalError for shots: there are
-        none."""
-        refuse_shots(self.name, shots)
-        count = self.count if limit is None else min(limit, self.count)
-        for problem in self.task.exam(count, self.options.seed):
-            yield Question(
-                id=problem.key,
-                prompt=[problem.media(), Text(question_text(problem.question))],
-                target=problem.answer,
-                category=problem.meta["category"],
-                meta={"item": problem},
-            )
-
-    def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
-        """The question with its picture, then one request for each view."""
-        problem: Problem = question.meta["item"]
+    def prompts(self, question: Question) -> list[Prompt]:
+        """With the picture, then one for each view."""
         prompts: list[Prompt] = [question.prompt]
         for view in self.views:
-            if view == "blind":
-                prompts.append([grey(problem.media()), Text(question_text(problem.question))])
+            if view == "words":
+                prompts.append(in_words(question.meta["problem"]))
             else:
-                prompts.append(in_words(problem))
-        return [self.generate_request(prompt, question.id, repeat) for prompt in prompts]
+                prompts.append([grey(segment, self.grey_level) for segment in media_of(question.prompt)])
+        return prompts
 
-    def generate_request(self, prompt: Prompt, question: str, repeat: int) -> GenerateRequest:
-        """How every prompt of this task is continued."""
-        return generate_request(prompt, self.options, question, repeat, self.max_new_tokens)
+    def requests(self, question: Question, repeat: int) -> Sequence[Request]:
+        """One generation for each prompt."""
+        asked = self.prompts(question)
+        return [self.generation(prompt, question.id, repeat, self.stop) for prompt in asked]
 
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """The record of the picture, with the score of each view beside it."""
@@ -115,29 +102,108 @@ class VisualTask(BaseTask):
         return record
 
     def judged(self, question: Question, output: Any) -> Record:
-        """extracted, score, metrics (with `cut`: the limit ended it) and target of one answer."""
-        extracted, score, metrics = self.task.judge(question.meta["item"], whole(output))
-        metrics = {**metrics, "cut": float(output.finish == "length")}
-        return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
+        """extracted, score, target and perhaps metrics of one answer."""
+        raise NotImplementedError
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
-        """See `aggregate`."""
-        return aggregate(records, views=self.views)
+        """What `summarize` gives for score, views and all metrics; what seeing adds (in all and by category).
+
+        majority: always the most frequent gold answer of the category, known in advance: the best a constant
+        can do. chance is None: answers are free text.
+        """
+        keys, flat = {"score": 0} | {f"{view}_score": 0 for view in self.views}, []
+        targets: dict[str, Counter[str]] = {}
+        for record in records:
+            flat.append(record.get("metrics", {}) | record)
+            keys |= record.get("metrics", {})
+            category = targets.setdefault(str(record.get("category", "")), Counter())
+            category[json.dumps(record["target"])] += 1
+
+        result = summarize(flat, list(keys))
+        if "blind" in self.views:
+            for means in (result, *result.get("by_category", {}).values()):
+                means["seeing"] = means["score"] - means["blind_score"]
+        hits = [counts.most_common(1)[0][1] for counts in targets.values()]
+        return {**result, "chance": None, "majority": sum(hits) / len(records)}
+
+
+def media_of(prompt: Prompt) -> Sequence[Segment]:
+    """The segments of a prompt."""
+    return [Text(prompt)] if isinstance(prompt, str) else prompt
+
+
+def in_words(problem: Problem) -> str:
+    """The twin in the picture's place, then the question as in training."""
+    return problem.description + question_text(problem.question)
+
+
+def grey(segment: Segment, level: int = GREY) -> Segment:
+    """A picture or video of the same sizes and times, all pixels grey (0 to 255); anything else as it is."""
+    if isinstance(segment, Image):
+        return Image(PILImage.new("RGB", segment.open().size, (level, level, level)))
+    if isinstance(segment, Video):
+        frames = [grey(Image(frame), level).image for frame in segment.frames]  # type: ignore[union-attr]
+        return Video(frames, segment.timestamps)
+    return segment
+
+
+def whole(output: Generation) -> str:
+    """The text of an answer that ended by itself, "" of one that the limit cut off."""
+    return "" if output.finish == "length" else output.text
+
+
+class VisualTask(PictureTask):
+    """The exam of one task of data/tasks.
+
+    options.extra: "n", questions in all (default 600). Prompts stand as in training: picture, line end,
+    "Q: ...", line end, "A:".
+    """
+
+    version = "2"  # 1 judged answers that the limit cut off by their beginning
+    known_views = ("blind", "words")
+
+    def __init__(self, name: str, options: TaskOptions) -> None:
+        self.name, self.task = name, make_task(name)
+        self.needs = frozenset({"video" if self.task.video else "image"})
+        self.new_tokens = self.task.answer_tokens
+        super().__init__(options)
+        given = str(options.extra.get("n", DEFAULT_QUESTIONS))
+        if not given.isdecimal() or int(given) < 1:
+            raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
+        self.count = int(given)
+
+    def data_hash(self) -> str:
+        """Of the generator's name, version, limits and seed."""
+        facts = ["data/synth", self.name, self.version, self.options.seed, MIN_SIDE, MAX_SIDE, MAX_OBJECTS]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
+        """The first `limit` of `n` questions; categories stand in turn."""
+        for problem in self.task.exam(min(limit or self.count, self.count), self.options.seed):
+            prompt = [problem.media(), Text(question_text(problem.question))]
+            category = problem.meta["category"]
+            yield Question(problem.key, prompt, problem.answer, category, meta={"problem": problem})
+
+    def judged(self, question: Question, output: Any) -> Record:
+        """metrics: the task's own, with `cut`: the limit ended the answer."""
+        extracted, score, metrics = self.task.judge(question.meta["problem"], whole(output))
+        metrics = {**metrics, "cut": float(output.finish == "length")}
+        return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
 
 
 class GroundingTask(VisualTask):
     """Grounding; the constant answer to beat is the median box of all questions, as shares of the picture."""
 
     def judged(self, question: Question, output: Any) -> Record:
-        (left, top, right, bottom), scene, _ = named_box(question.meta["item"])
+        (left, top, right, bottom), scene, _ = named_box(question.meta["problem"])
         relative = [left / scene.width, top / scene.height, right / scene.width, bottom / scene.height]
         return {**super().judged(question, output), "target_box": relative}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """As for all tasks, with the median box as the constant answer."""
-        boxes = [record["target_box"] for record in records]
-        left, top, right, bottom = (median(box[side] for box in boxes) for side in range(4))
-        hits = [iou(tuple(box), (left, top, right, bottom)) >= 0.5 for box in boxes]
+        boxes = [tuple(record["target_box"]) for record in records]
+        left, top, right, bottom = map(median, zip(*boxes))
+        hits = [iou(box, (left, top, right, bottom)) >= 0.5 for box in boxes]
         return {**super().aggregate(records), "majority": fmean(hits)}
 
 
@@ -150,14 +216,15 @@ TEXTS = {
     "board": "cells, rows and counts on boards of coloured squares",
     "video_qa": "questions about rendered clips",
 }
-VISUAL: dict[str, Callable[[TaskOptions], VisualTask]] = {}
-for _name, _text in TEXTS.items():
-    _made = GroundingTask if _name == "grounding" else VisualTask
-    VISUAL[_name] = benchmark(_name, _text)(partial(_made, _name))
+VISUAL = {name: partial(VisualTask, name) for name in TEXTS} | {
+    "grounding": partial(GroundingTask, "grounding")
+}
+for _name, _make in VISUAL.items():
+    benchmark(_name, TEXTS[_name])(_make)
 
 
 @benchmark("twins", "the visual tasks told in words alone")
-class TwinsTask(BaseTask):
+class TwinsTask(PictureTask):
     """The questions of the visual tasks, told in words alone. Categories: "counting/objects", "chart/value",
     ...
 
@@ -167,6 +234,8 @@ class TwinsTask(BaseTask):
     """
 
     name = "twins"
+    needs = frozenset()
+    known_views = ()
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
@@ -174,140 +243,35 @@ class TwinsTask(BaseTask):
 
     def data_hash(self) -> str:
         """Over the data of all parts."""
-        return hashlib.sha256(
-            "\n".join(part.data_hash() for part in self.parts.values()).encode()
-        ).hexdigest()
+        hashes = "\n".join(part.data_hash() for part in self.parts.values())
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
-    def questions(self, limit: int | None, shots: int | None, seed: int) -> Iterable[Question]:
+    def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
         """Questions of the parts in turn, so that every limit holds all kinds."""
         share = None if limit is None else -(-limit // len(self.parts))
-        streams = {name: list(part.questions(share, shots, seed)) for name, part in self.parts.items()}
         merged = []
-        for number in range(max(map(len, streams.values()))):
-            for name, questions in streams.items():
-                if number < len(questions):
-                    merged.append(self._told(name, questions[number]))
+        for turn in zip_longest(*(part.questions(share, shots) for part in self.parts.values())):
+            for name, question in zip(self.parts, turn):
+                if question is not None:
+                    prompt = in_words(question.meta["problem"])
+                    category, meta = f"{name}/{question.category}", {**question.meta, "part": name}
+                    twin = Question(f"twins/{question.id}", prompt, question.target, category, meta=meta)
+                    merged.append(twin)
         return merged[:limit]
 
-    def _told(self, part: str, question: Question) -> Question:
-        return Question(
-            id=f"twins/{question.id}",
-            prompt=in_words(question.meta["item"]),
-            target=question.target,
-            category=f"{part}/{question.category}",
-            meta={**question.meta, "part": part},
-        )
-
     def requests(self, question: Question, repeat: int) -> Sequence[GenerateRequest]:
-        """One request: the twin and the question."""
-        return [self.parts[question.meta["part"]].generate_request(question.prompt, question.id, repeat)]
+        """One request: the twin and the question, with the limit of its kind."""
+        part = self.parts[question.meta["part"]]
+        return [part.generation(question.prompt, question.id, repeat, part.stop)]
 
-    def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
+    def judged(self, question: Question, output: Any) -> Record:
         """As the visual task scores it."""
-        return self.parts[question.meta["part"]].judged(question, outputs[0])
+        return self.parts[question.meta["part"]].judged(question, output)
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """Score in all and by category, beside the constant answer; the kinds' own metrics by category
         only."""
-        own = {name for record in records for name in record["metrics"]}
-        return {name: value for name, value in aggregate(records, views=()).items() if name not in own}
-
-
-# What benchmarks with pictures share.
-
-
-def in_words(problem: Problem) -> str:
-    """The twin in the picture's place, then the question as in training."""
-    return problem.description + question_text(problem.question)
-
-
-def grey(media: Image | Video, level: int = GREY) -> Image | Video:
-    """The same sizes and times, all pixels grey (0 to 255)."""
-    if isinstance(media, Image):
-        return Image(_blank(media, level))
-    return Video([_blank(Image(frame), level) for frame in media.frames], media.timestamps)
-
-
-def _blank(image: Image, level: int) -> PILImage.Image:
-    return PILImage.new("RGB", image.open().size, (level, level, level))
-
-
-def refuse_shots(name: str, shots: int | None) -> None:
-    """Raises EvalError for worked examples: a visual task has none."""
-    if shots:
-        raise EvalError(
-            f"{name}: shots={shots}; visual questions are asked without examples: leave --shots out"
-        )
-
-
-def generate_request(
-    prompt: Prompt,
-    options: TaskOptions,
-    question: str,
-    repeat: int,
-    max_new_tokens: int,
-    stop: tuple[str, ...] = ("\n",),
-) -> GenerateRequest:
-    """A short answer that ends with its line; greedy for one sample (see eval.tasks.sampling)."""
-    temperature, top_p = sampling(options)
-    return GenerateRequest(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        temperature=temperature,
-        top_p=top_p,
-        seed=request_seed(options.seed, question, repeat),
-    )
-
-
-def views_of(name: str, options: TaskOptions, known: Sequence[str] = VIEWS) -> tuple[str, ...]:
-    """The further views the user wants (option "views"), in order; all known ones when the option is not
-    given."""
-    given = options.extra.get("views", known)
-    listed = (
-        [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else list(given)
-    )
-    for view in listed:
-        if view not in known:
-            raise EvalError(f"{name}: unknown view {view!r}; {did_you_mean(view, known)}")
-    return tuple(dict.fromkeys(listed))
-
-
-def _whole(name: str, given: Any) -> int:
-    try:
-        count = int(given)
-    except (TypeError, ValueError):
-        count = 0
-    if count < 1:
-        raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
-    return count
-
-
-def whole(output: Generation) -> str:
-    """The text of an answer that ended by itself, "" of one that the limit cut off."""
-    return "" if output.finish == "length" else output.text
-
-
-def aggregate(records: Sequence[Record], *, views: Sequence[str]) -> dict[str, Any]:
-    """What `summarize` gives for score, views and all metrics; what seeing adds (in all and by category).
-
-    majority: always the most frequent gold answer of the category, known in advance: the best a constant can
-    do. chance is None: answers are free text. Raises ValueError for no records.
-    """
-    if not records:
-        raise ValueError("no records to aggregate; ask at least one question")
-    names = dict.fromkeys(name for record in records for name in record.get("metrics", {}))
-    flat = [{**record.get("metrics", {}), **record} for record in records]
-    result = summarize(flat, ("score", *(f"{view}_score" for view in views), *names))
-    if "blind" in views:
-        for means in (result, *result.get("by_category", {}).values()):
-            means["seeing"] = means["score"] - means["blind_score"]
-    return {**result, "chance": None, "majority": _majority(records)}
-
-
-def _majority(records: Sequence[Record]) -> float:
-    """Share of questions the most frequent answer of each category gets right."""
-    targets: dict[str, Counter[str]] = defaultdict(Counter)
-    for record in records:
-        targets[str(record.get("category", ""))][json.dumps(record["target"])] += 1
-    return sum(counts.most_common(1)[0][1] for counts in targets.values()) / len(records)
+        result = super().aggregate(records)
+        for name in {name for record in records for name in record["metrics"]}:
+            del result[name]
+        return result

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from earlyfusion.eval.compare.load import Arm, TaskRun, aligned
 from earlyfusion.eval.stats import (
+    ALPHA,
     Array,
     Estimate,
     bootstrap_interval,
     clustered_estimate,
-    correlation,
     holm,
     mcnemar,
     mean_estimate,
@@ -33,14 +33,13 @@ from earlyfusion.eval.stats import (
     sign_flip_p,
     smallest_delta,
     smallest_delta_of_se,
-    unpaired_se,
+    welch,
 )
 
 PUBLISHED = {"mmlu_pro": 0.017, "gpqa_diamond": 0.021}
 """Change after vision RL that the Kimi K2.5 report (arXiv 2602.02276, Table 2) gives; no control arm, no
 error bars."""
 
-ALPHA = 0.05
 HISTOGRAM_BINS = 41
 
 
@@ -68,66 +67,80 @@ def compare_arms(
     """
     arms = [arm for arm in (base, treated, control, control_base) if arm is not None]
     tasks = aligned(arms)
-    entries = [_task(task, base, treated, control, control_base or base, options) for task in tasks]
+    entries = []
+    for task in tasks:
+        entry = _task(base.of(task), treated.of(task), options)
+        if control is not None:
+            start = (control_base or base).of(task)
+            entry |= _against_control(entry["paired"], control.of(task), start, options)
+        entries.append(entry)
 
     # Holm's family are all tasks of one view: seen, blind and in words are asked apart.
-    for view in dict.fromkeys(entry["view"] for entry in entries):
-        family = [entry for entry in entries if entry["view"] == view]
-        for entry, adjusted in zip(family, holm([entry["delta"]["p"] for entry in family])):
-            entry["delta"]["p_holm"] = adjusted
-            entry["verdict"] = verdict(entry)
+    for view in {entry["view"] for entry in entries}:
+        _adjust([entry["delta"] for entry in entries if entry["view"] == view])
+    for entry in entries:
+        del entry["paired"]
+        entry["verdict"] = verdict(entry)
 
-    known: set[str] = set()
-    for arm in arms:
-        known = known.union(*arm.runs)
+    known = {task for arm in arms for run in arm.runs for task in run}
     return {
         "arms": {arm.label: [str(folder) for folder in arm.folders] for arm in arms},
         "tasks": entries,
-        "left_out": sorted(known - set(tasks)),
-        "options": {"draws": options.draws, "flips": options.flips, "seed": options.seed, "alpha": ALPHA},
+        "left_out": sorted(known.difference(tasks)),
+        "options": asdict(options),
     }
 
 
-def _task(
-    task: str, base: Arm, treated: Arm, control: Arm | None, control_base: Arm, options: Options
-) -> dict[str, Any]:
-    first = base.of(task)[0]
-    a, b = question_means(base.of(task)), question_means(treated.of(task))
-    single = len(base.runs) == len(treated.runs) == 1
+def _task(base: Sequence[TaskRun], treated: Sequence[TaskRun], options: Options) -> dict[str, Any]:
+    """Everything about one task of the two arms. paired: the difference of every question."""
+    first = base[0]
+    a, b = question_means(base), question_means(treated)
+    metrics = first.summary.get("metrics") or {}
     entry: dict[str, Any] = {
-        "task": task,
+        "task": first.task,
         "view": first.view,
         "n": len(first.ids),
         "clusters": len(set(first.clusters)),
-        "samples_per_question": max(len(group) for group in first.samples),
         "data_hash": first.data_hash,
         "prompt_hash": first.prompt_hash,
-        "base": side(base.of(task)),
-        "treated": side(treated.of(task)),
-        "delta": delta_of(a, b, first, options, single=single),
-        "seeds": _seeds(base, treated, task, a, b, first, options),
+        "base": side(base),
+        "treated": side(treated),
+        "paired": b - a,
+        "delta": delta_of(a, b, first, options),
+        "seeds": None,
         "categories": _categories(a, b, first, options),
-        "published": PUBLISHED.get(task),
-        "baselines": {name: _baseline(first.summary, name) for name in ("chance", "majority")}
-        if not first.view
-        else {},
+        "published": PUBLISHED.get(first.task),
+        "baselines": {},
     }
+    if not first.view:
+        entry["baselines"] = {name: metrics.get(name) for name in ("chance", "majority")}
 
-    entry["delta"]["sampling_se"] = _sampling_se(base.of(task), treated.of(task))
-    if control is not None:
-        c, d = question_means(control.of(task)), question_means(control_base.of(task))
-        entry["control"] = side(control.of(task))
-        entry["control_delta"] = _headline(c - d, first).to_dict()
-        difference = (b - a) - (c - d)
-        flip = sign_flip_p(difference, clusters=first.clusters, draws=options.flips, seed=options.seed)
-        found = _headline(difference, first).to_dict()
-        entry["difference_in_differences"] = {**found, "p_sign_flip": flip}
+    # The part of the SE that more samples a question would remove; nan with one answer a question.
+    noise = [sampling_variance(run.samples) / len(arm) ** 2 for arm in (base, treated) for run in arm]
+    entry["delta"]["sampling_se"] = None if math.isnan(sum(noise)) else math.sqrt(sum(noise))
+    if len(base) == len(treated) == 1:
+        # Answers of one run an arm are won or lost; means over seeds are not.
+        table = mcnemar(a, b)
+        entry["delta"]["mcnemar"] = table
+        if table is not None:
+            seen = max(table["discordance"], 3 / len(a))
+            entry["delta"]["smallest_delta_mcnemar"] = smallest_delta(len(a), seen)
+    else:
+        entry["seeds"] = _seeds(base, treated, _headline(b - a, first), options)
     return entry
 
 
-def _baseline(summary: dict[str, Any], name: str) -> float | None:
-    value = (summary.get("metrics") or {}).get(name)
-    return float(value) if isinstance(value, int | float) else None
+def _against_control(
+    difference: Array, control: Sequence[TaskRun], start: Sequence[TaskRun], options: Options
+) -> dict[str, Any]:
+    """What the control changed, and what the treatment changed beyond it."""
+    run = control[0]
+    own = question_means(control) - question_means(start)
+    return {
+        "control": side(control),
+        "control_delta": _headline(own, run).to_dict(),
+        "difference_in_differences": _tested(difference - own, run.clusters, options),
+    }
 
 
 def question_means(runs: Sequence[TaskRun]) -> Array:
@@ -138,153 +151,101 @@ def question_means(runs: Sequence[TaskRun]) -> Array:
 def side(runs: Sequence[TaskRun]) -> dict[str, Any]:
     """What is said of one arm on one task: score, its standard error, each seed, unextracted share, answer
     length."""
-    means = [run.mean for run in runs]
-    known = [run.unextracted for run in runs if run.unextracted is not None]
-    lengths = [run.tokens for run in runs if run.tokens is not None]
     estimate = _headline(question_means(runs), runs[0])
-
-    return {
-        "score": estimate.value,
-        "se": estimate.se,
-        "low": estimate.low,
-        "high": estimate.high,
-        "seeds": means,
-        "unextracted": sum(known) / len(known) if known else None,
-        "tokens": sum(lengths) / len(lengths) if lengths else None,
-        "model": [run.summary.get("model") for run in runs],
-    }
+    found: dict[str, Any] = {"score": estimate.value, "se": estimate.se}
+    found |= {"low": estimate.low, "high": estimate.high}
+    found["seeds"] = [run.mean for run in runs]
+    for name in ("unextracted", "tokens"):
+        known = [getattr(run, name) for run in runs if getattr(run, name) is not None]
+        found[name] = sum(known) / len(known) if known else None
+    found["model"] = [run.summary.get("model") for run in runs]
+    return found
 
 
 def _headline(values: Array, run: TaskRun) -> Estimate:
     return clustered_estimate(values, run.clusters)
 
 
-def delta_of(a: Array, b: Array, run: TaskRun, options: Options, *, single: bool) -> dict[str, Any]:
-    """All statistics of one paired difference; `single` (one run an arm) allows McNemar and the discordance
-    formula."""
-    d = b - a
-    # Clusters decide the interval, strata the bootstrap; the rest is shown for comparison.
-    headline, paired = _headline(d, run), mean_estimate(d)
-    by_category = clustered_estimate(d, run.categories) if len(set(run.categories)) > 1 else None
-    low, high, means = bootstrap_interval(
-        d, clusters=run.clusters, strata=run.categories, draws=options.draws, seed=options.seed
-    )
-    counts, edges = _histogram(means)
-
-    table = mcnemar(a, b) if single else None
-    discordance = float(np.mean(a != b)) if table is None else table.discordance
-    flip = sign_flip_p(d, clusters=run.clusters, draws=options.flips, seed=options.seed)
-
+def _tested(difference: Array, clusters: Sequence[str], options: Options) -> dict[str, Any]:
+    """The clustered interval with the p of the sign-flip test, and beside it what they rest on."""
+    estimate = clustered_estimate(difference, clusters)
     return {
-        **headline.to_dict(),
-        "p": flip,
-        "p_t": headline.p,
-        "se_paired": paired.se,
-        "se_clustered": headline.se,
-        "se_unpaired": unpaired_se(a, b),
-        "se_clustered_by_category": by_category.se if by_category else None,
-        "correlation": correlation(a, b),
-        "bootstrap": {"low": low, "high": high, "counts": counts.tolist(), "edges": edges.tolist()},
-        "mcnemar": table.to_dict() if table else None,
-        "discordance": discordance,
-        "smallest_delta": smallest_delta_of_se(headline.se, len(set(run.clusters))),
-        "smallest_delta_mcnemar": smallest_delta(len(d), max(discordance, 3 / len(d))) if table else None,
+        **estimate.to_dict(),
+        "p": sign_flip_p(difference, clusters, draws=options.flips, seed=options.seed),
+        "p_t": estimate.p,
+        "se_paired": mean_estimate(difference).se,
+        "smallest_delta": smallest_delta_of_se(estimate.se, len(set(clusters))),
     }
 
 
-def _histogram(means: Array) -> tuple[Array, Array]:
-    """Counts and edges; where the means lie on a lattice (binary answers), every bin holds equally many of
-    its points."""
-    steps = np.diff(np.unique(means.round(12)))
-    if len(steps) == 0:
-        return np.histogram(means, bins=1)
-    lattice = float(steps.min())
-    span = float(means.max() - means.min())
-    if lattice * 20 * HISTOGRAM_BINS < span:  # as good as continuous
-        return np.histogram(means, bins=HISTOGRAM_BINS)
-    width = lattice * max(1, math.ceil(span / lattice / HISTOGRAM_BINS))
-    start = float(means.min()) - lattice / 2
-    return np.histogram(means, bins=start + width * np.arange(math.ceil((span + lattice) / width) + 1))
-
-
-def _sampling_se(base: Sequence[TaskRun], treated: Sequence[TaskRun]) -> float | None:
-    """The part of the SE that more samples a question would remove; None with one answer a question."""
-    parts = [sampling_variance(run.samples) / len(arm) ** 2 for arm in (base, treated) for run in arm]
-    total = sum(parts)
-    return None if math.isnan(total) else math.sqrt(total)
+def delta_of(a: Array, b: Array, run: TaskRun, options: Options) -> dict[str, Any]:
+    """All statistics of one paired difference."""
+    low, high, means = bootstrap_interval(b - a, run.clusters, draws=options.draws, seed=options.seed)
+    # Means of few binary answers lie on a lattice; more bins than its points would show a comb.
+    points = len(np.unique(means.round(12)))
+    counts, edges = np.histogram(means, bins=min(points, HISTOGRAM_BINS))
+    tested = _tested(b - a, run.clusters, options)
+    return {
+        **tested,
+        "se_clustered": tested["se"],
+        "se_unpaired": welch(a, b).se,
+        "bootstrap": {"low": low, "high": high, "counts": counts.tolist(), "edges": edges.tolist()},
+        "discordance": float(np.mean(a != b)),
+        "mcnemar": None,
+        "smallest_delta_mcnemar": None,
+    }
 
 
 def _seeds(
-    base: Arm, treated: Arm, task: str, a: Array, b: Array, run: TaskRun, options: Options
-) -> dict[str, Any] | None:
-    """Intervals over seeds, and over questions and seeds together; None with one run in each arm."""
-    if len(base.runs) == len(treated.runs) == 1:
-        return None
+    base: Sequence[TaskRun], treated: Sequence[TaskRun], questions: Estimate, options: Options
+) -> dict[str, Any]:
+    """Intervals over seeds, and over questions and seeds together."""
     # One number a seed: its mean over the questions.
-    before, after = [r.mean for r in base.of(task)], [r.mean for r in treated.of(task)]
+    before, after = [run.mean for run in base], [run.mean for run in treated]
     seeds = seed_estimate(before, after, paired=options.paired_seeds)
-    both = questions_and_seeds(_headline(b - a, run), seeds)
-    return {
-        "base": before,
-        "treated": after,
-        "paired": options.paired_seeds,
-        "seeds": seeds.to_dict(),
-        "both": both.to_dict(),
-    }
+    both = questions_and_seeds(questions, seeds)
+    return {"base": before, "treated": after, "seeds": seeds.to_dict(), "both": both.to_dict()}
 
 
 def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[dict[str, Any]]:
     """One entry per category, with Holm's p over all of them; empty when there is one category only."""
-    names = list(dict.fromkeys(run.categories))
-    if len(names) < 2:
-        return []
-    entries = []
-    for name in names:
-        chosen = [i for i, category in enumerate(run.categories) if category == name]
-        clusters = [run.clusters[i] for i in chosen]
-        d = (b - a)[chosen]
-        estimate = clustered_estimate(d, clusters)
-        p = sign_flip_p(d, clusters=clusters, draws=options.flips, seed=options.seed)
-        scores = {"base": float(a[chosen].mean()), "treated": float(b[chosen].mean())}
-        see = {
-            "se_paired": mean_estimate(d).se,
-            "smallest_delta": smallest_delta_of_se(estimate.se, len(set(clusters))),
-        }
-        entries.append({"category": name, **scores, **estimate.to_dict(), "p": p, "p_t": estimate.p, **see})
-
-    for entry, adjusted in zip(entries, holm([entry["p"] for entry in entries])):
-        entry["p_holm"] = adjusted
+    entries: list[dict[str, Any]] = []
+    categories, clusters = np.array(run.categories), np.array(run.clusters)
+    for name in dict.fromkeys(run.categories):
+        own = categories == name
+        if own.all():
+            return []
+        scores = {"base": float(a[own].mean()), "treated": float(b[own].mean())}
+        entries.append({"category": name, **scores, **_tested((b - a)[own], clusters[own].tolist(), options)})
+    _adjust(entries)
     return entries
+
+
+def _adjust(claims: Sequence[dict[str, Any]]) -> None:
+    """Enter Holm's p over a family."""
+    for claim, adjusted in zip(claims, holm([claim["p"] for claim in claims])):
+        claim["p_holm"] = adjusted
 
 
 def verdict(entry: dict[str, Any]) -> str:
     """gain, loss or "no difference shown", with the limits of what was seen."""
-    delta, seeds = entry["delta"], entry["seeds"]
+    delta, seeds, control = entry["delta"], entry["seeds"], entry.get("difference_in_differences")
     # A claim has to survive questions, seeds and the number of claims.
-    intervals = [delta] + ([seeds["both"]] if seeds else [])
-    clear = all(_excludes_zero(interval) for interval in intervals) and delta["p_holm"] <= ALPHA
-    if not clear:
-        if entry["n"] > 1 and _at_chance(entry):
-            return "no difference shown (both at chance)"
-        if seeds and _excludes_zero(delta):
-            return "no difference shown (seeds disagree)"
-        return "no difference shown"
+    clear = _excludes_zero(delta)
+    if clear and delta["p_holm"] <= ALPHA and (not seeds or _excludes_zero(seeds["both"])):
+        word = "gain" if delta["value"] > 0 else "loss"
+        if control is not None and not _excludes_zero(control):
+            return f"{word}, not told apart from the control's"
+        return word
 
-    word = "gain" if delta["value"] > 0 else "loss"
-    against = entry.get("difference_in_differences")
-    if against is not None and not _excludes_zero(against):
-        return f"{word}, not told apart from the control's"
-    return word
+    chance = entry["baselines"].get("chance")
+    sides = (entry["base"], entry["treated"])
+    if chance is not None and all(one["low"] <= chance <= one["high"] for one in sides):
+        return "no difference shown (both at chance)"
+    if seeds and clear:
+        return "no difference shown (seeds disagree)"
+    return "no difference shown"
 
 
 def _excludes_zero(interval: dict[str, Any]) -> bool:
-    low, high, se = interval["low"], interval["high"], interval["se"]
-    return bool(se > 0 and (low > 0 or high < 0))
-
-
-def _at_chance(entry: dict[str, Any]) -> bool:
-    """Whether chance lies in the 95 % interval of both arms."""
-    chance = entry["baselines"].get("chance")
-    if chance is None:
-        return False
-    return all(entry[arm]["low"] <= chance <= entry[arm]["high"] for arm in ("base", "treated"))
+    return bool(interval["se"] > 0 and (interval["low"] > 0 or interval["high"] < 0))

@@ -17,7 +17,8 @@ import glob
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.eval.stats import Array
 from earlyfusion.kernels.errors import one_line
 
+RECORDS = "records.jsonl"
 VIEWS = {"blind": "blind_score", "words": "words_score"}
 """Further lines of a task: name -> key of the record. Beside them stands "seeing": score - blind_score."""
 LARGEST = 1e100
@@ -44,26 +46,34 @@ class TaskRun:
 
     task: str
     folder: Path
-    data_hash: str
     ids: tuple[str, ...]
-    samples: tuple[tuple[float, ...], ...]
-    scores: Array
+    samples: tuple[list[float], ...]
     categories: tuple[str, ...]
     clusters: tuple[str, ...]
     prompts: dict[tuple[str, int], str]
     """(id, repeat) -> hash of the prompt"""
-    unextracted: float | None
-    """Share of answers nothing could be read from; None where the task extracts nothing."""
-    tokens: float | None
-    """Mean generated tokens an answer."""
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any]
     view: str = ""
     """"" for the task's own score, else one of VIEWS, or "seeing"."""
+    unextracted: float | None = None
+    """Share of answers nothing could be read from; None where the task extracts nothing."""
+    tokens: float | None = None
+    """Mean generated tokens an answer."""
+
+    @cached_property
+    def scores(self) -> Array:
+        """Mean of every question's samples."""
+        return np.array([np.mean(group) for group in self.samples])
 
     @property
     def mean(self) -> float:
         """Mean over questions."""
         return float(self.scores.mean())
+
+    @property
+    def data_hash(self) -> str:
+        """Of the questions' data."""
+        return str(self.summary.get("data_hash") or "")
 
     @property
     def prompt_hash(self) -> str:
@@ -80,10 +90,6 @@ class Arm:
     runs: tuple[dict[str, TaskRun], ...]
     folders: tuple[Path, ...]
 
-    def tasks(self) -> list[str]:
-        """Tasks that every run has, in the order of the first."""
-        return [task for task in self.runs[0] if all(task in run for run in self.runs)]
-
     def of(self, task: str) -> list[TaskRun]:
         """The task in every run."""
         return [run[task] for run in self.runs]
@@ -93,13 +99,9 @@ def load_arm(label: str, given: str, metric: str = "score") -> Arm:
     """Load "DIR", "DIR,DIR,..." or a quoted glob pattern. Raises CompareError when there is nothing to
     read."""
     folders: list[Path] = []
-    for part in map(str.strip, given.split(",")):
-        if not part:
-            continue
-        if glob.has_magic(part) and not Path(part).exists():
-            folders += [Path(name) for name in sorted(glob.glob(part)) if Path(name).is_dir()]
-        else:
-            folders.append(Path(part))
+    for part in filter(None, map(str.strip, given.split(","))):
+        matching = [] if Path(part).exists() else sorted(glob.glob(part))
+        folders += map(Path, matching or [part])
     if not folders:
         raise CompareError(f"{label}: {given!r} names no folder; give the --out folder of earlyfusion eval")
     return Arm(label, tuple(load_run(folder, metric) for folder in folders), tuple(folders))
@@ -109,69 +111,59 @@ def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
     """All tasks of one evaluation folder (or of a single task's folder)."""
     if not folder.is_dir():
         raise CompareError(f"{folder}: no such folder; give the --out folder of earlyfusion eval")
-    places = [folder] if (folder / "records.jsonl").is_file() else sorted(folder.glob("*/"))
     runs: dict[str, TaskRun] = {}
-    for place in places:
-        if (place / "records.jsonl").is_file():
-            runs |= {run.task: run for run in load_task(place, metric)}
+    for path in (folder / RECORDS, *sorted(folder.glob(f"*/{RECORDS}"))):
+        if path.is_file():
+            runs |= {run.task: run for run in load_task(path, metric)}
     if not runs:
-        raise CompareError(
-            f"{folder}: holds no <task>/records.jsonl; give the --out folder of earlyfusion eval"
-        )
+        raise CompareError(f"{folder}: holds no <task>/{RECORDS}; give the --out folder of earlyfusion eval")
     return runs
 
 
-def load_task(folder: Path, metric: str = "score") -> list[TaskRun]:
-    """One task folder: the task's own line, then its views. Raises CompareError for rows that lack what is
-    needed."""
-    rows = _rows(folder / "records.jsonl")
-    summary = _summary(folder / "summary.json")
+def load_task(path: Path, metric: str = "score") -> list[TaskRun]:
+    """The records of one task: the task's own line, then its views. Raises CompareError for rows that lack
+    what is needed."""
+    rows = _rows(path)
+    summary = _summary(path.with_name("summary.json"))
     # A line of its own for every view that all records have.
-    values = {"": [_number(row, metric, folder) for row in rows]}
+    values = {"": [_number(row, metric, path) for row in rows]}
     for view, key in VIEWS.items():
         if metric == "score" and all(key in row for row in rows):
-            values[view] = [_number(row, key, folder) for row in rows]
+            values[view] = [_number(row, key, path) for row in rows]
     if "blind" in values:
         values["seeing"] = [seen - blind for seen, blind in zip(values[""], values["blind"])]
-    return [_line(view, numbers, rows, summary, folder) for view, numbers in values.items()]
 
+    # What all lines share: the questions, where they belong, how they were put.
+    name = str(summary.get("task") or path.parent.resolve().name)
+    first = {str(row["id"]): row for row in reversed(rows)}
+    order = sorted(first)
+    categories = tuple(str(first[key].get("category") or "all") for key in order)
+    clusters = tuple(str(first[key].get("cluster") or key) for key in order)
+    prompts = {(str(row["id"]), int(row.get("repeat") or 0)): str(row.get("prompt_hash")) for row in rows}
 
-def _line(
-    view: str, numbers: Sequence[float], rows: Sequence[dict[str, Any]], summary: dict[str, Any], folder: Path
-) -> TaskRun:
-    """The rows of a task with one number each."""
-    samples: dict[str, list[float]] = {}
-    first: dict[str, dict[str, Any]] = {}
-    for row, number in zip(rows, numbers):
-        samples.setdefault(str(row["id"]), []).append(number)
-        first.setdefault(str(row["id"]), row)
+    lines = []
+    for view, numbers in values.items():
+        samples: dict[str, list[float]] = {key: [] for key in order}
+        for row, number in zip(rows, numbers):
+            samples[str(row["id"])].append(number)
+        task = f"{name} ({view})" if view else name
+        questions = (tuple(order), tuple(samples.values()), categories, clusters, prompts)
+        lines.append(TaskRun(task, path.parent, *questions, summary, view))
 
     # What is said of the answers belongs to the task's own line.
-    extracted = [row["extracted"] for row in rows if "extracted" in row and not view]
-    tokens = [float(row["tokens"]) for row in rows if _is_number(row.get("tokens")) and not view]
-    task = str(summary.get("task") or folder.resolve().name)
-    return TaskRun(
-        task=f"{task} ({view})" if view else task,
-        view=view,
-        folder=folder,
-        data_hash=str(summary.get("data_hash") or ""),
-        ids=tuple(samples),
-        samples=tuple(map(tuple, samples.values())),
-        scores=np.array([float(np.mean(group)) for group in samples.values()]),
-        categories=tuple(str(row.get("category") or "all") for row in first.values()),
-        clusters=tuple(str(row.get("cluster") or row["id"]) for row in first.values()),
-        prompts={(str(row["id"]), int(row.get("repeat") or 0)): str(row.get("prompt_hash")) for row in rows},
-        unextracted=extracted.count(None) / len(rows) if extracted else None,
-        tokens=float(np.mean(tokens)) if tokens else None,
-        summary=summary,
-    )
+    extracted = [row["extracted"] is None for row in rows if "extracted" in row]
+    tokens = [float(row["tokens"]) for row in rows if _is_number(row.get("tokens"))]
+    unread = float(np.mean(extracted)) if extracted else None
+    lines[0] = replace(lines[0], unextracted=unread, tokens=float(np.mean(tokens)) if tokens else None)
+    return lines
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Rows in the order of (id, repeat); a question written twice by a resumed run counts once, the last
     time."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    # Other tools may have written the file: every line is looked at.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -183,7 +175,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
                 " object with id, prompt_hash and score; run earlyfusion eval again with the same --out to"
                 " mend the file"
             ) from None
-
     if not rows:
         raise CompareError(f"{path}: no rows; run earlyfusion eval to the end first")
     return [row for _, row in sorted(rows.items())]
@@ -193,34 +184,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and abs(value) < LARGEST
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CompareError(f"{path}: cannot be read ({one_line(error)}); evaluate again") from None
-
-
-def _number(row: dict[str, Any], metric: str, folder: Path) -> float:
+def _number(row: dict[str, Any], metric: str, path: Path) -> float:
     metrics = row.get("metrics")
-    metrics = metrics if isinstance(metrics, dict) else {}
-    value = row.get(metric) if metric == "score" else metrics.get(metric, row.get(metric))
+    if not isinstance(metrics, dict):
+        metrics = {}
+    # The score is the record's own whatever a metric of that name says.
+    value = {**row, **metrics, "score": row.get("score")}.get(metric)
     if not _is_number(value):
-        known = ", ".join(["score", *metrics])
+        listed = ", ".join(["score", *metrics])
         raise CompareError(
-            f"{folder / 'records.jsonl'}: question {row['id']!r} has no number {metric!r} (known here:"
-            f" {known}); choose another --metric or evaluate again"
+            f"{path}: question {row['id']!r} has no number {metric!r} (known here: {listed}); choose another"
+            " --metric or evaluate again"
         )
     return float(value)  # type: ignore[arg-type]
 
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(_text(path))
-    except (CompareError, ValueError, RecursionError):
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
         raise CompareError(
             f"{path}: missing or unreadable; the evaluation did not finish: run it again"
         ) from None
-    return found if isinstance(found, dict) else {}
 
 
 # equal questions
@@ -229,37 +214,36 @@ def _summary(path: Path) -> dict[str, Any]:
 def aligned(arms: Sequence[Arm]) -> list[str]:
     """The tasks all runs of all arms share, after checking that they asked the same. Raises CompareError
     otherwise."""
-    shared = [task for task in arms[0].tasks() if all(task in arm.tasks() for arm in arms[1:])]
+    runs = [run for arm in arms for run in arm.runs]
+    shared = [task for task in runs[0] if all(task in run for run in runs)]
     if not shared:
-        listed = "; ".join(f"{arm.label}: {', '.join(arm.tasks()) or 'none'}" for arm in arms)
+        listed = "; ".join(f"{arm.label}: {', '.join(arm.runs[0])}" for arm in arms)
         raise CompareError(f"no task is in every run ({listed}); evaluate the same --tasks for all of them")
     for task in shared:
-        first, *others = [run for arm in arms for run in arm.of(task)]
-        for other in others:
-            _same(first, other)
+        for run in runs:
+            _same(runs[0][task], run[task])
     return shared
 
 
 def _same(a: TaskRun, b: TaskRun) -> None:
     where = f"{a.task}: {a.folder} and {b.folder}"
     if a.data_hash != b.data_hash or not a.data_hash:
-        shown = [value[:12] or "(none)" for value in (a.data_hash, b.data_hash)]
         raise CompareError(
-            f"{where} were asked different data (data hashes {shown[0]} and {shown[1]}); evaluate both on the"
-            " same --data, --limit and revision"
+            f"{where} were asked different data (data hashes {a.data_hash[:12]} and {b.data_hash[:12]});"
+            " evaluate both on the same --data, --limit and revision"
         )
 
-    if a.prompts.keys() != b.prompts.keys():
-        missing = len(a.prompts.keys() ^ b.prompts.keys())
+    missing = len(a.prompts.keys() ^ b.prompts.keys())
+    if missing:
         raise CompareError(
             f"{where} answered different questions ({len(a.prompts)} and {len(b.prompts)} answers, {missing}"
             " not in both); finish both runs with equal --limit and --samples"
         )
-
-    differing = [key for key in a.prompts if a.prompts[key] != b.prompts[key]]
-    if differing or any(value in ("None", "") for value in a.prompts.values()):
-        example = differing[0][0] if differing else next(iter(a.prompts))[0]
+    # A record without a hash says nothing of its prompt: it cannot be taken for equal.
+    differing = [key for key, value in a.prompts.items() if value != b.prompts[key] or value in ("None", "")]
+    if differing:
         raise CompareError(
             f"{where} were prompted differently ({len(differing)} of {len(a.prompts)} prompt hashes differ or"
-            f" are missing, e.g. question {example!r}); use the same protocol, --shots and version for both"
+            f" are missing, e.g. question {differing[0][0]!r}); use the same protocol, --shots and version"
+            " for both"
         )

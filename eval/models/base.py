@@ -4,7 +4,6 @@ http(s)://..."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def open_model(
     """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an
     answer does not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a
     model directory as it was trained, others without. Raises EvalError when there is no such model."""
-    if dtype != "auto" and dtype not in DTYPES:
+    if dtype not in ("auto", *DTYPES):
         raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
     if given.startswith(("http://", "https://")):
         return EndpointModel(given, endpoint_model, concurrent=batch_size, chat=bool(chat))
@@ -42,26 +41,22 @@ def open_model(
     options |= {"batch_size": batch_size, "batch_tokens": batch_tokens}
     model: TokenModel
     if given.startswith("hf:"):
-        model = load_hf(given[3:], chat=bool(chat), **options)
+        model = load_hf(given.removeprefix("hf:"), chat=bool(chat), **options)
     else:
         folder = model_folder(given)
-        kind = _kind(folder)
+        # A checkpoint of another library is told apart from no checkpoint at all.
+        try:
+            kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            kind = None
         if kind != MODEL_TYPE:
-            hint = f"hf:{given}" if kind else "a directory with config.json, hf:PATH or http://..."
             raise EvalError(
-                f"--model {given}: not a model directory of this project (model_type {kind!r}); give {hint}"
+                f"--model {given}: not a model directory of this project (model_type {kind!r}); give a"
+                f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
             )
         model = load_own(folder, chat=chat, **options)
     model.one_by_one = exact
     return model
-
-
-def _kind(folder: Path) -> str | None:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return str(found.get("model_type"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
 
 
 def usable_device(name: str) -> str:

@@ -27,20 +27,12 @@ from earlyfusion.eval.models.tokens import (
     Scored,
     TokenModel,
     cut_at,
-    files_hash,
-    tensors_hash,
+    weights_of,
 )
-from earlyfusion.eval.protocol import EvalError, Generation, LossRequest, Prompt
+from earlyfusion.eval.protocol import Generation, LossRequest, Prompt
 from earlyfusion.model.engine.engine import Engine
-from earlyfusion.model.engine.requests import (
-    Completion,
-    Request,
-    RequestError,
-    SamplingParams,
-    ScoreRequest,
-    TokenPrompt,
-)
 from earlyfusion.model.engine.requests import Prompt as OpenDocument
+from earlyfusion.model.engine.requests import Request, SamplingParams, ScoreRequest, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.folder import load_model
 
@@ -82,6 +74,8 @@ class EngineModel(TokenModel):
         super().__init__(batch_size, batch_tokens)
         self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
         self.chat = chat
+        text = model.config.text
+        self.stop_ids = {text.eos_token_id, tokenizer.special_ids.get(END_OF_MSG)}
         self._engine: Engine | None = None
         self._pages = 0
 
@@ -101,7 +95,7 @@ class EngineModel(TokenModel):
             return super().encode_prompt(prompt, shared)
         message = Message("user", as_message(prompt))
         encoded = encode_chat([message], self.tokenizer, self.model.config.vision)
-        return Piece(tuple(encoded.ids.tolist()), encoded if encoded.grids else None)
+        return Piece(tuple(encoded.ids.tolist()), encoded)
 
     @property
     def asks_qa(self) -> bool:
@@ -114,34 +108,19 @@ class EngineModel(TokenModel):
         """[BOS]."""
         return self.model.config.text.bos_token_id
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """[EOS] and <|end_of_msg|>."""
-        ids = {self.model.config.text.eos_token_id, self.tokenizer.special_ids.get(END_OF_MSG)}
-        return frozenset(token for token in ids if token is not None)
-
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""
-        weight = self.model.decoder.embed_tokens.weight
-        return {
-            "kind": "earlyfusion",
-            "path": str(self.directory) if self.directory else None,
-            "weights_sha256": files_hash(self.directory) if self.directory else tensors_hash(self.model),
-            "tokenizer": self.tokenizer.hash,
-            **({"chat": True} if self.chat else {}),
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-        }
-
-    # scoring
+        found = {"kind": "earlyfusion", "path": str(self.directory) if self.directory else None}
+        found |= {"tokenizer": self.tokenizer.hash, **weights_of(self.model, self.directory)}
+        return {**found, "chat": True} if self.chat else found
 
     def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
         """See TokenModel."""
-        requests = [
-            ScoreRequest(document(context.piece), context.continuations, context.piece.shared)
-            for context in contexts
-        ]
-        longest = max(len(each.piece.ids) + max(map(len, each.continuations)) for each in contexts)
+        requests, longest = [], 0
+        for context in contexts:
+            piece, continuations = context.piece, context.continuations
+            requests.append(ScoreRequest(document(piece), continuations, piece.shared))
+            longest = max(longest, len(piece.ids) + max(map(len, continuations)))
         found = []
         for scores in self._engine_of(longest, len(requests)).score(requests):
             found.append([Scored(score.logprobs, score.greedy) for score in scores])
@@ -152,34 +131,32 @@ class EngineModel(TokenModel):
         # A row holds at least one document of the longest length.
         length = max(request.length for request in requests)
         tokens = max(self.batch_tokens, length)
-        room = Room(tokens=tokens, max_patches=PATCHES_A_TOKEN * tokens, length=length)
-        return measure(
-            self.model, self.tokenizer, (partial(_sample_of, request) for request in requests), room
-        )
-
-    # writing
+        room = Room(tokens, PATCHES_A_TOKEN * tokens, length)
+        samples = (partial(getattr, request, "sample") for request in requests)
+        return measure(self.model, self.tokenizer, samples, room)
 
     def write(self, openings: Sequence[Opening]) -> list[Generation]:
         """See TokenModel."""
-        # The engine's noise depends on the request's seed alone, not on its number or neighbours.
-        requests = []
-        for number, opening in enumerate(openings):
-            asked = opening.request
-            try:
-                params = SamplingParams(
-                    opening.room,
-                    asked.temperature,
-                    asked.top_p,
-                    stop=() if self.chat else asked.stop,  # in a chat only what is said is searched for them
-                    seed=asked.seed,
-                )
-            except RequestError as error:
-                raise EvalError(str(error)) from None
-            requests.append(Request(str(number), document(opening.piece), params, noise="answer"))
+        requests, longest = [], 0
+        for number, (piece, asked, room) in enumerate(openings):
+            # In a chat only what is said is searched for stop strings, and the engine sees the thoughts too.
+            stop = () if self.chat else asked.stop
+            params = SamplingParams(room, asked.temperature, asked.top_p, stop=stop, seed=asked.seed)
+            # The engine's noise depends on the request's seed alone, not on its number or neighbours.
+            requests.append(Request(str(number), document(piece), params, noise="answer"))
+            longest = max(longest, len(piece.ids) + room)
 
-        longest = max(len(opening.piece.ids) + opening.room for opening in openings)
-        completions = self._engine_of(longest, len(openings)).generate(requests)
-        return [self._answer(opening, done) for opening, done in zip(openings, completions)]
+        answers = []
+        for opening, done in zip(openings, self._engine_of(longest, len(openings)).generate(requests)):
+            # The stop token is among the engine's ids and no part of an answer.
+            ended, ids, text = done.finish_reason == "stop", done.ids, done.text
+            if ended and ids[-1] in self.stop_ids:
+                ids = ids[:-1]
+            if self.chat:
+                text, cut = cut_at(self.decode(ids), opening.request.stop)
+                ended |= cut
+            answers.append(Generation(text, len(ids), "stop" if ended else "length"))
+        return answers
 
     def _engine_of(self, longest: int, waiting: int) -> Engine:
         """An engine in which batch_size sequences of this length fit."""
@@ -201,16 +178,6 @@ class EngineModel(TokenModel):
             )
         return self._engine
 
-    def _answer(self, opening: Opening, done: Completion) -> Generation:
-        # The stop token is among the engine's ids and no part of an answer.
-        ended = done.finish_reason == "stop"
-        ids = done.ids[:-1] if ended and done.ids[-1] in self.stop_ids else done.ids
-        text = done.text
-        if self.chat:
-            text, cut = cut_at(self.decode(ids), opening.request.stop)
-            ended |= cut
-        return Generation(text, len(ids), "stop" if ended else "length")
-
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids; of a message, what is said."""
         if self.chat:
@@ -227,20 +194,15 @@ def document(piece: Piece) -> OpenDocument:
     return piece.media if piece.media is not None else TokenPrompt(torch.tensor(piece.ids))
 
 
-def _sample_of(request: LossRequest) -> Sample:
-    return request.sample
-
-
 def as_message(prompt: Prompt) -> tuple[Segment, ...]:
     """A prompt as the parts of a message: a question loses the form it has in pretraining ("Q: ... A:")."""
-    parts: list[Segment] = [Text(prompt)] if isinstance(prompt, str) else list(prompt)
-    if parts and isinstance(parts[-1], Text) and (asked := _QUESTION.fullmatch(parts[-1].text)):
-        parts[-1] = Text(asked[1])
-    return tuple(parts)
+    *before, last = [Text(prompt)] if isinstance(prompt, str) else prompt
+    asked = _QUESTION.fullmatch(last.text) if isinstance(last, Text) else None
+    return (*before, Text(asked[1]) if asked else last)
 
 
 def load_own(
-    directory: str | Path,
+    folder: Path,
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -249,8 +211,8 @@ def load_own(
 ) -> EngineModel:
     """Read a model directory; chat None: as it was trained. Raises ModelDirectoryError or DataError when it
     is none."""
-    folder = Path(directory)
     model = load_model(folder, device=device, dtype=dtype)
-    chat = template_of(folder) == "chat" if chat is None else chat
+    if chat is None:
+        chat = template_of(folder) == "chat"
     name = folder.resolve().name
     return EngineModel(model, Tokenizer.load(folder), name=name, directory=folder, chat=chat, **batch)

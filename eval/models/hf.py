@@ -1,7 +1,7 @@
 """Any transformers causal language model as a Model: a folder, a hub name, or a GGUF file.
 
-Sequences of one session share a key/value cache in which every row's tokens stand side by side; the padding
-of new tokens is never stored. Models whose cache cannot be copied row by row (recurrent or sliding-window
+Sequences read together share a key/value cache in which every row's tokens stand side by side; the padding of
+new tokens is never stored. Models whose cache cannot be copied row by row (recurrent or sliding-window
 states) are read without a cache: every context whole, right-padded. A prefix that many prompts share is read
 once and its keys copied; a context is read once for all its continuations.
 
@@ -16,9 +16,9 @@ Shapes: N sequences, W new tokens (padded), L cached slots, D hidden, V vocabula
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,17 @@ from transformers.utils import logging
 
 from earlyfusion.eval.models.tokens import (
     Context,
+    Ids,
     Opening,
     Piece,
     Scored,
     TokenModel,
     cut_at,
-    files_hash,
-    tensors_hash,
+    weights_of,
 )
-from earlyfusion.eval.protocol import EvalError, GenerateRequest, Generation
+from earlyfusion.eval.protocol import EvalError, Generation
+from earlyfusion.model.engine.requests import SamplingParams
+from earlyfusion.model.engine.sampler import Controls, Needs, choose, sequence_key
 
 WIDTH, ROWS, KEYS = 16, 8, 512
 POSITIONS = 1024
@@ -55,7 +57,7 @@ class RowCache(transformers.DynamicCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys_values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.stored: dict[tuple[int, str], Tensor] = {}
 
     def expect(self, real_NW: Tensor, places_NW: Tensor, slots: int) -> None:
         """Announce a call: which of its tokens are real, their places in their rows, how many slots it
@@ -66,161 +68,118 @@ class RowCache(transformers.DynamicCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the real tokens [N, heads, W, width]; returns everything visible [N, heads, slots, width]."""
-        # Only real tokens are stored, each at its own place of its row.
-        rows_NW = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-        at = rows_NW.expand_as(self.places_NW)[self.real_NW], self.places_NW[self.real_NW]
-        stored = []
-        for new, old in zip((key_states, value_states), self.keys_values.get(layer_idx, (None, None))):
-            # Room grows by a quarter at least, so that a long answer does not copy the cache at every token.
-            if old is None or old.shape[1] < self.slots:
-                grown = self.slots if old is None else max(self.slots, old.shape[1] * 5 // 4)
-                wider = new.new_zeros(new.shape[0], grown, new.shape[1], new.shape[3])
-                if old is not None:
-                    wider[:, : old.shape[1]] = old
-                old = wider
-            old[at] = new.transpose(1, 2)[self.real_NW]
-            stored.append(old)
+        keys = self._stored((layer_idx, "keys"), key_states)
+        return keys, self._stored((layer_idx, "values"), value_states)
 
-        self.keys_values[layer_idx] = (stored[0], stored[1])
-        keys, values = (part[:, : self.slots].transpose(1, 2) for part in stored)
-        return keys, values
+    def _stored(self, name: tuple[int, str], new: Tensor) -> Tensor:
+        old = self.stored.get(name)
+        # Room grows by a quarter at least, so that a long answer does not copy the cache at every token.
+        if old is None or old.shape[1] < self.slots:
+            grown = new.new_zeros(
+                new.shape[0], self.slots if old is None else self.slots * 5 // 4, new.shape[1], new.shape[3]
+            )
+            if old is not None:
+                grown[:, : old.shape[1]] = old
+            old = self.stored[name] = grown
+
+        # Only real tokens are stored, each at its own place of its row.
+        rows_NW = torch.arange(new.shape[0], device=new.device)[:, None].expand_as(self.places_NW)
+        at = rows_NW[self.real_NW], self.places_NW[self.real_NW]
+        old[at] = new.transpose(1, 2)[self.real_NW]
+        return old[:, : self.slots].transpose(1, 2)
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
         """Tokens before those of this call, in the longest row."""
-        return 0 if not self.keys_values else int(self.places_NW[:, 0].max())
+        return int(self.places_NW[:, 0].max())
 
     def select(self, index: Tensor) -> RowCache:
         """Copies of these rows."""
         copied = RowCache()
-        for layer, (keys, values) in self.keys_values.items():
-            copied.keys_values[layer] = keys.index_select(0, index), values.index_select(0, index)
+        copied.stored = {name: tensor.index_select(0, index) for name, tensor in self.stored.items()}
         return copied
 
 
-class Session:
-    """N sequences that can be copied and read on."""
+class Rows:
+    """Sequences that were read up to some token; copies of them can be read on."""
 
-    def __init__(self, owner: HfModel, sequences: int) -> None:
-        self.owner = owner
-        self.cache = RowCache() if owner.cached else None
-        self.lengths = [0] * sequences
-        self.history: list[tuple[int, ...]] = [()] * sequences  # where there is no cache
+    def __init__(self, owner: HfModel, ids: list[Ids], cache: RowCache | None) -> None:
+        self.owner, self.ids, self.cache = owner, ids, cache
 
-    def fork(self, index: Sequence[int]) -> Session:
-        """Sequence i of the new session continues this one's sequence index[i]. This one stays usable."""
-        copied = Session(self.owner, len(index))
-        copied.lengths = [self.lengths[i] for i in index]
-        copied.history = [self.history[i] for i in index]
+    def select(self, index: Sequence[int]) -> Rows:
+        """Sequence i of the result continues this one's sequence index[i]. This one stays usable."""
+        cache = None
         if self.cache is not None:
-            copied.cache = self.cache.select(torch.tensor(list(index), device=self.owner.device))
-        return copied
+            cache = self.cache.select(torch.tensor(index, device=self.owner.device))
+        return Rows(self.owner, [self.ids[i] for i in index], cache)
 
-    def read(self, rows: Sequence[tuple[int, ...]], step: bool = False) -> list[Tensor]:
+    def read(self, new: Sequence[Ids], step: bool = False) -> list[Tensor]:
         """Read one or more tokens a sequence -> states [tokens, D] after each of them. step: one token
         each."""
-        count = len(rows)
-        # Without a cache the whole of every row is read again.
-        if self.cache is None:
-            self.history = [past + tuple(row) for past, row in zip(self.history, rows)]
-            hidden_NWD = self._forward(self.history, [0] * count)
-            return [
-                hidden_WD[len(past) - len(row) : len(past)]
-                for hidden_WD, past, row in zip(hidden_NWD, self.history, rows)
-            ]
+        past = [len(ids) for ids in self.ids]
+        self.ids = [ids + row for ids, row in zip(self.ids, new)]
+        if self.cache is None:  # the whole of every row is read again
+            hidden_NWD = self._forward(self.ids, [0] * len(past), step=False)
+            return [hidden_WD[n : len(ids)] for hidden_WD, n, ids in zip(hidden_NWD, past, self.ids)]
+        hidden_NWD = self._forward(new, past, step)
+        return [hidden_WD[: len(row)] for hidden_WD, row in zip(hidden_NWD, new)]
 
-        if step and self.owner.exact and len(self.lengths) < ROWS:
-            # from now on the session carries rows that only fill up
-            filled = self.fork([*range(count), *[0] * (ROWS - count)])
-            self.cache, self.lengths = filled.cache, filled.lengths
-        rows = [*rows, *[rows[0]] * (len(self.lengths) - count)]
-        hidden_NWD = self._forward(rows, self.lengths, step)
-        self.lengths = [past + len(row) for past, row in zip(self.lengths, rows)]
-        return [hidden_NWD[n, : len(rows[n])] for n in range(count)]
-
-    def _forward(self, rows: Sequence[tuple[int, ...]], past: list[int], step: bool = False) -> Tensor:
+    def _forward(self, rows: Sequence[Ids], past: list[int], step: bool) -> Tensor:
         """States [N, W, D] of new tokens that stand behind `past` tokens of their rows."""
         owner, device = self.owner, self.owner.device
-        width = 1 if step else -(-max(map(len, rows)) // WIDTH) * WIDTH
+        width = 1 if step else _rounded(max(map(len, rows)), WIDTH)
         new_N = torch.tensor([len(row) for row in rows])
         offset_NW = torch.arange(width).expand(len(rows), width)
         real_NW = offset_NW < new_N[:, None]
         # Rows are padded on the right; padding repeats the place of the last token and is masked.
         ids_NW = torch.full((len(rows), width), owner.pad_id)
-        ids_NW[real_NW] = torch.tensor([token for row in rows for token in row])
+        ids_NW[real_NW] = torch.tensor(list(chain(*rows)))
         places_NW = torch.tensor(past)[:, None] + offset_NW.minimum(new_N[:, None] - 1)
 
-        arguments: dict[str, Any] = {"position_ids": places_NW.to(device)}
+        arguments: dict[str, Any] = {"position_ids": places_NW.to(device), "use_cache": False}
         if self.cache is None:
-            arguments |= {"attention_mask": real_NW.long().to(device), "use_cache": False}
+            arguments["attention_mask"] = real_NW.long().to(device)
         else:
-            slots = -(-int((torch.tensor(past) + new_N).max()) // owner.key_block) * owner.key_block
+            slots = _rounded(int((torch.tensor(past) + new_N).max()), owner.key_block)
             self.cache.expect(real_NW.to(device), places_NW.to(device), slots)
             # A token sees the slots up to its own, which are all filled by its row.
             hidden_NWL = torch.arange(slots) > places_NW[:, :, None]
-            mask_N1WL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
-            mask_N1WL = mask_N1WL.masked_fill(hidden_NWL, torch.finfo(owner.model.dtype).min)[:, None]
-            arguments |= {"attention_mask": mask_N1WL.to(device), "past_key_values": self.cache}
+            mask_NWL = torch.zeros(hidden_NWL.shape, dtype=owner.model.dtype)
+            mask_NWL.masked_fill_(hidden_NWL, torch.finfo(owner.model.dtype).min)
+            arguments |= {"attention_mask": mask_NWL[:, None].to(device), "past_key_values": self.cache}
             arguments["use_cache"] = True
-        return owner.body(ids_NW.to(device), **arguments).last_hidden_state
+        return owner.model.base_model(ids_NW.to(device), **arguments).last_hidden_state
 
 
-class Draw:
-    """Greedy for temperature 0; otherwise softmax(logits / temperature) restricted to the smallest set of
-    likeliest tokens with mass >= top_p, by inverting its distribution function at uniform numbers from the
-    answer's own seed.
-
-    Raises EvalError unless temperature >= 0 and 0 < top_p <= 1.
-    """
-
-    def __init__(self, temperature: float, top_p: float, seed: int) -> None:
-        if not temperature >= 0:
-            raise EvalError(f"temperature {temperature}: must be at least 0 (0 is greedy)")
-        if not 0 < top_p <= 1:
-            raise EvalError(f"top-p {top_p}: must lie in (0, 1]")
-        self.temperature, self.top_p = temperature, top_p
-        self._uniform = torch.Generator().manual_seed(seed)
-
-    def __call__(self, logits_V: Tensor) -> int:
-        """The next token's id."""
-        if self.temperature == 0:
-            return int(logits_V.argmax())
-        # A stable order: equal logits are drawn alike on every machine.
-        ordered_V, ids_V = (logits_V / self.temperature).sort(descending=True, stable=True)
-        p_V = ordered_V.double().softmax(-1)
-        before_V = p_V.cumsum(-1) - p_V  # mass of the likelier tokens; 0 for the first, so it always stays
-        mass_V = p_V.masked_fill(before_V >= self.top_p, 0.0).cumsum(-1)
-        uniform = torch.rand((), generator=self._uniform, dtype=torch.float64).to(mass_V.device)
-        rank = int(torch.searchsorted(mass_V, uniform * mass_V[-1], right=True))
-        last = int((before_V < self.top_p).sum()) - 1  # rounding may point past the last that may be drawn
-        return int(ids_V[min(rank, last)])
+def _rounded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 class Answer:
     """An answer being written."""
 
-    def __init__(self, request: GenerateRequest, room: int) -> None:
-        self.stop, self.room = request.stop, room
+    def __init__(self, opening: Opening, model: HfModel) -> None:
+        asked = opening.request
+        # Options out of range are refused as for a model of ours, and the same noise is drawn.
+        self.params = SamplingParams(opening.room, asked.temperature, asked.top_p, stop=asked.stop)
+        self.key, self.model = sequence_key(asked.seed, "answer", 0), model
         self.ids: list[int] = []
-        self.draw = Draw(request.temperature, request.top_p, request.seed)
-        # a stop string of c characters ends within the last 4 c bytes, so within as many tokens, plus one cut
-        self.tail = 4 * max(map(len, request.stop), default=0) + 4
+        # A stop string of c characters ends within the last 4 c bytes: as many tokens, plus one cut.
+        self.tail = 4 * max(map(len, asked.stop), default=0) + 4
         self.result: Generation | None = None
 
-    def take(self, logits_V: Tensor, model: HfModel) -> None:
-        """Choose and add a token; the result is there when the answer is complete."""
-        token = self.draw(logits_V)
-        if token in model.stop_ids:
-            self.result = Generation(model.decode(self.ids), len(self.ids), "stop")
+    def take(self, token: int) -> None:
+        """Add a token; the result is there when the answer is complete."""
+        decode, stops = self.model.decode, self.params.stop
+        if token in self.model.stop_ids:
+            self.result = Generation(decode(self.ids), len(self.ids), "stop")
             return
-
         self.ids.append(token)
-        if any(stop in model.decode(self.ids[-self.tail :]) for stop in self.stop):
-            text, cut = cut_at(model.decode(self.ids), self.stop)
-            if cut:
-                self.result = Generation(text, len(self.ids), "stop")
-                return
-        if len(self.ids) >= self.room:
-            self.result = Generation(model.decode(self.ids), len(self.ids), "length")
+        near = cut_at(decode(self.ids[-self.tail :]), stops)[1] if stops else False
+        full = len(self.ids) >= self.params.max_new_tokens
+        if near or full:
+            text, cut = cut_at(decode(self.ids), stops)
+            if cut or full:
+                self.result = Generation(text, len(self.ids), "stop" if cut else "length")
 
 
 class HfModel(TokenModel):
@@ -240,22 +199,24 @@ class HfModel(TokenModel):
         super().__init__(batch_size, batch_tokens)
         self.model, self.tokenizer, self.name, self.path = model.eval(), tokenizer, name, path
         self.chat = chat
-        self.body, self.head = model.base_model, model.get_output_embeddings()
-        self.device = next(model.parameters()).device
+        self.device = model.device
         # A model of several parts keeps the language model's settings in a part of its own.
-        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        longest = getattr(config, "max_position_embeddings", None)
-        self.max_length = longest or getattr(config, "n_positions", None)
-        self.cached = _copyable(model, config)
-        self.exact = self.device.type == "cpu" and model.dtype == torch.float32
-        self.key_block = KEYS if self.exact else WIDTH
+        config = model.config.get_text_config()
+        self.max_length = getattr(config, "max_position_embeddings", None)
+        # Only plain keys and values of all tokens can be copied row by row.
+        windowed = getattr(model, "_is_stateful", False) or getattr(config, "sliding_window", None)
+        layers = getattr(config, "layer_types", None) or PLAIN_LAYERS
+        self.cached = not windowed and set(layers) <= PLAIN_LAYERS
+        exact = self.device.type == "cpu" and model.dtype == torch.float32
+        self.key_block = KEYS if exact else WIDTH
 
         # Every token that ends an answer, of the tokenizer and of the generation config.
-        eos = getattr(model.generation_config, "eos_token_id", None)
-        ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-        self._stops = frozenset(int(token) for token in ends if token is not None)
-        self.pad_id = _first(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        self._prefixes: OrderedDict[tuple[int, ...], Session] = OrderedDict()
+        ends = model.generation_config.eos_token_id
+        self.stop_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        special = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+        self._begin_id = next(token for token in special if token is not None)
+        self.pad_id = tokenizer.pad_token_id or 0
+        self.prefix = lru_cache(KEPT_PREFIXES)(self._read_prefix)
 
     def encode(self, text: str, begin: bool) -> Sequence[int]:
         """See TokenModel; `begin` leaves it to the tokenizer which special tokens it adds."""
@@ -278,23 +239,15 @@ class HfModel(TokenModel):
     @property
     def begin_id(self) -> int:
         """The beginning token, or the end token where there is none (as lm-evaluation-harness)."""
-        return _first(self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, 0)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """End tokens of the tokenizer and of the generation config."""
-        return self._stops
+        return self._begin_id
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights, class, dtype, size, versions."""
-        known = self.path if self.path is not None and self.path.is_dir() else None
         return {
             "kind": "transformers",
             "path": str(self.path or self.name),
-            "weights_sha256": files_hash(known) if known else tensors_hash(self.model),
+            **weights_of(self.model, self.path),
             "class": type(self.model).__name__,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
             "chat": self.chat,
             "transformers": transformers.__version__,
         }
@@ -302,142 +255,125 @@ class HfModel(TokenModel):
     # batches
 
     def _fill(self, rows: Sequence[Any], lengths: Sequence[int]) -> Iterator[list[Any]]:
-        """Batches of consecutive rows, longest first: at most batch_size of them, at most batch_tokens when
-        padded to the longest."""
-        batch: list[Any] = []
-        longest = 0
-        for row, length in zip(rows, lengths):
-            full = len(batch) == (1 if self.one_by_one else self.batch_size)
-            if batch and (full or longest * (len(batch) + 1) > self.batch_tokens):
-                yield batch
-                batch, longest = [], 0
-            batch.append(row)
-            longest = max(longest, length)
-        if batch:
-            yield batch
+        """Batches of rows, longest first: at most batch_size of them, at most batch_tokens when padded to the
+        longest. Rows of about the same length are read together: less of a batch is padding."""
+        order = sorted(range(len(rows)), key=lambda place: -lengths[place])
+        while order:
+            most = min(self.batch_size, max(1, self.batch_tokens // max(1, lengths[order[0]])))
+            if self.one_by_one:
+                most = 1
+            yield [rows[place] for place in order[:most]]
+            del order[:most]
 
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """(prefix, places of pieces that begin with it), each as many as may be read at once."""
+    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[int], Rows, list[Tensor]]]:
+        """(places of pieces, they as rows that were read, the states after what follows their prefix)."""
         # Only rows that begin with the same prefix can start from copies of one state.
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[Ids, list[int]] = {}
         for place, piece in enumerate(pieces):
             groups.setdefault(piece.ids[: piece.shared if self.cached else 0], []).append(place)
         for prefix, places in groups.items():
-            # Rows of about the same length are read together: less of a batch is padding.
-            places.sort(key=lambda place: -len(pieces[place].ids))
-            lengths = [len(pieces[place].ids) - len(prefix) for place in places]
-            for batch in self._fill(places, lengths):
-                yield prefix, batch
+            for batch in self._fill(places, [len(pieces[place].ids) - len(prefix) for place in places]):
+                if prefix:
+                    rows = self.prefix(prefix).select([0] * len(batch))
+                else:
+                    rows = self._empty(len(batch))
+                yield batch, rows, rows.read([pieces[place].ids[len(prefix) :] for place in batch])
 
-    def _start(self, prefix: tuple[int, ...], rows: Sequence[Piece]) -> tuple[Session, list[Tensor]]:
-        """A session that has read these pieces, which begin with the prefix, and the states after the
-        rest."""
-        if not prefix:
-            session = Session(self, len(rows))
-        else:
-            if prefix not in self._prefixes:
-                first = Session(self, 1)
-                # A long prefix is read in pieces: its activations would not fit.
-                for start in range(0, len(prefix), self.batch_tokens):
-                    first.read([prefix[start : start + self.batch_tokens]])
-                self._prefixes[prefix] = first
-                if len(self._prefixes) > KEPT_PREFIXES:
-                    self._prefixes.popitem(last=False)
+    def _empty(self, count: int) -> Rows:
+        return Rows(self, [()] * count, RowCache() if self.cached else None)
 
-            self._prefixes.move_to_end(prefix)
-            session = self._prefixes[prefix].fork([0] * len(rows))
-        return session, session.read([piece.ids[len(prefix) :] for piece in rows])
+    def _read_prefix(self, prefix: Ids) -> Rows:
+        rows = self._empty(1)
+        # A long prefix is read in pieces: its activations would not fit.
+        for start in range(0, len(prefix), self.batch_tokens):
+            rows.read([prefix[start : start + self.batch_tokens]])
+        return rows
 
     def forget(self) -> None:
         """Drop the cached prefixes."""
-        self._prefixes.clear()
+        self.prefix.cache_clear()
 
     # scoring
 
+    @torch.no_grad()
     def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
         """See TokenModel."""
-        results: list[list[Scored]] = [[] for _ in contexts]
-        for prefix, places in self._batches([context.piece for context in contexts]):
-            with torch.no_grad():
-                scored = self._score(prefix, [contexts[place] for place in places])
-            for place, one in zip(places, scored):
-                results[place] = one
-        return results
+        results: dict[int, list[Scored]] = {}
+        for places, rows, states in self._batches([context.piece for context in contexts]):
+            # The state after a context knows the first token of all its continuations.
+            logp_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS).log_softmax(-1)
+            longer = []
+            for n, (place, best) in enumerate(zip(places, logp_NV.argmax(-1).tolist())):
+                continuations = contexts[place].continuations
+                values = logp_NV[n, [ids[0] for ids in continuations]].tolist()
+                results[place] = [Scored([v], ids[0] == best) for v, ids in zip(values, continuations)]
+                longer += [(n, place, c) for c, ids in enumerate(continuations) if len(ids) > 1]
 
-    def _score(self, prefix: tuple[int, ...], batch: Sequence[Context]) -> list[list[Scored]]:
-        # The state after a context knows the first token of all its continuations.
-        session, states = self._start(prefix, [context.piece for context in batch])
-        logp_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS).log_softmax(-1)
-        found: list[list[Scored]] = []
-        for logp_V, best, context in zip(logp_NV, logp_NV.argmax(-1).tolist(), batch):
-            firsts = [ids[0] for ids in context.continuations]
-            values = logp_V[torch.tensor(firsts, device=logp_V.device)].tolist()
-            found.append([Scored((value,), best == first) for value, first in zip(values, firsts)])
+            # Longer ones are read on from copies of it.
+            lengths = [len(contexts[place].continuations[c]) for _, place, c in longer]
+            for chunk in self._fill(longer, lengths):
+                own_ids = [contexts[place].continuations[c] for _, place, c in chunk]
+                read = rows.select([n for n, _, _ in chunk]).read([ids[:-1] for ids in own_ids])
+                for (_, place, c), ids, states_TD in zip(chunk, own_ids, read):
+                    first, rest = results[place][c], self._score_tokens(states_TD, ids[1:])
+                    results[place][c] = Scored([*first.values, *rest.values], first.greedy and rest.greedy)
+        return [results[place] for place in range(len(contexts))]
 
-        # Longer ones are read on from copies of it.
-        rows = [(n, c, ids) for n, context in enumerate(batch) for c, ids in enumerate(context.continuations)]
-        longer = sorted((row for row in rows if len(row[2]) > 1), key=lambda row: -len(row[2]))
-        for chunk in self._fill(longer, [len(ids) for _, _, ids in longer]):
-            fork = session.fork([n for n, _, _ in chunk])
-            for (n, c, ids), own in zip(chunk, fork.read([ids[:-1] for _, _, ids in chunk])):
-                rest = self._score_tokens(own, ids[1:])
-                first = found[n][c]
-                found[n][c] = Scored([*first.values, *rest.values], first.greedy and rest.greedy)
-        return found
-
-    def _score_tokens(self, states_TD: Tensor, ids: Sequence[int]) -> Scored:
+    def _score_tokens(self, states_TD: Tensor, ids: Ids) -> Scored:
         """Each token after the state that chooses it."""
         values: list[float] = []
         greedy = True
-        ids_T = torch.tensor(list(ids), device=states_TD.device)
+        ids_T = torch.tensor(ids, device=states_TD.device)
         for part_TD, part_T in zip(states_TD.split(POSITIONS), ids_T.split(POSITIONS)):
-            logits = self._logits(part_TD, WIDTH)
-            values += logits.log_softmax(-1).gather(1, part_T[:, None]).squeeze(1).tolist()
-            greedy &= bool((logits.argmax(-1) == part_T).all())
+            logits_TV = self._logits(part_TD, WIDTH)
+            values += logits_TV.log_softmax(-1).gather(1, part_T[:, None]).squeeze(1).tolist()
+            greedy &= bool((logits_TV.argmax(-1) == part_T).all())
         return Scored(values, greedy)
 
     def _logits(self, h_ND: Tensor, multiple: int) -> Tensor:
         """[N, V] fp32, computed with zero rows up to a whole multiple."""
         rows = h_ND.shape[0]
-        return self.head(torch.nn.functional.pad(h_ND, (0, 0, 0, -rows % multiple)))[:rows].float()
+        padded_ND = torch.nn.functional.pad(h_ND, (0, 0, 0, -rows % multiple))
+        return self.model.get_output_embeddings()(padded_ND)[:rows].float()
 
     # decoding
 
+    @torch.no_grad()
     def write(self, openings: Sequence[Opening]) -> list[Generation]:
         """See TokenModel."""
-        answers = [Answer(opening.request, opening.room) for opening in openings]
-        for prefix, places in self._batches([opening.piece for opening in openings]):
-            with torch.no_grad():
-                session, states = self._start(prefix, [openings[place].piece for place in places])
-                self._decode(session, states, [answers[place] for place in places])
+        answers = [Answer(opening, self) for opening in openings]
+        for places, rows, states in self._batches([opening.piece for opening in openings]):
+            alive = [answers[place] for place in places]
+            # The states at hand choose a token; what goes on reads it, finished answers leave at once.
+            while True:
+                logits_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS)
+                for answer, token in zip(alive, self._chosen(alive, logits_NV)):
+                    answer.take(token)
+                kept = [slot for slot, answer in enumerate(alive) if answer.result is None]
+                if not kept:
+                    break
+                # Rows that only fill up keep a step's products of one shape.
+                filled = kept + [kept[0]] * (ROWS - len(kept))
+                if filled != list(range(len(rows.ids))):
+                    rows = rows.select(filled)
+                alive = [alive[slot] for slot in kept]
+                last = [(answer.ids[-1],) for answer in alive]
+                states = rows.read(last + last[:1] * (len(filled) - len(kept)), step=True)[: len(kept)]
         return [answer.result for answer in answers]  # type: ignore[misc]
 
-    def _decode(self, session: Session, states: list[Tensor], alive: list[Answer]) -> None:
-        """Token by token; finished answers leave the batch at once."""
-        # The states at hand choose a token; what goes on reads it.
-        while True:
-            logits_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS)
-            for answer, logits_V in zip(alive, logits_NV):
-                answer.take(logits_V, self)
-            kept = [slot for slot, answer in enumerate(alive) if answer.result is None]
-            if not kept:
-                return
-            if len(kept) < len(alive):
-                session, alive = session.fork(kept), [alive[slot] for slot in kept]
-            states = session.read([(answer.ids[-1],) for answer in alive], step=True)
+    def _chosen(self, answers: Sequence[Answer], logits_NV: Tensor) -> list[int]:
+        """The next token of every answer, as the engine draws them."""
 
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
 
-def _first(*ids: int | None) -> int:
-    """The first that there is."""
-    return int(next(token for token in ids if token is not None))
-
-
-def _copyable(model: Any, config: Any) -> bool:
-    """Whether every layer keeps plain keys and values of all tokens."""
-    if getattr(model, "_is_stateful", False) or getattr(config, "sliding_window", None):
-        return False
-    layers = getattr(config, "layer_types", None)
-    return layers is None or set(layers) <= PLAIN_LAYERS
+        heat = [answer.params.temperature for answer in answers]
+        mass = [answer.params.top_p for answer in answers]
+        keys = column([answer.key for answer in answers], torch.int64)
+        places = column([len(answer.ids) for answer in answers], torch.int64)
+        needs = Needs(drawn=any(heat), top_p=min(mass) < 1, min_p=False, logprobs=False)
+        controls = Controls(keys, places, column(heat), column(mass), column([0.0] * len(mass)), needs)
+        return choose(logits_NV, controls, column([], torch.int64))[0].long().tolist()
 
 
 def load_hf(
@@ -448,30 +384,25 @@ def load_hf(
     Raises EvalError when it cannot be read.
     """
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    # A folder or file is told apart from a hub name before anything is fetched.
     path = Path(given)
-    where: dict[str, Any] = {}
-    place = given
-    gguf = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
-    if path.suffix == ".gguf" or gguf:
-        file = gguf[0] if gguf else path
-        if not file.is_file():
-            raise EvalError(f"--model hf:{given}: no such file")
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = next(path.glob("*.gguf"), path)
+    # What looks like a path is not asked of the hub.
+    if not path.exists() and (given.startswith((".", "/")) or path.suffix == ".gguf"):
+        raise EvalError(f"--model hf:{given}: no such file or folder")
+    place, where = given, {}
+    if path.suffix == ".gguf":
         if importlib.util.find_spec("gguf") is None:
             raise EvalError(f"--model hf:{given}: GGUF files need gguf; pip install gguf accelerate")
-        place, where = str(file.parent), {"gguf_file": file.name}
-    elif not path.exists() and (given.startswith((".", "/")) or os.environ.get("HF_HUB_OFFLINE") == "1"):
-        raise EvalError(f"--model hf:{given}: no such folder")
+        # GGUF weights are unpacked to float32; others keep the precision in which they are stored.
+        place, where, dtype = str(path.parent), {"gguf_file": path.name}, dtype or torch.float32
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **where)
-        stored = dtype or (torch.float32 if where else "auto")
-        # GGUF weights are unpacked to float32; others keep the precision in which they are stored.
-        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=stored, **where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto", **where)
     except Exception as error:  # also UnpicklingError, and what safetensors and tokenizers raise
         what = str(error).splitlines()[:1] or [type(error).__name__]
         raise EvalError(f"--model hf:{given}: transformers cannot read it ({what[0]})") from None
-
-    known = Path(place) if Path(place).is_dir() and not where else None
+    known = path if path.is_dir() else None
     model.to(device)  # type: ignore[arg-type]
     return HfModel(model, tokenizer, name=path.stem or given, path=known, chat=chat, **batch)

@@ -15,12 +15,12 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from earlyfusion.data.sample import Image, Text, open_picture
-from earlyfusion.eval.models.tokens import cut_at, plain_text
+from earlyfusion.eval.models.tokens import cut_at, has_media
 from earlyfusion.eval.protocol import (
     EvalError,
     GenerateRequest,
@@ -32,68 +32,53 @@ from earlyfusion.eval.protocol import (
     prompt_text,
 )
 
-TRIES, FIRST_WAIT_S = 5, 0.5
+TRIES, FIRST_WAIT_S, TIMEOUT_S = 5, 0.5, 600.0
 RETRIED = {408, 409, 429, 500, 502, 503, 504}
 
 
 class EndpointModel:
     """See the file's head. url: up to and with /v1. model: the name to ask for; None takes the server's
-    first.
+    first. concurrent: requests in flight. chat: prompts as the user's message."""
 
-    concurrent: requests in flight. chat: prompts as the user's message. max_length: of the served model, if
-    known.
-    """
+    capabilities = frozenset({"text", "image", "score", "generate"})
+    max_length = None
 
     def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        *,
-        concurrent: int = 8,
-        chat: bool = False,
-        max_length: int | None = None,
-        timeout_s: float = 600.0,
+        self, url: str, model: str | None = None, *, concurrent: int = 8, chat: bool = False
     ) -> None:
-        self.url = url.rstrip("/") if url.rstrip("/").endswith("/v1") else url.rstrip("/") + "/v1"
-        self.concurrent, self.chat, self.max_length, self.timeout_s = concurrent, chat, max_length, timeout_s
-        self.capabilities = frozenset({"text", "image", "score", "generate"})
-        self.name = model or self._first_model()
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.chat, self.pool = chat, ThreadPoolExecutor(concurrent)
+        if model is None:
+            listed = self._call("/models").get("data")
+            if not listed:
+                raise EvalError(f"{self.url}/models lists no model; give its name with --endpoint-model")
+            model = str(listed[0]["id"])
+        self.name = model
 
-    def _first_model(self) -> str:
-        listed = self._call("GET", "/models", None).get("data") or []
-        if not listed:
-            raise EvalError(f"{self.url}/models lists no model; give its name with --endpoint-model")
-        return str(listed[0]["id"])
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON answer; a server that is busy or away is asked again, a little later each time."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        data = json.dumps({"model": self.name, **body}).encode() if body else None
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
 
-        for attempt in range(1, TRIES + 1):
+        for attempt in range(TRIES):
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 text = " ".join(error.read(400).decode("utf-8", "replace").split())
                 problem = f"HTTP {error.code}: {text}"
-                again = error.code in RETRIED
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-                problem, again = f"no answer ({error}); is the server running?", True
+                if error.code not in RETRIED:
+                    break
+            except OSError as error:  # no connection, or a time limit
+                problem = f"no answer ({error}); is the server running?"
             except ValueError:
-                problem, again = "the answer is not JSON; is this an OpenAI-compatible URL?", False
-            if not again or attempt == TRIES:
+                problem = "the answer is not JSON; is this an OpenAI-compatible URL?"
                 break
-            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+            time.sleep(FIRST_WAIT_S * 2**attempt)
         raise EvalError(f"{self.url}{path}: {problem}")
-
-    def _all(self, function: Callable[[Any], Any], requests: Sequence[Any]) -> list[Any]:
-        # The server batches; here requests only have to be under way at the same time.
-        with ThreadPoolExecutor(max(1, min(self.concurrent, len(requests)))) as pool:
-            return list(pool.map(function, requests))
 
     def count_tokens(self, text: str) -> int:
         """The server is not asked: about one token for every three bytes, which is more than most tokenizers
@@ -101,12 +86,11 @@ class EndpointModel:
         return len(text.encode("utf-8")) // 3 + 1
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """See Model."""
-        return self._all(self._generate, requests)
+        """See Model. The server batches; here requests only have to be under way at the same time."""
+        return list(self.pool.map(self._generate, requests))
 
     def _generate(self, request: GenerateRequest) -> Generation:
         body: dict[str, Any] = {
-            "model": self.name,
             "max_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
@@ -115,46 +99,38 @@ class EndpointModel:
         if request.stop:
             body["stop"] = list(request.stop)[:4]  # more are cut off below
 
-        media = plain_text(request.prompt) is None
-        if media or self.chat:
+        # Pictures can only be given in messages; not every server takes a text in parts.
+        media = has_media(request.prompt)
+        if self.chat or media:
             content = content_parts(request.prompt) if media else prompt_text(request.prompt)
             body["messages"] = [{"role": "user", "content": content}]
-            answer = self._call("POST", "/chat/completions", body)
+            answer = self._call("/chat/completions", body)
             choice = answer["choices"][0]
             text = choice["message"]["content"] or ""
         else:
-            answer = self._call("POST", "/completions", body | {"prompt": prompt_text(request.prompt)})
+            answer = self._call("/completions", body | {"prompt": prompt_text(request.prompt)})
             choice = answer["choices"][0]
             text = choice["text"]
 
-        cut, stopped = cut_at(text, request.stop)
-        finish = "stop" if stopped or choice.get("finish_reason") == "stop" else "length"
+        text, stopped = cut_at(text, request.stop)
+        stopped |= choice.get("finish_reason") == "stop"
         tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
-        return Generation(cut, int(tokens), finish)
+        return Generation(text, int(tokens), "stop" if stopped else "length")
 
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
-        return self._all(self._score, requests)
-
-    def _score(self, request: ScoreRequest) -> LogProb:
-        context = prompt_text(request.context)
-        return self._echo(context + request.continuation, len(context), request.continuation)
+        contexts = [prompt_text(request.context) for request in requests]
+        return list(self.pool.map(self._echo, contexts, [request.continuation for request in requests]))
 
     def rolling(self, requests: Sequence[RollingRequest]) -> list[LogProb]:
         """See Model; the first token is not paid for where the server gives it no probability."""
-        return self._all(lambda request: self._echo(request.text, 0, request.text), requests)
+        return list(self.pool.map(self._echo, [""] * len(requests), [request.text for request in requests]))
 
-    def _echo(self, text: str, start: int, scored: str) -> LogProb:
+    def _echo(self, context: str, scored: str) -> LogProb:
         # Nothing is generated: the prompt itself comes back, with a log-probability for every token.
-        body = {
-            "model": self.name,
-            "prompt": text,
-            "max_tokens": 0,
-            "echo": True,
-            "logprobs": 1,
-            "temperature": 0,
-        }
-        found = self._call("POST", "/completions", body)["choices"][0].get("logprobs") or {}
+        text = context + scored
+        body = {"prompt": text, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+        found = self._call("/completions", body)["choices"][0].get("logprobs") or {}
         values, places = found.get("token_logprobs"), found.get("text_offset")
         if not values or not places:
             raise EvalError(
@@ -163,24 +139,18 @@ class EndpointModel:
 
         # Tokens that end within the context are not asked for; the first of a text has no probability.
         total, count, greedy = 0.0, 0, True
-        ends = [*places[1:], len(text)]
-        tops = found.get("top_logprobs") or [None] * len(values)
-        for value, end, token, top in zip(values, ends, found.get("tokens") or [None] * len(values), tops):
-            if end <= start or value is None:
-                continue
-            total, count = total + value, count + 1
-            greedy &= bool(top) and max(top, key=top.get) == token
+        nothing = [None] * len(values)
+        tokens, tops = found.get("tokens") or nothing, found.get("top_logprobs") or nothing
+        for value, end, token, top in zip(values, [*places[1:], len(text)], tokens, tops):
+            if end > len(context) and value is not None:
+                total, count = total + value, count + 1
+                greedy &= bool(top) and max(top, key=top.get) == token
         return LogProb(total, count, len(scored.encode("utf-8")), greedy)
 
     def identity(self) -> dict[str, Any]:
         """Address and model name: the weights behind them are not known."""
-        return {
-            "kind": "endpoint",
-            "path": self.url,
-            "model": self.name,
-            "weights_sha256": None,
-            "chat": self.chat,
-        }
+        about = {"kind": "endpoint", "path": self.url, "model": self.name}
+        return {**about, "weights_sha256": None, "chat": self.chat}
 
 
 def content_parts(prompt: Prompt) -> list[dict[str, Any]]:

@@ -27,13 +27,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import count
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 from PIL import Image as PILImage
 
@@ -42,7 +40,7 @@ from earlyfusion.data.programs import tool_text
 from earlyfusion.eval.sandbox.child import FIRST_UID, IMPORTS
 
 Reason = Literal["ok", "error", "timeout", "memory", "output_limit", "forbidden"]
-REASONS: tuple[Reason, ...] = ("ok", "error", "timeout", "memory", "output_limit", "forbidden")
+REASONS: tuple[Reason, ...] = get_args(Reason)
 _START_S, _GRACE_S = 60.0, 10.0
 _BOOT = """import sys, types
 for name, path in (("earlyfusion", ""), ("earlyfusion.eval", ""), ("earlyfusion.eval.sandbox", sys.argv[1])):
@@ -76,9 +74,6 @@ class SandboxError(DataError):
     program."""
 
 
-_COUNTS = ("file_bytes", "output_bytes", "disk_bytes", "disk_files", "max_chars")
-
-
 @dataclass(frozen=True)
 class Limits:
     """What one program may use. Memory is counted beyond that of an idle interpreter."""
@@ -98,9 +93,9 @@ class Limits:
     imports: tuple[str, ...] = IMPORTS
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_mb", *_COUNTS):
-            if not getattr(self, name) > 0:
-                raise DataError(f"sandbox limit {name} = {getattr(self, name)}: expected a positive number")
+        for name, value in vars(self).items():
+            if name != "imports" and not value > 0:
+                raise DataError(f"sandbox limit {name} = {value}: expected a positive number")
 
 
 @dataclass(frozen=True)
@@ -139,19 +134,16 @@ class ProgramResult:
 
 
 class Sandbox:
-    """A server process that starts programs; safe to use from several threads. `counts` counts reasons and
-    refusals.
+    """A server process that starts programs; safe to use from several threads.
 
     allow_weaker: run programs although walls are missing here, and name these in every result.
     """
 
     def __init__(self, limits: Limits | None = None, *, allow_weaker: bool = False) -> None:
         self.limits, self.allow_weaker = limits or Limits(), allow_weaker
-        self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._python_walls = (
-            True  # False leaves the kernel's walls alone, to prove that these hold by themselves
-        )
+        # False leaves the kernel's walls alone, to prove that these hold by themselves.
+        self._python_walls = True
         self._numbers = count(os.getpid() % 1000 * 100_000)
         self._server: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -227,47 +219,27 @@ class Sandbox:
         Raises DataError for a file name that is not a plain relative one, SandboxError when no process can be
         started or a wall is missing; nothing for what a program does.
         """
-        chosen = limits or self.limits
         content = {_checked(name): _bytes(value) for name, value in (files or {}).items()}
         try:
             folder = os.path.realpath(tempfile.mkdtemp(prefix="program-"))
             try:
                 uid = _job_uid(next(self._numbers))
                 _mount(content, Path(folder), uid)
-                result = self._run(code, folder, uid, chosen)
+                return self._run(code, folder, uid, limits or self.limits)
             finally:
                 remove_folder(folder)
         except OSError as error:
             raise SandboxError(f"the sandbox cannot start a program: {error}") from error
-        with self._lock:
-            self.counts[result.reason] += 1
-            self.counts.update(f"refused {what}" for what in result.refused)
-        return result
-
-    def map(self, programs: Sequence[tuple[str, Mapping[str, Any]]], workers: int = 2) -> list[ProgramResult]:
-        """Results of (code, files) pairs in order, `workers` at a time."""
-        with ThreadPoolExecutor(max(1, workers)) as pool:
-            return list(pool.map(lambda item: self.run(*item), programs))
 
     def _run(self, code: str, folder: str, uid: int, limits: Limits) -> ProgramResult:
-        keys = (
-            "wall_s",
-            "cpu_s",
-            "memory_mb",
-            "file_bytes",
-            "disk_bytes",
-            "disk_files",
-            "max_chars",
-            "imports",
-        )
-        job: dict[str, Any] = {"code": code, "folder": folder, "uid": uid, "python_walls": self._python_walls}
-        job |= {"allow_weaker": self.allow_weaker, "mark": secrets.token_hex(16)}
-        job |= {key: getattr(limits, key) for key in keys}
+        job = {**asdict(limits), "code": code, "folder": folder, "uid": uid, "mark": secrets.token_hex(16)}
+        job |= {"allow_weaker": self.allow_weaker, "python_walls": self._python_walls}
         with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
             file.write(json.dumps(job).encode())
             file.seek(0)
             source = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, source)
+            # The supervisor gets the ends to write; the caller keeps those to read, and the one to stop it.
             reads, writes = {}, []
             for name in ("stdout", "stderr", "result", "status"):
                 read, write = os.pipe()
@@ -315,9 +287,8 @@ def _job_uid(number: int) -> int:
 
 
 def _checked(name: str) -> str:
-    path = PurePosixPath(name)
-    plain = name and not path.is_absolute() and ".." not in path.parts and len(path.parts) == 1
-    if not plain or "\0" in name or len(name.encode("utf-8", "replace")) > 255 or _UNSAFE.search(name):
+    plain = name not in ("", ".", "..") and "/" not in name and not _UNSAFE.search(name)
+    if not plain or len(name.encode("utf-8", "replace")) > 255:
         raise DataError(f"sandbox file {name!r}: expected a plain file name such as 'image.png'")
     return name
 
@@ -394,11 +365,7 @@ def _collect(
     """Drain the four pipes until the program and its supervisor are gone; `stop` it when it writes too much
     (True)."""
     data = {name: bytearray() for name in reads.values()}
-    caps = {
-        "stdout": limits.output_bytes,
-        "stderr": limits.output_bytes,
-        "result": 16 * limits.max_chars + (1 << 16),
-    }
+    caps = {"status": 1 << 16, "result": 16 * limits.max_chars + (1 << 16)}
     flooded, deadline = False, time.monotonic() + limits.wall_s + _GRACE_S + _START_S
     with selectors.DefaultSelector() as selector:
         for read in reads:
@@ -412,12 +379,11 @@ def _collect(
                 name, chunk = reads[key.fd], os.read(key.fd, 1 << 16)
                 if not chunk:
                     selector.unregister(key.fd)
-                    if (
-                        name == "status"
-                    ):  # the program is gone as well; what could hold the others open is not waited for
+                    if name == "status":
+                        # The program is gone as well; what could hold the others open is not waited for.
                         deadline = min(deadline, time.monotonic() + _GRACE_S)
                     continue
-                room = caps.get(name, 1 << 16) - len(data[name])
+                room = caps.get(name, limits.output_bytes) - len(data[name])
                 data[name] += chunk[: max(0, room)]
                 if len(chunk) > room:
                     flooded = True
@@ -473,28 +439,11 @@ def _result(
     """What the supervisor saw comes before what the program said."""
     told, refusals = _told(data["result"], mark)
     refused = tuple(_plain(what, 80) for what in refusals[:64])
+    cpu_s = float(status.get("cpu_s", 0.0))
     reason, error = told.get("reason", ""), told.get("error", "")
-    killed, cpu_s, why = status.get("signal", 0), float(status.get("cpu_s", 0.0)), status.get("stopped")
-    if flooded:
-        reason, error = "output_limit", f"stopped: more than {limits.output_bytes} bytes of output"
-    elif why == "disk":
-        reason, error = (
-            "output_limit",
-            f"stopped: more than {limits.disk_bytes} bytes or {limits.disk_files} files",
-        )
-    elif why in ("late", "cpu") or (killed == signal.SIGKILL and cpu_s >= 0.9 * limits.cpu_s):
-        reason, error = (
-            "timeout",
-            f"stopped: more than {limits.wall_s:g} s, or {limits.cpu_s:g} s of CPU time",
-        )
-    elif killed == signal.SIGKILL:
-        reason, error = "memory", "stopped: the system ran out of memory"
-    elif killed == signal.SIGSYS:
-        reason, error = "forbidden", "stopped: a system call of another architecture"
-    elif killed:
-        reason, error = "error", f"stopped by signal {killed}"
-    elif reason not in ("ok", "error", "memory", "output_limit", "forbidden"):
+    if reason not in REASONS:
         reason, error = "error", "the program ended without a result"
+    reason, error = _stopped(status, cpu_s, limits, flooded) or (reason, error)
     if refused and reason in ("ok", "error"):
         reason = "forbidden"
     return ProgramResult(
@@ -509,3 +458,22 @@ def _result(
         layers=tuple(status.get("layers", ())),
         missing=tuple(status.get("missing", ())),
     )
+
+
+def _stopped(
+    status: dict[str, Any], cpu_s: float, limits: Limits, flooded: bool
+) -> tuple[Reason, str] | None:
+    """Why a program did not end by itself; None where it did."""
+    killed, why = status.get("signal", 0), status.get("stopped")
+    if flooded:
+        return "output_limit", f"stopped: more than {limits.output_bytes} bytes of output"
+    if why == "disk":
+        return "output_limit", f"stopped: more than {limits.disk_bytes} bytes or {limits.disk_files} files"
+    # The kernel's own limit of CPU time kills as well, when no supervisor was quicker.
+    if why in ("late", "cpu") or (killed == signal.SIGKILL and cpu_s >= 0.9 * limits.cpu_s):
+        return "timeout", f"stopped: more than {limits.wall_s:g} s, or {limits.cpu_s:g} s of CPU time"
+    if killed == signal.SIGKILL:
+        return "memory", "stopped: the system ran out of memory"
+    if killed == signal.SIGSYS:
+        return "forbidden", "stopped: a system call of another architecture"
+    return ("error", f"stopped by signal {killed}") if killed else None

@@ -54,7 +54,7 @@ def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreR
     question."""
     task = MmluPro(TaskOptions(data=data, form="mcf"))
     found: dict[str, list[list[ScoreRequest]]] = {}
-    for question in task.questions(None, None, 0):
+    for question in task.questions(None, None):
         if question.category not in found and len(found) == categories:
             continue
         rows = found.setdefault(question.category, [])

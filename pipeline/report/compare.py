@@ -19,7 +19,7 @@ from rich.table import Table
 from earlyfusion.data.tables import print_table
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
-from earlyfusion.eval.stats import power_curve
+from earlyfusion.eval.stats import smallest_delta
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.report.page import number, p_value, write_page
@@ -241,8 +241,8 @@ def power(entry: Row, unit: Unit) -> dict[str, Any]:
     discordance, n = entry["delta"]["discordance"], entry["n"]
     # Equally many points on either side of this test, on a logarithmic axis.
     ns = np.unique(np.geomspace(max(10, n / 20), n * 20, 60).astype(int)).tolist()
-    curve = [unit.scale * value for value in power_curve(discordance, ns)]
+    curve = [unit.scale * smallest_delta(count, discordance) for count in ns]
     return {
         "n questions": (ns, curve),
-        "this test": ([n], [unit.scale * float(power_curve(discordance, [n])[0])]),
+        "this test": ([n], [unit.scale * smallest_delta(n, discordance)]),
     }

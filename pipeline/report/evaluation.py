@@ -1,21 +1,236 @@
-"""`earlyfusion eval` with the page of the samples that a task showed: OUT/<task>/report.html."""
+"""Run benchmarks; --list shows the tasks. A stopped run goes on when the same command is given again.
+
+    earlyfusion eval --model RUN/model --tasks mmlu_pro:mcf,counting --data mmlu_pro=DIR --limit 280
+    earlyfusion eval --model hf:PATH --tasks gpqa_diamond --data gpqa_diamond.csv --samples 8 --out evals/gpqa
+    earlyfusion eval --model http://localhost:8000/v1 --tasks counting --out evals/served
+    earlyfusion eval --model RUN/model --harness lm-eval --tasks piqa,mmlu_pro_math --data mmlu_pro=DIR
+    earlyfusion eval --rescore outputs.jsonl.gz --levels 1
+    earlyfusion eval --contamination SHARDS --tasks mmlu_pro --data DIR --out evals/overlap
+
+A task that shows samples leaves a page of them: OUT/<task>/report.html. `earlyfusion compare` reads the --out
+folders.
+"""
 
 from __future__ import annotations
 
-from functools import wraps
+import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from earlyfusion.eval import run
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from earlyfusion.data.tables import print_table
+from earlyfusion.eval.benchmarks.base import BaseTask
+from earlyfusion.eval.benchmarks.lm_eval import run_harness
+from earlyfusion.eval.benchmarks.mmlu_pro import rescore
+from earlyfusion.eval.contamination import NGRAM, report
+from earlyfusion.eval.harness import run_task
+from earlyfusion.eval.models.base import open_model
+from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
+from earlyfusion.eval.registry import build_by_name, known_benchmarks
+from earlyfusion.kernels.files import write_json
+from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.data import read_dict
 from earlyfusion.pipeline.report.page import write_page
 
+HEADLINE = ("score", "standard_error", "chance", "majority", "unextracted")
+COLUMNS = ("task", "n", "score", "± SE", "chance", "majority", "unextracted", "more")
 
-@wraps(run.evaluate)
-def evaluate(**options: Any) -> None:
-    run.evaluate(**options)
-    if options["out"] is not None:
-        write_pages(options["out"])
+
+class EvalOptions(Options):
+    model: str = ""
+    """model directory, embedded:NAME, hf:PATH (transformers, also .gguf), or http(s)://host/v1"""
+    tasks: str = ""
+    """task names, A,B, each with :form if not its default form"""
+    data: list[str] = []
+    """data, as PATH or TASK=PATH; may be given again"""
+    out: Path | None = None
+    """folder of records and summaries"""
+    sha256: list[str] = []
+    """[TASK=]HEX: refuse data whose hash (in the summary) differs"""
+    form: str | None = None
+    """form of all tasks that have it: cot, mcf, cf, ..."""
+    limit: int | None = None
+    """questions per task, spread over its categories (default all)"""
+    shots: int | None = None
+    """worked examples in the prompt (default the task's own number)"""
+    samples: int = Field(1, ge=1)
+    """answers per question; the score is their mean (avg@k)"""
+    temperature: float | None = None
+    """default: 0 for one sample, 1.0 with top-p 0.95 for several"""
+    top_p: float | None = None
+    """sample from the likeliest mass P"""
+    max_new_tokens: int | None = None
+    """longest answer (default the task's own)"""
+    seed: int = 0
+    """of sampling and generated data"""
+    set_: list[str] = []
+    """KEY=VALUE: a task's extra option; may be given again"""
+    batch: int = Field(16, ge=1)
+    """most sequences at once"""
+    batch_tokens: int = Field(4096, ge=1)
+    """most tokens read at once"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    dtype: str = "auto"
+    """auto (as stored), float32, bfloat16, float16"""
+    exact: bool = False
+    """one sequence in a call: the same bits whatever else is asked; slower"""
+    chat: bool | None = None
+    """put generation prompts as the user's message (default: as a model directory was trained, else no)"""
+    endpoint_model: str | None = None
+    """model name to ask an endpoint for (default its first)"""
+    harness: Literal["own", "lm-eval"] = "own"
+    """lm-eval: run lm-evaluation-harness' tasks"""
+    rescore: Path | None = None
+    """extract again from published MMLU-Pro outputs; needs no model"""
+    levels: int = Field(3, ge=1, le=3)
+    """MMLU-Pro extraction levels"""
+    contamination: Path | None = None
+    """training text or shards to look for the questions in"""
+    ngram: int = NGRAM
+    """words per n-gram of --contamination"""
+    list_: bool = False
+    """show the tasks and leave"""
+    quiet: bool = False
+    """no progress bar"""
+
+
+@verb
+def evaluate(options: EvalOptions) -> None:
+    """See the module."""
+    # Questions that need no model.
+    if options.list_:
+        print("\n".join(f"{name:<15} {known.text}" for name, known in known_benchmarks().items()))
+        return
+    if options.rescore is not None:
+        _rescore(options.rescore, options.levels, options.out)
+        return
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not names:
+        raise EvalError("nothing to do: give --tasks (see --list)")
+
+    # The tasks of lm-evaluation-harness are its own; ours are built and checked before a model is read.
+    paths, default = data_paths(options.data)
+    limit, shots, out = options.limit, options.shots, options.out
+    if options.harness == "lm-eval":
+        named = {**paths, **({"": default} if default else {})}
+        run_harness(_model(options), names, named, limit=limit, shots=shots, seed=options.seed, out=out)
+        return
+    tasks = build_tasks(options, names, paths, default)
+    if options.contamination is not None:
+        report(tasks, options.contamination, options.ngram, limit, out)
+        return
+
+    # One bar a task, on standard error: the table below is the verb's output.
+    model = _model(options)
+    summaries = []
+    with Progress(console=Console(stderr=True), disable=options.quiet) as bar:
+        for task in tasks:
+            row = bar.add_task(task.label, total=None)
+
+            def advance(done: int, every: int, row: TaskID = row) -> None:
+                bar.update(row, completed=done, total=every)
+
+            summaries.append(run_task(model, task, limit=limit, shots=shots, out=out, progress=advance))
+    show(summaries)
+    if out is not None:
+        write_pages(out)
+        print(f"records and summaries: {out}", file=sys.stderr)
+
+
+def _model(options: EvalOptions) -> Model:
+    if not options.model:
+        raise EvalError("--model is missing: a model directory, hf:PATH or http://host/v1")
+    chosen = options.model_dump(
+        include={"device", "dtype", "batch_tokens", "chat", "endpoint_model", "exact"}
+    )
+    return open_model(options.model, batch_size=options.batch, **chosen)
+
+
+def build_tasks(
+    options: EvalOptions, names: Sequence[str], paths: dict[str, Path], default: Path | None
+) -> list[BaseTask]:
+    """The tasks by name. Raises EvalError for an option that is no pair, and for data that are not what was
+    pinned by the first digits of their hash."""
+    extra: dict[str, Any] = {"levels": options.levels} if options.levels != 3 else {}
+    for pair in options.set_:
+        key, found, value = pair.partition("=")
+        if not found:
+            raise EvalError(f"--set {pair}: expected KEY=VALUE")
+        extra[key] = value
+    chosen = options.model_dump(include={"form", "samples", "seed", "temperature", "top_p", "max_new_tokens"})
+    tasks = [build_by_name(name, TaskOptions(data=default, extra=extra, **chosen), paths) for name in names]
+
+    for pin in options.sha256:
+        name, _, digits = pin.rpartition("=")
+        if len(digits) < 8:
+            raise EvalError(f"--sha256 {pin}: give at least 8 digits of the hash")
+        for task in tasks:
+            if name in ("", task.name) and not task.data_hash().startswith(digits.lower()):
+                raise EvalError(
+                    f"{task.name}: its data has the hash {task.data_hash()}, not {digits}; get the pinned"
+                    " files, or pin this"
+                )
+    return tasks
+
+
+def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
+    """TASK=PATH pairs, and the one path without a task. Raises EvalError for two of the latter."""
+    named: dict[str, Path] = {}
+    default: Path | None = None
+    # A path may hold "=" itself: what exists is a path.
+    for value in given:
+        name, found, path = value.partition("=")
+        if found and "/" not in name and not Path(value).exists():
+            named[name] = Path(path)
+        elif default is None:
+            default = Path(value)
+        else:
+            raise EvalError(f"--data {default} and --data {value}: say which task each is for, as TASK=PATH")
+    return named, default
+
+
+def show(summaries: Sequence[dict[str, Any]]) -> None:
+    """A table of scores beside their baselines, on standard output."""
+    table = Table(*COLUMNS, title="evaluation")
+    for summary in summaries:
+        metrics, cells, more = dict(summary["metrics"]), [], []
+        count = metrics.pop("n")
+        for name in HEADLINE:
+            value = metrics.pop(name, None)
+            cells.append("-" if value is None or math.isnan(value) else f"{value:.4f}")
+        for name, value in metrics.items():
+            if name != "samples" and isinstance(value, int | float):
+                more.append(f"{name} {value:.4g}")
+        if summary["refused"]:
+            more.append(f"refused (too long) {summary['refused']}")
+        table.add_row(summary["task"], str(count), *cells, ", ".join(more))
+
+    print_table(Console(width=None if sys.stdout.isatty() else 160), table)
+    for summary in summaries:
+        for line in summary.get("explained", ()):
+            print(f"{summary['task']}: {line}")
+
+
+def _rescore(path: Path, levels: int, out: Path | None) -> None:
+    if not path.is_file():
+        raise EvalError(f"--rescore {path}: no such file")
+    result = rescore(path, levels)
+    if out is not None:
+        write_json(out / "rescore.json", result)
+    for name, entry in result["by_category"].items():
+        print(f"{name:<20} {entry['n']:>6} {100 * entry['score_strict']:6.2f} %")
+    print(
+        f"{result['n']} answers, {result['differences']} differ from the stored predictions; accuracy"
+        f" {100 * result['score_strict']:.2f} % (unextracted wrong), {100 * result['score']:.2f} % (with"
+        " guesses)"
+    )
 
 
 def write_pages(out: Path) -> list[Path]:

@@ -66,6 +66,7 @@ def test_compressors_agree_with_the_gzip_program(tmp_path):
     assert 0 < found["xz_bits_per_byte"] < 1
 
 
-def test_empty_text_is_refused():
-    with pytest.raises(EvalError, match="hold no text"):
-        compressed_bits_per_byte(["", ""])
+def test_empty_text_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(EvalError, match="holds no text"):
+        BitsPerByte(TaskOptions(data=tmp_path / "empty.txt")).documents()

@@ -13,7 +13,7 @@ from earlyfusion.data.sample import Image, Sample, Text, answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.eval.benchmarks.easy_vqa import ANSWERS, majority_answers, questions_of
-from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 from earlyfusion.eval.registry import build_task
 from earlyfusion.model.generate import pack_prompts
@@ -21,14 +21,13 @@ from earlyfusion.model.generate import pack_prompts
 
 def test_all_official_questions_are_asked_and_a_limit_spreads_over_them():
     texts, answers, pictures = package.get_test_questions()
-    every, some = questions_of("test"), questions_of("test", 200)
-    assert Counter((q.text, q.answer, q.picture) for q in every) == Counter(zip(texts, answers, pictures))
-    assert len(every) == 9673 and set(ANSWERS) == set(package.get_answers())
-    assert Counter(q.kind for q in every) == {"yes/no": 7136, "shape": 1257, "colour": 1280}
-    assert len(some) == len(set(some)) == 200 and len({q.picture for q in some}) > 180
-    assert {q.kind for q in some} == {"yes/no", "shape", "colour"} and questions_of("test", 10**6) == every
-    with pytest.raises(EvalError, match="limit 0"):
-        questions_of("test", 0)
+    every, some = (list(build_task("easy_vqa").questions(limit, None)) for limit in (None, 200))
+    asked = Counter((text, answer, entry.index) for entry, text, answer in questions_of("test"))
+    assert asked == Counter(zip(texts, answers, pictures)) and set(ANSWERS) == set(package.get_answers())
+    assert len({q.id for q in every}) == 9673
+    assert Counter(q.category for q in every) == {"yes/no": 7136, "shape": 1257, "colour": 1280}
+    assert len(some) == 200 and len({q.meta["picture"] for q in some}) > 180
+    assert {q.category for q in some} == {"yes/no", "shape", "colour"}
 
 
 def test_majority_answers_are_those_of_the_training_questions():
@@ -43,7 +42,7 @@ def test_majority_answers_are_those_of_the_training_questions():
 def test_questions_are_put_as_in_training():
     """Prompt and answer are the training document of that picture with this one question, cut in two."""
     source = build_source(SourceConfig(name="vqa", kind="easy_vqa"))
-    asked = list(build_task("easy_vqa").questions(None, None, 0))
+    asked = list(build_task("easy_vqa").questions(None, None))
     assert len({question.id for question in asked}) == 9673
     for index in (0, 500, 999):
         *prompt, answer = source.heldout(index).segments
@@ -64,7 +63,7 @@ def shown(prompt):
 def test_a_seer_scores_one_and_its_blind_control_does_not():
     """It answers right exactly when it is shown a picture that is not uniform."""
     gold = {}
-    for question in build_task("easy_vqa").questions(500, None, 0):
+    for question in build_task("easy_vqa").questions(500, None):
         gold[shown(question.prompt).tobytes(), question.prompt[1].text] = question.target
 
     def say(request):
@@ -73,12 +72,12 @@ def test_a_seer_scores_one_and_its_blind_control_does_not():
         levels = np.unique(picture)
         return gold.get((picture.tobytes(), request.prompt[1].text), "purple" if len(levels) == 1 else "")
 
-    sums = run_task(Scripted(say), build_task("easy_vqa"), RunOptions(limit=500))["metrics"]
+    sums = run_task(Scripted(say), build_task("easy_vqa"), limit=500)["metrics"]
     assert (sums["score"], sums["blind_score"], sums["seeing"], sums["n"]) == (1.0, 0.0, 1.0, 500)
     assert sums["chance"] is None and set(sums["by_category"]) == {"yes/no", "shape", "colour"}
     # 0.669 on the whole split: one standard error of 500 questions is 0.021
     assert sums["majority"] == pytest.approx(0.669, abs=0.065)
-    wrong = run_task(Scripted(lambda r: "purple"), build_task("easy_vqa"), RunOptions(limit=20))["metrics"]
+    wrong = run_task(Scripted(lambda r: "purple"), build_task("easy_vqa"), limit=20)["metrics"]
     assert wrong["score"] == 0 and wrong["unextracted"] == 1
 
 
@@ -86,7 +85,7 @@ def test_choice_among_the_answers_is_by_likelihood():
     """Against ln p of every whole answer, one document after the other."""
     model = own_model(3)
     task = build_task("easy_vqa", TaskOptions(form="choice", extra={"views": ""}))
-    for question in task.questions(6, None, 0):
+    for question in task.questions(6, None):
         likelihoods = []
         for answer in ANSWERS:
             segments = [*question.prompt, Text(answer_text(answer))]

@@ -12,7 +12,7 @@ from eval_cases import Scripted, hf_folder
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.eval.benchmarks.gpqa import COLUMNS, Gpqa, permutation
-from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
 SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe qui ro su ta ve wi xo yu zo".split()
@@ -58,9 +58,7 @@ def test_records_hold_no_text_even_when_the_model_repeats_the_question(tmp_path,
     marks = synthetic(tmp_path / "gpqa_diamond.csv")
     model = Scripted(say=lambda request: f"{request.prompt} Answer: B (B)")
     out = tmp_path / "out"
-    run_task(
-        model, task(tmp_path / "gpqa_diamond.csv", form=form), RunOptions(limit=9), out=out, progress=True
-    )
+    run_task(model, task(tmp_path / "gpqa_diamond.csv", form=form), limit=9, out=out)
     assert leaks(marks, out) == []
     assert not any(mark in text for mark in marks for text in capfd.readouterr())
     (folder,) = out.iterdir()
@@ -108,11 +106,11 @@ def test_broken_files_are_refused_without_quoting_them(tmp_path):
     path = tmp_path / "gpqa_diamond.jsonl"
     path.write_text('{"Question": "secretword", "Correct Answer": "x"}\n')
     with pytest.raises(EvalError, match="Incorrect Answer 1") as error:
-        task(path).rows()
+        list(task(path).questions(None, None))
     assert "secretword" not in str(error.value)
     path.write_text('{"Question": "secretword"\n')
     with pytest.raises(DataError, match="not valid JSON") as error:
-        task(path).rows()
+        list(task(path).questions(None, None))
     assert "secretword" not in str(error.value)
 
 
@@ -129,7 +127,7 @@ def test_the_order_depends_on_the_question_and_the_repeat_alone():
 def test_a_model_that_knows_the_answers_scores_one_in_every_repeat(tmp_path, form):
     synthetic(tmp_path / "d.csv")
     made = task(tmp_path / "d.csv", form=form, samples=4)
-    right = {row["Correct Answer"] for row in made.rows()}
+    right = {row["Correct Answer"] for row in made.rows}
 
     def letter(prompt):
         lines = [line for line in prompt.splitlines() if any(answer in line for answer in right)]
@@ -144,7 +142,10 @@ def test_a_model_that_knows_the_answers_scores_one_in_every_repeat(tmp_path, for
             return -1.0 if request.continuation.strip() in right else -50.0
         return -1.0 if f"({letter(request.context)})" in request.continuation else -50.0
 
-    metrics = run_task(Scripted(say, value), made, RunOptions(samples=4))["metrics"]
+    metrics = run_task(
+        Scripted(say, value),
+        made,
+    )["metrics"]
     assert metrics["score"] == 1.0 and metrics["n"] == 12 and metrics["samples"] == 48
     assert metrics["chance"] == 0.25 and set(metrics["by_category"]) == {"A", "B", "C"}
 
@@ -152,7 +153,10 @@ def test_a_model_that_knows_the_answers_scores_one_in_every_repeat(tmp_path, for
 def test_averages_over_repeats_are_averages_of_averages(tmp_path):
     synthetic(tmp_path / "d.csv")
     made = task(tmp_path / "d.csv", samples=8)
-    metrics = run_task(Scripted(say=lambda r: "Answer: A"), made, RunOptions(samples=8))["metrics"]
+    metrics = run_task(
+        Scripted(say=lambda r: "Answer: A"),
+        made,
+    )["metrics"]
     share = [sum(permutation(f"rec0{n}", r)[0] == 0 for r in range(8)) / 8 for n in range(12)]
     assert metrics["score"] == pytest.approx(sum(share) / 12)
     mean = sum(share) / 12
@@ -164,7 +168,7 @@ def test_the_prompts_are_those_of_simple_evals_and_lm_eval(tmp_path):
     shown = {}
     for form in ("cot", "lm_eval", "mcf"):
         made = task(tmp_path / "d.csv", form=form)
-        (question,) = made.questions(None, None, 0)
+        (question,) = made.questions(None, None)
         request = made.requests(question, 0)[0]
         shown[form] = request.context if form == "mcf" else request.prompt
         options = [question.choices[i] for i in permutation(question.id, 0)]
@@ -183,4 +187,4 @@ def test_the_prompts_are_those_of_simple_evals_and_lm_eval(tmp_path):
 def test_shots_are_refused(tmp_path):
     synthetic(tmp_path / "d.csv")
     with pytest.raises(EvalError, match="zero-shot"):
-        run_task(Scripted(), task(tmp_path / "d.csv"), RunOptions(shots=5))
+        run_task(Scripted(), task(tmp_path / "d.csv"), shots=5)

@@ -8,15 +8,7 @@ import torch
 from eval_cases import Scripted, mmlu_pro_folder, own_model
 
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
-from earlyfusion.eval.harness import (
-    RECORDS,
-    RunOptions,
-    append_records,
-    evaluate_in_memory,
-    label_of,
-    read_records,
-    run_task,
-)
+from earlyfusion.eval.harness import RECORDS, append_records, evaluate_in_memory, read_records, run_task
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, ScoreRequest, TaskOptions, prompt_hash
 from earlyfusion.eval.registry import build_task, known_benchmarks
 
@@ -25,16 +17,20 @@ def say(request):
     return f"thinking {len(request.prompt)}. The answer is ({'ABC'[len(request.prompt) % 3]})."
 
 
-def task(folder, **options):
-    return MmluPro(TaskOptions(data=folder, **options))
+@pytest.fixture
+def data(tmp_path):
+    return mmlu_pro_folder(tmp_path / "data")
+
+
+def run(data, out=None, model=None, *, chunk=64, limit=None, **options):
+    task = MmluPro(TaskOptions(data=data, **options))
+    return run_task(model or Scripted(say=say), task, out=out, chunk=chunk, limit=limit)
 
 
 class Stopping(Scripted):
     """Fails after some questions, as a killed process does."""
 
-    def __init__(self, after):
-        super().__init__(say=say)
-        self.after = after
+    after = 0
 
     def generate(self, requests):
         if len(self.asked) + len(requests) > self.after:
@@ -42,112 +38,76 @@ class Stopping(Scripted):
         return super().generate(requests)
 
 
-@pytest.mark.parametrize("after", [0, 3, 5])
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_stopped_run_goes_on_and_ends_like_one_that_was_not(tmp_path, after, torn):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    whole = run_task(Scripted(say=say), task(folder), RunOptions(chunk=1), out=tmp_path / "whole")
+@pytest.mark.parametrize("after, torn", [(0, False), (3, True), (5, False)])
+def test_a_stopped_run_goes_on_and_ends_like_one_that_was_not(data, tmp_path, after, torn):
+    whole = run(data, tmp_path / "whole", chunk=1)
+    stopped = Stopping(say=say)
+    stopped.after = after
     with pytest.raises(KeyboardInterrupt):
-        run_task(Stopping(after), task(folder), RunOptions(chunk=1), out=tmp_path / "parts")
-    records = tmp_path / "parts" / "mmlu_pro" / "records.jsonl"
-    assert len(records.read_text().splitlines()) == after
+        run(data, tmp_path / "parts", stopped, chunk=1)
+    first, second = (tmp_path / place / "mmlu_pro" / RECORDS for place in ("whole", "parts"))
+    assert len(second.read_text().splitlines()) == after
     if torn:
-        with records.open("a") as file:
+        with second.open("a") as file:
             file.write('{"id": "10", "rep')
     model = Scripted(say=say)
-    resumed = run_task(model, task(folder), RunOptions(chunk=1), out=tmp_path / "parts")
-    assert len(model.asked) == 8 - after
-    assert resumed["metrics"] == whole["metrics"]
-    lines = {
-        place: (tmp_path / place / "mmlu_pro" / "records.jsonl").read_text() for place in ("whole", "parts")
-    }
-    assert lines["whole"] == lines["parts"]
+    assert run(data, tmp_path / "parts", model, chunk=1)["metrics"] == whole["metrics"]
+    assert len(model.asked) == 8 - after and first.read_text() == second.read_text()
+    again = Scripted(say=say)
+    assert run(data, tmp_path / "parts", again)["metrics"] == whole["metrics"] and again.asked == []
 
 
-def test_a_finished_run_asks_nothing_again(tmp_path):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    first = run_task(Scripted(say=say), task(folder), out=tmp_path / "out")
+def test_a_larger_limit_goes_on_a_smaller_one_is_refused(data, tmp_path):
+    run(data, tmp_path, limit=3)
     model = Scripted(say=say)
-    assert run_task(model, task(folder), out=tmp_path / "out")["metrics"] == first["metrics"]
-    assert model.asked == []
-
-
-def test_a_larger_limit_goes_on_a_smaller_one_is_refused(tmp_path):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    run_task(Scripted(say=say), task(folder), RunOptions(limit=3), out=tmp_path / "out")
-    model = Scripted(say=say)
-    summary = run_task(model, task(folder), RunOptions(limit=7), out=tmp_path / "out")
-    assert len(model.asked) == 4 and summary["metrics"]["n"] == 7
+    assert run(data, tmp_path, model, limit=7)["metrics"]["n"] == 7 and len(model.asked) == 4
     with pytest.raises(EvalError, match="limit: 7 there, 2 now"):
-        run_task(Scripted(say=say), task(folder), RunOptions(limit=2), out=tmp_path / "out")
+        run(data, tmp_path, limit=2)
 
 
 @pytest.mark.parametrize("change", ["seed", "model", "data", "temperature"])
-def test_a_folder_is_not_continued_with_other_settings(tmp_path, change):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    run_task(Scripted(say=say), task(folder), out=tmp_path / "out")
-    model, options, given = Scripted(say=say), RunOptions(), {}
-    if change == "seed":
-        options = RunOptions(seed=1)
-    elif change == "model":
+def test_a_folder_is_not_continued_with_other_settings(data, tmp_path, change):
+    run(data, tmp_path / "out")
+    model, given = Scripted(say=say), {"seed": {"seed": 1}, "temperature": {"temperature": 0.5}}
+    if change == "model":
         model.identity = lambda: {"weights_sha256": "other"}
-    elif change == "data":
-        mmlu_pro_folder(tmp_path / "data", per_category=5)
-    else:
-        given = {"temperature": 0.5}
+    if change == "data":
+        mmlu_pro_folder(data, per_category=5)
     with pytest.raises(EvalError, match="holds another run"):
-        run_task(model, task(folder, **given), options, out=tmp_path / "out")
+        run(data, tmp_path / "out", model, **given.get(change, {}))
 
 
-def test_answers_to_another_prompt_are_not_taken_over(tmp_path):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    run_task(Scripted(say=say), task(folder), out=tmp_path / "out")
-    path = tmp_path / "out" / "mmlu_pro" / "records.jsonl"
+def test_answers_to_another_prompt_are_not_taken_over(data, tmp_path):
+    run(data, tmp_path)
+    path = tmp_path / "mmlu_pro" / RECORDS
     first, *rest = path.read_text().splitlines(keepends=True)
-    record = json.loads(first) | {"prompt_hash": "0" * 16}
-    path.write_text(json.dumps(record) + "\n" + "".join(rest))
+    path.write_text(json.dumps(json.loads(first) | {"prompt_hash": "0" * 16}) + "\n" + "".join(rest))
     with pytest.raises(EvalError, match="another prompt"):
-        run_task(Scripted(say=say), task(folder), out=tmp_path / "out")
+        run(data, tmp_path)
 
 
-def test_records_hold_what_is_needed_to_judge_them_again(tmp_path):
-    folder = mmlu_pro_folder(tmp_path / "data")
-    run_task(Scripted(say=say), task(folder), out=tmp_path / "out")
-    records = read_records(tmp_path / "out" / "mmlu_pro" / "records.jsonl")
-    assert len(records) == 8
-    for record in records.values():
-        assert {
-            "id",
-            "prompt_hash",
-            "output",
-            "extracted",
-            "score",
-            "category",
-            "seed",
-            "tokens",
-        } <= record.keys()
-    summary = json.loads((tmp_path / "out" / "mmlu_pro" / "summary.json").read_text())
-    assert summary["data_hash"] == task(folder).data_hash() and summary["model"]["kind"] == "scripted"
+def test_records_hold_what_is_needed_to_judge_them_again(data, tmp_path):
+    run(data, tmp_path)
+    records = read_records(tmp_path / "mmlu_pro" / RECORDS)
+    needed = set("id prompt_hash output extracted score category seed tokens".split())
+    assert len(records) == 8 and all(needed <= record.keys() for record in records.values())
+    summary = json.loads((tmp_path / "mmlu_pro" / "summary.json").read_text())
+    assert len(summary["data_hash"]) == 64 and summary["model"]["kind"] == "scripted"
 
 
-def test_a_model_without_the_ability_is_refused(tmp_path):
+def test_a_model_without_the_ability_is_refused(data):
     model = Scripted()
     model.capabilities = frozenset({"text", "score"})
     with pytest.raises(EvalError, match="generate"):
-        run_task(model, task(mmlu_pro_folder(tmp_path)))
+        run(data, model=model)
 
 
 def test_prompt_hashes_tell_prompts_apart_and_nothing_else():
     a = GenerateRequest("x", 4)
     assert prompt_hash([a]) == prompt_hash([GenerateRequest("x", 4, shared=1, seed=9)])
-    others = [
-        GenerateRequest("y", 4),
-        GenerateRequest("x", 5),
-        GenerateRequest("x", 4, stop=("z",)),
-        ScoreRequest("x", "4"),
-    ]
-    assert len({prompt_hash([r]) for r in [a, *others]}) == 5
-    assert prompt_hash([ScoreRequest("ab", "c")]) != prompt_hash([ScoreRequest("a", "bc")])
+    others = [GenerateRequest("y", 4), GenerateRequest("x", 5), GenerateRequest("x", 4, stop=("z",))]
+    others += [ScoreRequest("x", "4"), ScoreRequest("ab", "c"), ScoreRequest("a", "bc")]
+    assert len({prompt_hash([request]) for request in [a, *others]}) == 7
 
 
 def test_every_registered_task_can_be_built():
@@ -163,29 +123,21 @@ def test_every_registered_task_can_be_built():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_weights_in_memory_are_evaluated_and_left_as_they_are(tmp_path, mode):
+def test_weights_in_memory_are_evaluated_and_left_as_they_are(data, tmp_path, mode):
     wrapped = own_model(0)
     model = wrapped.model.train(mode)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folder = mmlu_pro_folder(tmp_path)
-    data = {"mmlu_pro": folder}
-    names = ["mmlu_pro:mcf", "mmlu_pro:cf"]
-    found = evaluate_in_memory(model, wrapped.tokenizer, names, 6, data=data)
+    given = (model, wrapped.tokenizer, ["mmlu_pro:mcf", "mmlu_pro:cf"], 6)
+    found = evaluate_in_memory(*given, data={"mmlu_pro": data})
     assert set(found) == {"mmlu_pro_mcf", "mmlu_pro_cf"} and found["mmlu_pro_cf"]["n"] == 6
     assert model.training == mode
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with torch.no_grad():  # other weights, other result: nothing is remembered
         for parameter in model.parameters():
             parameter.mul_(0.0)
-    zero = evaluate_in_memory(model, wrapped.tokenizer, names, 6, data=data, out=tmp_path / "out")
-    rows = read_records(tmp_path / "out" / "mmlu_pro_mcf" / "records.jsonl").values()
-    assert all(max(row["logprobs"]) - min(row["logprobs"]) < 1e-4 for row in rows)
-    assert zero["mmlu_pro_mcf"]["n"] == 6
-
-
-def test_labels_name_the_form_when_it_is_not_the_default(tmp_path):
-    assert label_of(task(tmp_path)) == "mmlu_pro"
-    assert label_of(task(tmp_path, form="cf")) == "mmlu_pro_cf"
+    evaluate_in_memory(*given, data={"mmlu_pro": data}, out=tmp_path / "out")
+    rows = read_records(tmp_path / "out" / "mmlu_pro_mcf" / RECORDS).values()
+    assert len(rows) == 6 and all(max(row["logprobs"]) - min(row["logprobs"]) < 1e-4 for row in rows)
 
 
 def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
@@ -193,7 +145,5 @@ def test_a_record_may_hold_any_line_end_and_half_a_character(tmp_path):
     append_records(tmp_path / RECORDS, [record, {**record, "repeat": 1}])
     with (tmp_path / RECORDS).open("ab") as file:
         file.write(b'{"id": "torn')
-    assert read_records(tmp_path / RECORDS) == {
-        (record["id"], 0): record,
-        (record["id"], 1): {**record, "repeat": 1},
-    }
+    expected = {(record["id"], repeat): {**record, "repeat": repeat} for repeat in (0, 1)}
+    assert read_records(tmp_path / RECORDS) == expected

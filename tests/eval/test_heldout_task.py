@@ -15,12 +15,11 @@ from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.loading.pack import assemble
 from earlyfusion.data.sample import Image, Sample, Text
 from earlyfusion.eval.explain import explain
-from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 from earlyfusion.eval.registry import build_task
-from earlyfusion.eval.run import show
 from earlyfusion.pipeline.cli import main as cli
-from earlyfusion.pipeline.report.evaluation import write_pages
+from earlyfusion.pipeline.report.evaluation import show, write_pages
 
 COLOURS = ("red", "blue", "green")
 
@@ -89,7 +88,7 @@ def test_shards_and_their_folder_give_the_loss_of_a_loop_by_hand(model, photos, 
     seen, grey = by_hand(model, captioned(lambda c: c)), by_hand(model, captioned(lambda c: (128, 128, 128)))
     plain = by_hand(model, texts)
     for data in (shards, photos):
-        summary = run_task(model, heldout(data), RunOptions(), out=tmp_path / data.name)
+        summary = run_task(model, heldout(data), out=tmp_path / data.name)
         metrics = summary["metrics"]
         assert metrics["n"] == 8 and metrics["tokens"] == seen[1] + plain[1]
         assert metrics["loss"] == pytest.approx((seen[0] + plain[0]) / (seen[1] + plain[1]), rel=1e-5)
@@ -103,7 +102,7 @@ def test_shards_and_their_folder_give_the_loss_of_a_loop_by_hand(model, photos, 
 def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(
     model, shards, tmp_path, capsys, monkeypatch
 ):
-    summary = run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)
+    summary = run_task(model, heldout(shards, shown=3), limit=5, out=tmp_path)
     records = [json.loads(line) for line in (tmp_path / "heldout" / "records.jsonl").read_text().splitlines()]
     shown = [record for record in records if "number" in record]
     assert len(records) == 5 and len(shown) == 3 and all(record["output"] is not None for record in shown)
@@ -114,17 +113,14 @@ def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(
     show([summary])
     assert f"loss {summary['metrics']['loss']:.4f}" in capsys.readouterr().out
     monkeypatch.setattr(model, "losses", None)
-    assert (
-        run_task(model, heldout(shards, shown=3), RunOptions(limit=5), out=tmp_path)["metrics"]
-        == summary["metrics"]
-    )
+    assert run_task(model, heldout(shards, shown=3), limit=5, out=tmp_path)["metrics"] == summary["metrics"]
 
 
 def test_texts_have_bits_per_byte(model, tmp_path):
     (tmp_path / "lines.jsonl").write_text(
         '{"text": "the quick brown fox"}\n{"text": "jumps over the lazy dog"}\n'
     )
-    metrics = run_task(model, heldout(tmp_path / "lines.jsonl"), RunOptions())["metrics"]
+    metrics = run_task(model, heldout(tmp_path / "lines.jsonl"))["metrics"]
     nats, _ = by_hand(
         model, [Sample([Text(t)], "s", "0") for t in ("the quick brown fox", "jumps over the lazy dog")]
     )
@@ -135,7 +131,7 @@ def test_only_what_a_recipe_holds_out_is_measured_when_its_share_is_named(shards
     held = heldout(shards, val_fraction=0.5)
     assert len(held.samples) == 4 and held.data_hash() != heldout(shards).data_hash()
     assert {held.samples.key(n) for n in range(4)} and not any(
-        "val_fraction" in x for x in held.explain({"loss": 1.0, "tokens": 2, "n": 1}, [])
+        "val_fraction" in x for x in held.explain({"loss": 1.0, "tokens": 2, "n": 1})
     )
 
 
@@ -143,15 +139,15 @@ def test_bad_samples_are_counted_and_wrong_options_named(model, photos, tmp_path
     (tmp_path / "0.png").write_bytes(b"no picture")
     (tmp_path / "0.txt").write_text("a caption")
     (tmp_path / "1.txt").write_text("the quick brown fox")
-    metrics = run_task(model, heldout(tmp_path), RunOptions())["metrics"]
+    metrics = run_task(model, heldout(tmp_path))["metrics"]
     assert metrics["n"] == 1 and metrics["left_out"] == {"corrupt_image": 1}
-    for extra, message in (({"shwon": 3}, "did you mean 'shown'"), ({"val_fraction": 2}, "between 0 and 1")):
+    for extra, message in (({"shwon": 3}, "did you mean 'shown'"), ({"val_fraction": 2}, "less than 1")):
         with pytest.raises(EvalError, match=message):
             heldout(photos, **extra)
     with pytest.raises(EvalError, match="pass --data"):
         heldout(None)
     with pytest.raises(EvalError, match="needs a model with loss"):
-        run_task(Scripted(), heldout(photos), RunOptions())
+        run_task(Scripted(), heldout(photos))
 
 
 def test_bits_per_byte_reads_shards_of_text_and_refuses_pictures(model, photos, shards, tmp_path):
@@ -187,7 +183,7 @@ def test_a_score_of_nothing_is_explained(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     task = build_task("mmmu", TaskOptions(data=path))
-    lines = "\n".join(run_task(Scripted(lambda request: "mumble"), task, RunOptions())["explained"])
+    lines = "\n".join(run_task(Scripted(lambda request: "mumble"), task)["explained"])
     for part in (
         "none of 4 answers is right",
         "read out of 100%",
@@ -196,9 +192,9 @@ def test_a_score_of_nothing_is_explained(tmp_path):
         "--chat",
     ):
         assert part in lines, part
-    lines = "\n".join(run_task(Scripted(lambda request: "B"), task, RunOptions())["explained"])
+    lines = "\n".join(run_task(Scripted(lambda request: "B"), task)["explained"])
     assert "read out of 0%" in lines and "right form and wrong" in lines
-    assert "explained" not in run_task(Scripted(lambda request: "A"), task, RunOptions())
+    assert "explained" not in run_task(Scripted(lambda request: "A"), task)
     task.private = True
     assert not any(
         "mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}])

@@ -43,7 +43,7 @@ def instances(requests):
 def test_every_log_probability_is_lm_evals(tmp_path, folder, theirs, form):
     made = MmluPro(TaskOptions(data=mmlu_pro_folder(tmp_path), form=form))
     model = hf_model(folder, batch_size=8)
-    for question in made.questions(None, 3, 0):
+    for question in made.questions(None, 3):
         requests = made.requests(question, 0)
         ours = model.loglikelihood(requests)
         expected = theirs.loglikelihood(instances(requests), disable_tqdm=True)
@@ -57,7 +57,7 @@ def test_every_log_probability_is_lm_evals(tmp_path, folder, theirs, form):
 def test_real_questions_give_lm_evals_log_probabilities(tmp_path, folder, theirs):
     made = MmluPro(TaskOptions(data=MMLU_PRO, form="mcf"))
     model = hf_model(folder, batch_size=8)
-    for question in list(made.questions(14, 1, 0)):
+    for question in list(made.questions(14, 1)):
         requests = made.requests(question, 0)
         expected = theirs.loglikelihood(instances(requests), disable_tqdm=True)
         assert [a.sum for a in model.loglikelihood(requests)] == pytest.approx(

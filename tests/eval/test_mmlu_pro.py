@@ -6,7 +6,7 @@ import pytest
 from eval_cases import MMLU_PRO, Scripted, mmlu_pro_folder
 
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro, rescore
-from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
 
 needs_data = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def test_published_outputs_give_the_published_predictions_and_total():
 
 @needs_data
 def test_published_baselines_are_found_in_the_data():
-    test, validation = task(MMLU_PRO).rows()
+    test, validation = task(MMLU_PRO).rows
     assert (len(test), len(validation)) == (12032, 70)
     assert 100 * sum(1 / len(row["options"]) for row in test) / len(test) == pytest.approx(11.09, abs=0.005)
     assert 100 * sum(row["answer"] == "A" for row in test) / len(test) == pytest.approx(11.68, abs=0.005)
@@ -44,7 +44,7 @@ def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
     utils = pytest.importorskip("lm_eval.tasks.mmlu_pro.utils")
     ours = task(MMLU_PRO)
     validation = [json.loads(line) for line in (MMLU_PRO / "validation.jsonl").read_text().splitlines()]
-    for question in list(ours.questions(14, None, 0)):
+    for question in list(ours.questions(14, None)):
         row = question.meta["row"]
         shots = [example for example in validation if example["category"] == question.category][:5]
         shown = "".join(utils.format_cot_example(example) for example in shots)
@@ -56,7 +56,7 @@ def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
 
 def test_the_prompt_is_written_out_as_published(tmp_path):
     folder = mmlu_pro_folder(tmp_path)
-    question = next(iter(task(folder).questions(None, 1, 0)))
+    question = next(iter(task(folder).questions(None, 1)))
     assert (
         question.prompt
         == "The following are multiple choice questions (with answers) about math. Think step by step and"
@@ -78,7 +78,7 @@ def test_examples_are_dropped_until_the_prompt_fits(tmp_path):
 
     model = Counting()
     made.prepare(model)
-    question = next(iter(made.questions(None, None, 0)))
+    question = next(iter(made.questions(None, None)))
     (request,) = made.requests(question, 0)
     # five shots and the question are 3,000 tokens, four 2,500, three 2,000: the first below 4096 - 2048
     assert request.prompt.count("Question:\n") == 4
@@ -88,7 +88,7 @@ def test_examples_are_dropped_until_the_prompt_fits(tmp_path):
 
 
 def test_only_examples_of_the_own_category_are_shown(tmp_path):
-    for question in task(mmlu_pro_folder(tmp_path), form="mcf").questions(None, None, 0):
+    for question in task(mmlu_pro_folder(tmp_path), form="mcf").questions(None, None):
         other = {"math": "computer science", "computer science": "math"}[question.category]
         assert f"of {question.category}?" in question.prompt and f"of {other}?" not in question.prompt
 
@@ -98,7 +98,7 @@ def test_log_likelihood_forms_choose_the_likeliest(tmp_path, form):
     folder = mmlu_pro_folder(tmp_path)
     made = task(folder, form=form)
     gold = {}
-    for question in made.questions(None, None, 0):
+    for question in made.questions(None, None):
         index = "ABC".index(question.target)
         answer = question.target if form == "mcf" else question.choices[index]
         gold[question.prompt] = f" {answer}"
@@ -120,10 +120,10 @@ def test_unextracted_answers_get_the_published_guess_and_are_counted(tmp_path):
 
 def test_a_limit_takes_from_every_category_and_grows_in_place(tmp_path):
     made = task(mmlu_pro_folder(tmp_path))
-    few = {q.id for q in made.questions(2, None, 0)}
-    more = {q.id for q in made.questions(5, None, 0)}
+    few = {q.id for q in made.questions(2, None)}
+    more = {q.id for q in made.questions(5, None)}
     assert len(few) == 2 and few < more
-    assert {q.category for q in made.questions(2, None, 0)} == {"math", "computer science"}
+    assert {q.category for q in made.questions(2, None)} == {"math", "computer science"}
 
 
 def test_parquet_and_jsonl_are_the_same_data(tmp_path):
@@ -144,18 +144,19 @@ def test_bad_data_is_named(tmp_path):
     folder = mmlu_pro_folder(tmp_path)
     (folder / "validation.jsonl").unlink()
     with pytest.raises(EvalError, match="validation"):
-        list(task(folder).questions(None, None, 0))
+        list(task(folder).questions(None, None))
     with pytest.raises(EvalError, match="form"):
         task(folder, form="essay")
-    with pytest.raises(EvalError, match="commit"):
-        task("hub:").data_hash()
 
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_several_samples_are_drawn_with_seeds_of_their_own(tmp_path, samples):
     made = task(mmlu_pro_folder(tmp_path), samples=samples)
     model = Scripted(say=lambda r: "The answer is (B)." if r.seed % 2 else "The answer is (A).")
-    summary = run_task(model, made, RunOptions(samples=samples))
+    summary = run_task(
+        model,
+        made,
+    )
     assert summary["metrics"]["samples"] == 8 * samples
     assert len({request.seed for request in model.asked}) == 8 * samples
     assert {request.temperature for request in model.asked} == ({0.0} if samples == 1 else {1.0})

@@ -64,7 +64,7 @@ def exam(tmp_path):
 def test_mmmu_rows_become_interleaved_prompts(exam):
     path, _ = exam
     task = build_task("mmmu", TaskOptions(data=path))
-    questions = list(task.questions(None, None, 0))
+    questions = list(task.questions(None, None))
     assert [q.category for q in questions] == ["Accounting", "Art_Theory", "Math", "Math"]
     first = questions[0].prompt
     assert [type(s) for s in first] == [Image, Text]  # shown once; the second mention stays words
@@ -84,7 +84,7 @@ def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
     model = own_model()
     task = build_task("mmmu", TaskOptions(data=path))
     task.prepare(model)
-    asked = [task.requests(question, 0) for question in task.questions(None, None, 0)]
+    asked = [task.requests(question, 0) for question in task.questions(None, None)]
     first, second = asked[0][0].prompt, asked[1][0].prompt
     assert [type(part) for part in first] == [Image, Text] and asked[0][0].stop == ("\n",)
     assert first[1].text.startswith("\nQ: Which colour") and first[1].text.endswith("directly.\nA:")
@@ -94,9 +94,7 @@ def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
     model.chat = True
     task.prepare(model)
     assert (
-        task.requests(next(iter(task.questions(None, None, 0))), 0)[0]
-        .prompt[1]
-        .text.startswith(" Which colour")
+        task.requests(next(iter(task.questions(None, None))), 0)[0].prompt[1].text.startswith(" Which colour")
     )
 
 
@@ -131,7 +129,7 @@ def test_mmmu_reads_parquet_as_jsonl(exam, tmp_path):
         }
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "exam.parquet")
     one, other = (
-        list(build_task("mmmu", TaskOptions(data=p)).questions(None, None, 0))
+        list(build_task("mmmu", TaskOptions(data=p)).questions(None, None))
         for p in (path, tmp_path / "exam.parquet")
     )
     assert [(q.id, prompt_text(q.prompt), q.target) for q in one] == [
@@ -175,7 +173,7 @@ def test_broken_exams_are_named(exam, tmp_path):
     ):
         path.write_text(json.dumps({**rows[0], **change}))
         with pytest.raises(EvalError, match=message):
-            list(build_task("mmmu", TaskOptions(data=path)).questions(None, None, 0))
+            list(build_task("mmmu", TaskOptions(data=path)).questions(None, None))
     path.write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
-        list(build_task("mmmu", TaskOptions(data=path)).questions(None, None, 0))
+        list(build_task("mmmu", TaskOptions(data=path)).questions(None, None))

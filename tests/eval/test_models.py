@@ -15,7 +15,7 @@ from PIL import Image as PilImage
 
 from earlyfusion.data.sample import Image, Text
 from earlyfusion.eval.models.base import open_model
-from earlyfusion.eval.models.hf import Draw, Session
+from earlyfusion.eval.models.hf import Rows
 from earlyfusion.eval.models.http import EndpointModel
 from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder, split_pair
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
@@ -164,22 +164,20 @@ def test_greedy_answers_are_those_of_transformers(folders, kind):
 def test_a_shared_beginning_is_read_once(folders, monkeypatch):
     model = made("llama", folders, batch_size=8)
     requests = [r for r in score_requests(4) if r.shared]
-    read = []
-    original = Session.read
+    read, original = [], Rows.read
 
-    def counted(self, rows, step=False):
-        read.append([len(row) for row in rows])
-        return original(self, rows, step)
+    def counted(self, new, step=False):
+        read.extend(map(len, new))
+        return original(self, new, step)
 
-    monkeypatch.setattr(Session, "read", counted)
+    monkeypatch.setattr(Rows, "read", counted)
     model.loglikelihood(requests)
     model.loglikelihood(requests)  # a later call finds the state
-    contexts = {r.context for r in requests}
-    whole = 2 * sum(len(model.encode(context, True)) for context in contexts)
-    prefix = len(next(iter(model._prefixes)))
+    contexts = {r.context: model.encode_pair(r)[0] for r in requests}
+    (prefix,) = {piece.shared for piece in contexts.values()}
+    tails = 2 * sum(len(model.encode_pair(r)[1]) - 1 for r in requests)
     assert prefix >= 64
-    tails = 2 * sum(len(ids) - 1 for ids in (model.encode_pair(r)[1] for r in requests))
-    assert sum(map(sum, read)) - tails == whole - (2 * len(contexts) - 1) * prefix
+    assert sum(read) == prefix + tails + 2 * sum(len(piece.ids) - prefix for piece in contexts.values())
 
 
 @pytest.mark.parametrize("kind", ["own", "llama"])
@@ -261,21 +259,6 @@ def test_blanks_at_the_end_of_a_context_belong_to_the_continuation():
     assert "".join(map(chr, context)) == "ab" and "".join(map(chr, continuation)) == "  c"
 
 
-def test_draws_follow_the_probabilities_and_the_seed():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    p = (logits / 0.7).softmax(-1)
-    counts = torch.zeros(4)
-    draw = Draw(0.7, 1.0, 3)
-    for _ in range(8000):
-        counts[draw(logits)] += 1
-    assert torch.allclose(counts / 8000, p, atol=0.02)
-    narrow = Draw(0.7, 0.75, 3)
-    assert {narrow(logits) for _ in range(300)} == {0}
-    assert [Draw(1.0, 1.0, 5)(logits) for _ in range(3)] == [Draw(1.0, 1.0, 5)(logits)] * 3
-    with pytest.raises(EvalError, match="top-p"):
-        Draw(1.0, 0.0, 0)
-
-
 # what --model may be
 
 
@@ -283,7 +266,7 @@ def test_a_wrong_model_is_named_in_one_line(tmp_path, folders):
     for given, said in (
         (str(tmp_path), "not a model directory"),
         (str(folders["llama"]), "hf:"),
-        (f"hf:{tmp_path}/none", "no such folder"),
+        (f"hf:{tmp_path}/none", "no such file or folder"),
         (f"hf:{tmp_path}/x.gguf", "no such file"),
     ):
         with pytest.raises(EvalError, match=said) as error:

@@ -6,9 +6,9 @@ import json
 import pytest
 from eval_cases import hf_folder, mmlu_pro_folder, own_model, write_jsonl
 
-from earlyfusion.eval.run import data_paths
 from earlyfusion.model.hub.folder import save_model
 from earlyfusion.pipeline import cli
+from earlyfusion.pipeline.report.evaluation import data_paths
 
 
 def main(words):

@@ -12,7 +12,7 @@ from earlyfusion.data.sample import Image, Video, question_text
 from earlyfusion.data.tasks.registry import EXAMS, make_task
 from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
-from earlyfusion.eval.harness import RunOptions, run_task
+from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import (
     EvalError,
     Generation,
@@ -42,7 +42,7 @@ def colours(prompt):
 def test_an_answer_that_the_limit_cut_off_is_no_answer(name):
     """Its beginning is right; where it would have gone is not known."""
     task = build_task(name)
-    for question in task.questions(8, None, 0):
+    for question in task.questions(8, None):
         outputs = [Generation(f" {question.target}", 8, "length") for _ in task.requests(question, 0)]
         record = task.score(question, 0, outputs)
         assert record["score"] == record["blind_score"] == 0.0 and record["extracted"] is None
@@ -71,9 +71,9 @@ def test_views_are_told_apart_and_blind_pictures_tell_only_their_size(name):
         assert sums["unextracted"] == 1 - scores[0] and set(sums["by_category"]) == set(task.task.kinds)
         json.dumps([records, sums])
 
-    for question in task.questions(6, None, 0):
+    for question in task.questions(6, None):
         seen, blind, words = task.requests(question, 0)
-        asked = question_text(question.meta["item"].question)
+        asked = question_text(question.meta["problem"].question)
         assert [p.shape for p in pixels(seen.prompt)] == [p.shape for p in pixels(blind.prompt)]
         assert all((p == 128).all() for p in pixels(blind.prompt))
         assert prompt_text(seen.prompt) == prompt_text(blind.prompt) == asked
@@ -85,7 +85,7 @@ def test_tasks_repeat_exactly_and_depend_on_the_seed():
         made = []
         for seed in (0, 0, 1):
             task = build_task(name, TaskOptions(seed=seed))
-            prompts = [prompt_hash(task.requests(q, 0)) for q in task.questions(6, None, 0)]
+            prompts = [prompt_hash(task.requests(q, 0)) for q in task.questions(6, None)]
             made.append((task.data_hash(), prompts))
         assert made[0] == made[1]
         assert made[0][0] != made[2][0] and made[0][1] != made[2][1]
@@ -93,9 +93,9 @@ def test_tasks_repeat_exactly_and_depend_on_the_seed():
 
 def test_a_shorter_run_asks_the_first_questions_of_a_longer_one():
     task = build_task("scene")
-    long, short = ([(q.id, q.target) for q in task.questions(limit, None, 0)] for limit in (30, 11))
+    long, short = ([(q.id, q.target) for q in task.questions(limit, None)] for limit in (30, 11))
     assert short == long[:11]
-    assert len(list(build_task("chart", TaskOptions(extra={"n": "7"})).questions(None, None, 0))) == 7
+    assert len(list(build_task("chart", TaskOptions(extra={"n": "7"})).questions(None, None))) == 7
 
 
 def test_side_metrics():
@@ -116,7 +116,7 @@ def test_side_metrics():
 def test_the_constant_answer_earns_its_majority():
     task = build_task("scene")
     best = {}
-    for question in task.questions(140, None, 0):
+    for question in task.questions(140, None):
         best.setdefault(question.category, Counter())[question.target] += 1
     _, sums = ask_all(task, lambda q, r: best[q.category].most_common(1)[0][0], 140)
     assert sums["score"] == pytest.approx(sums["majority"])
@@ -129,21 +129,21 @@ def test_wrong_options_say_what_is_known():
         build_task("counting", TaskOptions(extra={"views": "gray"}))
     with pytest.raises(EvalError, match="n='many'"):
         build_task("counting", TaskOptions(extra={"n": "many"}))
-    with pytest.raises(EvalError, match="shots=3"):
-        list(build_task("ocr").questions(2, 3, 0))
+    with pytest.raises(EvalError, match="--shots 3"):
+        run_task(own_model(0), build_task("ocr"), shots=3)
     assert build_task("ocr", TaskOptions(extra={"views": ""})).views == ()
 
 
 def test_answers_are_greedy_and_end_with_their_line():
     task = build_task("counting", TaskOptions(max_new_tokens=5))
-    request = task.requests(next(iter(task.questions(1, None, 0))), 0)[0]
+    request = task.requests(next(iter(task.questions(1, None))), 0)[0]
     assert (request.temperature, request.stop, request.max_new_tokens) == (0.0, ("\n",), 5)
 
 
 def test_the_twins_task_needs_no_eyes_and_mixes_all_kinds():
     task = build_task("twins")
     assert task.needs == frozenset()
-    questions = list(task.questions(70, None, 0))
+    questions = list(task.questions(70, None))
     assert len(questions) == len({q.id for q in questions}) == 70
     assert {q.category.split("/")[0] for q in questions} == set(EXAMS)
     for question in questions[:7]:
@@ -169,7 +169,7 @@ def folders(tmp_path_factory):
     for seed in (0, 1):
         for name in TASKS:
             task = build_task(name, TaskOptions(max_new_tokens=4))
-            run_task(own_model(seed), task, RunOptions(limit=6), out=root / str(seed))
+            run_task(own_model(seed), task, limit=6, out=root / str(seed))
     return root
 
 
@@ -199,7 +199,7 @@ def test_what_the_harness_leaves_can_be_compared(folders):
 def test_other_generated_questions_are_refused_by_compare(folders, tmp_path):
     """Another seed makes other pictures: the data hash says so."""
     task = build_task("counting", TaskOptions(max_new_tokens=4, seed=5))
-    run_task(own_model(0), task, RunOptions(limit=6), out=tmp_path)
+    run_task(own_model(0), task, limit=6, out=tmp_path)
     with pytest.raises(CompareError, match="different data"):
         compare_arms(load_arm("base", str(folders / "0")), load_arm("treated", str(tmp_path)))
 
@@ -208,6 +208,6 @@ def test_a_model_without_eyes_is_turned_away_from_pictures_but_not_from_words():
     model = own_model(0)
     model.capabilities = frozenset({"text", "generate", "score"})
     with pytest.raises(EvalError, match="needs a model with image"):
-        run_task(model, build_task("counting"), RunOptions(limit=1))
+        run_task(model, build_task("counting"), limit=1)
     words = build_task("twins", TaskOptions(max_new_tokens=2))
-    assert run_task(model, words, RunOptions(limit=3))["metrics"]["n"] == 3
+    assert run_task(model, words, limit=3)["metrics"]["n"] == 3

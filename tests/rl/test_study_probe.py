@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from rl_cases import model_directory
+from scipy.special import stdtrit
 from study_world import study
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.eval.stats import t_quantile
 from earlyfusion.model.engine.requests import ScoreRequest
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
@@ -114,7 +114,7 @@ def test_changes_are_means_over_runs_and_starts_with_their_interval(tmp_path):
     )
     vision = found["arms"]["vision"]["picture>twin"]
     np.testing.assert_allclose(vision["change"], deltas.mean(0))
-    half = t_quantile(0.975, config.seeds - 1) * deltas.std(0, ddof=1) / config.seeds**0.5
+    half = stdtrit(config.seeds - 1, 0.975) * deltas.std(0, ddof=1) / config.seeds**0.5
     np.testing.assert_allclose(vision["high"], deltas.mean(0) + half)
     assert list(found["arms"]) == ["vision"]
     assert read_probes(config, tmp_path / "empty") == {}
