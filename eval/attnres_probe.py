@@ -3,7 +3,6 @@ tokens."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -31,26 +30,19 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
         recorder = model.decoder.attnres_weights(model.embed(batch), batch.segments, masks)
 
     # A mix reads the finished blocks, and the running sum of its own block where that has begun.
-    mixes = [(name, means, partial) for (name, means), partial in zip(recorder.rows, recorder.has_partial)]
-    finished = max(len(means["text"]) - partial for _, means, partial in mixes)
-    sources = ["embedding", *(f"block {n}" for n in range(1, finished)), "own block"]
+    width = 1 + max(len(means["text"]) - own for (_, means), own in zip(recorder.rows, recorder.has_partial))
+    blocks = [f"block {number}" for number in range(1, width - 1)]
     result: dict[str, Any] = {
-        "sublayers": [name.removeprefix("layers.") for name, _, _ in mixes],
-        "sources": sources,
+        "sublayers": [name.removeprefix("layers.") for name, _ in recorder.rows],
+        "sources": ["embedding", *blocks, "own block"],
     }
-    for kind in masks:
-        rows = [_row(means[kind].tolist(), partial, len(sources)) for _, means, partial in mixes]
-        if not math.isnan(rows[0][0] or 0.0):  # a kind of token that the batch lacks has no mean
-            result[kind] = rows
+    for kind, mask_T in masks.items():
+        if not mask_T.any():
+            continue
+        result[kind] = rows = []
+        for (_, means), own in zip(recorder.rows, recorder.has_partial):
+            # Finished sources from the left, the own block's running sum in the last column.
+            weights: list[float | None] = means[kind].tolist()
+            last = [weights.pop()] if own else [None]
+            rows.append(weights + [None] * (width - 1 - len(weights)) + last)
     return result
-
-
-def _row(weights: list[float], has_partial: bool, width: int) -> list[float | None]:
-    """Weights at their columns: finished sources from the left, the own block's running sum in the last
-    column."""
-    row: list[float | None] = [None] * width
-    finished = weights[:-1] if has_partial else weights
-    row[: len(finished)] = finished
-    if has_partial:
-        row[-1] = weights[-1]
-    return row

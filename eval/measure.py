@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -207,8 +208,10 @@ def pictures_of(
     if pictures == "none":
         return [()] * len(own)
     if pictures == "grey":
-        return [(Image(PILImage.new("RGB", image.open().size, GREY)),) for image in own]
-    return [(image,) for image in own[1:] + own[:1]]
+        own = [Image(PILImage.new("RGB", image.open().size, GREY)) for image in own]
+    else:  # the picture of the next problem
+        own = own[1:] + own[:1]
+    return [(image,) for image in own]
 
 
 def replaced(segments: Sequence[Segment], shown: Sequence[Image] | None) -> list[Segment]:
@@ -431,11 +434,11 @@ def token_log_probs(
 ) -> list[tuple[Tensor, Tensor]]:
     """(log-probabilities, entropies), fp32 on the CPU, of each list of tokens from its states; nats."""
     sizes = [len(ids) for ids in tokens]
-    if not sum(sizes):
+    if not sum(sizes):  # no thought came to its answer
         return [(torch.zeros(0), torch.zeros(0)) for _ in sizes]
     # All tokens in one product over the vocabulary, in the blocks of the kernel.
     hidden_MD = torch.cat(list(states))
-    labels_M = torch.tensor([i for ids in tokens for i in ids], dtype=torch.long, device=hidden_MD.device)
+    labels_M = torch.tensor(list(chain(*tokens)), dtype=torch.long, device=hidden_MD.device)
     with evaluating(model):
         logps_M, entropies_M = resolve("token_log_probs", hidden_MD.device)(
             hidden_MD, model.decoder.head_weight(), labels_M, temperature=temperature

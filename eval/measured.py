@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,17 @@ SOLVED_FROM = {"grounding": 0.5, "pointing": 0.5, "polygon": 0.5}
 """Score from which an answer counts as solved: overlap of one half for places, everything for the rest."""
 SOLVED_ELSE = 0.999
 BINS = 10
+MEANS = {
+    "accuracy": "solved",
+    "ended": "ended",
+    "accuracy_4x": "solved_4x",
+    "ended_4x": "ended_4x",
+    "score": "score",
+    "p_target": "p_target",
+    "confidence": "confidence",
+    "entropy": "entropy",
+}
+"""Name in a summary -> field whose mean it is."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +88,8 @@ def solved(task: str, score: float) -> bool:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k samples drawn without replacement from these is correct."""
-    if not 0 <= correct <= samples or not 1 <= k <= samples:
-        raise DataError(f"pass@{k} of {correct} correct among {samples}: expected 1 <= k <= samples")
+    """Chance that at least one of k samples drawn without replacement from these is correct; k is from 1 to
+    `samples`."""
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -88,49 +100,30 @@ def sampled_pass(one: Measured, k: int) -> float:
 
 def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = BINS) -> float:
     """Expected calibration error with bins of equal mass."""
-    sure, hit = np.asarray(confidence, dtype=np.float64), np.asarray(right, dtype=np.float64)
-    if sure.shape != hit.shape or sure.ndim != 1 or not len(sure):
-        raise DataError(
-            f"calibration of {sure.shape} confidences and {hit.shape} outcomes: expected one of each, not"
-            " none"
-        )
+    gap = np.asarray(right, dtype=np.float64) - np.asarray(confidence, dtype=np.float64)
     # Bins of equal mass: a model that is always sure would leave most bins of equal width empty.
-    order = np.argsort(sure, kind="stable")
+    order = np.argsort(np.asarray(confidence), kind="stable")
     parts = np.array_split(order, min(bins, len(order)))
-    return float(sum(abs(hit[part].sum() - sure[part].sum()) for part in parts) / len(sure))
+    return float(sum(abs(gap[part].sum()) for part in parts) / len(order))
 
 
 def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
     """Label -> n, accuracy, score, p_target, confidence, ece, entropy, and with samples pass@1, pass@2,
     pass@4, ..."""
-    by_label: dict[str, list[Measured]] = {}
-    for one in measured:
-        by_label.setdefault(one.label or f"{one.task}/{one.form}", []).append(one)
-    return {label: _summary(part) for label, part in by_label.items()}
-
-
-def _summary(part: Sequence[Measured]) -> dict[str, float]:
-    def mean(field: str) -> float:
-        return float(np.mean([float(getattr(one, field)) for one in part]))
-
-    row: dict[str, float] = {
-        "n": len(part),
-        "accuracy": mean("solved"),
-        "ended": mean("ended"),
-        "accuracy_4x": mean("solved_4x"),
-        "ended_4x": mean("ended_4x"),
-        "score": mean("score"),
-        "p_target": mean("p_target"),
-        "confidence": mean("confidence"),
-        "ece": ece([one.confidence for one in part], [one.solved for one in part]),
-        "entropy": mean("entropy"),
-    }
-    # pass@k for powers of two, as far as every problem has samples.
-    k = 1
-    while k <= min(len(one.sampled) for one in part):
-        row[f"pass@{k}"] = float(np.mean([sampled_pass(one, k) for one in part]))
-        k *= 2
-    return row
+    rows = {}
+    for label, records in by_problem(measured).items():
+        part = list(records.values())
+        row: dict[str, float] = {"n": len(part)}
+        for name, field in MEANS.items():
+            row[name] = float(np.mean([getattr(one, field) for one in part]))
+        row["ece"] = ece([one.confidence for one in part], [one.solved for one in part])
+        # pass@k for powers of two, as far as every problem has samples.
+        k, most = 1, min(len(one.sampled) for one in part)
+        while k <= most:
+            row[f"pass@{k}"] = float(np.mean([sampled_pass(one, k) for one in part]))
+            k *= 2
+        rows[label] = row
+    return rows
 
 
 # files
@@ -148,22 +141,19 @@ def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:
 
 def load_measured(path: str | Path) -> list[Measured]:
     """Read the records. Raises DataError for a file that is missing or holds something else."""
-    path = Path(path)
-    if not path.is_file():
+    if not Path(path).is_file():
         raise DataError(
             f"{path}: no such file; expected measurements as `earlyfusion measure --out DIR` writes them"
         )
-
     found = []
-    for number, line in enumerate(filter(None, path.read_text(encoding="utf-8").split("\n")), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         try:
-            fields = json.loads(line)
-            if "ended" not in fields:
-                raise KeyError(
-                    "ended: it was made when answers that a limit cut off were judged by their beginning"
-                )
-            found.append(Measured(**{**fields, "sampled": tuple(fields["sampled"])}))
-        except (ValueError, TypeError, KeyError) as error:
+            if line:
+                fields = json.loads(line)
+                # Without "ended": made when answers that a limit cut off were judged by their beginning.
+                ended, sampled = fields.pop("ended"), tuple(fields.pop("sampled"))
+                found.append(Measured(**fields, ended=ended, sampled=sampled))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise DataError(f"{path} line {number}: not a measurement ({error}); measure again") from None
     return found
 
@@ -171,11 +161,11 @@ def load_measured(path: str | Path) -> list[Measured]:
 # pairs
 
 
-def by_problem(measured: Sequence[Measured]) -> dict[str, dict[str, Measured]]:
+def by_problem(measured: Iterable[Measured]) -> dict[str, dict[str, Measured]]:
     """label -> key -> record."""
     found: dict[str, dict[str, Measured]] = {}
     for one in measured:
-        found.setdefault(one.label, {})[one.key] = one
+        found.setdefault(one.label or f"{one.task}/{one.form}", {})[one.key] = one
     return found
 
 
@@ -191,30 +181,29 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
     for label, records in second.items():
         # Only problems that both answered: a difference of two sets would compare the sets.
         keys = [key for key in records if key in first.get(label, {})]
-        a = [_metrics(first[label][key]) for key in keys]
-        b = [_metrics(records[key]) for key in keys]
-        for metric in a[0] if keys else ():
-            if not all(metric in one for one in (*a, *b)):
+        for metric, value in METRICS.items() if keys else ():
+            sides = [[part[label][key] for key in keys] for part in (first, second)]
+            if metric == "pass@1" and not all(one.sampled for side in sides for one in side):
                 continue
-            d = [y[metric] - x[metric] for x, y in zip(a, b)]
-            row: dict[str, Any] = {"label": label, "metric": metric}
-            row["before"] = sum(one[metric] for one in a) / len(a)
-            row["after"] = sum(one[metric] for one in b) / len(b)
-            rows.append({**row, **mean_estimate(d).to_dict(), "p": sign_flip_p(d)})
+            a, b = (np.array([value(one) for one in side], dtype=np.float64) for side in sides)
+            difference = mean_estimate(b - a)
+            row = {"label": label, "metric": metric, "before": float(a.mean()), "after": float(b.mean())}
+            row |= {**difference.to_dict(), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
+            rows.append(row)
     if not rows:
         raise DataError("the two measurements share no problem; measure both with the same tasks and --seed")
 
     for row, adjusted in zip(rows, holm([row["p"] for row in rows])):
         row["p_holm"] = adjusted
-        row["clear"] = bool(row["se"] > 0 and (row["low"] > 0 or row["high"] < 0) and adjusted <= ALPHA)
+        row["clear"] &= adjusted <= ALPHA
     return rows
 
 
-def _metrics(one: Measured) -> dict[str, float]:
-    found = {
-        "accuracy": float(one.solved),
-        "accuracy_4x": float(one.solved_4x),
-        "score": one.score,
-        "p_target": one.p_target,
-    }
-    return found | ({"pass@1": sampled_pass(one, 1)} if one.sampled else {})
+METRICS: dict[str, Callable[[Measured], float]] = {
+    "accuracy": attrgetter("solved"),
+    "accuracy_4x": attrgetter("solved_4x"),
+    "score": attrgetter("score"),
+    "p_target": attrgetter("p_target"),
+    "pass@1": partial(sampled_pass, k=1),
+}
+"""What is paired, of every record."""

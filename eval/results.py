@@ -15,5 +15,5 @@ STEP_DIGITS = 7
 
 def save_result(run_dir: str | Path, name: str, step: int, payload: dict[str, Any]) -> Path:
     """Save one measurement; `payload` may hold numbers, strings, lists and dicts. Returns the file's path."""
-    record = {"name": name, "step": int(step), **payload}
-    return write_json(Path(run_dir) / "eval" / f"{name}_{int(step):0{STEP_DIGITS}d}.json", record)
+    path = Path(run_dir) / "eval" / f"{name}_{step:0{STEP_DIGITS}d}.json"
+    return write_json(path, {"name": name, "step": step, **payload})

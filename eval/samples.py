@@ -31,16 +31,6 @@ OPENING, GOES_ON = 160, 160
 """Characters of a text alone: what is shown of its beginning, what it is compared with."""
 
 
-def split_reference(sample: Sample) -> tuple[Sample, str]:
-    """(the sample without its last text, that text). Raises ValueError when it does not end in text."""
-    last = sample.segments[-1] if sample.segments else None
-    if not isinstance(last, Text) or len(sample.segments) < 2:
-        raise ValueError(
-            f"sample {sample.key!r} of {sample.source!r} does not end in a text after its prompt"
-        )
-    return Sample(segments=sample.segments[:-1], source=sample.source, key=sample.key), last.text
-
-
 def prompted(sample: Sample) -> Sample | None:
     """The sample up to its last learned text, a text alone cut in two; None when nothing is asked or nothing
     stands before.
@@ -73,21 +63,19 @@ def answer_samples(
     samples: Sequence[Sample],
     *,
     max_new_tokens: int = 32,
-    temperature: float = 0.0,
-    seed: int = 0,
 ) -> list[dict[str, Any]]:
     """Continue every sample's prompt; records with prompt, answer, reference (str) and picture (PIL image or
-    None)."""
-    split = [split_reference(sample) for sample in samples]
-    prompts = [encode(prompt, tokenizer, model.config.vision, eos=False) for prompt, _ in split]
-    answers = generate(
-        model, tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-    )
-    records = []
-    for (prompt, reference), answer in zip(split, answers):
-        record = {"source": prompt.source, "prompt": prompt.text.strip(), "answer": answer.strip()}
-        record["reference"] = reference.strip()
-        records.append({**record, "picture": first_picture(prompt)})
+    None). A sample ends in the text that is its reference (see `prompted`)."""
+    prompts, records = [], []
+    for sample in samples:
+        *before, reference = sample.segments
+        assert isinstance(reference, Text)
+        prompt = Sample(before, sample.source, sample.key)
+        prompts.append(encode(prompt, tokenizer, model.config.vision, eos=False))
+        record: dict[str, Any] = {"source": sample.source, "prompt": prompt.text.strip()}
+        records.append({**record, "reference": reference.text.strip(), "picture": first_picture(prompt)})
+    for record, answer in zip(records, generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens)):
+        record["answer"] = answer.strip()
     return records
 
 
@@ -111,18 +99,16 @@ def save_samples(run_dir: str | Path, step: int, records: Sequence[dict[str, Any
     """
     folder = Path(run_dir) / "samples"
     folder.mkdir(parents=True, exist_ok=True)
-    plain = []
+    shown = []
     for index, record in enumerate(records):
-        name = None
-        if record["picture"] is not None:
-            name = f"samples/picture_{index:03d}.png"
-            if not (Path(run_dir) / name).exists():
-                thumbnail(record["picture"]).save(Path(run_dir) / name)
-        shown = {key: value for key, value in record.items() if key != "picture"}
-        plain.append({**shown, "image": name})
-
-    path = folder / f"step_{int(step):0{STEP_DIGITS}d}.json"
-    return write_json(path, {"step": int(step), "samples": plain})
+        plain = {**record, "image": None}
+        if (picture := plain.pop("picture")) is not None:
+            file = folder / f"picture_{index:03d}.png"
+            plain["image"] = f"samples/{file.name}"
+            if not file.exists():
+                thumbnail(picture).save(file)
+        shown.append(plain)
+    return write_json(folder / f"step_{step:0{STEP_DIGITS}d}.json", {"step": step, "samples": shown})
 
 
 def thumbnail(picture: PilImage.Image) -> PilImage.Image:

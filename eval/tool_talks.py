@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from earlyfusion.data.chat.template import Message
+from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import Parsed, encode_chat, parse_assistant
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.zero_vision import Talk
@@ -40,39 +40,56 @@ MAX_MESSAGES = 3
 
 @dataclass
 class Played:
-    """One question as it went; `said` are the messages after the question; `ended`: the last one ended by
-    itself."""
+    """One question as it went. said: the messages after the question; formed, ran, result: of the first of
+    them; ended: the last one ended by itself."""
 
     talk: Talk
     said: list[Message] = field(default_factory=list)
-    first: Parsed | None = None
+    formed: bool = False
     ran: bool = False
     result: bool = False
     done: bool = False
     ended: bool = True
 
     @property
-    def prompt(self) -> list[Message]:
-        """System message and the first question."""
-        return list(self.talk.messages[:2])
+    def messages(self) -> list[Message]:
+        """System message, the first question, and what was said."""
+        return [*self.talk.messages[:2], *self.said]
 
     @property
     def marks(self) -> dict[str, bool]:
         """MEASURES of this talk."""
-        formed = self.first is not None and self.first.well_formed
-        called = (
-            formed and self.first is not None and any(_runnable(call) for call in self.first.message.calls)
-        )
-        last = self.said[-1] if self.said else None
-        answered = last is not None and last.role == "assistant" and not last.calls
-        right = (
-            answered and self.ended and last is not None and last.text.strip() == self.talk.turns[0].answer
-        )
+        formed = called = right = False
+        if self.said:
+            first, last = self.said[0], self.said[-1]
+            formed = self.formed
+            called = formed and any(_runnable(call) for call in first.calls)
+            answered = self.ended and last.role == "assistant" and not last.calls
+            right = answered and last.text.strip() == self.talk.turns[0].answer
         ran = called and self.ran
         return dict(zip(MEASURES, (formed, called, ran, ran and self.result, right), strict=True))
 
+    def take(self, parsed: Parsed, sandbox: Sandbox, ended: bool) -> None:
+        """One message of the assistant, and the tool's answers to it. ended: the message did, not its
+        limit."""
+        first = not self.said
+        self.said.append(parsed.message)
+        self.ended = ended
+        if first:
+            self.formed = parsed.well_formed
+        if not parsed.well_formed or not parsed.message.calls:
+            self.done = True
+            return
+        answers, results = answer_calls(parsed.message, sandbox, self.talk.files)
+        self.said += answers
+        if first:
+            # What counts is what the program says last, whatever it said on the way.
+            expected = self.talk.turns[0].output.splitlines()[-1]
+            self.ran = any(result is not None and result.ok for result in results)
+            self.result = any(answer.text.splitlines()[-1:] == [expected] for answer in answers)
 
-def _runnable(call: Any) -> bool:
+
+def _runnable(call: ToolCall) -> bool:
     return call.tool == TOOL and isinstance(call.arguments.get("code"), str)
 
 
@@ -88,72 +105,42 @@ def play_talks(
     """Every talk's first question, greedily, message by message, all talks side by side."""
     played = [Played(talk) for talk in talks]
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
-    vision = model.config.vision
     with evaluating(model):
-        longest = 0
-        for turn in range(MAX_MESSAGES):
+        for _ in range(MAX_MESSAGES):
             # Talks that are over leave; the others say their next message side by side.
-            active = [(i, game) for i, game in enumerate(played) if not game.done]
-            prompts = [encode_chat([*game.prompt, *game.said], tokenizer, vision) for _, game in active]
-            if not prompts:
+            active = [game for game in played if not game.done]
+            if not active:
                 break
-
-            longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+            prompts = [encode_chat(game.messages, tokenizer, model.config.vision) for game in active]
+            longest = max(map(len, prompts)) + max_new_tokens
             engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
-            requests = [
-                Request(f"{turn}/{i}", prompt, params) for (i, _), prompt in zip(active, prompts, strict=True)
-            ]
-            for (_, game), completion in zip(active, engine.generate(requests), strict=True):
-                _take(
-                    game,
-                    parse_assistant(completion.ids, tokenizer),
-                    sandbox,
-                    completion.finish_reason == "stop",
-                )
+            requests = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
+            for game, done in zip(active, engine.generate(requests), strict=True):
+                game.take(parse_assistant(done.ids, tokenizer), sandbox, done.finish_reason == "stop")
     return played
-
-
-def _take(game: Played, parsed: Parsed, sandbox: Sandbox, ended: bool) -> None:
-    """One message of the assistant, and the tool's answers to it. ended: the message did, not its limit."""
-    game.first = game.first or parsed
-    game.said.append(parsed.message)
-    game.ended = ended
-    if not parsed.well_formed or not parsed.message.calls:
-        game.done = True
-        return
-    answers, results = answer_calls(parsed.message, sandbox, game.talk.files)
-    game.said += answers
-    if parsed is game.first:
-        game.ran = any(result is not None and result.ok for result in results)
-        wanted = game.talk.turns[0].output.splitlines()[-1]
-        game.result = any(answer.text.splitlines()[-1:] == [wanted] for answer in answers)
 
 
 def summary(played: Sequence[Played]) -> dict[str, Any]:
     """{"talks": n, measure: share, "by_kind": {kind: {"talks": n, measure: share}}}."""
-    kinds: dict[str, list[dict[str, bool]]] = {}
+    kinds: dict[str, list[Played]] = {}
     for game in played:
-        kinds.setdefault(game.talk.turns[0].task.kind, []).append(game.marks)
-    every = [marks for rows in kinds.values() for marks in rows]
-    return {**_shares(every), "by_kind": {kind: _shares(rows) for kind, rows in sorted(kinds.items())}}
+        kinds.setdefault(game.talk.turns[0].task.kind, []).append(game)
+    return {**_shares(played), "by_kind": {kind: _shares(part) for kind, part in sorted(kinds.items())}}
 
 
-def _shares(rows: Sequence[dict[str, bool]]) -> dict[str, float]:
-    count = max(1, len(rows))
-    return {"talks": len(rows)} | {name: sum(row[name] for row in rows) / count for name in MEASURES}
+def _shares(played: Sequence[Played]) -> dict[str, float]:
+    shares: dict[str, float] = {"talks": len(played)}
+    for name in MEASURES:
+        shares[name] = sum(game.marks[name] for game in played) / max(1, len(played))
+    return shares
 
 
 def transcript(game: Played) -> dict[str, Any]:
     """A played talk as JSON: messages with role, text, thinking and programs; its marks; the right answer."""
     shown = []
-    for message in [*game.prompt, *game.said]:
-        shown.append(
-            {
-                "role": message.role,
-                "text": message.text,
-                "thinking": message.thinking,
-                "calls": [dict(call.arguments) for call in message.calls],
-                "pictures": sum(isinstance(part, Image) for part in message.content),
-            }
-        )
+    for message in game.messages:
+        about = {"role": message.role, "text": message.text, "thinking": message.thinking}
+        about["calls"] = [dict(call.arguments) for call in message.calls]
+        about["pictures"] = sum(isinstance(part, Image) for part in message.content)
+        shown.append(about)
     return {"messages": shown, "marks": game.marks, "expected": game.talk.turns[0].answer}

@@ -127,7 +127,7 @@ class ChatEvaluator(evaluate.Evaluator):
     def _picture(self, source: str, number: int, game: Played) -> str | None:
         """Path of the conversation's picture in the run folder, written once; None where the model sees
         none."""
-        picture = next(iter(picture_files(game.prompt).values()), None)
+        picture = next(iter(picture_files(game.messages).values()), None)
         if picture is None:
             return None
         name = f"samples/{source}_{number:03d}.png"

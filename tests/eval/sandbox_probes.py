@@ -91,395 +91,372 @@ def owned(fd):
         os.close(r); os.close(w)
 """
 
-FILES = {
-    **{
-        f"read {path}": f"os.close(os.open({path!r}, os.O_NONBLOCK)) is None"
-        for path in (
-            "/etc/passwd",
-            "/etc/hostname",
-            "/etc/group",
-            "/proc/self/environ",
-            "/proc/self/maps",
-            "/proc/1/environ",
-            "/proc/self/mem",
-            "/proc/self/root/etc/passwd",
-            "/proc/meminfo",
-            "/proc/net/unix",
-            "/proc/sys/kernel/hostname",
-            "/sys/kernel/mm/transparent_hugepage/enabled",
-            "/dev/mem",
-            "/dev/kmsg",
-            "/dev/tty",
-            "/dev/zero",
-            "/dev/full",
-            "/dev/ptmx",
-            "/dev/vda",
-            "../../etc/passwd",
-            "../" * 40 + "etc/passwd",
-            "/./etc/../etc/passwd",
-        )
-    },
-    **{
-        f"list {path}": f"os.listdir({path!r}) and {path!r} not in ('/', '/tmp')"
-        for path in (
-            "/etc",
-            "/proc",
-            "/proc/self/fd",
-            "/proc/self/root",
-            "/sys",
-            "/dev",
-            "/dev/shm",
-            "/run",
-            "/var",
-            "/usr",
-        )
-    },
-    "list / or what is beside the folder": (
-        "[n for d in ('/', '..') for n in os.listdir(d) if not n.startswith('program')]"
-    ),
-    "read a secret": "open(W['secret']).read()",
-    "read by a system call": "(fd := L.open(W['secret'].encode(), 0)) >= 0 and os.read(fd, 1)",
-    "read by openat from /": "os.read(os.open(W['secret'][1:], 0, dir_fd=os.open('/', os.O_PATH)), 1)",
-    "read by openat2": "call(437, 437, -100, W['secret'].encode(), struct.pack('=QQQ', 0, 0, 0), 24)",
-    "read over a folder's descriptor": (
-        "os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH)), 1)"
-    ),
-    # A name of this machine is read from /etc/hosts; as text it
-    # would need a codec that is perhaps not loaded yet.
-    "a name": "socket.getaddrinfo(b'localhost', 1)",
-    "map a file": "mmap.mmap(os.open(W['secret'], os.O_RDONLY), 1, prot=mmap.PROT_READ)",
-    "send a file": "os.sendfile(1, os.open(W['secret'], os.O_RDONLY), 0, 0) == 0",
-    "read over a symbolic link": "os.symlink(W['secret'], 'link') or open('link').read()",
-    "read over a hard link": "os.link(W['secret'], 'hard') or open('hard').read()",
-    "write a secret": "os.close(os.open(W['secret'], os.O_WRONLY)) is None",
-    "append to a secret": "os.close(os.open(W['secret'], os.O_WRONLY | os.O_APPEND)) is None",
-    "truncate a secret": "os.truncate(W['secret'], W['size']) is None",
-    "make a file outside": "made(W['open'] + '/new')",
-    "make a file in /tmp": "made('/tmp/new-' + W['name'])",
-    "make a file in /": "made('/new-' + W['name'])",
-    "make a file beside the folder": "made('../new-' + W['name'])",
-    "make a file without a name outside": "os.open(W['open'], os.O_TMPFILE | os.O_WRONLY) and True",
-    "make a folder outside": "os.mkdir(W['open'] + '/d') or os.rmdir(W['open'] + '/d') is None",
-    "remove outside": "made(W['open'] + '/gone')",
-    "rename outside": "os.rename(W['secret'], W['secret']) is None",
-    "move a file out": (
-        "open('m', 'w').close() or os.rename('m', W['open'] + '/m') or os.unlink(W['open'] + '/m') is None"
-    ),
-    "move a file in": "os.rename(W['secret'], 'taken') or os.rename('taken', W['secret']) is None",
-    "exchange files": (
-        "open('x', 'w').close() or call(316, 276, -100, b'x', -100, W['secret'].encode(), 2) and "
-        "call(316, 276, -100, b'x', -100, W['secret'].encode(), 2)"
-    ),
-    "a named pipe outside": "os.close(os.open(W['fifo'], os.O_RDWR)) is None",
-    "a named pipe": "os.mkfifo('pipe') is None",
-    "a device": "os.mknod('device', 0o20666, os.makedev(1, 3)) is None",
-    "a socket file": "os.mknod('sock', 0o140666) is None",
-    "write where Python lies": "made(os.path.dirname(os.__file__) + '/new')",
-    "write where NumPy lies": "made(os.path.dirname(sys.modules['numpy'].__file__) + '/new')",
-    "write /dev/shm": "made('/dev/shm/new-' + W['name'])",
-    "write /var/tmp": "made('/var/tmp/new-' + W['name'])",
-    "open by handle": "reached(304, 265, -100, None, 0)",
-    "name to handle": "reached(303, 264, -100, W['secret'].encode(), None, None, 0)",
-    "the caller's folder": "os.listdir(W['open'])",
-    "climb by fchdir": "os.fchdir(os.open('..', os.O_RDONLY)) or made('new-' + W['name'])",
-    "lock outside": "fcntl.flock(os.open(W['secret'], os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB) is None",
-    "run its own file": "open('e', 'w').write('#!/bin/true') and os.execv('e', ['e'])",
-}
-METADATA = {
-    "stat": "there(lambda: os.stat(W['secret']))",
-    "stat by a system call": "call(332, 291, -100, W['secret'].encode(), 0, 0x7ff, bytes(256))",
-    "lstat /etc/shadow": "there(lambda: os.lstat('/etc/shadow'))",
-    "access": "os.access(W['secret'], os.F_OK)",
-    "readlink": "os.readlink(W['link'])",
-    "readlink /proc/self/exe": "os.readlink('/proc/self/exe')",
-    "chdir": "chdir(W['open'])",
-    "chdir /etc": "chdir('/etc')",
-    "a path descriptor": "os.open(W['secret'], os.O_PATH)",
-}
-PROPERTIES = {
-    "statfs": "os.statvfs(W['open'])",
-    "statfs of /": "os.statvfs('/')",
-    "list attributes": "os.listxattr(W['secret']) is not None",
-    "read an attribute": "os.getxattr(W['secret'], 'user.a')",
-    "write an attribute": "os.setxattr(W['secret'], 'user.a', b'1') is None",
-    "remove an attribute": "reached(197, 14, W['secret'].encode(), b'user.none')",
-    "chmod": "os.chmod(W['secret'], 0o666) is None",
-    "chmod of a folder": "os.chmod(W['open'], 0o777) is None",
-    "chmod by fchmodat": "call(268, 53, -100, W['secret'].encode(), 0o666)",
-    "chmod by fchmodat2": "reached(452, 452, -100, W['secret'].encode(), 0o666, 0)",
-    "chown": "os.chown(W['secret'], -1, -1) is None",
-    "lchown": "os.lchown(W['secret'], -1, -1) is None",
-    "times": "os.utime(W['secret'], (1e9, 1e9)) is None",
-    "times by now": "reached(280, 88, -100, W['secret'].encode(), None, 0)",
-    "times by utimes": "reached(235, None, W['secret'].encode(), None)",
-    "attributes of inodes": "reached(469, 469, -100, W['secret'].encode(), bytes(24), 24, 0)",
-    "chmod of its own folder": "os.chmod('.', 0o700) is None",
-    "owner of its own file": "open('own', 'w').close() or os.chown('own', -1, -1) is None",
-}
-PROCESSES = {
-    "fork": "child(os.fork())",
-    "fork by the library": "child(L.fork()) if True else 0",
-    "clone": "(p := L.syscall(220 if LATER else 56, 17, 0, 0, 0, 0)) >= 0 and child(p)",
-    "clone3": "reached(435, 435, bytes(64), 0)",
-    "threads": "threads()",
-    "spawn": "os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)",
-    "system": "os.system('true') == 0",
-    "popen": "os.popen('echo 1').read()",
-    "execve": "reached(59, 221, b'/', None, None)",
-    "execveat": "reached(322, 281, -100, b'/', None, None, 0)",
-    "signal the caller": "os.kill(W['pid'], 0) is None",
-    "signal a victim": "os.kill(W['victim'], 0) is None",
-    "signal the first process": "reached(62, 129, 1, 0) and os.getpid() != 1",
-    "signal all": "reached(62, 129, -1, 0)",
-    "signal the group": "os.killpg(0, 0) is None",
-    "signal a parent": "os.getppid() and os.kill(os.getppid(), 0) is None",
-    "signal by tgkill": "call(234, 131, W['victim'], W['victim'], 0)",
-    "signal by tkill": "reached(200, 130, W['victim'], 0)",
-    "signal with a value": "reached(129, 138, W['victim'], 0, bytes(128))",
-    "signal with a value by thread": "reached(297, 240, W['victim'], W['victim'], 0, bytes(128))",
-    "descriptor of a process": "os.pidfd_open(W['victim'])",
-    "descriptor of itself": "os.pidfd_open(os.getpid())",
-    "signal by descriptor": "reached(424, 424, 0, 0, None, 0)",
-    "take a descriptor": "reached(438, 438, 0, 0, 0)",
-    "trace me": "reached(101, 117, 99, 0, 0, 0)",
-    "attach": "reached(101, 117, 0x4206, W['victim'], 0, 0) and reached(101, 117, 17, W['victim'], 0, 0)",
-    "read memory": "reached(310, 270, W['victim'], None, 0, None, 0, 0)",
-    "write memory": "reached(311, 271, W['victim'], None, 0, None, 0, 0)",
-    "advise memory": "reached(440, 440, 0, None, 0, 0, 0)",
-    "reap memory": "reached(448, 448, 0, 0)",
-    "move pages": "reached(279, 239, 0, 0, None, None, None, 0)",
-    "migrate pages": "reached(256, 238, W['victim'], 0, None, None)",
-    "compare": "reached(312, 272, os.getpid(), os.getpid(), 0, 0, 0)",
-    "priority": "os.setpriority(os.PRIO_PROCESS, W['victim'], 19) is None",
-    "its own priority": "reached(141, 140, 0, 0, 0)",
-    "scheduler": "reached(144, 119, W['victim'], 0, bytes(4))",
-    "scheduler attributes": "reached(314, 274, W['victim'], None, 0)",
-    "processors": "reached(203, 122, W['victim'], 0, None)",
-    "input and output class": "reached(251, 30, 1, W['victim'], 0)",
-    "limits of another": "bool(resource.prlimit(W['victim'], resource.RLIMIT_CPU))",
-    "group of another": "os.getpgid(W['victim'])",
-    "session of another": "os.getsid(W['victim'])",
-    "processors of another": "os.sched_getaffinity(W['victim'])",
-    "clock of another": "time.clock_gettime(~W['victim'] << 3 | 2)",
-    "owner of signals": "owned(W['victim'])",
-    "a session": "reached(112, 157)",
-    "a group": "reached(109, 154, 0, 0)",
-    "wait": "reached(61, 260, -1, 0, 1, 0)",
-    "wait by identity": "reached(247, 95, 0, 0, None, 5, None)",
-    "processes listed": "[n for n in os.listdir('/proc') if n.isdigit()]",
-}
-PRIVILEGES = {
-    "become root": "os.setuid(0) is None",
-    "become root, all three": "os.setresuid(0, 0, 0) is None",
-    "the group of root": "os.setresgid(0, 0, 0) is None",
-    "groups": "os.setgroups([0]) is None",
-    "the user of files": "reached(122, 151, 0)",
-    "capabilities": (
-        "call(126, 91, struct.pack('=Ii', 0x20080522, 0), struct.pack('=6I', 1 << 21, 1 << 21, 0, 0, 0, 0))"
-    ),
-    "read capabilities": "reached(125, 90, struct.pack('=Ii', 0x20080522, 0), None)",
-    "another filter": "reached(317, 277, 9, 0, 0)",
-    "secure bits": "reached(157, 167, 28, 0, 0, 0, 0)",
-    "dumpable": "reached(157, 167, 4, 1, 0, 0, 0)",
-    "death signal": "reached(157, 167, 1, 0, 0, 0, 0)",
-    "subreaper": "reached(157, 167, 36, 1, 0, 0, 0)",
-    "personality": "reached(135, 92, 0xffffffff)",
-    **{
-        f"new {name} namespace": f"child(L.syscall(220 if LATER else 56, {flag} | 17, 0, 0, 0, 0))"
-        for name, flag in dict(
-            mount=0x20000,
-            cgroup=0x2000000,
-            uts=0x4000000,
-            ipc=0x8000000,
-            user=0x10000000,
-            pid=0x20000000,
-            net=0x40000000,
-        ).items()
-    },
-    "unshare": "reached(272, 97, 0)",
-    "a user namespace": "reached(272, 97, 0x10000000)",
-    "enter a namespace": "reached(308, 268, 0, 0)",
-    "chroot": "reached(161, 51, b'.')",
-    "pivot_root": "reached(155, 41, b'.', b'.')",
-    "mount": "reached(165, 40, b'none', b'.', b'tmpfs', 0, None)",
-    "umount": "reached(166, 39, b'/', 0)",
-    "move a mount": "reached(429, 429, -100, b'/', -100, b'/', 0)",
-    "open a tree": "reached(428, 428, -100, b'/', 1)",
-    "open a file system": "reached(430, 430, b'tmpfs', 0)",
-    "pick a file system": "reached(433, 433, -100, b'/', 0)",
-    "configure a file system": "reached(431, 431, 0, 0, None, None, 0)",
-    "make a mount": "reached(432, 432, 0, 0, 0)",
-    "attributes of a mount": "reached(442, 442, -100, b'/', 0, None, 0)",
-    "list mounts": "reached(458, 458, None, None, 0, 0)",
-    "more processor time": "limit(resource.RLIMIT_CPU, 1)",
-    "more memory": "limit(resource.RLIMIT_AS, 1 << 20)",
-    "more processes": "limit(resource.RLIMIT_NPROC, 1)",
-    "more files": "limit(resource.RLIMIT_NOFILE, 1)",
-    "larger files": "limit(resource.RLIMIT_FSIZE, 1)",
-    "core files": "limit(resource.RLIMIT_CORE, 1)",
-    "locked memory": "limit(resource.RLIMIT_MEMLOCK, 1)",
-    "limits by the old call": "reached(160, 164, 4, None)",
-}
-NETWORK = {
-    **{
-        f"socket of family {name}": f"opened({number}, {kind})"
-        for name, number, kind in (
-            ("unix", 1, 1),
-            ("unix, datagram", 1, 2),
-            ("inet", 2, 1),
-            ("inet, datagram", 2, 2),
-            ("inet, raw", 2, 3),
-            ("inet6", 10, 1),
-            ("inet6, datagram", 10, 2),
-            ("netlink", 16, 3),
-            ("packet", 17, 3),
-            ("alg", 38, 5),
-            ("vsock", 40, 1),
-            ("xdp", 44, 3),
-            ("bluetooth", 31, 3),
-            ("can", 29, 3),
-            ("key", 15, 3),
-            ("rds", 21, 5),
-            ("tipc", 30, 2),
-            ("ax25", 3, 5),
-            ("x25", 9, 5),
-            ("atm", 8, 2),
-            ("pppox", 24, 1),
-            ("llc", 26, 1),
-            ("nfc", 39, 5),
-            ("kcm", 41, 2),
-            ("smc", 43, 1),
-            ("mctp", 45, 2),
-            ("qipcrtr", 42, 2),
-            ("ieee802154", 36, 2),
-        )
-    },
-    "a path of a Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['unix'])",
-    "a path of a Unix socket, datagram": "talk(socket.AF_UNIX, socket.SOCK_DGRAM, W['unix_datagram'])",
-    "a path of a Unix socket, relative": (
-        "talk(socket.AF_UNIX, socket.SOCK_STREAM, '../' * 9 + W['unix'][1:])"
-    ),
-    "an abstract Unix socket": "talk(socket.AF_UNIX, socket.SOCK_STREAM, W['abstract'])",
-    "TCP": "talk(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', W['tcp']))",
-    "UDP": "talk(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', W['udp']))",
-    "a pair": "socket.socketpair()",
-    "listen": "socket.create_server(('127.0.0.1', 0))",
-    "connect on no socket": "reached(42, 203, 0, None, 0)",
-    "bind on no socket": "reached(49, 200, 0, None, 0)",
-    "listen on no socket": "reached(50, 201, 0, 0)",
-    "accept on no socket": "reached(43, 202, 0, None, None)",
-    "accept4": "reached(288, 242, 0, None, None, 0)",
-    "sendto": "reached(44, 206, 0, None, 0, 0, None, 0)",
-    "recvfrom": "reached(45, 207, 0, None, 0, 0, None, None)",
-    "sendmsg": "reached(46, 211, 0, None, 0)",
-    "recvmsg": "reached(47, 212, 0, None, 0)",
-    "sendmmsg": "reached(307, 269, 0, None, 0, 0)",
-    "recvmmsg": "reached(299, 243, 0, None, 0, 0, None)",
-    "options of sockets": "reached(54, 208, 0, 0, 0, None, 0)",
-    "names of sockets": "reached(51, 204, 0, None, None)",
-    "shutdown": "reached(48, 210, 0, 0)",
-    "interfaces": "[n for n in socket.if_nameindex()]",
-}
-SURFACE = {
-    "keyring: the session": "reached(250, 219, 0, -3, 0)",
-    "keyring: the user": "reached(250, 219, 0, -4, 0)",
-    "keyring: another session": "reached(250, 219, 1, None)",
-    "keyring: read": "reached(250, 219, 11, W['key'], None, 0)",
-    "keyring: describe": "reached(250, 219, 6, W['key'], None, 0)",
-    "keyring: search": "reached(250, 219, 10, -3, b'user', b'sandbox-probe', 0)",
-    "keyring: revoke nothing": "reached(250, 219, 3, 0)",
-    "keyring: add": "reached(248, 217, b'user', b'probe', b'1', 1, -1)",
-    "keyring: request": "reached(249, 218, b'user', b'sandbox-probe', None, 0)",
-    "shared memory: make": "reached(29, 194, 0, 0, 0)",
-    "shared memory: get": "reached(29, 194, W['shm_key'], 0, 0)",
-    "shared memory: attach": "reached(30, 196, -1, None, 0)",
-    "shared memory: control": "reached(31, 195, -1, 0, None)",
-    "shared memory: detach": "reached(67, 197, None)",
-    "semaphores: get": "reached(64, 190, 0, 0, 0)",
-    "semaphores: use": "reached(65, 193, 0, None, 0)",
-    "semaphores: control": "reached(66, 191, -1, 0, 0)",
-    "queues: get": "reached(68, 186, 12345, 0)",
-    "queues: send": "reached(69, 189, -1, None, 0, 0)",
-    "queues: receive": "reached(70, 188, -1, None, 0, 0, 0)",
-    "queues: control": "reached(71, 187, -1, 0, None)",
-    "POSIX queues: open": "reached(240, 180, b'probe', 0, 0, None)",
-    "POSIX queues: unlink": "reached(241, 181, b'probe')",
-    "POSIX queues: notify": "reached(244, 184, -1, None)",
-    "memfd": "memory_file()",
-    "secret memory": "reached(447, 447, 99)",
-    "userfaultfd": "reached(323, 282, 1)",
-    "io_uring: set up": "reached(425, 425, 0, None)",
-    "io_uring: enter": "reached(426, 426, -1, 0, 0, 0, None, 0)",
-    "io_uring: register": "reached(427, 427, -1, 0, None, 0)",
-    "asynchronous input": "reached(206, 0, 0, None)",
-    "bpf": "reached(321, 280, 99, None, 0)",
-    "perf": "reached(298, 241, None, 0, -1, -1, 0)",
-    "inotify": "reached(294, 26, 99)",
-    "inotify: watch": "reached(254, 27, -1, b'/tmp', 1)",
-    "fanotify": "reached(300, 262, 0, 0)",
-    "notices of folders": "fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 1) == 0",
-    "leases": "fcntl.fcntl(os.open('own', os.O_CREAT), fcntl.F_SETLEASE, fcntl.F_UNLCK) == 0",
-    "sizes of pipes": "fcntl.fcntl(os.pipe()[0], 1031, 1 << 16)",
-    "typing into the terminal": "reached(16, 29, 1, 0x5412, b'x')",
-    "the console": "reached(16, 29, 1, 0x541C, b'\\x02')",
-    "reboot": "reached(169, 142, 0, 0, 0, None)",
-    "kexec": "reached(246, 104, 0, 0, None, 0)",
-    "kexec of a file": "reached(320, 294, -1, -1, 0, None, 0)",
-    "modules: load": "reached(175, 105, None, 0, b'')",
-    "modules: load a file": "reached(313, 273, -1, b'', 0)",
-    "modules: remove": "reached(176, 106, b'none', 0)",
-    "ports": "reached(173, None, 0, 1, 0)",
-    "port level": "reached(172, None, 0)",
-    "segments": "reached(154, None, 0, None, 0)",
-    "the kernel's log": "reached(103, 116, 10, None, 0)",
-    "host name": "reached(170, 161, None, 0)",
-    "domain name": "reached(171, 162, None, 0)",
-    "set the time": "reached(164, 170, None, None)",
-    "set a clock": "reached(227, 112, 99, None)",
-    "adjust the time": "reached(159, 171, None)",
-    "adjust a clock": "reached(305, 266, 99, None)",
-    "swap on": "reached(167, 224, b'', 0)",
-    "swap off": "reached(168, 225, b'')",
-    "accounting": "reached(163, 89, b'')",
-    "quotas": "reached(179, 60, 0, None, 0, None)",
-    "hang up": "reached(153, 58)",
-    "timers": "reached(222, 107, 99, None, None)",
-    "timer descriptors": "reached(283, 85, 99, 0)",
-    "signal descriptors": "reached(289, 74, -1, None, 0, 0)",
-    "event descriptors": "reached(290, 19, 0, 0)",
-    "epoll": "reached(291, 20, 99)",
-    "memory policy": "reached(238, 237, 99, None, 0)",
-    "memory of a node": "reached(237, 235, 0, 0, 99, None, 0, 0)",
-    "locked memory": "reached(149, 228, None, 0)",
-    "all memory locked": "reached(151, 230, 0)",
-    "protection keys": "reached(330, 289, 99, 0)",
-    "pages mapped anew": "reached(216, 234, None, 0, 0, 0, 0)",
-    "splice": "reached(275, 76, -1, None, -1, None, 0, 0)",
-    "tee": "reached(276, 77, -1, -1, 0, 0)",
-    "pages given to a pipe": "reached(278, 75, -1, None, 0, 0)",
-    "Landlock": "reached(444, 444, None, 0, 1)",
-    "modules of security": "reached(461, 461, None, None, 0)",
-    "cache of pages": "reached(451, 451, -1, None, None, 0)",
-    "futexes of others": "reached(449, 449, None, 0, 0, None, 0)",
-}
-CHANNEL = {
-    "close the channel": "reached(3, 57, 3)",
-    "replace the channel": "os.dup2(1, 3, inheritable=True)",
-    "replace the channel by dup3": "reached(292, 24, 1, 3, 0)",
-    "close a range": "reached(436, 436, 900, 901, 0)",
-    "another descriptor": "[fd for fd in range(4, 32) if os.path.exists('/proc/self') and os.fstat(fd)]",
-    "read the channel": "select.select([3], [], [], 0)[0] and os.read(3, 1)",
-}
+
+def table(text):
+    "Lines `name | expression` as a dict; a line that begins with a blank goes on with the one before."
+    probes, name = {}, ""
+    for line in text.strip().splitlines():
+        if line[0] == " ":
+            probes[name] += line.strip(" ")
+        else:
+            name, _, probes[name] = line.partition(" | ")
+    return probes
+
+
 AREAS = {
-    "files": FILES,
-    "metadata": METADATA,
-    "properties": PROPERTIES,
-    "processes": PROCESSES,
-    "network": NETWORK,
-    "surface": SURFACE,
-    "privileges": PRIVILEGES,
-    "channel": CHANNEL,
+    "files": table(r"""
+read /etc/passwd | os.close(os.open('/etc/passwd', os.O_NONBLOCK)) is None
+read /etc/hostname | os.close(os.open('/etc/hostname', os.O_NONBLOCK)) is None
+read /etc/group | os.close(os.open('/etc/group', os.O_NONBLOCK)) is None
+read /proc/self/environ | os.close(os.open('/proc/self/environ', os.O_NONBLOCK)) is None
+read /proc/self/maps | os.close(os.open('/proc/self/maps', os.O_NONBLOCK)) is None
+read /proc/1/environ | os.close(os.open('/proc/1/environ', os.O_NONBLOCK)) is None
+read /proc/self/mem | os.close(os.open('/proc/self/mem', os.O_NONBLOCK)) is None
+read /proc/self/root/etc/passwd | os.close(os.open('/proc/self/root/etc/passwd', os.O_NONBLOCK)) is None
+read /proc/meminfo | os.close(os.open('/proc/meminfo', os.O_NONBLOCK)) is None
+read /proc/net/unix | os.close(os.open('/proc/net/unix', os.O_NONBLOCK)) is None
+read /proc/sys/kernel/hostname | os.close(os.open('/proc/sys/kernel/hostname', os.O_NONBLOCK)) is None
+read /sys/kernel/mm/transparent_hugepage/enabled | os.close(os.open('/sys/kernel/mm/transparent_hugepage
+  /enabled', os.O_NONBLOCK)) is None
+read /dev/mem | os.close(os.open('/dev/mem', os.O_NONBLOCK)) is None
+read /dev/kmsg | os.close(os.open('/dev/kmsg', os.O_NONBLOCK)) is None
+read /dev/tty | os.close(os.open('/dev/tty', os.O_NONBLOCK)) is None
+read /dev/zero | os.close(os.open('/dev/zero', os.O_NONBLOCK)) is None
+read /dev/full | os.close(os.open('/dev/full', os.O_NONBLOCK)) is None
+read /dev/ptmx | os.close(os.open('/dev/ptmx', os.O_NONBLOCK)) is None
+read /dev/vda | os.close(os.open('/dev/vda', os.O_NONBLOCK)) is None
+read ../../etc/passwd | os.close(os.open('../../etc/passwd', os.O_NONBLOCK)) is None
+read a long way up | os.close(os.open('../' * 40 + 'etc/passwd', os.O_NONBLOCK)) is None
+read /./etc/../etc/passwd | os.close(os.open('/./etc/../etc/passwd', os.O_NONBLOCK)) is None
+list /etc | os.listdir('/etc') and '/etc' not in ('/', '/tmp')
+list /proc | os.listdir('/proc') and '/proc' not in ('/', '/tmp')
+list /proc/self/fd | os.listdir('/proc/self/fd') and '/proc/self/fd' not in ('/', '/tmp')
+list /proc/self/root | os.listdir('/proc/self/root') and '/proc/self/root' not in ('/', '/tmp')
+list /sys | os.listdir('/sys') and '/sys' not in ('/', '/tmp')
+list /dev | os.listdir('/dev') and '/dev' not in ('/', '/tmp')
+list /dev/shm | os.listdir('/dev/shm') and '/dev/shm' not in ('/', '/tmp')
+list /run | os.listdir('/run') and '/run' not in ('/', '/tmp')
+list /var | os.listdir('/var') and '/var' not in ('/', '/tmp')
+list /usr | os.listdir('/usr') and '/usr' not in ('/', '/tmp')
+list / or what is beside the folder | [n for d in ('/', '..') for n in os.listdir(d) if not n.startswith
+  ('program')]
+read a secret | open(W['secret']).read()
+read by a system call | (fd := L.open(W['secret'].encode(), 0)) >= 0 and os.read(fd, 1)
+read by openat from / | os.read(os.open(W['secret'][1:], 0, dir_fd=os.open('/', os.O_PATH)), 1)
+read by openat2 | call(437, 437, -100, W['secret'].encode(), struct.pack('=QQQ', 0, 0, 0), 24)
+read over a folder's descriptor | os.read(os.open('../../etc/passwd', 0, dir_fd=os.open('.', os.O_PATH))
+  , 1)
+a name | socket.getaddrinfo(b'localhost', 1)
+map a file | mmap.mmap(os.open(W['secret'], os.O_RDONLY), 1, prot=mmap.PROT_READ)
+send a file | os.sendfile(1, os.open(W['secret'], os.O_RDONLY), 0, 0) == 0
+read over a symbolic link | os.symlink(W['secret'], 'link') or open('link').read()
+read over a hard link | os.link(W['secret'], 'hard') or open('hard').read()
+write a secret | os.close(os.open(W['secret'], os.O_WRONLY)) is None
+append to a secret | os.close(os.open(W['secret'], os.O_WRONLY | os.O_APPEND)) is None
+truncate a secret | os.truncate(W['secret'], W['size']) is None
+make a file outside | made(W['open'] + '/new')
+make a file in /tmp | made('/tmp/new-' + W['name'])
+make a file in / | made('/new-' + W['name'])
+make a file beside the folder | made('../new-' + W['name'])
+make a file without a name outside | os.open(W['open'], os.O_TMPFILE | os.O_WRONLY) and True
+make a folder outside | os.mkdir(W['open'] + '/d') or os.rmdir(W['open'] + '/d') is None
+remove outside | made(W['open'] + '/gone')
+rename outside | os.rename(W['secret'], W['secret']) is None
+move a file out | open('m', 'w').close() or os.rename('m', W['open'] + '/m') or os.unlink(W['open'] + '/
+  m') is None
+move a file in | os.rename(W['secret'], 'taken') or os.rename('taken', W['secret']) is None
+exchange files | open('x', 'w').close() or call(316, 276, -100, b'x', -100, W['secret'].encode(), 2) an
+  d call(316, 276, -100, b'x', -100, W['secret'].encode(), 2)
+a named pipe outside | os.close(os.open(W['fifo'], os.O_RDWR)) is None
+a named pipe | os.mkfifo('pipe') is None
+a device | os.mknod('device', 0o20666, os.makedev(1, 3)) is None
+a socket file | os.mknod('sock', 0o140666) is None
+write where Python lies | made(os.path.dirname(os.__file__) + '/new')
+write where NumPy lies | made(os.path.dirname(sys.modules['numpy'].__file__) + '/new')
+write /dev/shm | made('/dev/shm/new-' + W['name'])
+write /var/tmp | made('/var/tmp/new-' + W['name'])
+open by handle | reached(304, 265, -100, None, 0)
+name to handle | reached(303, 264, -100, W['secret'].encode(), None, None, 0)
+the caller's folder | os.listdir(W['open'])
+climb by fchdir | os.fchdir(os.open('..', os.O_RDONLY)) or made('new-' + W['name'])
+lock outside | fcntl.flock(os.open(W['secret'], os.O_RDONLY), fcntl.LOCK_SH | fcntl.LOCK_NB) is None
+run its own file | open('e', 'w').write('#!/bin/true') and os.execv('e', ['e'])
+"""),
+    "metadata": table(r"""
+stat | there(lambda: os.stat(W['secret']))
+stat by a system call | call(332, 291, -100, W['secret'].encode(), 0, 0x7ff, bytes(256))
+lstat /etc/shadow | there(lambda: os.lstat('/etc/shadow'))
+access | os.access(W['secret'], os.F_OK)
+readlink | os.readlink(W['link'])
+readlink /proc/self/exe | os.readlink('/proc/self/exe')
+chdir | chdir(W['open'])
+chdir /etc | chdir('/etc')
+a path descriptor | os.open(W['secret'], os.O_PATH)
+"""),
+    "properties": table(r"""
+statfs | os.statvfs(W['open'])
+statfs of / | os.statvfs('/')
+list attributes | os.listxattr(W['secret']) is not None
+read an attribute | os.getxattr(W['secret'], 'user.a')
+write an attribute | os.setxattr(W['secret'], 'user.a', b'1') is None
+remove an attribute | reached(197, 14, W['secret'].encode(), b'user.none')
+chmod | os.chmod(W['secret'], 0o666) is None
+chmod of a folder | os.chmod(W['open'], 0o777) is None
+chmod by fchmodat | call(268, 53, -100, W['secret'].encode(), 0o666)
+chmod by fchmodat2 | reached(452, 452, -100, W['secret'].encode(), 0o666, 0)
+chown | os.chown(W['secret'], -1, -1) is None
+lchown | os.lchown(W['secret'], -1, -1) is None
+times | os.utime(W['secret'], (1e9, 1e9)) is None
+times by now | reached(280, 88, -100, W['secret'].encode(), None, 0)
+times by utimes | reached(235, None, W['secret'].encode(), None)
+attributes of inodes | reached(469, 469, -100, W['secret'].encode(), bytes(24), 24, 0)
+chmod of its own folder | os.chmod('.', 0o700) is None
+owner of its own file | open('own', 'w').close() or os.chown('own', -1, -1) is None
+"""),
+    "processes": table(r"""
+fork | child(os.fork())
+fork by the library | child(L.fork()) if True else 0
+clone | (p := L.syscall(220 if LATER else 56, 17, 0, 0, 0, 0)) >= 0 and child(p)
+clone3 | reached(435, 435, bytes(64), 0)
+threads | threads()
+spawn | os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)
+system | os.system('true') == 0
+popen | os.popen('echo 1').read()
+execve | reached(59, 221, b'/', None, None)
+execveat | reached(322, 281, -100, b'/', None, None, 0)
+signal the caller | os.kill(W['pid'], 0) is None
+signal a victim | os.kill(W['victim'], 0) is None
+signal the first process | reached(62, 129, 1, 0) and os.getpid() != 1
+signal all | reached(62, 129, -1, 0)
+signal the group | os.killpg(0, 0) is None
+signal a parent | os.getppid() and os.kill(os.getppid(), 0) is None
+signal by tgkill | call(234, 131, W['victim'], W['victim'], 0)
+signal by tkill | reached(200, 130, W['victim'], 0)
+signal with a value | reached(129, 138, W['victim'], 0, bytes(128))
+signal with a value by thread | reached(297, 240, W['victim'], W['victim'], 0, bytes(128))
+descriptor of a process | os.pidfd_open(W['victim'])
+descriptor of itself | os.pidfd_open(os.getpid())
+signal by descriptor | reached(424, 424, 0, 0, None, 0)
+take a descriptor | reached(438, 438, 0, 0, 0)
+trace me | reached(101, 117, 99, 0, 0, 0)
+attach | reached(101, 117, 0x4206, W['victim'], 0, 0) and reached(101, 117, 17, W['victim'], 0, 0)
+read memory | reached(310, 270, W['victim'], None, 0, None, 0, 0)
+write memory | reached(311, 271, W['victim'], None, 0, None, 0, 0)
+advise memory | reached(440, 440, 0, None, 0, 0, 0)
+reap memory | reached(448, 448, 0, 0)
+move pages | reached(279, 239, 0, 0, None, None, None, 0)
+migrate pages | reached(256, 238, W['victim'], 0, None, None)
+compare | reached(312, 272, os.getpid(), os.getpid(), 0, 0, 0)
+priority | os.setpriority(os.PRIO_PROCESS, W['victim'], 19) is None
+its own priority | reached(141, 140, 0, 0, 0)
+scheduler | reached(144, 119, W['victim'], 0, bytes(4))
+scheduler attributes | reached(314, 274, W['victim'], None, 0)
+processors | reached(203, 122, W['victim'], 0, None)
+input and output class | reached(251, 30, 1, W['victim'], 0)
+limits of another | bool(resource.prlimit(W['victim'], resource.RLIMIT_CPU))
+group of another | os.getpgid(W['victim'])
+session of another | os.getsid(W['victim'])
+processors of another | os.sched_getaffinity(W['victim'])
+clock of another | time.clock_gettime(~W['victim'] << 3 | 2)
+owner of signals | owned(W['victim'])
+a session | reached(112, 157)
+a group | reached(109, 154, 0, 0)
+wait | reached(61, 260, -1, 0, 1, 0)
+wait by identity | reached(247, 95, 0, 0, None, 5, None)
+processes listed | [n for n in os.listdir('/proc') if n.isdigit()]
+"""),
+    "network": table(r"""
+socket of family unix | opened(1, 1)
+socket of family unix, datagram | opened(1, 2)
+socket of family inet | opened(2, 1)
+socket of family inet, datagram | opened(2, 2)
+socket of family inet, raw | opened(2, 3)
+socket of family inet6 | opened(10, 1)
+socket of family inet6, datagram | opened(10, 2)
+socket of family netlink | opened(16, 3)
+socket of family packet | opened(17, 3)
+socket of family alg | opened(38, 5)
+socket of family vsock | opened(40, 1)
+socket of family xdp | opened(44, 3)
+socket of family bluetooth | opened(31, 3)
+socket of family can | opened(29, 3)
+socket of family key | opened(15, 3)
+socket of family rds | opened(21, 5)
+socket of family tipc | opened(30, 2)
+socket of family ax25 | opened(3, 5)
+socket of family x25 | opened(9, 5)
+socket of family atm | opened(8, 2)
+socket of family pppox | opened(24, 1)
+socket of family llc | opened(26, 1)
+socket of family nfc | opened(39, 5)
+socket of family kcm | opened(41, 2)
+socket of family smc | opened(43, 1)
+socket of family mctp | opened(45, 2)
+socket of family qipcrtr | opened(42, 2)
+socket of family ieee802154 | opened(36, 2)
+a path of a Unix socket | talk(socket.AF_UNIX, socket.SOCK_STREAM, W['unix'])
+a path of a Unix socket, datagram | talk(socket.AF_UNIX, socket.SOCK_DGRAM, W['unix_datagram'])
+a path of a Unix socket, relative | talk(socket.AF_UNIX, socket.SOCK_STREAM, '../' * 9 + W['unix'][1:])
+an abstract Unix socket | talk(socket.AF_UNIX, socket.SOCK_STREAM, W['abstract'])
+TCP | talk(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', W['tcp']))
+UDP | talk(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', W['udp']))
+a pair | socket.socketpair()
+listen | socket.create_server(('127.0.0.1', 0))
+connect on no socket | reached(42, 203, 0, None, 0)
+bind on no socket | reached(49, 200, 0, None, 0)
+listen on no socket | reached(50, 201, 0, 0)
+accept on no socket | reached(43, 202, 0, None, None)
+accept4 | reached(288, 242, 0, None, None, 0)
+sendto | reached(44, 206, 0, None, 0, 0, None, 0)
+recvfrom | reached(45, 207, 0, None, 0, 0, None, None)
+sendmsg | reached(46, 211, 0, None, 0)
+recvmsg | reached(47, 212, 0, None, 0)
+sendmmsg | reached(307, 269, 0, None, 0, 0)
+recvmmsg | reached(299, 243, 0, None, 0, 0, None)
+options of sockets | reached(54, 208, 0, 0, 0, None, 0)
+names of sockets | reached(51, 204, 0, None, None)
+shutdown | reached(48, 210, 0, 0)
+interfaces | [n for n in socket.if_nameindex()]
+"""),
+    "surface": table(r"""
+keyring: the session | reached(250, 219, 0, -3, 0)
+keyring: the user | reached(250, 219, 0, -4, 0)
+keyring: another session | reached(250, 219, 1, None)
+keyring: read | reached(250, 219, 11, W['key'], None, 0)
+keyring: describe | reached(250, 219, 6, W['key'], None, 0)
+keyring: search | reached(250, 219, 10, -3, b'user', b'sandbox-probe', 0)
+keyring: revoke nothing | reached(250, 219, 3, 0)
+keyring: add | reached(248, 217, b'user', b'probe', b'1', 1, -1)
+keyring: request | reached(249, 218, b'user', b'sandbox-probe', None, 0)
+shared memory: make | reached(29, 194, 0, 0, 0)
+shared memory: get | reached(29, 194, W['shm_key'], 0, 0)
+shared memory: attach | reached(30, 196, -1, None, 0)
+shared memory: control | reached(31, 195, -1, 0, None)
+shared memory: detach | reached(67, 197, None)
+semaphores: get | reached(64, 190, 0, 0, 0)
+semaphores: use | reached(65, 193, 0, None, 0)
+semaphores: control | reached(66, 191, -1, 0, 0)
+queues: get | reached(68, 186, 12345, 0)
+queues: send | reached(69, 189, -1, None, 0, 0)
+queues: receive | reached(70, 188, -1, None, 0, 0, 0)
+queues: control | reached(71, 187, -1, 0, None)
+POSIX queues: open | reached(240, 180, b'probe', 0, 0, None)
+POSIX queues: unlink | reached(241, 181, b'probe')
+POSIX queues: notify | reached(244, 184, -1, None)
+memfd | memory_file()
+secret memory | reached(447, 447, 99)
+userfaultfd | reached(323, 282, 1)
+io_uring: set up | reached(425, 425, 0, None)
+io_uring: enter | reached(426, 426, -1, 0, 0, 0, None, 0)
+io_uring: register | reached(427, 427, -1, 0, None, 0)
+asynchronous input | reached(206, 0, 0, None)
+bpf | reached(321, 280, 99, None, 0)
+perf | reached(298, 241, None, 0, -1, -1, 0)
+inotify | reached(294, 26, 99)
+inotify: watch | reached(254, 27, -1, b'/tmp', 1)
+fanotify | reached(300, 262, 0, 0)
+notices of folders | fcntl.fcntl(os.open('.', os.O_RDONLY), fcntl.F_NOTIFY, 1) == 0
+leases | fcntl.fcntl(os.open('own', os.O_CREAT), fcntl.F_SETLEASE, fcntl.F_UNLCK) == 0
+sizes of pipes | fcntl.fcntl(os.pipe()[0], 1031, 1 << 16)
+typing into the terminal | reached(16, 29, 1, 0x5412, b'x')
+the console | reached(16, 29, 1, 0x541C, b'\x02')
+reboot | reached(169, 142, 0, 0, 0, None)
+kexec | reached(246, 104, 0, 0, None, 0)
+kexec of a file | reached(320, 294, -1, -1, 0, None, 0)
+modules: load | reached(175, 105, None, 0, b'')
+modules: load a file | reached(313, 273, -1, b'', 0)
+modules: remove | reached(176, 106, b'none', 0)
+ports | reached(173, None, 0, 1, 0)
+port level | reached(172, None, 0)
+segments | reached(154, None, 0, None, 0)
+the kernel's log | reached(103, 116, 10, None, 0)
+host name | reached(170, 161, None, 0)
+domain name | reached(171, 162, None, 0)
+set the time | reached(164, 170, None, None)
+set a clock | reached(227, 112, 99, None)
+adjust the time | reached(159, 171, None)
+adjust a clock | reached(305, 266, 99, None)
+swap on | reached(167, 224, b'', 0)
+swap off | reached(168, 225, b'')
+accounting | reached(163, 89, b'')
+quotas | reached(179, 60, 0, None, 0, None)
+hang up | reached(153, 58)
+timers | reached(222, 107, 99, None, None)
+timer descriptors | reached(283, 85, 99, 0)
+signal descriptors | reached(289, 74, -1, None, 0, 0)
+event descriptors | reached(290, 19, 0, 0)
+epoll | reached(291, 20, 99)
+memory policy | reached(238, 237, 99, None, 0)
+memory of a node | reached(237, 235, 0, 0, 99, None, 0, 0)
+locked memory | reached(149, 228, None, 0)
+all memory locked | reached(151, 230, 0)
+protection keys | reached(330, 289, 99, 0)
+pages mapped anew | reached(216, 234, None, 0, 0, 0, 0)
+splice | reached(275, 76, -1, None, -1, None, 0, 0)
+tee | reached(276, 77, -1, -1, 0, 0)
+pages given to a pipe | reached(278, 75, -1, None, 0, 0)
+Landlock | reached(444, 444, None, 0, 1)
+modules of security | reached(461, 461, None, None, 0)
+cache of pages | reached(451, 451, -1, None, None, 0)
+futexes of others | reached(449, 449, None, 0, 0, None, 0)
+"""),
+    "privileges": table(r"""
+become root | os.setuid(0) is None
+become root, all three | os.setresuid(0, 0, 0) is None
+the group of root | os.setresgid(0, 0, 0) is None
+groups | os.setgroups([0]) is None
+the user of files | reached(122, 151, 0)
+capabilities | call(126, 91, struct.pack('=Ii', 0x20080522, 0), struct.pack('=6I', 1 << 21, 1 << 21, 0
+  , 0, 0, 0))
+read capabilities | reached(125, 90, struct.pack('=Ii', 0x20080522, 0), None)
+another filter | reached(317, 277, 9, 0, 0)
+secure bits | reached(157, 167, 28, 0, 0, 0, 0)
+dumpable | reached(157, 167, 4, 1, 0, 0, 0)
+death signal | reached(157, 167, 1, 0, 0, 0, 0)
+subreaper | reached(157, 167, 36, 1, 0, 0, 0)
+personality | reached(135, 92, 0xffffffff)
+new mount namespace | child(L.syscall(220 if LATER else 56, 131072 | 17, 0, 0, 0, 0))
+new cgroup namespace | child(L.syscall(220 if LATER else 56, 33554432 | 17, 0, 0, 0, 0))
+new uts namespace | child(L.syscall(220 if LATER else 56, 67108864 | 17, 0, 0, 0, 0))
+new ipc namespace | child(L.syscall(220 if LATER else 56, 134217728 | 17, 0, 0, 0, 0))
+new user namespace | child(L.syscall(220 if LATER else 56, 268435456 | 17, 0, 0, 0, 0))
+new pid namespace | child(L.syscall(220 if LATER else 56, 536870912 | 17, 0, 0, 0, 0))
+new net namespace | child(L.syscall(220 if LATER else 56, 1073741824 | 17, 0, 0, 0, 0))
+unshare | reached(272, 97, 0)
+a user namespace | reached(272, 97, 0x10000000)
+enter a namespace | reached(308, 268, 0, 0)
+chroot | reached(161, 51, b'.')
+pivot_root | reached(155, 41, b'.', b'.')
+mount | reached(165, 40, b'none', b'.', b'tmpfs', 0, None)
+umount | reached(166, 39, b'/', 0)
+move a mount | reached(429, 429, -100, b'/', -100, b'/', 0)
+open a tree | reached(428, 428, -100, b'/', 1)
+open a file system | reached(430, 430, b'tmpfs', 0)
+pick a file system | reached(433, 433, -100, b'/', 0)
+configure a file system | reached(431, 431, 0, 0, None, None, 0)
+make a mount | reached(432, 432, 0, 0, 0)
+attributes of a mount | reached(442, 442, -100, b'/', 0, None, 0)
+list mounts | reached(458, 458, None, None, 0, 0)
+more processor time | limit(resource.RLIMIT_CPU, 1)
+more memory | limit(resource.RLIMIT_AS, 1 << 20)
+more processes | limit(resource.RLIMIT_NPROC, 1)
+more files | limit(resource.RLIMIT_NOFILE, 1)
+larger files | limit(resource.RLIMIT_FSIZE, 1)
+core files | limit(resource.RLIMIT_CORE, 1)
+locked memory | limit(resource.RLIMIT_MEMLOCK, 1)
+limits by the old call | reached(160, 164, 4, None)
+"""),
+    "channel": table(r"""
+close the channel | reached(3, 57, 3)
+replace the channel | os.dup2(1, 3, inheritable=True)
+replace the channel by dup3 | reached(292, 24, 1, 3, 0)
+close a range | reached(436, 436, 900, 901, 0)
+another descriptor | [fd for fd in range(4, 32) if os.path.exists('/proc/self') and os.fstat(fd)]
+read the channel | select.select([3], [], [], 0)[0] and os.read(3, 1)
+"""),
 }
+"""What is tried, by area: name | expression that is true when it got through. A name of this machine is read
+from /etc/hosts; as text it would need a codec that is perhaps not loaded yet."""
 PROBES = {f"{area}: {name}": source for area, probes in AREAS.items() for name, source in probes.items()}
 
 

@@ -8,333 +8,266 @@ import numpy as np
 import pytest
 from page_cases import checked
 
-from earlyfusion.eval.compare.analysis import Options, compare_arms, verdict
+from earlyfusion.eval.compare.analysis import Options, compare_arms
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.stats import mean_estimate
 from earlyfusion.pipeline import cli
 
 CATEGORIES = ("math", "law", "physics")
+RNG = np.random.default_rng
 
 
-def write_run(
-    folder, scores, *, task="mmlu_pro", data_hash="d" * 64, prompt=lambda i: f"p{i}", repeats=1, **columns
-):
-    """One task folder as the evaluator leaves it; scores [n] or [n, repeats]; columns: name -> list or
-    value."""
+def write_run(folder, scores, task="mmlu_pro", *, data="d" * 64, prompt="p{}", chance=None, **columns):
+    """One task folder as the evaluator leaves it; scores [n] or [n, repeats]; columns: name -> list."""
     place = folder / task
     place.mkdir(parents=True, exist_ok=True)
-    scores = np.asarray(scores, dtype=float).reshape(len(scores), -1)
     lines = []
-    for i, row in enumerate(scores):
+    for i, row in enumerate(np.asarray(scores, dtype=float).reshape(len(scores), -1)):
         for repeat, score in enumerate(row):
-            record = {
-                "id": str(i),
-                "repeat": repeat,
-                "prompt_hash": prompt(i),
-                "score": score,
-                "seed": repeat,
-                "category": CATEGORIES[i % 3],
-                "extracted": "A" if i % 10 else None,
-                "tokens": 7,
-            }
-            for name, values in columns.items():
-                record[name] = values[i] if isinstance(values, list | np.ndarray) else values
-            lines.append(json.dumps(record))
+            record = {"id": str(i), "repeat": repeat, "prompt_hash": prompt.format(i), "score": score}
+            record |= {"category": CATEGORIES[i % 3], "extracted": "A" if i % 10 else None, "tokens": 7}
+            lines.append(json.dumps(record | {name: values[i] for name, values in columns.items()}))
     (place / "records.jsonl").write_text("\n".join(lines) + "\n")
-    summary = {"task": task, "data_hash": data_hash, "model": {"path": folder.name}}
+    summary = {"task": task, "data_hash": data, "metrics": {"chance": chance}}
     (place / "summary.json").write_text(json.dumps(summary))
-    return folder
+    return str(folder)
+
+
+@pytest.fixture
+def arms(tmp_path):
+    """A function that writes runs of the arms base, treated, ... and loads them."""
+
+    def make(*scores, **columns):
+        names = ("base", "treated", "control", "control base")
+        return [load_arm(n, write_run(tmp_path / n, s, **columns)) for n, s in zip(names, scores)]
+
+    return make
+
+
+def only(arms, **options):
+    (entry,) = compare_arms(*arms, options=Options(**options))["tasks"]
+    return entry
 
 
 @pytest.fixture
 def truth():
     """Correlated answers of three models: +6 points for treated over base, +1 for the control."""
-    rng = np.random.default_rng(0)
-    ability = rng.random(1200)
-    draw = lambda shift: (rng.random(1200) < np.clip(ability * 0.8 + shift, 0, 1)).astype(float)
-    flip = lambda base, up: np.where(rng.random(1200) < up, 1.0, base)
-    base = draw(0.05)
-    return {"base": base, "treated": flip(base, 0.12), "control": flip(base, 0.02)}
+    rng = RNG(0)
+    base = (rng.random(1200) < rng.random(1200) * 0.8 + 0.05).astype(float)
+    return {"base": base, "treated": raised(rng, base, 0.12), "control": raised(rng, base, 0.02)}
+
+
+def raised(rng, base, share):
+    return np.where(rng.random(len(base)) < share, 1.0, base)
 
 
 @pytest.fixture
 def runs(tmp_path, truth):
-    return {name: str(write_run(tmp_path / name, scores)) for name, scores in truth.items()}
+    return {name: write_run(tmp_path / name, scores) for name, scores in truth.items()}
 
 
-def call(*words):
-    return cli.main(["compare", *words])
+@pytest.fixture
+def call(tmp_path):
+    return lambda *words: cli.main(["compare", *words, "--out", str(tmp_path / "out")])
 
 
-def test_the_whole_way_as_a_user_runs_it(runs, truth, tmp_path, capsys):
-    out = tmp_path / "delta"
-    assert call(runs["base"], runs["treated"], "--control", runs["control"], "--out", str(out)) == 0
+def test_the_whole_way_as_a_user_runs_it(runs, truth, call, tmp_path, capsys):
+    assert call(runs["base"], runs["treated"], "--control", runs["control"]) == 0
     printed = capsys.readouterr().out
-    assert "mmlu_pro" in printed and "gain" in printed and "McNemar" in printed and "physics" in printed
-    result = json.loads((out / "compare.json").read_text())
-    (entry,) = result["tasks"]
-    d = truth["treated"] - truth["base"]
-    assert entry["delta"]["value"] == pytest.approx(d.mean()) and entry["delta"]["se"] == pytest.approx(
-        mean_estimate(d).se
-    )
-    assert entry["delta"]["mcnemar"]["won"] == int((d > 0).sum()) and entry["delta"]["mcnemar"][
-        "lost"
-    ] == int((d < 0).sum())
-    assert entry["difference_in_differences"]["value"] == pytest.approx(
-        (truth["treated"] - truth["control"]).mean()
-    )
+    assert all(word in printed for word in ("mmlu_pro", "gain", "McNemar", "physics"))
+    (entry,) = json.loads((tmp_path / "out" / "compare.json").read_text())["tasks"]
+    d, delta = truth["treated"] - truth["base"], entry["delta"]
+    assert (delta["value"], delta["se"]) == pytest.approx((d.mean(), mean_estimate(d).se))
+    assert (delta["mcnemar"]["won"], delta["mcnemar"]["lost"]) == ((d > 0).sum(), (d < 0).sum())
+    beyond = (truth["treated"] - truth["control"]).mean()
+    assert entry["difference_in_differences"]["value"] == pytest.approx(beyond)
     assert entry["verdict"] == "gain" and len(entry["categories"]) == 3
-    assert entry["base"]["unextracted"] == pytest.approx(0.1) and entry["base"]["tokens"] == 7
+    assert (entry["base"]["unextracted"], entry["base"]["tokens"]) == (pytest.approx(0.1), 7)
     assert f"{100 * d.mean():+.2f}" in printed
 
 
-def test_the_report_stands_alone_and_holds_its_plots(runs, tmp_path):
-    out = tmp_path / "delta"
-    assert call(runs["base"], runs["treated"], "--out", str(out)) == 0
-    page = checked(out / "compare.html")
+def test_the_report_stands_alone_and_holds_its_plots(runs, call, tmp_path):
+    assert call(runs["base"], runs["treated"]) == 0
+    page = checked(tmp_path / "out" / "compare.html")
     labels = re.findall(r'aria-label="([^"]+)"', page)
-    assert [label.split(",")[0].split(" of ")[0] for label in labels] == [
-        "delta",
-        "bootstrap",
-        "power",
-        "delta by category",
-    ]
+    drawn = [label.split(",")[0].split(" of ")[0] for label in labels]
+    assert drawn == ["delta", "bootstrap", "power", "delta by category"]
     assert "K2.5" in page and "No control arm" in page and "cannot" not in page.split("<h2>mmlu_pro")[0]
     assert page.count("<path") > 50 and "could not be drawn" not in page
 
 
-def test_no_difference_is_not_called_a_gain(tmp_path, capsys):
-    rng = np.random.default_rng(3)
+def test_no_difference_is_not_called_a_gain(call, tmp_path, capsys):
+    rng = RNG(3)
     base = rng.integers(0, 2, 198).astype(float)
     treated = np.where(rng.random(198) < 0.1, 1 - base, base)
     treated[np.flatnonzero(treated == 0)[:3]] = 1
-    a, b = (write_run(tmp_path / n, s, task="gpqa_diamond") for n, s in (("a", base), ("b", treated)))
-    assert call(str(a), str(b), "--out", str(tmp_path / "out")) == 0
+    assert call(*(write_run(tmp_path / n, s, "gpqa_diamond") for n, s in (("a", base), ("b", treated)))) == 0
     printed = capsys.readouterr().out
     assert "no difference shown" in printed and "gain" not in printed
     page = (tmp_path / "out" / "compare.html").read_text()
     assert "this run alone cannot confirm it" in page  # +2.1 is below what 198 questions show
-    entry = json.loads((tmp_path / "out" / "compare.json").read_text())["tasks"][0]
-    assert 0.03 < entry["delta"]["smallest_delta_mcnemar"] < 0.12
 
 
-def test_different_data_and_prompts_are_refused(runs, truth, tmp_path, capsys):
-    other = write_run(tmp_path / "data", truth["treated"], data_hash="e" * 64)
-    assert call(runs["base"], str(other), "--out", str(tmp_path / "x")) == 2
-    assert "data hashes dddddddddddd and eeeeeeeeeeee" in capsys.readouterr().err
-    other = write_run(tmp_path / "prompts", truth["treated"], prompt=lambda i: "q" if i == 7 else f"p{i}")
-    assert call(runs["base"], str(other), "--out", str(tmp_path / "x")) == 2
-    assert "1 of 1200 prompt hashes differ" in capsys.readouterr().err
-    other = write_run(tmp_path / "short", truth["treated"][:100])
-    assert call(runs["base"], str(other), "--out", str(tmp_path / "x")) == 2
-    assert "different questions (1200 and 100 answers, 1100 not in both)" in capsys.readouterr().err
-    other = write_run(tmp_path / "control", truth["control"], data_hash="f" * 64)
-    assert call(runs["base"], runs["treated"], "--control", str(other), "--out", str(tmp_path / "x")) == 2
-    other = write_run(tmp_path / "task", truth["treated"], task="piqa")
-    assert call(runs["base"], str(other), "--out", str(tmp_path / "x")) == 2
-    assert "no task is in every run" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data": "e" * 64}, "data hashes dddddddddddd and eeeeeeeeeeee"),
+        ({"prompt": "q{}"}, "1200 of 1200 prompt hashes differ"),
+        ({"short": 100}, "different questions (1200 and 100 answers, 1100 not in both)"),
+        ({"task": "piqa"}, "no task is in every run"),
+    ],
+)
+def test_different_data_and_prompts_are_refused(runs, truth, call, tmp_path, capsys, change, message):
+    other = write_run(tmp_path / "other", truth["treated"][: change.pop("short", None)], **change)
+    assert call(runs["base"], other) == call(runs["base"], runs["treated"], "--control", other) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_missing_and_broken_folders_are_one_line(runs, tmp_path, capsys):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for given, message in (("nowhere", "no such folder"), (str(empty), "holds no"), (",", "names no folder")):
-        assert call(runs["base"], given) == 2
+def test_missing_and_broken_folders_are_one_line(runs, call, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    broken = tmp_path / "broken" / "mmlu_pro" / "records.jsonl"
+    write_run(tmp_path / "broken", [0, 1])
+    broken.write_text('{"id": "0", "score": 1}\n{"id": "1", "sc')
+    mistakes = [
+        (["nowhere"], "no such folder"),
+        ([str(tmp_path / "empty")], "holds no"),
+        ([","], "names no folder"),
+        ([str(tmp_path / "broken")], "records.jsonl:2: not a record"),
+        ([runs["treated"], "--metric", "mae"], "no number 'mae'"),
+        ([runs["treated"], "--control-base", runs["base"]], "--control-base without --control"),
+        ([runs["treated"], "--draws", "3"], "100"),
+        ([f"{runs['treated']},{runs['control']}", "--paired-seeds"], "equally many"),
+    ]
+    for words, message in mistakes:
+        assert call(runs["base"], *words) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-    broken = write_run(tmp_path / "broken", [0, 1])
-    (broken / "mmlu_pro" / "records.jsonl").write_text('{"id": "0", "score": 1}\n{"id": "1", "sc')
-    assert call(runs["base"], str(broken)) == 2
-    assert "records.jsonl:2: not a record" in capsys.readouterr().err
-    (broken / "mmlu_pro" / "summary.json").unlink()
-    (broken / "mmlu_pro" / "records.jsonl").write_text('{"id": "0", "score": 1}\n')
-    assert call(runs["base"], str(broken)) == 2
+    broken.write_text('{"id": "0", "score": 1}\n')
+    broken.with_name("summary.json").unlink()
+    assert call(runs["base"], str(tmp_path / "broken")) == 2
     assert "did not finish" in capsys.readouterr().err
-    assert call(runs["base"], runs["treated"], "--metric", "mae") == 2
-    assert "no number 'mae'" in capsys.readouterr().err
-    assert call(runs["base"], runs["treated"], "--control-base", runs["base"]) == 2
-    assert call(runs["base"], runs["treated"], "--draws", "3") == 2
 
 
-def test_runs_without_hashes_are_refused(truth, tmp_path):
-    a = write_run(tmp_path / "a", truth["base"], data_hash="")
-    b = write_run(tmp_path / "b", truth["treated"], data_hash="")
-    with pytest.raises(CompareError, match="different data"):
-        compare_arms(load_arm("base", str(a)), load_arm("treated", str(b)))
-    a = write_run(tmp_path / "a", truth["base"], prompt=lambda i: None)
-    b = write_run(tmp_path / "b", truth["treated"], prompt=lambda i: None)
-    with pytest.raises(CompareError, match="missing"):
-        compare_arms(load_arm("base", str(a)), load_arm("treated", str(b)))
+@pytest.mark.parametrize("lacking, message", [({"data": ""}, "different data"), ({"prompt": ""}, "missing")])
+def test_runs_without_hashes_are_refused(truth, arms, lacking, message):
+    with pytest.raises(CompareError, match=message):
+        compare_arms(*arms(truth["base"], truth["treated"], **lacking))
 
 
 def test_seeds_give_their_own_interval_and_can_refuse_the_gain(truth, tmp_path):
     """Treated seeds that scatter widely: the questions say gain, the seeds do not."""
-    rng = np.random.default_rng(1)
-    base = write_run(tmp_path / "base", truth["base"])
+    rng = RNG(1)
     for seed, up in enumerate((0.02, 0.30, 0.01)):
-        write_run(tmp_path / f"vision-{seed}", np.where(rng.random(1200) < up, 1.0, truth["base"]))
-    result = compare_arms(load_arm("base", str(base)), load_arm("treated", str(tmp_path / "vision-*")))
-    entry = result["tasks"][0]
-    assert len(result["arms"]["treated"]) == 3 and entry["delta"]["low"] > 0
-    assert entry["verdict"] == "no difference shown (seeds disagree)"
+        write_run(tmp_path / f"vision-{seed}", raised(rng, truth["base"], up))
+    base = load_arm("base", write_run(tmp_path / "base", truth["base"]))
+    entry = only([base, load_arm("treated", str(tmp_path / "vision-*"))])
+    assert entry["delta"]["low"] > 0 and entry["verdict"] == "no difference shown (seeds disagree)"
     means = np.array(entry["treated"]["seeds"]) - truth["base"].mean()
-    assert entry["seeds"]["seeds"]["value"] == pytest.approx(means.mean())
-    assert entry["seeds"]["seeds"]["se"] == pytest.approx(means.std(ddof=1) / math.sqrt(3))
+    found = entry["seeds"]["seeds"]
+    assert (found["value"], found["se"]) == pytest.approx((means.mean(), means.std(ddof=1) / math.sqrt(3)))
     assert entry["delta"]["mcnemar"] is None  # means over seeds are not binary answers
 
 
-def test_even_seeds_confirm_and_pairing_needs_equal_numbers(truth, tmp_path, capsys):
-    rng = np.random.default_rng(2)
+def test_even_seeds_confirm(truth, call, tmp_path, capsys):
+    rng = RNG(2)
+    listed = {"a": [], "b": []}
     for seed in range(3):
         start = np.where(rng.random(1200) < 0.05, 1 - truth["base"], truth["base"])
-        write_run(tmp_path / f"a{seed}", start)
-        write_run(tmp_path / f"b{seed}", np.where(rng.random(1200) < 0.2, 1.0, start))
-    listed = [",".join(str(tmp_path / f"{arm}{s}") for s in range(3)) for arm in "ab"]
-    assert call(*listed, "--paired-seeds", "--out", str(tmp_path / "out")) == 0
+        listed["a"].append(write_run(tmp_path / f"a{seed}", start))
+        listed["b"].append(write_run(tmp_path / f"b{seed}", raised(rng, start, 0.2)))
+    assert call(*map(",".join, listed.values()), "--paired-seeds") == 0
     printed = capsys.readouterr().out
     assert "3 base and 3 treated seeds" in printed and "gain" in printed
-    page = checked(tmp_path / "out" / "compare.html")
-    assert "scores of the seeds" in page
-    assert call(str(tmp_path / "a0"), listed[1], "--paired-seeds") == 2
-    assert "equally many" in capsys.readouterr().err
+    assert "scores of the seeds" in checked(tmp_path / "out" / "compare.html")
 
 
-def test_a_gain_the_control_has_too_is_not_ascribed_to_the_treatment(truth, tmp_path):
-    rng = np.random.default_rng(4)
-    both = [np.where(rng.random(1200) < 0.15, 1.0, truth["base"]) for _ in range(2)]
-    arms = [
-        load_arm(n, str(write_run(tmp_path / n, s)))
-        for n, s in zip(("base", "treated", "control"), (truth["base"], *both))
-    ]
-    entry = compare_arms(*arms)["tasks"][0]
-    assert entry["verdict"] == "gain, not told apart from the control's"
-    own = load_arm("control base", str(write_run(tmp_path / "start", np.zeros(1200))))
-    other = compare_arms(*arms, own)["tasks"][0]["difference_in_differences"]["value"]
-    assert other == pytest.approx((both[0] - truth["base"]).mean() - both[1].mean())
+def test_a_gain_the_control_has_too_is_not_ascribed_to_the_treatment(truth, arms):
+    rng, base = RNG(4), truth["base"]
+    treated, control = (raised(rng, base, 0.15) for _ in range(2))
+    assert only(arms(base, treated, control))["verdict"] == "gain, not told apart from the control's"
+    entry = only(arms(base, treated, control, np.zeros(1200)))
+    expected = (treated - base).mean() - control.mean()
+    assert entry["difference_in_differences"]["value"] == pytest.approx(expected)
 
 
-def test_repeats_are_averaged_and_their_share_of_the_error_is_reported(tmp_path):
-    rng = np.random.default_rng(5)
+def test_repeats_are_averaged_and_their_share_of_the_error_is_reported(arms):
+    rng = RNG(5)
     p = rng.random(400)
-    arms = [
-        load_arm(n, str(write_run(tmp_path / n, rng.random((400, 8)) < p[:, None])))
-        for n in ("base", "treated")
-    ]
-    delta = compare_arms(*arms)["tasks"][0]["delta"]
+    loaded = arms(*(rng.random((400, 8)) < p[:, None] for _ in range(2)))
+    delta = only(loaded)["delta"]
     expected = math.sqrt(2 * np.mean(p * (1 - p)) / 8 / 400)
     assert delta["sampling_se"] == pytest.approx(expected, rel=0.1)
     assert delta["se"] == pytest.approx(expected, rel=0.15)  # nothing but sampling differs here
-    assert arms[0].of("mmlu_pro")[0].scores[0] in np.arange(9) / 8
+    assert loaded[0].of("mmlu_pro")[0].scores[0] in np.arange(9) / 8
 
 
-def test_clusters_widen_the_interval(tmp_path):
-    rng = np.random.default_rng(6)
-    shift = np.repeat(rng.integers(0, 2, 60), 10).astype(float)
-    scores = np.zeros(600), shift
-    plain, grouped = (
-        compare_arms(
-            *(
-                load_arm(n, str(write_run(tmp_path / f"{n}{k}", s, **c)))
-                for n, s in zip(("base", "treated"), scores)
-            )
-        )
-        for k, c in enumerate(({}, {"cluster": [str(i // 10) for i in range(600)]}))
-    )
-    ratio = grouped["tasks"][0]["delta"]["se"] / plain["tasks"][0]["delta"]["se"]
-    assert ratio == pytest.approx(math.sqrt(10), rel=0.02) and grouped["tasks"][0]["clusters"] == 60
+def test_clusters_widen_the_interval(arms):
+    scores = np.zeros(600), np.repeat(RNG(6).integers(0, 2, 60), 10).astype(float)
+    plain, grouped = only(arms(*scores)), only(arms(*scores, cluster=[str(i // 10) for i in range(600)]))
+    assert grouped["delta"]["se"] == pytest.approx(math.sqrt(10) * plain["delta"]["se"], rel=0.02)
+    assert grouped["clusters"] == 60
 
 
 def test_visual_tasks_are_compared_seen_blind_and_in_words(tmp_path):
     """Seeing improves, guessing does not: the line for what seeing adds says so."""
-    rng = np.random.default_rng(7)
+    rng = RNG(7)
     blind = rng.integers(0, 2, 500).astype(float)
-    folders = [
-        write_run(
-            tmp_path / name,
-            np.maximum(blind, rng.random(500) < share),
-            task="counting",
-            blind_score=blind,
-            words_score=blind,
-            metrics=[{"mae": float(i % 3)} for i in range(500)],
-        )
-        for name, share in (("base", 0.1), ("treated", 0.6))
-    ]
-    result = compare_arms(*(load_arm(n, str(f)) for n, f in zip(("base", "treated"), folders)))
-    lines = {entry["task"]: entry for entry in result["tasks"]}
-    assert list(lines) == ["counting", "counting (blind)", "counting (words)", "counting (seeing)"]
-    assert lines["counting"]["verdict"] == lines["counting (seeing)"]["verdict"] == "gain"
-    assert lines["counting (blind)"]["verdict"] == "no difference shown"
-    assert lines["counting (seeing)"]["delta"]["value"] == pytest.approx(lines["counting"]["delta"]["value"])
-    seeing, seen = lines["counting (seeing)"]["base"]["score"], lines["counting"]["base"]["score"]
-    assert seeing == pytest.approx(seen - blind.mean())
-    other = compare_arms(*(load_arm(n, str(f), "mae") for n, f in zip(("base", "treated"), folders)))
-    assert [entry["task"] for entry in other["tasks"]] == ["counting"] and other["tasks"][0]["base"][
-        "score"
-    ] == pytest.approx(0.998)
+    columns = {"blind_score": blind, "words_score": blind, "metrics": [{"mae": i % 3} for i in range(500)]}
+    folders = {}
+    for name, share in (("base", 0.1), ("treated", 0.6)):
+        folders[name] = write_run(tmp_path / name, raised(rng, blind, share), "counting", **columns)
+    result = compare_arms(*(load_arm(*item) for item in folders.items()))
+    lines = {entry["task"].removeprefix("counting"): entry for entry in result["tasks"]}
+    assert list(lines) == ["", " (blind)", " (words)", " (seeing)"]
+    assert lines[""]["verdict"] == lines[" (seeing)"]["verdict"] == "gain"
+    assert lines[" (blind)"]["verdict"] == "no difference shown"
+    assert lines[" (seeing)"]["delta"]["value"] == pytest.approx(lines[""]["delta"]["value"])
+    added = lines[""]["base"]["score"] - blind.mean()
+    assert lines[" (seeing)"]["base"]["score"] == pytest.approx(added)
+    other = only([load_arm(*item, "mae") for item in folders.items()])
+    assert other["task"] == "counting" and other["base"]["score"] == pytest.approx(0.998)
 
 
-def test_holm_guards_many_categories(tmp_path):
+def test_holm_guards_many_categories(arms):
     """Twenty categories without any difference: single ones fall below 5 %, after Holm none does (in 19 of 20
     worlds)."""
-    rng = np.random.default_rng(8)
+    rng = RNG(8)
     lowest, adjusted = 0, 0
-    for world in range(20):
-        base, treated = rng.integers(0, 2, (2, 1200)).astype(float)
+    for _ in range(20):
         names = [f"c{i % 20}" for i in range(1200)]
-        arms = [
-            load_arm(n, str(write_run(tmp_path / f"{n}{world}", s, category=names)))
-            for n, s in (("base", base), ("treated", treated))
-        ]
-        entry = compare_arms(*arms, options=Options(draws=100, flips=999))["tasks"][0]
-        lowest += min(c["p"] for c in entry["categories"]) <= 0.05
-        adjusted += min(c["p_holm"] for c in entry["categories"]) <= 0.05
+        loaded = arms(*rng.integers(0, 2, (2, 1200)), category=names)
+        categories = only(loaded, draws=100, flips=999)["categories"]
+        lowest += min(c["p"] for c in categories) <= 0.05
+        adjusted += min(c["p_holm"] for c in categories) <= 0.05
     assert lowest >= 8 and adjusted <= 4  # expected 12.8 and at most 1
 
 
-def test_one_of_many_tasks_is_no_gain_unless_it_survives_holm(tmp_path):
+@pytest.mark.parametrize("others, verdict", [(0, "gain"), (9, "no difference shown")])
+def test_one_of_many_tasks_is_no_gain_unless_it_survives_holm(arms, others, verdict):
     """A task whose own interval excludes 0: a gain by itself, not among nine others that show nothing."""
-    base = np.zeros(200)
-    treated = base.copy()
-    treated[:7] = 1  # sign flip p = 2 / 2^7 = 0.016
-    for name, scores in (("base", base), ("treated", treated)):
-        write_run(tmp_path / "alone" / name, scores)
-        write_run(tmp_path / "many" / name, scores)
-        for other in range(9):
-            write_run(tmp_path / "many" / name, base, task=f"other{other}")
-    verdicts = {}
-    for kind in ("alone", "many"):
-        arms = [load_arm(name, str(tmp_path / kind / name)) for name in ("base", "treated")]
-        entry = next(e for e in compare_arms(*arms)["tasks"] if e["task"] == "mmlu_pro")
-        assert entry["delta"]["low"] > 0 and entry["delta"]["p"] == pytest.approx(2**-6)
-        verdicts[kind] = entry["verdict"]
-    assert verdicts == {"alone": "gain", "many": "no difference shown"}
+    treated = np.repeat([1.0, 0.0], [7, 193])  # sign flip p = 2 / 2^7 = 0.016
+    for other in range(others):
+        arms(np.zeros(200), np.zeros(200), task=f"other{other}")
+    entry = compare_arms(*arms(np.zeros(200), treated))["tasks"][0]
+    assert entry["task"] == "mmlu_pro" and entry["verdict"] == verdict
+    assert entry["delta"]["low"] > 0 and entry["delta"]["p"] == pytest.approx(2**-6)
 
 
-def test_both_at_chance_is_said(truth, tmp_path):
-    rng = np.random.default_rng(9)
-    arms = []
-    for name in ("base", "treated"):
-        folder = write_run(tmp_path / name, rng.random(600) < 0.11)
-        path = folder / "mmlu_pro" / "summary.json"
-        path.write_text(
-            json.dumps({**json.loads(path.read_text()), "metrics": {"chance": 0.1109, "majority": 0.1168}})
-        )
-        arms.append(load_arm(name, str(folder)))
-    entry = compare_arms(*arms)["tasks"][0]
-    assert entry["verdict"] == verdict(entry) == "no difference shown (both at chance)"
+def test_both_at_chance_is_said(arms):
+    rng = RNG(9)
+    entry = only(arms(*(rng.random(600) < 0.11 for _ in range(2)), chance=0.1109))
+    assert entry["verdict"] == "no difference shown (both at chance)"
 
 
-def test_where_no_answer_changed_nothing_is_claimed(tmp_path, capsys):
+def test_where_no_answer_changed_nothing_is_claimed(call, tmp_path, capsys):
     """Equal answers: no interval of no width, and not "visible from 0": the rule of three bounds the
     discordance."""
-    same = [1.0, 0.0] * 30
-    a, b = (str(write_run(tmp_path / name, same)) for name in "ab")
-    assert call(a, b, "--out", str(tmp_path / "o")) == 0
-    entry = json.loads((tmp_path / "o" / "compare.json").read_text())["tasks"][0]
-    assert entry["delta"]["p"] == 1.0 and entry["verdict"] == "no difference shown"
-    assert entry["delta"]["smallest_delta"] == pytest.approx(math.sqrt(7.849 * 0.05 / (60 + 7.849)), rel=1e-3)
-    assert entry["categories"][0]["smallest_delta"] > entry["delta"]["smallest_delta"]
+    assert call(*(write_run(tmp_path / name, [1.0, 0.0] * 30) for name in "ab")) == 0
+    (entry,) = json.loads((tmp_path / "out" / "compare.json").read_text())["tasks"]
+    delta = entry["delta"]
+    assert delta["p"] == 1.0 and entry["verdict"] == "no difference shown"
+    assert delta["smallest_delta"] == pytest.approx(math.sqrt(7.849 * 0.05 / (60 + 7.849)), rel=1e-3)
+    assert entry["categories"][0]["smallest_delta"] > delta["smallest_delta"]
     printed = capsys.readouterr().out
     assert "none changed" in printed and "+0.00, +0.00" not in printed.split("bootstrap")[0]
 
@@ -343,5 +276,5 @@ def test_a_resumed_file_counts_a_question_once(truth, tmp_path, runs):
     path = tmp_path / "treated" / "mmlu_pro" / "records.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines, *lines[:50]]) + "\n")
-    entry = compare_arms(load_arm("base", runs["base"]), load_arm("treated", runs["treated"]))["tasks"][0]
+    entry = only([load_arm(name, runs[name]) for name in ("base", "treated")])
     assert entry["n"] == 1200 and entry["treated"]["score"] == pytest.approx(truth["treated"].mean())

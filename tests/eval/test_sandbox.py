@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +64,7 @@ def picture(seed=0):
 )
 def test_a_program_is_a_notebook_cell(box, code, text):
     result = box.run(code)
-    assert result.text == text
-    assert result.reason == ("error" if text.startswith("line") else "ok") and result.ok == (
-        result.reason == "ok"
-    )
-    assert result.refused == ()
+    assert (result.text, result.refused, result.ok) == (text, (), not text.startswith("line"))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -90,12 +86,6 @@ def test_nothing_is_kept_from_one_program_to_the_next(box):
     assert box.run("open('left', 'w').write('x')\nimport math\nmath.pi = 3").ok
     assert box.run("import math\nmath.pi > 3.1").value == "True"
     assert box.run("open('left')").error.startswith("line 1: FileNotFoundError")
-
-
-def test_results_come_in_order_from_several_workers(box):
-    programs = [(f"{i} * {i}" if i % 3 else "1/0", {}) for i in range(12)]
-    results = box.map(programs, workers=3)
-    assert [r.value for r in results] == [str(i * i) if i % 3 else "" for i in range(12)]
 
 
 # ---- hostile programs
@@ -180,11 +170,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_is_contained_and_the_next_one_runs(box, name):
     code, reason = HOSTILE[name]
-    before = box.counts[reason]
     result = box.run(code, {"image.png": picture()})
     assert isinstance(result, ProgramResult) and result.reason in REASONS
     assert result.reason == reason, (result.error, result.stderr)
-    assert box.counts[reason] == before + 1 and (reason != "forbidden" or result.refused)
+    assert reason != "forbidden" or result.refused
     assert all(len(part) < SHORT.max_chars + 60 for part in (result.stdout, result.stderr, result.value))
     assert result.seconds < SHORT.wall_s + 1
     assert not ESCAPED.exists()
@@ -192,10 +181,8 @@ def test_a_hostile_program_is_contained_and_the_next_one_runs(box, name):
 
 
 def test_a_program_that_catches_a_refusal_is_still_counted(box):
-    before = box.counts["refused import os"]
     result = box.run("try:\n    import os\nexcept ImportError:\n    pass\nexcept OSError:\n    n = 1\nn")
     assert (result.reason, result.value, result.refused) == ("forbidden", "1", ("import os",))
-    assert box.counts["refused import os"] == before + 1
 
 
 def test_processor_time_is_the_programs_own():
@@ -281,16 +268,9 @@ def test_a_program_ends_with_its_caller():
 
 
 def test_programs_from_threads_do_not_mix(box):
-    seen: dict[int, str] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: seen.update({i: box.run(f"print({i})\n{i}").text}))
-        for i in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {i: f"{i}\n{i}" for i in range(6)}
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda i: box.run(f"print({i})\n{i}").text, range(12)))
+    assert texts == [f"{i}\n{i}" for i in range(12)]
 
 
 @pytest.mark.parametrize("kind", ["zero_vision", "chat_scenes"])
@@ -301,6 +281,6 @@ def test_every_program_of_the_tool_conversations_gives_its_recorded_output_here(
     made = [talks.talk(number, heldout) for number in range(40) for heldout in (False, True)]
     turns = [(turn, talk.files) for talk in made for turn in talk.turns]
     with Sandbox(Limits(wall_s=30, cpu_s=10), allow_weaker=True) as box:
-        results = box.map([(turn.task.code, files) for turn, files in turns])
-        assert box.counts == {"ok": len(turns)}
+        results = [box.run(turn.task.code, files) for turn, files in turns]
+    assert all(result.ok for result in results)
     assert [result.text for result in results] == [turn.output for turn, _ in turns]

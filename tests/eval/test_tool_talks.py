@@ -10,7 +10,7 @@ from earlyfusion.data.chat.tokens import Parsed
 from earlyfusion.data.sample import Text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.eval.sandbox.host import Limits, Sandbox
-from earlyfusion.eval.tool_talks import MEASURES, Played, _take, play_talks, summary, transcript
+from earlyfusion.eval.tool_talks import MEASURES, Played, play_talks, summary, transcript
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 
@@ -30,7 +30,7 @@ def play(talk, box, *messages, formed=True, ended=True):
     game = Played(talk)
     for message in messages:
         if not game.done:
-            _take(game, Parsed(message, formed), box, ended)
+            game.take(Parsed(message, formed), box, ended)
     return game
 
 
