@@ -37,12 +37,13 @@ def attnres_weights(model: NativeFusion, batch: Any) -> dict[str, Any] | None:
         "sources": ["embedding", *blocks, "own block"],
     }
     for kind, mask_T in masks.items():
+        # A kind of token that the batch lacks has no mean.
         if not mask_T.any():
             continue
         result[kind] = rows = []
         for (_, means), own in zip(recorder.rows, recorder.has_partial):
             # Finished sources from the left, the own block's running sum in the last column.
             weights: list[float | None] = means[kind].tolist()
-            last = [weights.pop()] if own else [None]
-            rows.append(weights + [None] * (width - 1 - len(weights)) + last)
+            last = weights.pop() if own else None
+            rows.append([*weights, *[None] * (width - 1 - len(weights)), last])
     return result

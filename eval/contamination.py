@@ -74,6 +74,7 @@ def find_overlap(
         if len(words) < SHORTEST:
             result.too_short.append(question.id)
             continue
+        # A question shorter than n words would never be found with grams of n.
         length = min(n, len(words))
         own[question.id] = _grams(words, length)
         sought.setdefault(length, set()).update(own[question.id])
@@ -83,6 +84,7 @@ def find_overlap(
     for name, text in documents:
         words = _words(text)
         result.words += len(words)
+        # Most questions have the full length, so this is one pass and a few short ones.
         for length, grams in sought.items():
             here = _grams(words, length) & grams
             found |= here
@@ -104,6 +106,7 @@ def _grams(words: Sequence[str], n: int) -> set[str]:
 
 def training_texts(path: Path) -> Iterator[tuple[str, str]]:
     """(file name, text) of everything readable below `path`. Raises EvalError when there is nothing."""
+    # An index lists the shard's members and would find every question's words again.
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     files = [file for file in files if _READABLE.search(file.name) and not file.name.endswith(".index.jsonl")]
     if not files:
@@ -135,6 +138,7 @@ def _file_texts(file: Path) -> Iterator[str]:
 def _texts(name: str, raw: BinaryIO) -> Iterator[str]:
     """The text of a file; of JSON all strings, a line (or the file) at a time."""
     if name.endswith(".tar"):
+        # A stream: shards are read once, from front to back.
         with tarfile.open(fileobj=raw, mode="r|") as tar:
             for member in tar:
                 if member.isfile() and _READABLE.search(member.name):
@@ -172,6 +176,7 @@ def report(tasks: Sequence[BaseTask], path: Path, n: int, limit: int | None, out
     shown too.
     """
     for task in tasks:
+        # The very questions that an evaluation with this limit asks.
         questions = list(task.questions(limit, None))
         overlap = find_overlap(questions, training_texts(path), n)
         result: dict[str, Any] = {

@@ -91,6 +91,7 @@ def run_task(
     if shots and task.zero_shot:
         raise EvalError(f"{task.name}: --shots {shots}: all forms are zero-shot; leave --shots out")
     task.prepare(model)
+    # All at once: two equal ids would overwrite each other's records hours later.
     questions = list(task.questions(limit, shots))
     if len({question.id for question in questions}) != len(questions) or not questions:
         raise EvalError(
@@ -118,6 +119,7 @@ def run_task(
     # The numbers, with everything that they were measured under.
     kept = [records[question.id, repeat] for question, repeat in order]
     summary = {**settings, "metrics": task.aggregate(kept), "seconds": round(time.monotonic() - started, 3)}
+    # One digest of everything that was asked: two summaries with the same one are comparable.
     hashes = "".join(sorted(record["prompt_hash"] for record in kept))
     summary["prompts_sha256"] = hashlib.sha256(hashes.encode()).hexdigest()
     summary["refused"] = sum(record.get("finish") == "refused" for record in kept)
@@ -145,6 +147,7 @@ def run_settings(model: Model, task: BaseTask, limit: int | None, shots: int | N
     }
     for name in ("temperature", "top_p", "max_new_tokens", "extra"):
         if value := getattr(options, name):
+            # Options left alone are not written: a new option does not part old runs from new ones.
             settings[name] = value
     return settings
 
@@ -157,6 +160,7 @@ def _pending(
 ) -> Iterator[Pending]:
     """Questions without a record; a record whose prompt has changed is an error."""
     for question, repeat in order:
+        # Made one after the other: the pictures of all questions would not fit into memory.
         requests = task.requests(question, repeat)
         pending = Pending(question, repeat, requests, prompt_hash(requests))
         record = records.get((question.id, repeat))
@@ -182,6 +186,7 @@ def answer(model: Model, task: BaseTask, asked: Sequence[Pending]) -> list[Recor
         seed = request_seed(task.options.seed, question.id, repeat)
         record: Record = {"id": question.id, "repeat": repeat, "category": question.category, "seed": seed}
         record["prompt_hash"] = hashed
+        # Likelihoods leave numbers in the record; only words have to be kept or hidden.
         texts = [output.text for output in own if isinstance(output, Generation)]
         if texts:
             # The first answer is the task's own, those behind it are controls.
@@ -202,6 +207,7 @@ def ask(model: Model, requests: Sequence[Request]) -> list[Any]:
     """Outputs in the order of the requests; a task may mix kinds: an answer and a likelihood for one
     question."""
     results: dict[int, Any] = {}
+    # One call a kind, so that the backend can batch all of them.
     for kind, method in METHODS.items():
         places = [place for place, request in enumerate(requests) if isinstance(request, kind)]
         if places:
@@ -217,6 +223,7 @@ def resume(folder: Path, settings: Mapping[str, Any]) -> Records:
     """Records of an earlier, stopped run with the same settings (its limit may have been smaller). Raises
     EvalError for other settings."""
     path = folder / SETTINGS
+    # As it will be read back: tuples are lists in the file.
     now = json.loads(json.dumps(settings))
     earlier = now
     if path.is_file():
@@ -289,6 +296,7 @@ def evaluate_in_memory(
     tasks: "name", "name:form" or tasks. data: task name -> path. The model's mode is restored; nothing is
     written without `out` (a folder for this step). chat: as in EngineModel.
     """
+    # A new engine each time: the weights have changed since the last one.
     wrapped = EngineModel(model, tokenizer, batch_tokens=batch_tokens, chat=chat)
     results = {}
     for given in tasks:

@@ -82,6 +82,7 @@ class Loss:
             found["blind_loss"] = self.blind_nats / self.seen_tokens
         if self.seen_tokens < self.tokens:
             found["text_loss"] = (self.nats - self.seen_nats) / (self.tokens - self.seen_tokens)
+        # With a picture in it a sample's bytes are not all that was paid for.
         if self.bytes and not self.seen_tokens:
             found["bits_per_byte"] = self.byte_nats / math.log(2) / self.bytes
         return found
@@ -155,6 +156,7 @@ def _documents(
             results.append(error)
             continue
 
+        # The first sample is measured whatever its length: a source would have no number else.
         if most_tokens is not None and used and used + len(document) > most_tokens:
             return
         used += len(document)
@@ -186,6 +188,7 @@ def _enter(model: NativeFusion, batch: PackedBatch, results: Sequence[Loss | Bad
 
 def _nll(model: NativeFusion, batch: PackedBatch) -> Tensor:
     """float64 [T] on the CPU."""
+    # Sums over thousands of tokens: in double precision, where single would lose digits.
     device = model.decoder.embed_tokens.weight.device
     return model(batch.to(device)).nll_T.double().cpu()
 
@@ -201,6 +204,7 @@ def plain_bytes(sample: Sample) -> int:
 def heldout_getters(source: Source, limit: int | None = None) -> Iterator[Getter]:
     """All held-out samples of a source, or `limit` of them, in a fixed order that spreads any number over
     all."""
+    # A permutation by the source's name: every evaluation of a run measures the same samples.
     count = source.heldout_len()
     if count:
         order = Permutation(count, "heldout", source.name)

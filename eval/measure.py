@@ -183,6 +183,7 @@ def questions_of(
         suffix = "" if way == "true" else f"/{way}"
         for problem, target, shown in zip(drawn, targets, pictures_of(entry, drawn, way)):
             prompt = encode_prompt(problem, entry, tokenizer, model.config.vision, shown)
+            # A limit that the right answer does not fit into would measure the limit.
             budget = max(max_new_tokens, longest)
             questions.append(Question(entry, task, problem, prompt, target, budget, suffix))
     return questions
@@ -250,6 +251,7 @@ class Answer:
         """This greedy answer as it is with a smaller budget."""
         if len(self.ids) <= budget:
             return self
+        # The engine's noise does not depend on the limit, so a shorter answer is a beginning.
         ids = self.ids[:budget]
         return Answer(ids, tokenizer.decode(ids, skip_special=True), ended=False)
 
@@ -480,6 +482,7 @@ def match_entropy(asked: Asked, target_entropy: float) -> Matched:
     """
     if not 0 <= target_entropy < math.inf:
         raise DataError(f"target entropy {target_entropy}: expected nats, at least 0")
+    # On the logarithm: entropies of temperatures 1/2 and 2 lie about as far from that of 1.
     low, high = math.log(COOLEST), math.log(HOTTEST)
     middle = 0.0  # temperature 1 first: an untouched model then keeps its own
     for _ in range(STEPS):

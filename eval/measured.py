@@ -100,6 +100,7 @@ def sampled_pass(one: Measured, k: int) -> float:
 
 def ece(confidence: Sequence[float], right: Sequence[bool | float], bins: int = BINS) -> float:
     """Expected calibration error with bins of equal mass."""
+    # Sums before the absolute value: a bin is right when it is right on average.
     gap = np.asarray(right, dtype=np.float64) - np.asarray(confidence, dtype=np.float64)
     # Bins of equal mass: a model that is always sure would leave most bins of equal width empty.
     order = np.argsort(np.asarray(confidence), kind="stable")
@@ -133,6 +134,7 @@ def write_measured(path: str | Path, measured: Iterable[Measured]) -> Path:
     """Write the records, whole or not at all; returns the path."""
     lines = []
     for one in measured:
+        # A picture can be drawn again from the key, and would be most of the file.
         fields = asdict(replace(one, picture=None))
         del fields["picture"]
         lines.append(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -186,8 +188,14 @@ def paired(before: Sequence[Measured], after: Sequence[Measured]) -> list[dict[s
             if metric == "pass@1" and not all(one.sampled for side in sides for one in side):
                 continue
             a, b = (np.array([value(one) for one in side], dtype=np.float64) for side in sides)
+            # Problem by problem: what both find hard cancels out.
             difference = mean_estimate(b - a)
-            row = {"label": label, "metric": metric, "before": float(a.mean()), "after": float(b.mean())}
+            row: dict[str, Any] = {
+                "label": label,
+                "metric": metric,
+                "before": float(a.mean()),
+                "after": float(b.mean()),
+            }
             row |= {**difference.to_dict(), "p": sign_flip_p(b - a), "clear": difference.excludes_zero}
             rows.append(row)
     if not rows:

@@ -192,6 +192,7 @@ def prompt_hash(requests: Sequence[Request]) -> str:
             asked = f"rolling\0{request.text}\0"
         elif isinstance(request, LossRequest):
             prompt = request.sample.segments
+            # What is learned decides what the loss is of.
             weights = [getattr(part, "loss", None) for part in prompt]
             digest.update(f"loss\0{request.length}\0{weights}\0".encode())
             asked = ""
@@ -219,6 +220,7 @@ def _feed(digest: Any, part: Segment) -> None:
         digest.update(f"\0{type(part).__name__}{held}\0".encode() + file)
         return
 
+    # The kind and number first: a clip of one frame is not a picture.
     pictures = [part.image] if isinstance(part, Image) else part.frames
     digest.update(f"\0{type(part).__name__}{len(pictures)}\0".encode())
     if isinstance(part, Video):
@@ -233,4 +235,5 @@ def _content(media: Any) -> bytes:
         return f"{media.mode}{media.size}".encode() + media.tobytes()
     if isinstance(media, np.ndarray):
         return f"{media.dtype}{media.shape}".encode() + media.tobytes()
+    # The bytes and not the path: a moved file asks the same question.
     return media if isinstance(media, bytes) else Path(media).read_bytes()

@@ -61,6 +61,7 @@ def build_task(name: str, options: TaskOptions | None = None) -> BaseTask:
             f"task {name!r} is asked by lm-evaluation-harness: earlyfusion eval --harness lm-eval --tasks"
             f" {name} --data {name}=PATH (pip install 'earlyfusion[eval]')"
         )
+    # All files are imported first: a name is only unknown when nobody has said it.
     known = known_benchmarks()
     if name not in known:
         raise EvalError(f"unknown task {name!r}; {did_you_mean(name, known)}")

@@ -45,6 +45,7 @@ def prompted(sample: Sample) -> Sample | None:
         segments.pop()
     if len(segments) == 1:
         text = sample.text
+        # Between words: half a word would be a riddle of its own.
         cut = text.rfind(" ", 1, OPENING) if len(text) > OPENING else text.rfind(" ")
         if cut < 1:
             return None
@@ -70,6 +71,7 @@ def answer_samples(
     for sample in samples:
         *before, reference = sample.segments
         assert isinstance(reference, Text)
+        # The reference never reaches the model.
         prompt = Sample(before, sample.source, sample.key)
         prompts.append(encode(prompt, tokenizer, model.config.vision, eos=False))
         record: dict[str, Any] = {"source": sample.source, "prompt": prompt.text.strip()}
@@ -87,6 +89,7 @@ def first_picture(sample: Sample) -> PilImage.Image | None:
         if isinstance(segment, Video):
             return open_picture(segment.frames[0])
         if isinstance(segment, VideoFile):
+            # Decoded as training would, so that the frame shown is one that the model has seen.
             patches, grid = decode_video(segment, VisionConfig.preset("moonvit_v2")).items[0]
             return PilImage.fromarray(unpatchify(patches, grid)[0])
     return None
@@ -115,6 +118,7 @@ def thumbnail(picture: PilImage.Image) -> PilImage.Image:
     """RGB copy, at most THUMBNAIL pixels a side; tiny pictures are enlarged by whole factors so pixels stay
     sharp."""
     copy = picture.convert("RGB")
+    # Pictures of the tests and of easy-VQA are 64 pixels wide.
     if max(copy.size) * 2 <= THUMBNAIL:
         factor = THUMBNAIL // max(copy.size)
         return copy.resize((copy.width * factor, copy.height * factor), PilImage.Resampling.NEAREST)

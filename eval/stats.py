@@ -73,6 +73,7 @@ def interval(value: float, se: float, df: float, n: int) -> Estimate:
     if not se >= 0 or df <= 0:
         return Estimate(value, math.nan, math.nan, math.nan, math.nan, df, n)
 
+    # Student's t and not 1.96: ten seeds or clusters are far from normal.
     half = float(special.stdtrit(df, 1 - ALPHA / 2)) * se
     p = 1.0 if value == 0 else math.nan  # nothing varies: a t test has nothing to say
     if se > 0:
@@ -108,6 +109,7 @@ def _sum_of(value: float, a: Estimate, b: Estimate) -> Estimate:
     va, vb = a.se**2, b.se**2
     if not va + vb >= 0:
         return interval(value, math.nan, 0, a.n + b.n)
+    # Two parts without any scatter: nothing to weigh their degrees of freedom by.
     df = (va + vb) ** 2 / (va**2 / a.df + vb**2 / b.df) if va + vb > 0 else a.df + b.df
     return interval(value, math.sqrt(va + vb), df, a.n + b.n)
 
@@ -122,6 +124,7 @@ def bootstrap_interval(
     sums, sizes = _cluster_sums(_vector(values), clusters)
     if len(sums) < 2:
         return math.nan, math.nan, np.full(draws, sums.sum() / sizes.sum())
+    # Sums and sizes of clusters stand for their values: a draw of clusters draws whole pairs.
     found = stats.bootstrap(
         (sums, sizes),
         lambda drawn, counts, axis: drawn.sum(axis) / counts.sum(axis),
@@ -198,6 +201,7 @@ def smallest_delta_of_se(se: float, independent: int) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p values, in the order given; nan stays nan and does not count as a claim."""
+    # The smallest p has to survive all claims, the next one all others, and so on.
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     adjusted, running = [math.nan] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -228,6 +232,7 @@ def seed_estimate(base: ArrayLike, treated: ArrayLike, *, paired: bool = False) 
     treated seeds vary.
     """
     a, b = _vector(base), _vector(treated)
+    # Welch needs a scatter on both sides; one base run has none.
     if paired or len(a) == 1 or len(b) == 1:
         return mean_estimate(b - a)
     return welch(a, b)
@@ -244,6 +249,7 @@ def questions_and_seeds(questions: Estimate, seeds: Estimate) -> Estimate:
 
 def _cluster_sums(x: Array, clusters: Sequence[Any]) -> tuple[Array, Array]:
     """(sum, number of values) of every cluster."""
+    # Labels may be texts; only which of them are equal matters.
     codes = np.unique(np.asarray(clusters), return_inverse=True)[1]
     sums = np.bincount(codes, weights=x).astype(np.float64)
     return sums, np.bincount(codes).astype(np.float64)

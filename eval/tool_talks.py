@@ -64,8 +64,10 @@ class Played:
             first, last = self.said[0], self.said[-1]
             formed = self.formed
             called = formed and any(_runnable(call) for call in first.calls)
+            # An answer of the tool, or a call for it, is no last word.
             answered = self.ended and last.role == "assistant" and not last.calls
             right = answered and last.text.strip() == self.talk.turns[0].answer
+        # Each mark only counts where the one before it held.
         ran = called and self.ran
         return dict(zip(MEASURES, (formed, called, ran, ran and self.result, right), strict=True))
 
@@ -113,6 +115,7 @@ def play_talks(
                 break
             prompts = [encode_chat(game.messages, tokenizer, model.config.vision) for game in active]
             longest = max(map(len, prompts)) + max_new_tokens
+            # Conversations grow by what programs print, so the memory is measured anew.
             engine = Engine(model, tokenizer, max_slots=slots, max_pages=slots * -(-longest // 64))
             requests = [Request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
             for game, done in zip(active, engine.generate(requests), strict=True):
@@ -139,7 +142,7 @@ def transcript(game: Played) -> dict[str, Any]:
     """A played talk as JSON: messages with role, text, thinking and programs; its marks; the right answer."""
     shown = []
     for message in game.messages:
-        about = {"role": message.role, "text": message.text, "thinking": message.thinking}
+        about: dict[str, Any] = {"role": message.role, "text": message.text, "thinking": message.thinking}
         about["calls"] = [dict(call.arguments) for call in message.calls]
         about["pictures"] = sum(isinstance(part, Image) for part in message.content)
         shown.append(about)

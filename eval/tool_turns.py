@@ -22,6 +22,7 @@ MAX_CALLS = 8
 
 def picture_files(messages: Sequence[Message]) -> dict[str, Any]:
     """The pictures of a conversation by the names they have for programs: image.png, image2.png, ..."""
+    # In the order in which the model sees them, which is how it will count them.
     pictures = [part.open() for message in messages for part in message.content if isinstance(part, Image)]
     return {f"image{i + 1 if i else ''}.png": picture for i, picture in enumerate(pictures)}
 

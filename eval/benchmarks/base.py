@@ -51,6 +51,7 @@ class BaseTask:
         self.options = options
         self.form = options.form or self.forms[0]
         self.new_tokens = options.max_new_tokens or self.new_tokens
+        # A task without forms takes any --form: the option is for those of the call that have it.
         if self.forms != ("",) and self.form not in self.forms:
             raise EvalError(
                 f"{self.name}: form {self.form!r} is not one of {', '.join(self.forms)}; choose with --form"
@@ -103,6 +104,7 @@ class BaseTask:
 
     def data_path(self) -> Path:
         """The file or folder given with --data. Raises EvalError when none was given or it is not there."""
+        # Asked for when the data are needed: --list and unknown forms should not depend on them.
         path = self.options.data
         if path is None:
             raise EvalError(
@@ -123,6 +125,7 @@ class BaseTask:
             temperature = options.temperature
         if options.top_p is not None:
             top_p = options.top_p
+        # A seed of its own: an answer does not change when other questions are added or left out.
         seed = request_seed(options.seed, question, repeat)
         return GenerateRequest(prompt, self.new_tokens, stop, temperature, top_p, seed, shared)
 
@@ -169,6 +172,7 @@ def summarize(records: Sequence[Record], keys: Sequence[str] = ("score",)) -> di
     }
     if short and len(short) == len(records):
         result["majority"] = Counter(short).most_common(1)[0][1] / len(short)
+    # The macro score weighs categories alike, as MMLU-Pro's table does; the headline weighs questions.
     if set(categories) != {""}:
         result["by_category"] = {}
         for category, part in sorted(categories.items()):
@@ -213,6 +217,7 @@ def spread(items: Sequence[Item], categories: Sequence[str], limit: int | None) 
     for index, category in enumerate(categories):
         ranks.append((rounds[category], index))
         rounds[category] += 1
+    # Back in file order: prompts of neighbours share their beginnings.
     chosen = sorted(index for _, index in sorted(ranks)[:limit])
     return [items[index] for index in chosen]
 
@@ -253,12 +258,14 @@ def rows_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     """sha256 of rows as canonical JSON lines: the same for every file format."""
     digest = hashlib.sha256()
     for row in rows:
+        # Sorted keys: a parquet file and a jsonl file of the same rows hash alike.
         digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     return digest.hexdigest()
 
 
 def need(row: Mapping[str, Any], key: str, where: str) -> Any:
     """row[key]; raises EvalError naming the key (and the ones there are) without quoting the row."""
+    # A parquet file has every column in every row, as None.
     if row.get(key) is None:
         raise EvalError(f"{where}: no field {key!r} (fields: {', '.join(map(str, row))})")
     return row[key]
@@ -295,6 +302,7 @@ def score_choices(options: Sequence[str], outputs: Sequence[LogProb], gold: int,
     record: Record = {}
     if not letters:
         record["score_sum"] = float(chosen == gold)
+        # Long options have small probabilities: per character they can be compared.
         chosen = best_choice([total / max(len(option), 1) for total, option in zip(sums, options)])
     record["extracted"], record["target"] = LETTERS[chosen], LETTERS[gold]
     record["score"], record["chance"] = float(chosen == gold), 1 / len(outputs)

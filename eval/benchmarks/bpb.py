@@ -78,6 +78,7 @@ class BitsPerByte(BaseTask):
 
     def _read(self) -> Iterable[Document]:
         if self.options.data is None:
+            # The recipes' own split, so that what is measured was never trained on.
             config = DataConfig(sources=[SourceConfig(name="pydoc", kind="pydoc")])
             source = build_source(config.sources[0], seed=config.seed, val_fraction=config.val_fraction)
             yield from ((f"pydoc/{sample.key}", sample.text) for sample in source.heldout_samples())
@@ -111,6 +112,7 @@ class BitsPerByte(BaseTask):
 
     def questions(self, limit: int | None, shots: int | None) -> Iterable[Question]:
         """One question per document."""
+        # Documents have no categories; a limit takes the first ones.
         documents = self.documents()
         for key, text in spread(documents, [""] * len(documents), limit):
             yield Question(key, text, None)
@@ -122,12 +124,14 @@ class BitsPerByte(BaseTask):
     def score(self, question: Question, repeat: int, outputs: Sequence[Any]) -> Record:
         """Bits of this document."""
         (output,) = outputs
+        # Nats to bits; bytes and not tokens below, so that tokenizers can be compared.
         bits = -output.sum / math.log(2)
         about = {"bits": bits, "bytes": output.bytes, "predicted": output.tokens}
         return {"extracted": round(bits / output.bytes, 6), "score": -bits / output.bytes, **about}
 
     def aggregate(self, records: Sequence[Record]) -> dict[str, Any]:
         """bits_per_byte over all bytes together (score is its negative), bits_per_token, the compressors."""
+        # One long document counts by its bytes, not as one of many.
         total = {key: math.fsum(record[key] for record in records) for key in ("bits", "bytes", "predicted")}
         texts = dict(self.documents())
         return {

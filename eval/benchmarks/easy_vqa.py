@@ -62,6 +62,7 @@ class EasyVqaTask(PictureTask):
 
     def data_hash(self) -> str:
         """Over the questions and the bytes of all pictures of the test split."""
+        # The package may be rebuilt with other pictures under the same questions.
         digest = hashlib.sha256(b"easy-vqa test")
         for entry in load_split("test"):
             digest.update(f"{entry.index}\0{entry.questions}".encode())
@@ -104,6 +105,7 @@ class EasyVqaTask(PictureTask):
         if self.form == "choice":
             answer = ANSWERS[best_choice([option.sum for option in output])]
         else:
+            # The whole line has to be an answer: "red or blue" is none.
             answer = normalise(first_line(whole(output)))
         return {
             "extracted": answer if answer in ANSWERS else None,

@@ -65,11 +65,13 @@ class Gpqa(BaseTask):
     def rows(self) -> list[dict[str, str]]:
         """Questions with their id, domain and options (the right one first); kept in memory only."""
         names = (f"gpqa_{self.subset}.csv", f"gpqa_{self.subset}.jsonl", f"*{self.subset}*.*")
+        # Never cached: the text of a gated set lives as long as this process.
         (file, *_) = data_files(self.data_path(), *names)
         rows = []
         for number, row in enumerate(read_rows(file), 1):
             texts = {column: _tidy(need(row, column, f"{self.name} row {number}")) for column in COLUMNS}
             texts["id"] = str(row.get("Record ID") or "").strip()
+            # A file without ids still pairs with itself: the id is a function of the question.
             if not texts["id"]:
                 texts["id"] = hashlib.sha256(texts["Question"].encode()).hexdigest()[:16]
             texts["domain"] = str(row.get("High-level domain") or row.get("Subdomain") or "")
@@ -97,6 +99,7 @@ class Gpqa(BaseTask):
             prompt = SIMPLE_EVALS + f"{text}\n\n{lettered(options, '{}) {}')}".removesuffix("\n")
             return [self.generation(prompt, question.id, repeat)]
 
+        # lm-evaluation-harness joins the question without a blank; a mended prompt would be another one.
         asked = f"{LM_EVAL}{text}\nChoices:\n{lettered(options, '({}) {}')}"
         if self.form == "mcf":
             return choice_requests(asked + "Answer:", [f" ({letter})" for letter in "ABCD"])
@@ -110,6 +113,7 @@ class Gpqa(BaseTask):
             options = [question.choices[i] for i in order]
             return score_choices(options, outputs, gold, letters=self.form == "mcf")
 
+        # Each form ends its answer its own way; reading the other's would find letters of the reasoning.
         read = answer_line_letter if self.form == "cot" else parenthesised_letter
         letter, target = read(outputs[0].text), LETTERS[gold]
         return {"extracted": letter, "target": target, "score": float(letter == target), "chance": 0.25}

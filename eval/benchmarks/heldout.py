@@ -72,6 +72,7 @@ class All:
         """Raises BadSample for one that cannot be read."""
         members = self.input.members(number)
         sizes = {name: len(data) for name, data in members.items()}
+        # Read through the same door as training data, so that the loss is the one of training.
         group = Group(self.key(number), self.input.origin(number), sizes, members.__getitem__)
         return Sample(build(group, self.options), "heldout", self.key(number))
 
@@ -81,6 +82,7 @@ class HeldOut:
 
     def __init__(self, path: str, form: str, fraction: float) -> None:
         kind = guess_kind(path, Path(path) if Path(path).exists() else None)
+        # Only shards hold several formats; every other kind knows its own.
         options = {"format": form} if kind == "webdataset" else {}
         config = SourceConfig(name="heldout", kind=kind, path=path, options=options)
         source = build_source(config, val_fraction=fraction)
@@ -124,6 +126,7 @@ class HeldoutTask(BaseTask):
 
     def prepare(self, model: Model) -> None:
         """How the model reads a prompt; one that it cannot read is not asked."""
+        # Only models of ours have the capability "loss".
         own: Any = model
         self.encode = lambda sample: encode(sample, own.tokenizer, own.model.config.vision)
 
@@ -190,6 +193,7 @@ class HeldoutTask(BaseTask):
         if not used:
             raise EvalError(f"heldout: no sample of {self.options.data} can be measured ({dict(left_out)})")
 
+        # Over all tokens together: a mean of means would make short samples weigh more.
         result = summarize(used) | total.numbers()
         result["score"] = -result["loss"]
         if "seen_loss" in result:
@@ -225,6 +229,7 @@ class HeldoutTask(BaseTask):
         for record in records:
             if "number" not in record:
                 continue
+            # Pictures are drawn again from the data: records hold no pixels.
             image = None
             picture = first_picture(self.samples.read(record["number"]))
             if picture is not None:

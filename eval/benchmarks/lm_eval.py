@@ -70,14 +70,15 @@ def lm_eval_model(model: Any, *, seed: int = 0) -> Any:
             return [answer.sum for answer in model.rolling(texts)]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            asked = [_generation(*request.args, number, seed) for number, request in enumerate(requests)]
+            asked = [_generation(request.args, number, seed) for number, request in enumerate(requests)]
             return [answer.text for answer in model.generate(asked)]
 
     return Adapter()
 
 
-def _generation(context: str, options: Mapping[str, Any], number: int, seed: int) -> GenerateRequest:
+def _generation(args: tuple[str, dict[str, Any]], number: int, seed: int) -> GenerateRequest:
     """A request of the harness with its generation options."""
+    context, options = args
     until = options.get("until") or []
     temperature = float(options.get("temperature") or 0.0)
     # do_sample goes before the temperature, which tasks leave set.
@@ -116,6 +117,7 @@ def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> 
     source, local = Path(index[name].yaml_path), f"{name}_local"
     config = dict(load_yaml(source, resolve_func=False))
     if isinstance(config.get("task"), list):  # a group: its tasks first
+        # A group names its children; each gets a file of its own beside the group's.
         tasks = []
         for child in config["task"]:
             child_name = child if isinstance(child, str) else child["task"]
@@ -123,6 +125,7 @@ def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> 
         content = {**config, "group": local, "task": tasks}
     else:
         files, kind = _files(path, config)
+        # A split that the local data lack is switched off, or the loader would look for it.
         content = {key: None for key in SPLIT_KEYS if config.get(key) not in (None, *files)}
         content |= {"include": str(source), "task": local, "dataset_path": kind, "dataset_name": None}
         content["dataset_kwargs"] = {"data_files": files}
@@ -132,6 +135,7 @@ def _override(name: str, path: Path, index: Mapping[str, Any], folder: Path) -> 
 
 def _files(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     """split -> file for every split the task names, and the kind of loader."""
+    # Only splits that the task reads are looked for.
     splits = [config[key] for key in SPLIT_KEYS if config.get(key)]
     asked = config.get("test_split") or config.get("validation_split") or "test"
     files = {asked: path}
@@ -179,6 +183,7 @@ def evaluate(
     """
     lm_eval = require_lm_eval()
     for name in names:
+        # The harness writes what it asks into caches that outlive the run.
         if "gpqa" in name:
             raise EvalError(
                 f"--harness lm-eval caches question text: run {name} with our own harness instead"

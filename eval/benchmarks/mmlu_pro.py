@@ -77,11 +77,13 @@ class MmluPro(BaseTask):
             files.append(data_files(folder, *(name.format("validation") for name in FILES)))
         except EvalError:  # told when an example is needed: --shots 0 needs none
             files.append([])
+        # Cleaned at once: a broken row is named before a model is loaded.
         test, validation = ([clean(row) for row in chain(*map(read_rows, some))] for some in files)
         return test, validation
 
     def data_hash(self) -> str:
         """sha256 over the cleaned rows of both splits, the same for every file format."""
+        # The examples are part of every prompt, so they are part of the data.
         return rows_hash(chain(*self.rows))
 
     def prepare(self, model: Model) -> None:
@@ -122,6 +124,7 @@ class MmluPro(BaseTask):
 
     def block(self, row: Row, solved: bool = False) -> str:
         """One question, with its answer and a blank line when it is an example."""
+        # The wording of the official script, blank by blank.
         block = f"Question:\n{row['question']}\n"
         if self.form != "cf":
             block += "Options:\n" + lettered(row["options"], "{}. {}")
@@ -140,6 +143,7 @@ class MmluPro(BaseTask):
         row, examples = question.meta["row"], question.meta["examples"]
         head = self.head(question.category, examples)
         if self.form != "cot":
+            # Letters are told with their blank, as the model would write them after "Answer:".
             answers = LETTERS[: len(row["options"])] if self.form == "mcf" else row["options"]
             return choice_requests(question.prompt, [f" {answer}" for answer in answers], len(head))
 
@@ -174,6 +178,7 @@ def judge(text: str, gold: str, options: int, levels: int = 3) -> Record:
     """Record fields of one worked answer: extracted letter or None, the level, the guess where there is
     none."""
     letter, level = mmlu_pro_letter(text, levels) or (None, None)
+    # The script seeds its guess anew for each question, so it is a constant of the number of options.
     guess = None if letter else LETTERS[published_guess(options)]
     return {
         "extracted": letter,
@@ -204,6 +209,7 @@ def rescore(path: Path, levels: int = 3) -> dict[str, Any]:
 def clean(row: Row) -> Row:
     """The fields that count, options stripped and without "N/A"."""
     where = f"mmlu_pro question {row.get('question_id')!r}"
+    # Blanks around the right option alone would give it away to a model that compares texts.
     options = [str(option).strip() for option in need(row, "options", where) if str(option) != "N/A"]
     answer = str(need(row, "answer", where))
     if answer not in LETTERS[: len(options)]:

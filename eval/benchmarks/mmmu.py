@@ -88,6 +88,7 @@ class MmmuTask(PictureTask):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
+        # Found at once, so that a wrong --data is told before the model is read.
         self.files = data_files(self.data_path(), "*.jsonl", "*.parquet")
         self.qa = False
 
@@ -113,6 +114,7 @@ class MmmuTask(PictureTask):
 
     def prompts(self, question: Question) -> list[Prompt]:
         """As published, or as in pretraining."""
+        # The blind view takes the same form, or it would not be a control.
         prompts = super().prompts(question)
         return [as_pretrained(media_of(prompt)) for prompt in prompts] if self.qa else prompts
 
@@ -121,6 +123,7 @@ class MmmuTask(PictureTask):
         text = output.text
         record: Record = {"target": question.target, "options": len(question.choices)}
         record["domain"] = question.meta["domain"]
+        # No guess where nothing can be read: a random letter would add a quarter to a silent model.
         if question.choices:
             letter = parse_choice(text, question.choices)
             return {**record, "extracted": letter, "score": float(letter == question.target)}
@@ -131,6 +134,7 @@ class MmmuTask(PictureTask):
         """Micro average, by subject and by_domain; chance: 1 / number of options, 0 for open questions."""
         result = super().aggregate(records)
         result["chance"] = mean([1 / r["options"] if r["options"] else 0.0 for r in records])
+        # The official table groups 30 subjects into six domains.
         by_domain = super().aggregate([{**record, "category": record["domain"]} for record in records])
         return {**result, "by_domain": by_domain["by_category"]}
 
@@ -187,6 +191,7 @@ def _literal(written: Any) -> Any:
 
 def _check_pictures(row: dict[str, Any], text: str) -> None:
     """Raises ValueError for a picture of the row that neither the prompt nor the explanation names."""
+    # A picture of the explanation belongs to the solution and must not be shown.
     named = _PLACEHOLDER.findall(f"{text} {row.get('explanation')}")
     for field, value in row.items():
         if isinstance(value, dict):
@@ -227,6 +232,7 @@ def _picture(given: Any, name: str, folder: Path) -> bytes | Path:
         return given
     if not given:
         raise ValueError(f"{name} is named in the question but missing")
+    # A path is short; asking the system for a name of megabytes of base64 would fail.
     if len(given) < 4096 and (folder / given).is_file():
         return folder / given
     try:

@@ -71,6 +71,7 @@ class PictureTask(BaseTask):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
+        # Controls are on unless they are switched off: a score without them says little.
         self.views = self.known_views
         if "views" in options.extra:
             listed = [part.strip() for part in options.extra["views"].split(",")]
@@ -111,6 +112,7 @@ class PictureTask(BaseTask):
         majority: always the most frequent gold answer of the category, known in advance: the best a constant
         can do. chance is None: answers are free text.
         """
+        # Metrics become columns of the record, so that all means are taken one way.
         keys, flat = {"score": 0} | {f"{view}_score": 0 for view in self.views}, []
         targets: dict[str, Counter[str]] = {}
         for record in records:
@@ -123,6 +125,7 @@ class PictureTask(BaseTask):
         if "blind" in self.views:
             for means in (result, *result.get("by_category", {}).values()):
                 means["seeing"] = means["score"] - means["blind_score"]
+        # A constant answer may be chosen for each category: the best that words alone allow.
         hits = [counts.most_common(1)[0][1] for counts in targets.values()]
         return {**result, "chance": None, "majority": sum(hits) / len(records)}
 
@@ -167,6 +170,7 @@ class VisualTask(PictureTask):
         self.needs = frozenset({"video" if self.task.video else "image"})
         self.new_tokens = self.task.answer_tokens
         super().__init__(options)
+        # The exam is endless; the number asked is part of what is compared.
         given = str(options.extra.get("n", DEFAULT_QUESTIONS))
         if not given.isdecimal() or int(given) < 1:
             raise EvalError(f"{name}: n={given!r}; expected how many questions to make, at least 1")
@@ -174,6 +178,7 @@ class VisualTask(PictureTask):
 
     def data_hash(self) -> str:
         """Of the generator's name, version, limits and seed."""
+        # Nothing is stored: the generator and its seed are the data.
         facts = ["data/synth", self.name, self.version, self.options.seed, MIN_SIDE, MAX_SIDE, MAX_OBJECTS]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -187,6 +192,7 @@ class VisualTask(PictureTask):
     def judged(self, question: Question, output: Any) -> Record:
         """metrics: the task's own, with `cut`: the limit ended the answer."""
         extracted, score, metrics = self.task.judge(question.meta["problem"], whole(output))
+        # How many answers the limit ended is told beside the score, for it lowers it.
         metrics = {**metrics, "cut": float(output.finish == "length")}
         return {"extracted": extracted, "score": score, "metrics": metrics, "target": question.target}
 
@@ -196,6 +202,7 @@ class GroundingTask(VisualTask):
 
     def judged(self, question: Question, output: Any) -> Record:
         (left, top, right, bottom), scene, _ = named_box(question.meta["problem"])
+        # Pictures differ in size; a constant box has to be said in shares.
         relative = [left / scene.width, top / scene.height, right / scene.width, bottom / scene.height]
         return {**super().judged(question, output), "target_box": relative}
 
@@ -203,6 +210,7 @@ class GroundingTask(VisualTask):
         """As for all tasks, with the median box as the constant answer."""
         boxes = [tuple(record["target_box"]) for record in records]
         left, top, right, bottom = map(median, zip(*boxes))
+        # The published bar of grounding: half overlap.
         hits = [iou(box, (left, top, right, bottom)) >= 0.5 for box in boxes]
         return {**super().aggregate(records), "majority": fmean(hits)}
 
@@ -272,6 +280,7 @@ class TwinsTask(PictureTask):
         """Score in all and by category, beside the constant answer; the kinds' own metrics by category
         only."""
         result = super().aggregate(records)
+        # A mean of errors in objects and in characters would be of neither.
         for name in {name for record in records for name in record["metrics"]}:
             del result[name]
         return result

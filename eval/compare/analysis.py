@@ -94,6 +94,7 @@ def compare_arms(
 def _task(base: Sequence[TaskRun], treated: Sequence[TaskRun], options: Options) -> dict[str, Any]:
     """Everything about one task of the two arms. paired: the difference of every question."""
     first = base[0]
+    # Question by question: the order of both is that of the ids, checked by `aligned`.
     a, b = question_means(base), question_means(treated)
     metrics = first.summary.get("metrics") or {}
     entry: dict[str, Any] = {
@@ -135,6 +136,7 @@ def _against_control(
 ) -> dict[str, Any]:
     """What the control changed, and what the treatment changed beyond it."""
     run = control[0]
+    # Both changes on the same questions, so their difference is paired as well.
     own = question_means(control) - question_means(start)
     return {
         "control": side(control),
@@ -151,6 +153,7 @@ def question_means(runs: Sequence[TaskRun]) -> Array:
 def side(runs: Sequence[TaskRun]) -> dict[str, Any]:
     """What is said of one arm on one task: score, its standard error, each seed, unextracted share, answer
     length."""
+    # The same clusters as for the difference, or the two intervals could not be read together.
     estimate = _headline(question_means(runs), runs[0])
     found: dict[str, Any] = {"score": estimate.value, "se": estimate.se}
     found |= {"low": estimate.low, "high": estimate.high}
@@ -168,6 +171,7 @@ def _headline(values: Array, run: TaskRun) -> Estimate:
 
 def _tested(difference: Array, clusters: Sequence[str], options: Options) -> dict[str, Any]:
     """The clustered interval with the p of the sign-flip test, and beside it what they rest on."""
+    # One test for tasks, categories and controls: what differs is the family that Holm is told of.
     estimate = clustered_estimate(difference, clusters)
     return {
         **estimate.to_dict(),
@@ -210,6 +214,7 @@ def _seeds(
 def _categories(a: Array, b: Array, run: TaskRun, options: Options) -> list[dict[str, Any]]:
     """One entry per category, with Holm's p over all of them; empty when there is one category only."""
     entries: list[dict[str, Any]] = []
+    # Masks and not lists: a task has 12,032 questions and 14 categories.
     categories, clusters = np.array(run.categories), np.array(run.clusters)
     for name in dict.fromkeys(run.categories):
         own = categories == name
@@ -238,6 +243,7 @@ def verdict(entry: dict[str, Any]) -> str:
             return f"{word}, not told apart from the control's"
         return word
 
+    # Two models that guess differ by luck alone; that is said before anything else.
     chance = entry["baselines"].get("chance")
     sides = (entry["base"], entry["treated"])
     if chance is not None and all(one["low"] <= chance <= one["high"] for one in sides):

@@ -78,6 +78,7 @@ class TaskRun:
     @property
     def prompt_hash(self) -> str:
         """Over (id, repeat, prompt hash) of all rows."""
+        # Sorted: two runs that answered in another order asked the same.
         rows = "\n".join(f"{i}\t{repeat}\t{hashed}" for (i, repeat), hashed in sorted(self.prompts.items()))
         return hashlib.sha256(rows.encode()).hexdigest()
 
@@ -100,6 +101,7 @@ def load_arm(label: str, given: str, metric: str = "score") -> Arm:
     read."""
     folders: list[Path] = []
     for part in filter(None, map(str.strip, given.split(","))):
+        # A folder may have brackets in its name.
         matching = [] if Path(part).exists() else sorted(glob.glob(part))
         folders += map(Path, matching or [part])
     if not folders:
@@ -112,6 +114,7 @@ def load_run(folder: Path, metric: str = "score") -> dict[str, TaskRun]:
     if not folder.is_dir():
         raise CompareError(f"{folder}: no such folder; give the --out folder of earlyfusion eval")
     runs: dict[str, TaskRun] = {}
+    # A task's own folder is taken as well as the one above it.
     for path in (folder / RECORDS, *sorted(folder.glob(f"*/{RECORDS}"))):
         if path.is_file():
             runs |= {run.task: run for run in load_task(path, metric)}
@@ -135,6 +138,7 @@ def load_task(path: Path, metric: str = "score") -> list[TaskRun]:
 
     # What all lines share: the questions, where they belong, how they were put.
     name = str(summary.get("task") or path.parent.resolve().name)
+    # Reversed, so that the first record of a question is the one that stays.
     first = {str(row["id"]): row for row in reversed(rows)}
     order = sorted(first)
     categories = tuple(str(first[key].get("category") or "all") for key in order)
@@ -190,6 +194,7 @@ def _number(row: dict[str, Any], metric: str, path: Path) -> float:
         metrics = {}
     # The score is the record's own whatever a metric of that name says.
     value = {**row, **metrics, "score": row.get("score")}.get(metric)
+    # NaN compares as false, so it is no number either.
     if not _is_number(value):
         listed = ", ".join(["score", *metrics])
         raise CompareError(
@@ -214,6 +219,7 @@ def _summary(path: Path) -> dict[str, Any]:
 def aligned(arms: Sequence[Arm]) -> list[str]:
     """The tasks all runs of all arms share, after checking that they asked the same. Raises CompareError
     otherwise."""
+    # Every run of every arm: seeds of one arm have to agree as arms do.
     runs = [run for arm in arms for run in arm.runs]
     shared = [task for task in runs[0] if all(task in run for run in runs)]
     if not shared:
@@ -233,6 +239,7 @@ def _same(a: TaskRun, b: TaskRun) -> None:
             " evaluate both on the same --data, --limit and revision"
         )
 
+    # Pairs that one side lacks would be left out silently, and the easy ones are answered first.
     missing = len(a.prompts.keys() ^ b.prompts.keys())
     if missing:
         raise CompareError(

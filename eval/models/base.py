@@ -32,6 +32,7 @@ def open_model(
     """The model behind a --model value. dtype "auto": as stored. exact: one sequence in a call, so that an
     answer does not depend on what else is asked, bit for bit. chat: prompts as the user's message; None: a
     model directory as it was trained, others without. Raises EvalError when there is no such model."""
+    # Before anything is read: a typing error should not cost the loading of a model.
     if dtype not in ("auto", *DTYPES):
         raise EvalError(f"--dtype {dtype}: expected auto, {', '.join(DTYPES)}")
     if given.startswith(("http://", "https://")):
@@ -55,6 +56,7 @@ def open_model(
                 f" directory of one, hf:{given} for a transformers checkpoint, or http://..."
             )
         model = load_own(folder, chat=chat, **options)
+    # Set behind both loaders, since it is the same promise of both.
     model.one_by_one = exact
     return model
 

@@ -86,6 +86,7 @@ class EngineModel(TokenModel):
 
     def encode_media(self, segments: Sequence[Segment]) -> Piece:
         """See TokenModel."""
+        # An open document: what follows is the model's.
         encoded = encode(Sample(segments, "prompt", "0"), self.tokenizer, self.model.config.vision, eos=False)
         return Piece(tuple(encoded.ids.tolist()), encoded)
 
@@ -110,12 +111,14 @@ class EngineModel(TokenModel):
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""
+        # The hash and not the path tells models apart: folders are renamed and retrained.
         found = {"kind": "earlyfusion", "path": str(self.directory) if self.directory else None}
         found |= {"tokenizer": self.tokenizer.hash, **weights_of(self.model, self.directory)}
         return {**found, "chat": True} if self.chat else found
 
     def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
         """See TokenModel."""
+        # The memory is made for the longest request, so that none is turned away.
         requests, longest = [], 0
         for context in contexts:
             piece, continuations = context.piece, context.continuations
@@ -197,6 +200,7 @@ def document(piece: Piece) -> OpenDocument:
 def as_message(prompt: Prompt) -> tuple[Segment, ...]:
     """A prompt as the parts of a message: a question loses the form it has in pretraining ("Q: ... A:")."""
     *before, last = [Text(prompt)] if isinstance(prompt, str) else prompt
+    # The chat form has a place for the question; the one of pretraining would stand twice.
     asked = _QUESTION.fullmatch(last.text) if isinstance(last, Text) else None
     return (*before, Text(asked[1]) if asked else last)
 

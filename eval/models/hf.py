@@ -259,6 +259,7 @@ class HfModel(TokenModel):
         longest. Rows of about the same length are read together: less of a batch is padding."""
         order = sorted(range(len(rows)), key=lambda place: -lengths[place])
         while order:
+            # What is padded counts as read: the first row, the longest, sets the width of all.
             most = min(self.batch_size, max(1, self.batch_tokens // max(1, lengths[order[0]])))
             if self.one_by_one:
                 most = 1
@@ -333,6 +334,7 @@ class HfModel(TokenModel):
     def _logits(self, h_ND: Tensor, multiple: int) -> Tensor:
         """[N, V] fp32, computed with zero rows up to a whole multiple."""
         rows = h_ND.shape[0]
+        # Zero rows change no sum of the others and give every product one shape.
         padded_ND = torch.nn.functional.pad(h_ND, (0, 0, 0, -rows % multiple))
         return self.model.get_output_embeddings()(padded_ND)[:rows].float()
 
@@ -369,6 +371,7 @@ class HfModel(TokenModel):
 
         heat = [answer.params.temperature for answer in answers]
         mass = [answer.params.top_p for answer in answers]
+        # Keys and places decide the noise: neither the batch nor the row is among them.
         keys = column([answer.key for answer in answers], torch.int64)
         places = column([len(answer.ids) for answer in answers], torch.int64)
         needs = Needs(drawn=any(heat), top_p=min(mass) < 1, min_p=False, logprobs=False)

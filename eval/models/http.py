@@ -60,6 +60,7 @@ class EndpointModel:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
+        # A request with a body is a POST.
         data = json.dumps({"model": self.name, **body}).encode() if body else None
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
 
@@ -77,6 +78,7 @@ class EndpointModel:
             except ValueError:
                 problem = "the answer is not JSON; is this an OpenAI-compatible URL?"
                 break
+            # Twice as long each time: a busy server is not helped by more requests.
             time.sleep(FIRST_WAIT_S * 2**attempt)
         raise EvalError(f"{self.url}{path}: {problem}")
 
@@ -112,6 +114,7 @@ class EndpointModel:
             choice = answer["choices"][0]
             text = choice["text"]
 
+        # Some servers leave the stop string in, and none takes more than four.
         text, stopped = cut_at(text, request.stop)
         stopped |= choice.get("finish_reason") == "stop"
         tokens = (answer.get("usage") or {}).get("completion_tokens") or 0
@@ -119,6 +122,7 @@ class EndpointModel:
 
     def loglikelihood(self, requests: Sequence[ScoreRequest]) -> list[LogProb]:
         """See Model. Raises EvalError when the server does not return log-probabilities of the prompt."""
+        # Texts and not tokens go over the wire: only the server knows its tokenizer.
         contexts = [prompt_text(request.context) for request in requests]
         return list(self.pool.map(self._echo, contexts, [request.continuation for request in requests]))
 

@@ -176,6 +176,7 @@ class TokenModel(ABC):
         openings: dict[int, Opening] = {}
         for place, request in enumerate(requests):
             piece = self.encode_prompt(request.prompt, request.shared)
+            # What the model's window leaves, if it has one.
             room = request.max_new_tokens
             if self.max_length is not None:
                 room = min(room, self.max_length - len(piece.ids))
@@ -193,6 +194,7 @@ class TokenModel(ABC):
     def encode_pair(self, request: ScoreRequest) -> tuple[Piece, Ids]:
         """(context, ids of the continuation)."""
         if has_media(request.context):
+            # Behind a picture nothing can join, so the parts are encoded by themselves.
             piece = self.encode_media(request.context)  # type: ignore[arg-type]
             return piece, tuple(self.encode(request.continuation, False))
         text = prompt_text(request.context)
@@ -313,6 +315,7 @@ def weights_of(model: torch.nn.Module, folder: Path | None) -> dict[str, Any]:
             with file.open("rb") as handle:
                 hashlib.file_digest(handle, lambda: digest)
     for name, tensor in sorted(model.state_dict().items()) if folder is None else ():
+        # Names as well: swapped layers are another model.
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

@@ -279,11 +279,13 @@ def hide_tools() -> None:
 def program(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
     """The program's process: build the walls, run, write the result, end. Never returns."""
     status = 4
+    # Numbers first, then everything above them is closed: no descriptor of the server is left.
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     for number, name in ((1, "stdout"), (2, "stderr"), (RESULT, "result"), (status, "status")):
         os.dup2(fds[name], number)
     os.closerange(5, 4096)
     close_doors(walls, job, used)
+    # Told before the program runs: it cannot change what was said of its walls.
     lacking = walls.lacking()
     if job["python_walls"]:
         walls.standing += ["audit", "imports"]
@@ -302,6 +304,7 @@ def program(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
         hide_tools()
         sys.addaudithook(hook)
         del hook
+    # From here on everything may have been replaced by the program but what is bound above.
     answer = outcome(job["code"], namespace, job["max_chars"])
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -341,6 +344,7 @@ def watch(child: int, job: dict, stop: int, room: tuple[int, int] | None) -> str
 
 def supervise(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
     """Fork the program's process, wait until the deadline, report how it ended."""
+    # A session of its own: signals to the caller's group do not reach it, nor its own the caller.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sizes = [os.stat(name, dir_fd=fds["source"]).st_blocks * 512 for name in os.listdir(fds["source"])]
@@ -360,6 +364,7 @@ def supervise(job: dict, walls: Walls, fds: dict[str, int], used: int) -> None:
     why = watch(child, job, fds["stop"], None if "mount" in walls.standing else room)
     if why:
         os.kill(child, signal.SIGKILL)
+    # Reaped here, so the times are the program's own.
     _, status, usage = os.wait4(child, 0)
     report = {
         "stopped": why,

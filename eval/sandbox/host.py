@@ -175,6 +175,7 @@ class Sandbox:
             raise SandboxError(
                 f"the sandbox needs Linux, this is {sys.platform}; run tool programs on a Linux machine"
             )
+        # Packets and not a stream: a message carries its descriptors, whole or not at all.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         self._server = subprocess.Popen(
@@ -187,6 +188,7 @@ class Sandbox:
             start_new_session=True,
             cwd="/",
         )
+        # The server has its own; when ours closes it sees the end.
         theirs.close()
         ours.settimeout(_START_S)
         try:
@@ -203,6 +205,7 @@ class Sandbox:
         """The result of an empty program, which names the walls that stand. Where some are missing and may
         be, one line on stderr says so; otherwise, and where programs cannot be run at all, it raises
         SandboxError."""
+        # A machine that is busy may take long over the first program; that is no missing wall.
         result = self.run("", limits=replace(self.limits, wall_s=60.0, cpu_s=60.0))
         if result.reason != "ok":
             raise SandboxError(f"the sandbox does not run programs here: {result.error or result.stderr}")
@@ -219,6 +222,7 @@ class Sandbox:
         Raises DataError for a file name that is not a plain relative one, SandboxError when no process can be
         started or a wall is missing; nothing for what a program does.
         """
+        # Before anything is started: a wrong name is the caller's mistake, not the program's.
         content = {_checked(name): _bytes(value) for name, value in (files or {}).items()}
         try:
             folder = os.path.realpath(tempfile.mkdtemp(prefix="program-"))
@@ -278,6 +282,7 @@ class Sandbox:
 
 def _job_uid(number: int) -> int:
     """A user for one program: far above those of any system, or the last one that this container knows."""
+    # A container may know few users; one beyond its map cannot be become.
     with open("/proc/self/uid_map") as file:
         ranges = [[int(word) for word in line.split()] for line in file]
     uid = FIRST_UID + number % 100_000_000
@@ -306,6 +311,7 @@ def _bytes(content: Any) -> bytes:
 def _mount(files: Mapping[str, bytes], folder: Path, uid: int) -> None:
     for name, content in files.items():
         (folder / name).write_bytes(content)
+        # Given files are not to be changed: the next call of the conversation finds them again.
         os.chmod(folder / name, 0o444)
     if os.geteuid() == 0 and uid:
         with contextlib.suppress(OSError):  # the wall "uid" is missing then, and says so
@@ -428,6 +434,7 @@ def _text(data: bytearray) -> str:
 def _plain(text: str, limit: int) -> str:
     """Text that can be encoded, and shown on a terminal without doing anything there, of at most `limit`
     characters."""
+    # Cut before anything is replaced: a program may write megabytes of controls.
     text = text[: limit + 1].replace("\r\n", "\n")
     text = _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text)
     return text if len(text) <= limit else text[:limit] + f"... [cut at {limit} characters]"
@@ -443,6 +450,7 @@ def _result(
     reason, error = told.get("reason", ""), told.get("error", "")
     if reason not in REASONS:
         reason, error = "error", "the program ended without a result"
+    # The supervisor's word goes before the program's.
     reason, error = _stopped(status, cpu_s, limits, flooded) or (reason, error)
     if refused and reason in ("ok", "error"):
         reason = "forbidden"

@@ -97,8 +97,10 @@ def build(machine: str, pid: int) -> bytes:
     zero = [_argument(0), _argument(2), _argument(2, 1)]
     reading = b"".join(part + _op(_EQUAL, 0, 1, 0) + refuse for part in zero) + allow
 
+    # The architecture first: the same number is another call elsewhere.
     code = [_op(_LOAD, 4), _op(_EQUAL, ARCHITECTURES[machine], 1, 0), _op(_RETURN, _DIE), number]
     code += [_op(_AT_LEAST, X32, 0, 1), _op(_RETURN, _DIE)] if machine == "x86_64" else []
+    # One comparison a call, the common ones first; every other number falls through to the refusal.
     code += [_case(call, allow) for call, _ in _numbers(ALLOWED, column)]
     for call, (index, *values) in _numbers(ONE_OF, column):
         code.append(
@@ -122,6 +124,7 @@ def attach(code: bytes) -> None:
 
     Needs no_new_privs, which it sets: programs with the setuid bit gain nothing any more."""
     libc = ctypes.CDLL(None, use_errno=True)
+    # Kept until the call returns: the kernel copies it from this address.
     held = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(
         struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(held)), 16

@@ -114,6 +114,7 @@ def read_only(target: str, whole: bool = True) -> None:
 
 def new_user() -> None:
     """A user namespace with the same user inside as outside, and every capability over what is made in it."""
+    # Read before the new namespace, in which this process is nobody until it is mapped.
     uid, gid = os.geteuid(), os.getegid()
     call("user namespace", libc.unshare(NEWUSER))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -125,6 +126,7 @@ def new_root() -> None:
     """A file system of nothing but what Python needs, read-only, with a place for the program's folder."""
     call("mount namespace", libc.unshare(NEWNS))
     old = os.umask(0o022)
+    # Private first: nothing mounted here is seen outside.
     mount("none", "/", None, 0x44000)  # MS_REC | MS_PRIVATE
     mount("tmpfs", ROOT, "tmpfs", 0b110, "size=1m,nr_inodes=4k,mode=755")
     placed = "\0"
@@ -146,6 +148,7 @@ def new_root() -> None:
             os.makedirs(os.path.dirname(ROOT + path), exist_ok=True)
             os.symlink(os.path.realpath(path), ROOT + path)
     os.makedirs(ROOT + FOLDER)
+    # pivot_root takes the working directory; the old root is left below it and then taken away.
     os.chdir(ROOT)
     call("pivot_root", libc.syscall(_PIVOT_ROOT, b".", b"."))
     call("leave the old root", libc.umount2(b".", 2))
@@ -158,6 +161,7 @@ def own_folder(job: dict, source: int) -> None:
     """The program's folder: a tmpfs of limited bytes and files with copies of what lies in `source`, a
     descriptor."""
     call("mount namespace", libc.unshare(NEWNS))
+    # Rounded up to pages, as tmpfs counts them.
     names, page = os.listdir(source), resource.getpagesize()
     size = sum(-(-os.stat(name, dir_fd=source).st_size // page) * page for name in names)
     owner = (
@@ -216,6 +220,7 @@ def drop_privileges(uid: int) -> None:
 
 def drop_capabilities() -> None:
     """None is left, nobody may look into the process, and it ends with its supervisor."""
+    # Version 3 of the call, this process; all three sets empty.
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
     call("capset", libc.capset(header, ctypes.create_string_buffer(24)))
     call("not dumpable", libc.prctl(4, 0, 0, 0, 0))
@@ -226,6 +231,7 @@ def landlock(folder: str) -> None:
     """Let the kernel refuse files outside `folder` (reading Python's own is allowed), TCP, and signals to
     others."""
     call("no_new_privs", libc.prctl(38, 1, 0, 0, 0))
+    # Newer kernels know more rights; those that this one does not know must not be asked for.
     abi = call("landlock", libc.syscall(444, None, 0, 1))
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", everything, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
@@ -266,6 +272,7 @@ def enter(space: str) -> None:
 
 def build_rooms(walls: Walls, job: dict, source: int) -> None:
     """By every supervisor: namespaces of one program (pid: of its children)."""
+    # Programs do not share keys with each other either.
     libc.syscall(_KEYCTL, 1, None)
     spaces = [name for name in SPACES if name not in walls.standing]
     if libc.unshare(sum(SPACES[name] for name in spaces)) == 0:
@@ -283,6 +290,7 @@ def close_doors(walls: Walls, job: dict, used: int) -> None:
     """By the program's process, before it runs anything: the rest. The order matters: root opens what the
     program's user may not, so Landlock's rules come before the change of user; after the filter nothing can
     be built."""
+    # While the path can still be opened.
     os.chdir(job["folder"])
     walls.raise_("rlimits", lambda: set_limits(job, used))
     walls.raise_("landlock", lambda: landlock(job["folder"]))

@@ -19,6 +19,7 @@ from earlyfusion.eval.models.hf import Rows
 from earlyfusion.eval.models.http import EndpointModel
 from earlyfusion.eval.models.tokens import Context, Piece, QuickEncoder, split_pair
 from earlyfusion.eval.protocol import EvalError, GenerateRequest, RollingRequest, ScoreRequest
+from earlyfusion.kernels.segments import Segments
 
 WORDS = (
     "the quick brown fox jumps over lazy dog red teal blue circle is there a what color shape return".split()
@@ -75,15 +76,13 @@ def made(kind, folders, **options):
 def plain(kind, model, request):
     """ln p by one uncached forward pass over the whole text."""
     context, continuation = model.encode_pair(request)
-    ids = [*context.ids, *continuation]
+    ids = torch.tensor([*context.ids, *continuation])
     with torch.no_grad():
         if kind == "own":
-            from earlyfusion.kernels.segments import Segments
-
-            x = model.model.decoder.embed_tokens(torch.tensor(ids))
-            logits = model.model.logits(model.model.decoder(x, Segments((len(ids),))))
+            decoder = model.model.decoder
+            logits = model.model.logits(decoder(decoder.embed_tokens(ids), Segments((len(ids),))))
         else:
-            logits = model.model(torch.tensor([ids]), use_cache=False).logits[0]
+            logits = model.model(ids[None], use_cache=False).logits[0]
     logp = logits.float().log_softmax(-1)[len(context.ids) - 1 : -1]
     wanted = torch.tensor(continuation)
     return float(logp.gather(1, wanted[:, None]).sum()), bool((logp.argmax(-1) == wanted).all())
@@ -101,37 +100,25 @@ def test_log_likelihoods_are_those_of_a_plain_forward_pass(folders, kind, seed):
         assert answer.bytes == len(request.continuation)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("seed, size", [(2, (10, 38)), (3, (50, 80)), (4, (120, 100))])
-def test_batches_and_padding_change_no_bit(folders, kind, seed, size):
-    """Contexts of up to 190 and of more than 512 keys, which torch's attention takes in several blocks."""
-    requests = score_requests(seed, longest=size[0], shared=size[1])
-    lengths = [len(hf_model(folders[kind]).encode(r.context + r.continuation, True)) for r in requests]
-    assert max(lengths) > 512 if seed == 4 else max(lengths) < 512
-    alone = made(kind, folders, batch_size=1)
+SIZES = {2: (10, 38), 3: (50, 80), 4: (120, 100)}
+"""Seed -> lengths; contexts of up to 190 and of more than 512 keys, which torch's attention takes in several
+blocks."""
+BATCHES = {"batch_size": 8}, {"batch_size": 4, "batch_tokens": 300}, {"exact": True}
+CASES = [(kind, seed, BATCHES[0]) for kind in ("llama", "gpt2") for seed in SIZES]
+CASES += [("own", 2 + n, batch) for n, batch in enumerate(BATCHES)]
+CASES += [("llama", 3, BATCHES[2]), ("mamba", 3, BATCHES[2])]
+
+
+@pytest.mark.parametrize("kind, seed, batch", CASES)
+def test_no_bit_depends_on_what_else_is_asked(folders, kind, seed, batch):
+    """Batches, padding, prefixes that were kept, order: against every request asked alone."""
+    requests = score_requests(seed, *SIZES[seed])
+    model, alone = made(kind, folders, **batch), made(kind, folders, batch_size=1)
+    longest = max(len(alone.encode(r.context + r.continuation, True)) for r in requests)
+    assert longest > 512 if seed == 4 else longest < 512
+    random.Random(0).shuffle(requests)
     expected = [alone.loglikelihood([request])[0] for request in requests]
-    assert made(kind, folders, batch_size=8).loglikelihood(requests) == expected
-
-
-@pytest.mark.parametrize("seed", [2, 3, 5])
-@pytest.mark.parametrize("batch", [(8, 4096), (4, 300), (64, 100_000)])
-def test_batches_change_no_bit_of_our_mixture_of_experts(seed, batch):
-    requests = score_requests(seed)
-    alone = made("own", {}, batch_size=1)
-    expected = [alone.loglikelihood([request])[0] for request in requests]
-    assert made("own", {}, batch_size=batch[0], batch_tokens=batch[1]).loglikelihood(requests) == expected
-
-
-@pytest.mark.parametrize("kind", ["own", "llama", "mamba"])
-def test_one_by_one_no_bit_depends_on_what_else_is_asked(folders, kind):
-    requests = score_requests(3)
-    together = made(kind, folders, exact=True).loglikelihood(requests)
-    shuffled = list(range(len(requests)))
-    random.Random(0).shuffle(shuffled)
-    other = made(kind, folders, exact=True).loglikelihood([requests[i] for i in shuffled])
-    alone = made(kind, folders, batch_size=1)
-    for place, answer in zip(shuffled, other):
-        assert answer == together[place] == alone.loglikelihood([requests[place]])[0]
+    assert model.loglikelihood(requests) == expected
 
 
 @pytest.mark.parametrize("kind", ["own", *KINDS])
@@ -140,9 +127,7 @@ def test_batched_and_single_answers_are_the_same_words(folders, kind):
     batched = made(kind, folders, batch_size=8).generate(requests)
     single = made(kind, folders, batch_size=1)
     assert batched == [single.generate([request])[0] for request in requests]
-    assert any(answer.finish == "stop" for answer in batched) and any(
-        answer.finish == "length" for answer in batched
-    )
+    assert {answer.finish for answer in batched} == {"stop", "length"}
     for request, answer in zip(requests, batched):
         assert answer.tokens <= request.max_new_tokens
         assert not any(stop in answer.text for stop in request.stop)
@@ -197,19 +182,18 @@ def test_rolling_pays_for_every_token_once(folders, kind):
 
 
 def test_pictures_change_what_our_model_says():
-    model = own_model(2)
-    rng = random.Random(0)
-    pictures = [
-        PilImage.frombytes("RGB", (w, h), rng.randbytes(3 * w * h)) for w, h in ((24, 16), (32, 40), (16, 16))
-    ]
-    prompts = [[Image(picture), Text("\nQ: what color?\nA:")] for picture in pictures]
+    model, rng = own_model(2), random.Random(0)
+    prompts = []
+    for w, h in ((24, 16), (32, 40), (16, 16)):
+        picture = PilImage.frombytes("RGB", (w, h), rng.randbytes(3 * w * h))
+        prompts.append([Image(picture), Text("\nQ: what color?\nA:")])
     requests = [ScoreRequest(prompt, f" {word}") for prompt in prompts for word in ("red", "teal", "yes no")]
     batched = model.loglikelihood(requests)
-    for request, answer in zip(requests, batched):
-        assert model.loglikelihood([request])[0].sum == pytest.approx(answer.sum, abs=SUMS)
+    alone = [model.loglikelihood([request])[0].sum for request in requests]
+    assert [answer.sum for answer in batched] == pytest.approx(alone, abs=SUMS)
     assert len({round(answer.sum, 4) for answer in batched[::3]}) == 3
-    answers = model.generate([GenerateRequest(prompt, 6) for prompt in prompts])
-    assert answers == [model.generate([GenerateRequest(prompt, 6)])[0] for prompt in prompts]
+    asked = [GenerateRequest(prompt, 6) for prompt in prompts]
+    assert model.generate(asked) == [model.generate([request])[0] for request in asked]
 
 
 def test_prompts_that_do_not_fit_are_told_and_not_cut(folders):
@@ -286,11 +270,9 @@ class Server(BaseHTTPRequestHandler):
         pass
 
     def _reply(self, content, code=200):
-        data = json.dumps(content).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(json.dumps(content).encode())
 
     def do_GET(self):
         self._reply({"data": [{"id": "served"}]})
@@ -298,29 +280,18 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Server.bodies.append((self.path, body, self.headers.get("Authorization")))
-        if body.get("echo"):
-            prompt = body["prompt"]
-            logprobs = {
-                "tokens": list(prompt),
-                "token_logprobs": [None, *[-1.0] * (len(prompt) - 1)],
-                "text_offset": list(range(len(prompt))),
-                "top_logprobs": [None, *({c: -1.0} for c in prompt[1:])],
-            }
-            self._reply({"choices": [{"text": prompt, "logprobs": logprobs}]})
-        elif self.path.endswith("chat/completions"):
-            self._reply(
-                {
-                    "choices": [{"message": {"content": "seen"}, "finish_reason": "stop"}],
-                    "usage": {"completion_tokens": 1},
-                }
-            )
-        elif body["prompt"] == "bad":
-            self._reply({"error": "no"}, 400)
+        prompt = body.get("prompt")
+        if prompt is None:
+            choice = {"message": {"content": "seen"}, "finish_reason": "stop"}
+        elif body.get("echo"):
+            rest = len(prompt) - 1
+            logprobs = {"tokens": list(prompt), "token_logprobs": [None] + [-1.0] * rest}
+            logprobs["text_offset"] = list(range(len(prompt)))
+            logprobs["top_logprobs"] = [None, *({c: -1.0} for c in prompt[1:])]
+            choice = {"text": prompt, "logprobs": logprobs}
         else:
-            text = body["prompt"][::-1]
-            self._reply(
-                {"choices": [{"text": text, "finish_reason": "length"}], "usage": {"completion_tokens": 4}}
-            )
+            choice = {"text": prompt[::-1], "finish_reason": "length"}
+        self._reply({"choices": [choice], "usage": {"completion_tokens": 4}}, 400 if prompt == "bad" else 200)
 
 
 @pytest.fixture
@@ -328,8 +299,7 @@ def endpoint(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "test-key")
     Server.bodies = []
     server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
