@@ -118,6 +118,7 @@ def summary(measured: Iterable[Measured]) -> dict[str, dict[str, float]]:
         for name, field in MEANS.items():
             row[name] = float(np.mean([getattr(one, field) for one in part]))
         row["ece"] = ece([one.confidence for one in part], [one.solved for one in part])
+        # Powers of two are evenly spaced on the axis on which pass@k is read.
         # pass@k for powers of two, as far as every problem has samples.
         k, most = 1, min(len(one.sampled) for one in part)
         while k <= most:
@@ -152,11 +153,13 @@ def load_measured(path: str | Path) -> list[Measured]:
         try:
             if line:
                 fields = json.loads(line)
-                # Without "ended": made when answers that a limit cut off were judged by their beginning.
                 ended, sampled = fields.pop("ended"), tuple(fields.pop("sampled"))
                 found.append(Measured(**fields, ended=ended, sampled=sampled))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise DataError(f"{path} line {number}: not a measurement ({error}); measure again") from None
+            raise DataError(
+                f"{path} line {number}: not a measurement ({error}; without 'ended' cut answers were judged by"
+                " their beginning); measure again"
+            ) from None
     return found
 
 

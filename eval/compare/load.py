@@ -150,6 +150,7 @@ def load_task(path: Path, metric: str = "score") -> list[TaskRun]:
         samples: dict[str, list[float]] = {key: [] for key in order}
         for row, number in zip(rows, numbers):
             samples[str(row["id"])].append(number)
+        # The view is part of the name: Holm and the tables see tasks of their own.
         task = f"{name} ({view})" if view else name
         questions = (tuple(order), tuple(samples.values()), categories, clusters, prompts)
         lines.append(TaskRun(task, path.parent, *questions, summary, view))

@@ -1,6 +1,7 @@
 """MMMU-format exams: rows become interleaved prompts, letters are parsed as published, broken files are
 named."""
 
+import base64
 import json
 
 import pytest
@@ -14,57 +15,39 @@ from earlyfusion.eval.protocol import EvalError, TaskOptions, prompt_text
 from earlyfusion.eval.registry import build_task
 
 
+def mmmu(path):
+    return build_task("mmmu", TaskOptions(data=path))
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def row(name, question, answer, options="[]", image="red.png", **more):
+    kind = "open" if options == "[]" else "multiple-choice"
+    about = {"id": f"validation_{name}", "question": question, "options": options, "answer": answer}
+    return {**about, "question_type": kind, "image_1": image, **more}
+
+
 @pytest.fixture
 def exam(tmp_path):
     """Four rows of the public schema: choices, an open number, an open word, pictures by path and base64."""
-    import base64
-
     PilImage.new("RGB", (20, 10), "red").save(tmp_path / "red.png")
     data = base64.b64encode((tmp_path / "red.png").read_bytes()).decode()
+    left = {"bytes": data, "path": None}
     rows = [
-        {
-            "id": "validation_Accounting_1",
-            "question": "<image 1> Which colour, as in <image 1>?",
-            "options": "['red', 'blue']",
-            "answer": "A",
-            "question_type": "multiple-choice",
-            "image_1": "red.png",
-        },
-        {
-            "id": "validation_Art_Theory_2",
-            "question": "Compare <image 1> and <image 2>.",
-            "options": "['<image 2>', 'left', 'x']",
-            "answer": "C",
-            "question_type": "multiple-choice",
-            "image_1": {"bytes": data, "path": None},
-            "image_2": "red.png",
-        },
-        {
-            "id": "validation_Math_3",
-            "question": "How wide is <image 1>?",
-            "options": "[]",
-            "answer": "20",
-            "question_type": "open",
-            "image_1": f"data:image/png;base64,{data}",
-        },
-        {
-            "id": "validation_Math_4",
-            "question": "Name it. <image 1>",
-            "options": "[]",
-            "answer": "['square', 'box']",
-            "question_type": "open",
-            "image_1": "red.png",
-        },
+        row("Accounting_1", "<image 1> Which colour, as in <image 1>?", "A", "['red', 'blue']"),
+        row("Art_Theory_2", "Compare <image 1> and <image 2>.", "C", "['<image 2>', 'left', 'x']", left),
+        row("Math_3", "How wide is <image 1>?", "20", image=f"data:image/png;base64,{data}"),
+        row("Math_4", "Name it. <image 1>", "['square', 'box']"),
     ]
-    path = tmp_path / "exam.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path, rows
+    rows[1]["image_2"] = "red.png"
+    return write(tmp_path / "exam.jsonl", rows), rows
 
 
-def test_mmmu_rows_become_interleaved_prompts(exam):
-    path, _ = exam
-    task = build_task("mmmu", TaskOptions(data=path))
-    questions = list(task.questions(None, None))
+def test_rows_become_interleaved_prompts(exam):
+    questions = list(mmmu(exam[0]).questions(None, None))
     assert [q.category for q in questions] == ["Accounting", "Art_Theory", "Math", "Math"]
     first = questions[0].prompt
     assert [type(s) for s in first] == [Image, Text]  # shown once; the second mention stays words
@@ -75,14 +58,12 @@ def test_mmmu_rows_become_interleaved_prompts(exam):
     assert questions[2].prompt[-1].text.endswith("using a single word or phrase.")
 
 
-def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
+def test_a_model_of_ours_is_asked_in_the_form_of_pretraining(exam):
     """Pictures that begin a question stand before it, others where they are; a chat form takes the question
     alone."""
     path, rows = exam
     rows[3] |= {"explanation": "see <image 2>", "image_2": "red.png"}
-    path.write_text("\n".join(map(json.dumps, rows)))
-    model = own_model()
-    task = build_task("mmmu", TaskOptions(data=path))
+    model, task = own_model(), mmmu(write(path, rows))
     task.prepare(model)
     asked = [task.requests(question, 0) for question in task.questions(None, None)]
     first, second = asked[0][0].prompt, asked[1][0].prompt
@@ -93,48 +74,33 @@ def test_mmmu_asks_a_model_of_ours_in_the_form_of_pretraining(exam):
     assert [type(part) for part in asked[0][1].prompt] == [Image, Text], "the blind view has the same form"
     model.chat = True
     task.prepare(model)
-    assert (
-        task.requests(next(iter(task.questions(None, None))), 0)[0].prompt[1].text.startswith(" Which colour")
-    )
+    (plain, _) = task.requests(next(iter(task.questions(1, None))), 0)
+    assert plain.prompt[1].text.startswith(" Which colour")
 
 
-def test_mmmu_scores_letters_and_open_answers_and_never_guesses(exam):
-    path, _ = exam
-    said = {
-        "validation_Accounting_1": "(A)",
-        "validation_Art_Theory_2": "I do not know",
-        "validation_Math_3": "It is 20.0",
-        "validation_Math_4": "a box",
-    }
+def test_letters_and_open_answers_are_scored_and_never_guessed(exam):
+    said = {"Accounting_1": "(A)", "Art_Theory_2": "I do not know", "Math_3": "It is 20.0", "Math_4": "a box"}
     for _ in range(3):  # the published parser would guess differently each time
-        records, sums = ask_all(build_task("mmmu", TaskOptions(data=path)), lambda q, r: said[q.id], None)
+        records, sums = ask_all(mmmu(exam[0]), lambda q, r: said[q.id.removeprefix("validation_")], None)
         assert [r["score"] for r in records] == [1.0, 0.0, 1.0, 1.0] and records[1]["extracted"] is None
-    assert (
-        sums["score"] == 0.75
-        and sums["unextracted"] == 0.25
-        and sums["chance"] == pytest.approx((1 / 2 + 1 / 3) / 4)
-    )
+    assert (sums["score"], sums["unextracted"], sums["chance"]) == pytest.approx((0.75, 0.25, 5 / 24))
     assert sums["by_category"]["Math"]["score"] == 1.0 and sums["by_domain"]["Science"]["n"] == 2
 
 
-def test_mmmu_reads_parquet_as_jsonl(exam, tmp_path):
+def test_parquet_is_read_as_jsonl(exam, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     path, rows = exam
-    full = (tmp_path / "red.png").read_bytes()
-    for row in rows:
-        row |= {
-            key: {"bytes": full, "path": "red.png"} if key in row else None for key in ("image_1", "image_2")
-        }
+    picture = {"bytes": (tmp_path / "red.png").read_bytes(), "path": "red.png"}
+    for entry in rows:
+        entry |= {key: picture if key in entry else None for key in ("image_1", "image_2")}
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "exam.parquet")
-    one, other = (
-        list(build_task("mmmu", TaskOptions(data=p)).questions(None, None))
-        for p in (path, tmp_path / "exam.parquet")
-    )
-    assert [(q.id, prompt_text(q.prompt), q.target) for q in one] == [
-        (q.id, prompt_text(q.prompt), q.target) for q in other
-    ]
+    shown = []
+    for file in (path, tmp_path / "exam.parquet"):
+        questions = mmmu(file).questions(None, None)
+        shown.append([(q.id, prompt_text(q.prompt), q.target) for q in questions])
+    assert shown[0] == shown[1]
 
 
 def test_letters_are_parsed_as_published():
@@ -156,13 +122,9 @@ def test_letters_are_parsed_as_published():
         assert parse_choice(text, options) == letter, text
 
 
-def test_broken_exams_are_named(exam, tmp_path):
-    path, rows = exam
-    with pytest.raises(EvalError, match="pass --data"):
-        build_task("mmmu")
-    with pytest.raises(EvalError, match="no such file"):
-        build_task("mmmu", TaskOptions(data=tmp_path / "none.jsonl"))
-    for change, message in (
+@pytest.mark.parametrize(
+    "change, message",
+    [
         ({"answer": "F"}, "none of the letters"),
         ({"image_1": "lost.png"}, "neither a file"),
         ({"image_1": None}, "missing"),
@@ -170,10 +132,18 @@ def test_broken_exams_are_named(exam, tmp_path):
         ({"question": "Which colour?"}, "row 1 .*image_1 is not used: write <image 1>"),
         ({"image_2": "red.png"}, "image_2 is not used: write <image 2>"),
         ({"question": "Which?", "image_1": None, "image": "red.png"}, "'image' is not read: call it image_1"),
-    ):
-        path.write_text(json.dumps({**rows[0], **change}))
+    ],
+)
+def test_broken_exams_are_named(exam, change, message):
+    path, rows = exam
+    with pytest.raises(EvalError, match=message):
+        list(mmmu(write(path, [{**rows[0], **change}])).questions(None, None))
+
+
+def test_missing_files_and_other_contents_are_named(exam, tmp_path):
+    for path, message in ((None, "pass --data"), (tmp_path / "none.jsonl", "no such file")):
         with pytest.raises(EvalError, match=message):
-            list(build_task("mmmu", TaskOptions(data=path)).questions(None, None))
-    path.write_text("{")
+            mmmu(path)
+    exam[0].write_text("{")
     with pytest.raises(DataError, match="not valid JSON"):
-        list(build_task("mmmu", TaskOptions(data=path)).questions(None, None))
+        list(mmmu(exam[0]).questions(None, None))
