@@ -157,8 +157,8 @@ def load_measured(path: str | Path) -> list[Measured]:
                 found.append(Measured(**fields, ended=ended, sampled=sampled))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise DataError(
-                f"{path} line {number}: not a measurement ({error}; without 'ended' cut answers were judged by"
-                " their beginning); measure again"
+                f"{path} line {number}: not a measurement ({error}; without 'ended' cut answers were"
+                " judged by their beginning); measure again"
             ) from None
     return found
 
