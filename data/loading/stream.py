@@ -3,6 +3,7 @@ left out."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,6 @@ from earlyfusion.data.sources.base import Source, build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import num_patches
 
 Reference: TypeAlias = tuple[str, int, int, int, int]
 """(source, epoch, index, first token, end) of a piece."""
@@ -26,8 +26,6 @@ _MARGIN = 1.1
 """Documents passed over for a skip, relative to the mean."""
 _MOST_IN_A_ROW = 100_000
 """Bad samples after which a source is given up, however many more its index claims to hold."""
-_LAST = 8
-"""Messages of left-out samples kept for a report."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +38,12 @@ class Geometry:
     """Positions of one micro-batch: rows x length, laid end to end."""
     max_patches: int
     """Most patches of one micro-batch."""
+    max_vision_flops: float | None = None
+    """Most forward FLOPs of the vision tower in one micro-batch; None for no limit."""
     lanes: int = 1
     """Micro-batches of one optimizer step, over all ranks."""
     stage: int = 0
     """Number of the training stage; each stage has an order of its own."""
-    max_vision_flops: float | None = None
-    """Most forward FLOPs of the vision tower in one micro-batch; None for no limit."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("length", 8), ("tokens", 8), ("max_patches", 0), ("lanes", 1), ("stage", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise DataError(f"{name} = {value}: expected at least {least}")
-        if self.length > self.tokens:
-            raise DataError(
-                f"length {self.length} is more than tokens {self.tokens}: raise tokens or lower length"
-            )
 
     @property
     def max_cost(self) -> float:
@@ -72,6 +60,8 @@ class Spec:
     tokenizer: Tokenizer
     vision: VisionConfig
     geometry: Geometry
+    weights: Mapping[str, float]
+    """Source -> mixture weight."""
     schedule: Schedule | None = None
     loss_weights: Mapping[str, float] = field(default_factory=dict)
     """Source -> factor of the loss weights of its documents; 1 where not named."""
@@ -83,33 +73,51 @@ class Spec:
 
     def build_sources(self) -> dict[str, Source]:
         """Name -> source, in the order of the config."""
-        seed, fraction = self.data.seed, self.data.val_fraction
-        return {
-            config.name: build_source(config, seed=seed, val_fraction=fraction)
-            for config in self.data.sources
+        sources = {}
+        for config in self.data.sources:
+            source = build_source(config, seed=self.data.seed, val_fraction=self.data.val_fraction)
+            sources[config.name] = source
+        return sources
+
+    def identity(self, sources: Mapping[str, Source]) -> dict[str, Any]:
+        """What a saved cursor belongs to; a resume with another identity is refused, naming the
+        differences."""
+        vision, decode = self.vision, self.data.decode
+        facts: dict[str, Any] = {
+            "seed": self.data.seed,
+            "lookahead": self.data.lookahead,
+            **asdict(self.geometry),
+            "order of the sources": list(sources),
+            "tokenizer": self.tokenizer.hash,
+            "patches": [vision.patch_size, *vision.merge_kernel_size, vision.in_patch_limit],
+            "patches a side": vision.max_patches_per_side,
+            "frames": [vision.pos_emb_time, vision.in_patch_limit_each_frame],
+            "decode": [decode.fast, decode.video_backend],
         }
+        for name, source in sources.items():
+            facts[f"options or files of source {name!r}"] = source.fingerprint()
+            facts[f"max_epochs of {name!r}"] = source.config.max_epochs
+        return facts
 
 
-def geometry_identity(spec: Spec, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """What a saved cursor belongs to; a resume with another identity is refused, naming the differences."""
-    vision = spec.vision
-    return {
-        "seed": spec.data.seed,
-        "lookahead": spec.data.lookahead,
-        **asdict(spec.geometry),
-        "order": list(sources),
-        "sources": {name: source.fingerprint() for name, source in sources.items()},
-        "max_epochs": {name: source.config.max_epochs for name, source in sources.items()},
-        "tokenizer": spec.tokenizer.hash,
-        "patches": [
-            vision.patch_size,
-            *vision.merge_kernel_size,
-            vision.in_patch_limit,
-            vision.max_patches_per_side,
-        ],
-        "frames": [vision.pos_emb_time, vision.in_patch_limit_each_frame],
-        "decode": [spec.data.decode.fast, spec.data.decode.jpeg_gap, spec.data.decode.video_backend],
-    }
+class Watch(ctypes.Structure):
+    """What a data worker is reading right now, legible to another process, also after the worker has died.
+
+    A line in fixed memory: ordinary, or shared (`multiprocessing.RawValue(Watch)`).
+    """
+
+    _fields_ = (("count", ctypes.c_uint64), ("line", ctypes.c_char * 512))
+
+    def note(self, text: str) -> None:
+        """Replace the line (cut at 512 bytes) and count the change: a worker whose count stands still is
+        stuck, or has nothing to do."""
+        self.line = text.encode("utf-8", "replace")[:512]
+        self.count += 1
+
+    @property
+    def text(self) -> str:
+        """The line; "starting" before the first note."""
+        return bytes(self.line).decode("utf-8", "replace") or "starting"
 
 
 @lru_cache(maxsize=64)
@@ -117,77 +125,46 @@ def _order(size: int, seed: int, stage: int, name: str, epoch: int) -> Permutati
     return Permutation(size, seed, stage, name, epoch)
 
 
-class Watch:
-    """What a data worker is reading right now, legible to another process, also after the worker has died.
-
-    A line of text in fixed memory: ordinary, or shared (`multiprocessing.RawArray("B", Watch.SIZE)`)."""
-
-    BYTES, COUNT = 512, 8
-    SIZE = BYTES + COUNT
-
-    def __init__(self, memory: Any = None) -> None:
-        self._view = memoryview(bytearray(self.SIZE) if memory is None else memory).cast("B")
-
-    def note(self, text: str) -> None:
-        """Replace the line (cut at 511 bytes) and count the change."""
-        raw = text.encode("utf-8", "replace")[: self.BYTES - 1]
-        self._view[self.COUNT : self.COUNT + len(raw) + 1] = raw + b"\0"
-        self._view[: self.COUNT] = ((self.count + 1) % 2**63).to_bytes(self.COUNT, "little")
-
-    @property
-    def count(self) -> int:
-        """Changes so far: a worker whose count stands still is stuck, or has nothing to do."""
-        return int.from_bytes(self._view[: self.COUNT], "little")
-
-    @property
-    def text(self) -> str:
-        """The line; empty before the first note."""
-        return bytes(self._view[self.COUNT :]).split(b"\0", 1)[0].decode("utf-8", "replace")
-
-
 class Stream:
     """The documents of one source that one lane reads, piece by piece."""
 
-    def __init__(self, source: Source, spec: Spec, lane: int, watch: Watch | None = None) -> None:
-        self.source, self.spec, self.lane, self.watch = source, spec, lane, watch or Watch()
-        self.cursor, self.start = 0, 0
+    def __init__(self, source: Source, spec: Spec, lane: int, watch: Watch) -> None:
+        self.source, self.spec, self.lane, self.watch = source, spec, lane, watch
+        self.cursor = self.start = 0
         """Documents of this lane already finished; first token of the next piece inside the current one."""
-        self.given = [0, 0]
+        self.documents = self.tokens = 0
         """Documents read and their tokens, those left out not counted."""
-        self.skipped: dict[str, int] = {}
-        """Samples left out, by reason."""
-        self.last: list[str] = []
-        """Their messages, newest last; only as many as fit a report."""
-        self.noted: list[dict[str, Any]] = []
-        """Those not yet taken for the log."""
+        self.skipped: list[dict[str, Any]] = []
+        """Samples left out and not yet taken for the log."""
         self._document: Encoded | None = None
+
+    def _number(self) -> int:
+        return self.lane + self.spec.geometry.lanes * self.cursor
 
     def where(self) -> tuple[int, int]:
         """(epoch, index) of the current document."""
-        geometry, size = self.spec.geometry, len(self.source)
-        epoch, position = divmod(self.lane + geometry.lanes * self.cursor, size)
-        return epoch, _order(size, self.spec.data.seed, geometry.stage, self.source.name, epoch)[position]
+        size = len(self.source)
+        epoch, position = divmod(self._number(), size)
+        order = _order(size, self.spec.data.seed, self.spec.geometry.stage, self.source.name, epoch)
+        return epoch, order[position]
 
     @property
     def exhausted(self) -> bool:
         """Whether the source has reached its `max_epochs` for this lane."""
         limit = self.source.config.max_epochs
-        return limit is not None and self.lane + self.spec.geometry.lanes * self.cursor >= limit * len(
-            self.source
-        )
-
-    def encoded(self, epoch: int, index: int) -> Encoded:
-        """The whole document; raises BadSample."""
-        name = self.source.name
-        self.watch.note(
-            f"reading source {name!r}, sample {index} of epoch {epoch}, {' '.join(self.source.locate(index))}"
-        )
-        sample = self.source.get(index, epoch)
-        self.watch.note(f"encoding source {name!r}, sample {index} of epoch {epoch}, {sample.key}")
-        return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
+        return limit is not None and self._number() >= limit * len(self.source)
 
     def _described(self, index: int) -> str:
         return " ".join(["source", repr(self.source.name), *self.source.locate(index)])
+
+    def encoded(self, epoch: int, index: int) -> Encoded:
+        """The whole document; raises BadSample."""
+        self.watch.note(f"reading {self._described(index)}, sample {index} of epoch {epoch}")
+        sample = self.source.get(index, epoch)
+        self.watch.note(
+            f"encoding source {self.source.name!r}, sample {index} of epoch {epoch}, {sample.key}"
+        )
+        return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
 
     def next_piece(self) -> tuple[Reference, Encoded] | None:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
@@ -197,9 +174,7 @@ class Stream:
             epoch, index = self.where()
             try:
                 with one_sample(partial(self._described, index)):
-                    document = self._document
-                    if document is None:
-                        document = self.encoded(epoch, index)
+                    document = self._document or self.encoded(epoch, index)
                     stop = self._cut(document)
             except BadSample as error:
                 if self.spec.data.on_bad_sample == "raise":
@@ -207,92 +182,53 @@ class Stream:
                 failures += 1
                 self._skip(error, epoch, index, failures)
                 continue
-            if self.start == 0:
-                self.given = [self.given[0] + 1, self.given[1] + len(document)]
-            piece = document.piece(self.start, stop)
-            reference = (self.source.name, epoch, index, self.start, stop)
+
+            # The mean length of documents tells how many to pass over for a skip.
+            start = self.start
+            if start == 0:
+                self.documents += 1
+                self.tokens += len(document)
             if stop == len(document):
-                self._next_document()
+                self._move(1)
             else:
                 self.start, self._document = stop, document
-            return reference, piece
+            return (self.source.name, epoch, index, start, stop), document.piece(start, stop)
         return None
 
-    def _next_document(self) -> None:
-        self.cursor, self.start, self._document = self.cursor + 1, 0, None
-
     def _cut(self, document: Encoded) -> int:
-        """End of the piece that begins at `start`, within length, patches and vision FLOPs."""
         geometry = self.spec.geometry
         if self.spec.data.overlong == "skip":
             refuse_longer(document, geometry.length)
-        patches = geometry.max_patches
-        if geometry.max_vision_flops is not None:
-            patches = min(patches, self._affordable(document, geometry.max_vision_flops))
-        return next_cut(document, self.start, geometry.length, patches, self.spec.tokenizer.ends_line)
+        ends_line, cost = self.spec.tokenizer.ends_line, self.spec.cost
+        limits = (geometry.length, geometry.max_patches)
+        return next_cut(document, self.start, *limits, ends_line, cost, geometry.max_cost)
 
-    def _affordable(self, document: Encoded, limit: float) -> int:
-        """Patches of the media items from `start` on that together cost at most `limit`."""
-        patches, spent = 0, 0.0
-        for (first, _), grid in zip(document.spans, document.grids):
-            if first < self.start:
-                continue
-            cost = self.spec.cost.of([grid])
-            if cost > limit:
-                raise BadSample(
-                    f"{document.source} {document.key}: a picture of {num_patches(grid)} patches costs"
-                    f" {cost:.3g} FLOPs; max_vision_flops = {limit:.3g} allows less: raise it or lower"
-                    " vision.in_patch_limit",
-                    "over_budget",
-                )
-            if spent + cost > limit:
-                break
-            patches, spent = patches + num_patches(grid), spent + cost
-        return patches
+    def _move(self, documents: int) -> None:
+        self.cursor, self.start, self._document = self.cursor + documents, 0, None
 
     def _skip(self, error: BadSample, epoch: int, index: int, failures: int) -> None:
         shard, key = self.source.locate(index)
-        self._next_document()
-        reason, message = error.reason, str(error)
-        self.skipped = {**self.skipped, reason: self.skipped.get(reason, 0) + 1}
-        self.last = [*self.last[1 - _LAST :], message]
-        self.noted.append(
-            {
-                "source": self.source.name,
-                "shard": shard,
-                "key": key,
-                "epoch": epoch,
-                "index": index,
-                "reason": reason,
-                "message": message,
-            }
-        )
+        entry = {"source": self.source.name, "shard": shard, "key": key, "epoch": epoch, "index": index}
+        self.skipped.append({**entry, "reason": error.reason, "message": str(error)})
+        self._move(1)
         if failures > max(100, min(len(self.source), _MOST_IN_A_ROW)):
             raise DataError(
-                f"source {self.source.name!r}: {failures} samples in a row cannot be used; last: {message}"
+                f"source {self.source.name!r}: {failures} samples in a row cannot be used; last: {error}"
             )
 
     def pass_over(self, tokens: float) -> None:
         """Move on, unread, by as many documents as hold `tokens` by the mean of those read, and a tenth more,
         since lengths differ; the current one goes first."""
-        if self.given[0] == 0 or tokens <= 0:
-            return
-        mean = self.given[1] / self.given[0]
-        self.cursor += max(1, math.ceil(_MARGIN * tokens / mean))
-        self.start, self._document = 0, None
+        if self.documents and tokens > 0:
+            mean = self.tokens / self.documents
+            self._move(max(1, math.ceil(_MARGIN * tokens / mean)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Cursor and counters as JSON types."""
-        return {
-            "cursor": self.cursor,
-            "start": self.start,
-            "given": list(self.given),
-            "skipped": self.skipped,
-            "last": self.last,
-        }
+        return {name: getattr(self, name) for name in ("cursor", "start", "documents", "tokens")}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue where `state_dict` was taken; the current document is encoded again when it is needed."""
-        self.cursor, self.start, self._document = int(state["cursor"]), int(state["start"]), None
-        self.given = [int(n) for n in state["given"]]
-        self.skipped, self.last, self.noted = dict(state["skipped"]), list(state["last"]), []
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.skipped, self._document = [], None

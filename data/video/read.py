@@ -4,18 +4,13 @@ Sampling (Kimi K2.5): k = max(round(n * f / native), 1) frames at indices round(
 the frames of the video, native its average rate and f = min(fps, native); then up to four frames in a row are
 one item. Timestamps are those of the stream (variable frame rate included), counted from its first frame.
 
-Readers are opened inside the worker (a decord reader that crosses a fork hangs), use `video_threads` threads,
-hand over one group of frames at a time and are closed after use. GIF, animated WebP and PNG are always read
-by Pillow.
+GIF, animated WebP and PNG are always read by Pillow, everything else by decord or PyAV (readers.py).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,13 +18,12 @@ import torch
 from earlyfusion.data.decode import Media
 from earlyfusion.data.decode_config import VIDEO_BACKENDS, DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
-from earlyfusion.data.sample import VideoFile
-from earlyfusion.data.video.readers import READERS, Reader, problem
-from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.data.sample import MEDIA_BYTES, VideoFile, within
+from earlyfusion.data.video.readers import Clip, Stored, open_clip, problem, within_limits
+from earlyfusion.kernels.errors import did_you_mean, one_line
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, grid_of, navit_size, num_patches, prepare_clip
 
-Stored = bytes | str | Path
 _HEAD = 512
 _ATOMS = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 _STARTS = {
@@ -99,193 +93,111 @@ def sure_of(head: bytes) -> bool:
     return container in ("matroska", "avi", "asf")
 
 
-def backend_of(asked: str | None, decode: DecodeConfig) -> str:
-    """The backend to use: `asked`, else the configuration's, else $EF_VIDEO_BACKEND, else the first
-    installed.
+def backend_of(asked: str) -> str:
+    """The backend to use: `asked`, or for "auto" the first installed.
 
     Raises DataError for an unknown one, and for one that is not installed, naming the extra.
     """
-    name = asked or (decode.video_backend if decode.video_backend != "auto" else None)
-    name = name or os.environ.get("EF_VIDEO_BACKEND") or "auto"
-    if name == "auto":
-        name = next((each for each in VIDEO_BACKENDS if problem(each) is None), "decord")
-    if name not in VIDEO_BACKENDS:
-        raise DataError(f"unknown video backend {name!r}; {did_you_mean(name, VIDEO_BACKENDS)}")
-    missing = problem(name)
+    if asked == "auto":
+        asked = next((name for name in VIDEO_BACKENDS if problem(name) is None), "pyav")
+    if asked not in VIDEO_BACKENDS:
+        raise DataError(f"unknown video backend {asked!r}; {did_you_mean(asked, VIDEO_BACKENDS)}")
+    missing = problem(asked)
     if missing is not None:
-        raise DataError(f"video backend {name!r}: {missing}")
-    return name
+        raise DataError(f"video backend {asked!r}: {missing}")
+    return asked
 
 
 def sample_indices(
     count: int, native_fps: float, fps: float = 2.0, max_frames: int | None = None
 ) -> list[int]:
     """Which of `count` frames are taken (see the head of this file); at most `max_frames`, evenly spread."""
-    wanted = max(round(count * min(fps, native_fps) / native_fps), 1) if native_fps > 0 else 1
+    wanted = max(round(count * min(fps, native_fps) / native_fps), 1)
     wanted = min(wanted, count, max_frames or wanted)
     return [int(index) for index in np.linspace(0, count - 1, wanted).round()]
 
 
-def describe(video: Stored, suffix: str = "") -> str:
-    """ "video of 1234 bytes", "video /path": how messages name a video."""
-    return (
-        f"{suffix.lstrip('.') or ''} video of {len(video)} bytes".strip()
-        if isinstance(video, bytes)
-        else f"video {video}"
-    )
-
-
-def _checked(video: Stored, where: str, decode: DecodeConfig) -> tuple[str, bytes]:
-    """(container, first bytes) of a file that is there, not empty and not too large; raises BadSample."""
+def _head(video: Stored, where: str) -> bytes:
+    """The first bytes of a file that is there, not empty and not too large; raises BadSample."""
     try:
-        size = len(video) if isinstance(video, bytes) else os.path.getsize(video)
         if isinstance(video, bytes):
-            head = video[:_HEAD]
+            size, head = len(video), video[:_HEAD]
         else:
             with open(video, "rb") as file:
-                head = file.read(_HEAD)
+                size, head = os.fstat(file.fileno()).st_size, file.read(_HEAD)
     except FileNotFoundError:
         raise BadSample(f"{where}: no such file; check the path", "missing_member") from None
     except OSError as error:
         raise BadSample(f"{where}: cannot be read ({error.strerror})", "unreadable") from None
     if size == 0:
         raise BadSample(f"{where}: empty file", "empty_file")
-    if size > decode.video_max_mb * 2**20:
-        raise BadSample(
-            f"{where}: {size / 2**20:.0f} MiB, more than data.decode.video_max_mb = {decode.video_max_mb:g}",
-            "video_limit",
-        )
+    within(size, MEDIA_BYTES, where)
+    return head
+
+
+def decode_video(video: VideoFile, cfg: VisionConfig, decode: DecodeConfig | None = None) -> Media:
+    """The sampled frames of a video, in items of up to `cfg.pos_emb_time` frames.
+
+    What decord cannot read is tried once more with PyAV. Raises BadSample: missing_member, unreadable,
+    empty_file, too_large, corrupt_video, video_limit; and DataError (see backend_of).
+    """
+    decode = decode or DecodeConfig()
+    where = f"video {video.video}"
+    if isinstance(video.video, bytes):
+        where = f"{video.suffix.lstrip('.')} video of {len(video.video)} bytes".strip()
+    head = _head(video.video, where)
     container = container_of(head)
     if container is None:
         raise BadSample(
             f"{where}: not a video this reads (mp4, mov, mkv, webm, avi, flv, ogg, wmv, mpeg, ts, gif, webp)",
             "corrupt_video",
         )
-    return container, head
+    if container in ("gif", "webp", "png"):
+        backends = ["pillow"]
+    else:
+        backends = [backend_of(video.backend or decode.video_backend)]
+        # FFmpeg in decord chooses the demuxer itself: it gets only what it cannot take for something else.
+        if backends == ["decord"]:
+            backends = ["decord", "pyav"] if sure_of(head) else ["pyav"]
 
-
-@contextmanager
-def open_video(
-    video: Stored, backend: str | None = None, decode: DecodeConfig | None = None, suffix: str = ""
-) -> Iterator[Reader]:
-    """A reader of one backend, closed at the end: number of frames, average rate, size, frames by index.
-
-    Raises BadSample (missing_member, unreadable, empty_file, corrupt_video, video_limit), and DataError for a
-    backend that is not there. No fallback: see `decode_video`.
-    """
-    decode = decode or DecodeConfig()
-    where = describe(video, suffix)
-    container, head = _checked(video, where, decode)
-    name = "pillow" if container in ("gif", "webp", "png") else backend_of(backend, decode)
-    if name == "decord" and not sure_of(head):
-        raise BadSample(
-            f"{where}: {name} cannot read it (it cannot be told that this is {container})", "corrupt_video"
-        )
-    reader = None
-    try:
-        with _as_bad_sample(where, name):
-            reader = READERS[name](video, decode, container)
-        yield reader
-    finally:
-        if reader is not None:
-            with suppress(Exception):
-                reader.close()
-
-
-@contextmanager
-def _as_bad_sample(where: str, backend: str) -> Iterator[None]:
-    """Whatever a native decoder raises for a damaged file is one reason to skip it."""
-    try:
-        yield
-    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except Exception as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise BadSample(f"{where}: {backend} cannot read it ({said})", "corrupt_video") from None
-
-
-def decode_video(video: VideoFile, cfg: VisionConfig, decode: DecodeConfig | None = None) -> Media:
-    """The sampled frames of a video, in items of up to `cfg.pos_emb_time` frames.
-
-    What the backend cannot read is tried once more with PyAV when `decode.video_fallback` says so and it is
-    installed. Raises BadSample: missing_member, unreadable, empty_file, corrupt_video, video_limit; and
-    DataError (see backend_of).
-    """
-    decode = decode or DecodeConfig()
-    try:
-        return _decode_with(video, video.backend, cfg, decode)
-    except BadSample as error:
-        used = backend_of(video.backend, decode) if error.reason == "corrupt_video" else "pyav"
-        if (
-            used == "pyav"
-            or not decode.video_fallback
-            or " pillow cannot" in str(error)
-            or problem("pyav") is not None
-        ):
-            raise
+    failures = []
+    for name in backends:
         try:
-            return _decode_with(video, "pyav", cfg, decode)
-        except BadSample as second:
-            if second.reason != "corrupt_video":
-                raise
-            raise BadSample(
-                f"{error}; pyav: {str(second).rpartition('(')[2].rstrip(')')}", "corrupt_video"
-            ) from None
+            return _sampled(open_clip(video.video, name, container, where, decode), video, where, cfg, decode)
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:  # whatever a native decoder raises for a damaged file
+            failures.append(f"{name} cannot read it ({one_line(error, 200) or type(error).__name__})")
+    raise BadSample(f"{where}: {'; '.join(failures)}", "corrupt_video")
 
 
-def _decode_with(video: VideoFile, backend: str | None, cfg: VisionConfig, decode: DecodeConfig) -> Media:
-    where = describe(video.video, video.suffix)
-    with open_video(video.video, backend, decode, video.suffix) as reader, _as_bad_sample(where, reader.name):
-        check_limits(reader, where, decode)
-        indices = sample_indices(reader.num_frames, reader.fps, video.fps, video.max_frames)
-        size = navit_size(*reader.size, cfg, patch_limit=cfg.in_patch_limit_each_frame)
-        patches = num_patches(grid_of(size, cfg, len(indices)))
-        if patches > decode.video_max_patches:
-            raise BadSample(
-                f"{where}: {len(indices)} frames give {patches} patches, more than"
-                f" data.decode.video_max_patches = {decode.video_max_patches}; set max_frames, or lower fps"
-                " or vision.in_patch_limit_each_frame",
-                "video_limit",
-            )
-        return _patches_of(reader, indices, cfg, decode)
-
-
-def check_limits(reader: Reader, where: str, decode: DecodeConfig) -> None:
-    """Raises BadSample (video_limit) when frames, seconds or pixels of a frame are over a limit."""
-    width, height = reader.size
-    found = (
-        (reader.num_frames, decode.video_max_frames, "frames", "video_max_frames"),
-        (
-            reader.num_frames / reader.fps if reader.fps > 0 else 0.0,
-            decode.video_max_seconds,
-            "s",
-            "video_max_seconds",
-        ),
-        (width * height, decode.video_max_pixels, "pixels in a frame", "video_max_pixels"),
+def _sampled(clip: Clip, video: VideoFile, where: str, cfg: VisionConfig, decode: DecodeConfig) -> Media:
+    """The frames of a clip that is within the limits, as patches."""
+    count, (width, height) = len(clip.seconds), clip.size
+    within_limits(
+        where,
+        decode,
+        video_max_frames=count,
+        video_max_seconds=count / clip.fps,
+        video_max_pixels=width * height,
     )
-    for value, limit, unit, option in found:
-        if value > limit:
-            raise BadSample(
-                f"{where}: {value:.0f} {unit}, more than data.decode.{option} = {limit:g}", "video_limit"
-            )
+    indices = sample_indices(count, clip.fps, video.fps, video.max_frames)
+    size = navit_size(width, height, cfg, patch_limit=cfg.in_patch_limit_each_frame)
+    within_limits(where, decode, video_max_patches=num_patches(grid_of(size, cfg, len(indices))))
 
-
-def _patches_of(reader: Reader, indices: Sequence[int], cfg: VisionConfig, decode: DecodeConfig) -> Media:
+    # A group of frames at a time: a decoded hour would not fit in memory.
     items: list[tuple[torch.Tensor, Grid]] = []
     timestamps: list[float] = []
     group: list[np.ndarray] = []
-    for frame, seconds in reader.read(indices):
+    for frame, seconds in clip.read(indices):
         group.append(frame)
         timestamps.append(seconds)
         if len(group) == cfg.pos_emb_time or len(timestamps) == len(indices):
-            items.append(
-                prepare_clip(
-                    group[0][None] if len(group) == 1 else np.stack(group), cfg, exact=not decode.fast
-                )
-            )
-            height, width = group[0].shape[:2]
+            items.append(prepare_clip(np.stack(group), cfg, exact=not decode.fast))
+            height, width = frame.shape[:2]
             group = []
     if len(timestamps) != len(indices):
         raise ValueError(f"{len(timestamps)} of {len(indices)} frames could be decoded")
+    # A rotated video has other sides than its file says.
     size = navit_size(width, height, cfg, patch_limit=cfg.in_patch_limit_each_frame)
     return Media(items, (width, height), (size.new_w, size.new_h), timestamps)

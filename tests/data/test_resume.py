@@ -2,21 +2,17 @@
 
 import json
 import random
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from PIL import Image as PILImage
 
-sys.path.insert(0, str(Path(__file__).parent))
-from consumer import Reference, chained, killed_after
-
-from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.loader import Loader, merge_states
+from earlyfusion.data.loading.loader import merge_states
 from earlyfusion.data.loading.mixture import Point, Schedule
-from earlyfusion.data.sources.base import SourceConfig
+
+from .conftest import folder_config
+from .consumer import Reference, chained, killed_after
 
 SHAPE = {"length": 128, "tokens": 512, "max_patches": 2048, "lanes": 2}
 MIX = {"easy_vqa": 0.5, "pydoc": 0.3, "synth_scenes": 0.2}
@@ -25,14 +21,14 @@ SAMPLES = 10_000
 
 
 @pytest.fixture
-def build(tokenizer, vision, mix):
+def build(loader, mix):
     """build(**settings of the loader) -> Loader; data settings by data_<name>. A ramp and long documents are
     inside."""
 
     def make(**settings):
         data = {key[5:]: settings.pop(key) for key in list(settings) if key.startswith("data_")}
         schedule = Schedule([Point(0, None, 0.3), Point(200, None, 0.8, linear=True)])
-        return Loader(mix(MIX, **data), tokenizer, vision, schedule=schedule, **{**SHAPE, **settings})
+        return loader(mix(MIX, **data), schedule=schedule, **{**SHAPE, **settings})
 
     return make
 
@@ -104,26 +100,19 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
 
 def first_where(loader, name):
     """(epoch, index) of the document in which a source of lane 0 stands."""
-    lane = loader._feed._lanes[0]
-    return lane.streams[name].where()
+    return loader._feed._lanes[0].streams[name].where()
 
 
-def test_large_pictures_wait_in_the_pool_undecoded(tokenizer, vision, tmp_path, monkeypatch):
+def test_large_pictures_wait_in_the_pool_undecoded(loader, tmp_path):
     """After a resume a picture of the pool is decoded when it is packed, and once."""
     for i in range(40):
         PILImage.new("RGB", (96 + 8 * (i % 5), 96), (i, 2 * i, 3 * i)).save(tmp_path / f"{i}.png")
         (tmp_path / f"{i}.txt").write_text(f"picture {i}")
-    config = DataConfig(
-        sources=[SourceConfig(name="p", kind="folder", path=str(tmp_path))],
-        val_fraction=0,
-        prefetch="none",
-        lookahead=6,
-    )
-    shape = {"length": 256, "tokens": 256, "max_patches": 4096}
-    one = Loader(config, tokenizer, vision, **shape)
+    config, shape = folder_config(tmp_path, lookahead=6), {"length": 256, "tokens": 256, "max_patches": 4096}
+    one = loader(config, **shape)
     for _ in range(3):
         one.next_step()
-    two, reads = Loader(config, tokenizer, vision, **shape), []
+    two, reads = loader(config, **shape), []
     two.load_state_dict(one.state_dict())
     count_reads(two, reads)
     for step in range(4):
@@ -151,16 +140,22 @@ def test_another_number_of_ranks_goes_on_without_repeating_or_dropping(build, wo
             assert chained("", one.next_step()) == chained("", step[rank::world])
 
 
-def test_counts_that_do_not_divide_are_refused_with_the_choices(build):
-    with pytest.raises(
-        DataError, match=r"start 1, 2, 3 or 6 processes, or give a multiple of 4 \(nearest: 8\)"
-    ):
-        build(lanes=6, world_size=4)
-    state = build(lanes=4).state_dict()
-    with pytest.raises(
-        DataError, match=r"lanes was 4 and is 6.*its 4 lanes can be shared by 1, 2 or 4 processes"
-    ):
-        build(lanes=6).load_state_dict(state)
+@pytest.mark.parametrize("cut", [1, 5, 17, 33])
+def test_a_resume_inside_a_split_document_continues_with_its_next_piece(loader, mix, cut):
+    config = mix({"pydoc": 1.0}, lookahead=1)
+    whole, first, resumed = (loader(config, length=64, tokens=64) for _ in range(3))
+    for _ in range(cut):
+        chained("", whole.next_step())
+        first.next_step()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for _ in range(6):
+        assert chained("", resumed.next_step()) == chained("", whole.next_step())
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_the_states_of_one_rank_are_not_enough_for_another_number(build):
+    with pytest.raises(DataError, match=r"also owns \[1, 3\]; merge the states"):
+        build(lanes=4).load_state_dict(build(lanes=4, rank=0, world_size=2).state_dict())
 
 
 # ---- leaving out a bad stretch
@@ -225,9 +220,3 @@ def test_a_skip_is_the_same_for_every_prefetch_and_number_of_ranks_and_survives_
     for _ in range(4):
         step = alone.next_step()
         assert [chained("", r.next_step()) for r in ranks] == [chained("", step[i : i + 1]) for i in range(2)]
-
-
-@pytest.mark.parametrize("steps", [range(5, 5), range(7, 3), range(0, 10, 2)])
-def test_a_skip_without_sense_is_refused(build, steps):
-    with pytest.raises(DataError, match=r"expected range\(first, end\)"):
-        build().skip(steps)
