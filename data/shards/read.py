@@ -25,16 +25,13 @@ from earlyfusion.data.shards.fetch import (
     expand,
     is_folder,
     locked,
-    open_stream,
     plain_copy,
-    ranged_reader,
     read_manifest,
     short_names,
     stamp,
 )
 from earlyfusion.data.shards.index import (
     INDEX_SUFFIX,
-    Pread,
     ShardIndex,
     index_lines,
     scan_tar,
@@ -58,24 +55,21 @@ class Shards:
         path: what `fetch.expand` takes; None when `listed` is given.
         listed: several of them.
         cache: folder for streamed shards and for indexes; None is $EF_CACHE/shards.
-        remote: "cache" streams remote shards into the cache, "ranges" reads byte ranges of them.
 
     A shard whose end is missing has one sample more than are usable: reading it raises BadSample
     (truncated_tar), so that the cut is counted and logged like any other loss.
     """
 
-    def __init__(
-        self, path: str | None, *, listed: Sequence[str] = (), cache: str | None = None, remote: str = "cache"
-    ) -> None:
-        self.urls = [url for pattern in listed or [str(path)] for url in expand(pattern)]
+    def __init__(self, path: str | None, *, listed: Sequence[str] = (), cache: str | None = None) -> None:
+        patterns = listed or [str(path)]
+        self.urls = [url for pattern in patterns for url in expand(pattern)]
         self.cache = Path(cache).expanduser() if cache else cache_root() / "shards"
-        self.remote = remote
         self.names = short_names(self.urls)
         self.manifest = None
-        if path is not None and not listed and is_folder(path):
-            self.manifest = read_manifest(path)
-        self._index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
-        self._pread = lru_cache(maxsize=OPEN_SHARDS)(self._open_pread)
+        if not listed and is_folder(patterns[0]):
+            self.manifest = read_manifest(patterns[0])
+        self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
+        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
         self.usable, self.cut = self._count()
 
     def _count(self) -> tuple[list[int], list[bool]]:
@@ -87,7 +81,7 @@ class Shards:
                 usable.append(int(entry["samples"]))
                 cut.append(False)
                 continue
-            index = self._index(number)
+            index = self.index(number)
             usable.append(len(index))
             cut.append(index.cut)
         return usable, cut
@@ -118,10 +112,6 @@ class Shards:
         """Samples of every shard, with one for a missing end."""
         return [samples + cut for samples, cut in zip(self.usable, self.cut)]
 
-    def index(self, shard: int) -> ShardIndex:
-        """The index of one shard."""
-        return self._index(shard)
-
     def key(self, shard: int, position: int) -> str:
         """Key of one sample; raises BadSample for the missing end."""
         return self._sample(shard, position)[0]
@@ -140,7 +130,7 @@ class Shards:
                 " used, fetch it again for the rest",
                 "truncated_tar",
             )
-        index = self._index(shard)
+        index = self.index(shard)
         if position >= len(index):
             raise BadSample(
                 f"{self.names[shard]}: index.json lists {self.usable[shard]} samples, the shard has"
@@ -150,87 +140,48 @@ class Shards:
         return index.sample(position)
 
     def _read(self, shard: int, where: str, offset: int, size: int) -> bytes:
-        data = self._pread(shard)(offset, size)
+        data = self._file(shard)(offset, size)
         if len(data) != size:
             raise BadSample(f"{where}: {size} bytes at {offset}, only {len(data)} are there", "truncated_tar")
         return data
 
-    def _open_pread(self, shard: int) -> Pread:
-        url = self.urls[shard]
-        if self.remote == "ranges" and as_local(url) is None and not url.startswith("pipe:"):
-            return ranged_reader(url)
-        return _LocalFile(plain_copy(url, self.cache))
+    def _open_file(self, shard: int) -> LocalFile:
+        return LocalFile(plain_copy(self.urls[shard], self.cache))
 
     def _open_index(self, shard: int) -> ShardIndex:
+        """The index beside a local shard if it is of this shard's size, else that of the cache."""
         url = self.urls[shard]
-        beside = self._beside(url)
-        if beside is not None:
-            return beside
-        if self.remote == "ranges" and as_local(url) is None:
-            raise DataError(
-                f"{url}: remote = 'ranges' needs {index_name(self.names[shard])} beside it; use 'cache'"
-            )
+        local = as_local(url)
+        if local is not None and local.is_file():
+            beside = local.with_name(index_name(local.name))
+            try:
+                index = ShardIndex(beside) if beside.is_file() else None
+            except DataError as error:
+                LOG.warning("%s", error)
+                index = None
+            if index is not None and index.header["bytes"] == local.stat().st_size:
+                return index
         try:
             path = self.cache / f"{digest64('index', url, *stamp(url)):016x}{INDEX_SUFFIX}"
-            with locked(path):
-                if not path.is_file():
-                    file = _LocalFile(plain_copy(url, self.cache))
-                    write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
         except FileNotFoundError:
             raise DataError(f"{url}: no such file") from None
+        with locked(path):
+            if not path.is_file():
+                file = self._file(shard)
+                write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
         index = ShardIndex(path)
         if index.header["refused"]:
             LOG.warning("%s: members left out: %s", url, index.header["refused"])
         return index
 
-    def _beside(self, url: str) -> ShardIndex | None:
-        """The index beside a shard, if it is there and of this shard's size."""
-        local = as_local(url)
-        if local is not None:
-            path = local.with_name(index_name(local.name))
-            return _index_of(path, local.stat().st_size) if path.is_file() and local.is_file() else None
-        if url.startswith("pipe:"):
-            return None
-        source = index_name(url.split("?")[0])
-        path = self.cache / f"{digest64('index', url, *stamp(url)):016x}-beside{INDEX_SUFFIX}"
-        with locked(path):
-            if not path.is_file():
-                try:
-                    with open_stream(source) as stream:
-                        lines = stream.read().decode("ascii").split("\n")[:-1]
-                except (OSError, DataError, UnicodeDecodeError):
-                    return None
-                write_index(path, iter(lines))
-        return _index_of(path, None)
 
-
-def _index_of(path: Path, size: int | None) -> ShardIndex | None:
-    try:
-        index = ShardIndex(path)
-    except DataError as error:
-        LOG.warning("%s", error)
-        return None
-    return index if size is None or index.header["bytes"] == size else None
-
-
-class _LocalFile:
+class LocalFile:
     """Positioned reads from one file; safe to share among threads."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
-        self.size = os.fstat(self._fd).st_size
+        self._file = path.open("rb")
+        self.size = os.fstat(self._file.fileno()).st_size
 
     def __call__(self, offset: int, size: int) -> bytes:
-        size = max(0, min(size, self.size - offset))  # a lying index must not make us reserve memory
-        parts = []
-        while size and (part := os.pread(self._fd, size, offset)):
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
+        # A lying index must not make us reserve memory.
+        return os.pread(self._file.fileno(), max(0, min(size, self.size - offset)), offset)

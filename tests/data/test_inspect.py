@@ -26,10 +26,8 @@ from .shard_files import captions, picture, write_tar
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path, cache, tokenizer, monkeypatch):
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+def wide(own_cache, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    tokenizer.save(tmp_path / "tokenizer")
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def test_fill_of_the_nano_mix(tokenizer, vision, mix, capsys, length, least, see
     for _ in range(120_000 // length):
         loader.next_step()
     with capsys.disabled():
-        print(f"\nfill at {length}: {loader.stats()['fill']:.4f}")
+        print(f"\nfill at {length}: {fill_of(loader):.4f}")
     assert fill_of(loader) >= least
 
 

@@ -14,11 +14,7 @@ from .prepare_cases import main, prepare, samples, skipped
 from .shard_files import captions, dump, picture, write_tar
 
 
-@pytest.fixture(autouse=True)
-def small(tmp_path, cache, tokenizer, monkeypatch):
-    """A cache of the test's own; the tokenizer saved once, because workers start in their own processes."""
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
-    tokenizer.save(tmp_path / "tokenizer")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_json_lines_with_paths(tmp_path):
@@ -279,7 +275,7 @@ def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
         ("a.json", '[{"text": "cut', "not closed"),
         ("a.json", "", "not a list of rows"),
         ("a.csv", "image,caption\n", "no rows"),
-        ("a.csv", b"image,caption\n\xff,x\n", "not UTF-8"),
+        ("a.csv", b"image,caption\n\xff,x\n", "expected UTF-8"),
     ],
 )
 def test_tables_that_are_none_are_named(tmp_path, name, content, message):
