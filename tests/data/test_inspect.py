@@ -33,7 +33,7 @@ def wide(own_cache, monkeypatch):
 @pytest.fixture
 def inspect(tmp_path, capsys):
     def run(path, **options):
-        sheet.inspect(str(path), tokenizer=str(tmp_path / "tokenizer"), **options)
+        sheet.inspect(str(path), **options)
         return capsys.readouterr().out
 
     return run
@@ -71,7 +71,8 @@ def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, c
     for size, whole in ((14, True), (8, False)):
         recipe = tmp_path / f"mix{size}.toml"
         recipe.write_text(
-            f'data.val_fraction = 0.0\n[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
+            f'data.val_fraction = 0.0\ntokenizer.path = "{tmp_path}/tokenizer"\n'
+            f'[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
             f'[[data.sources]]\nname = "own"\nkind = "webdataset"\npath = "{tmp_path}/out"\n'
         )
         capsys.readouterr()
@@ -144,7 +145,6 @@ def test_folders_and_text_files(tmp_path, inspect, name):
         (["inspekt", "x"], "Did you mean 'inspect'"),
         (["inspect", "./nowhere"], "no such file or folder"),
         (["inspect", "nano", "--samples", "0"], "samples"),
-        (["inspect", "nano", "--vision", "moonvitt"], "did you mean 'moonvit"),
     ],
 )
 def test_errors_are_one_line(words, message, capsys):

@@ -29,7 +29,6 @@ from earlyfusion.vision.config import VisionConfig
 from .prepare_cases import digest, main, prepare, samples, skipped, words_of
 from .shard_files import dump, picture
 
-
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 

@@ -13,7 +13,6 @@ from earlyfusion.kernels.errors import UserError
 from .prepare_cases import main, prepare, samples, skipped
 from .shard_files import captions, dump, picture, write_tar
 
-
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 

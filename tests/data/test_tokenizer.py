@@ -165,7 +165,7 @@ def test_held_out_topics_are_not_in_the_tokenizer_corpus():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda tree: 5, "int, expected an object"),
+        (lambda tree: 5, "int of 1 bytes, expected an object"),
         (
             lambda tree: {**tree, "model": {**tree["model"], "vocab": {"a": 2**32 - 1}, "merges": []}},
             "expected fewer than",
