@@ -249,9 +249,7 @@ def test_a_conversation_cut_inside_an_image_is_refused_or_left_out_and_counted(t
     shape = dict(length=96, tokens=128, max_patches=4096)
     with (
         Loader(DataConfig(**words), tokenizer, VISION, **shape) as loader,
-        pytest.raises(
-            BadSample, match=r"chats.jsonl:1: \d+ tokens are more than length = 96"
-        ),
+        pytest.raises(BadSample, match=r"chats.jsonl:1: \d+ tokens are more than length = 96"),
     ):
         for _ in range(30):
             loader.next_step()
