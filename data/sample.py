@@ -159,7 +159,7 @@ class VideoFile:
 
     Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a
     hint for messages; the container is told by its first bytes. `backend` is decord or pyav; None
-    leaves the choice to the configuration (see data/video/read.py).
+    leaves the choice to the configuration (see data/video.py).
     """
 
     video: bytes | str | Path

@@ -126,7 +126,7 @@ class StageLoaders:
             "media_share": sum(stats["media_tokens"].values()),
             "positions": stats["positions"],
         }
-        own |= {f"skipped/{reason}": stats["skipped_by_reason"].get(reason, 0) for reason in REASONS}
+        own |= {f"skipped/{reason}": stats["skipped"][reason] for reason in REASONS}
         own |= {f"epoch/{name}": stats["epochs"][name] / self.runtime.world for name in loader.sources}
         sums = self.runtime.sum_dict(own)
 

@@ -28,7 +28,7 @@ from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.grounding import write_regions
 from earlyfusion.data.sample import Image, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.video.read import decode_video
+from earlyfusion.data.video import decode_video
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig

@@ -12,7 +12,6 @@ A stage with another length, batch size or number of lanes is a new Loader with 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Any
 
 from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.lane import add_skip, build_lanes
+from earlyfusion.data.loading.lane import Geometry, Spec, add_skip, build_lanes
 from earlyfusion.data.loading.mixture import Schedule
 from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.loading.prefetch import Feed, open_feed
 from earlyfusion.data.loading.stats import append_skipped, check_skipped, total
-from earlyfusion.data.loading.stream import Geometry, Spec
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 
@@ -37,7 +35,7 @@ class Loader:
 
     Args:
         data, tokenizer, vision: what is read, and how it becomes tokens and patches.
-        sizes: what one micro-batch is (stream.Geometry): length, tokens, max_patches, max_vision_flops,
+        sizes: what one micro-batch is (lane.Geometry): length, tokens, max_patches, max_vision_flops,
             lanes (micro-batches of one optimizer step over all ranks, a multiple of `world_size`) and stage.
             Documents lie end to end, each known by its segment, so a row has no edge that anything could see.
         weights: mixture weights by source, in place of those of the config.
@@ -170,21 +168,17 @@ class Loader:
         """What this rank has delivered so far, as it came out and not as it was configured.
 
         tokens, media_tokens (image features), vision_tokens (in documents with a picture), their shares of
-        all tokens, and epochs, by source; positions; samples left out by reason.
+        all tokens, and epochs, by source; positions; samples left out (skipped) by reason.
         """
         counts = total(self._states.values())
-        lanes = self.spec.geometry.lanes / len(self._states)
-        found: dict[str, Any] = {}
-        for kind in ("tokens", "media_tokens", "vision_tokens"):
-            found[kind] = {name: counts[kind][name] for name in self.sources}
-        found["shares"], found["epochs"] = {}, {}
+        epochs, shares = {}, {}
         for name, source in self.sources.items():
-            found["shares"][name] = counts["tokens"][name] / max(1, counts["tokens"].total())
             # This rank's lanes stand for all of them.
             read = sum(state["streams"][name]["cursor"] for state in self._states.values())
-            found["epochs"][name] = read * lanes / max(1, len(source))
-        found["positions"] = counts["positions"].total()
-        found["skipped_by_reason"] = Counter(counts["skipped"])
+            epochs[name] = read * self.spec.geometry.lanes / len(self._states) / max(1, len(source))
+            shares[name] = counts["tokens"][name] / max(1, counts["tokens"].total())
+        positions = counts["positions"].total()
+        found: dict[str, Any] = {**counts, "positions": positions, "epochs": epochs, "shares": shares}
         return found
 
 

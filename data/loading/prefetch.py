@@ -31,9 +31,8 @@ import numpy as np
 import torch
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.loading.lane import Lane, build_lanes
+from earlyfusion.data.loading.lane import Lane, Spec, Watch, build_lanes
 from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.data.loading.stream import Spec, Watch
 from earlyfusion.data.sources.base import Source
 
 STALL_S = 600.0

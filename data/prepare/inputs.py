@@ -25,8 +25,7 @@ from earlyfusion.data.prepare.rows import (
 )
 from earlyfusion.data.sample import file_below, within
 from earlyfusion.data.shards.fetch import TAR_ENDS, as_local
-from earlyfusion.data.shards.index import split_name
-from earlyfusion.data.shards.read import Shards
+from earlyfusion.data.shards.read import Shards, split_name
 from earlyfusion.data.shards.split import Numbered
 from earlyfusion.data.sources.text_files import find_files
 

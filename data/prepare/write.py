@@ -18,15 +18,15 @@ from typing import Any
 from earlyfusion.data.errors import BadSample, DataError, told
 from earlyfusion.data.prepare.work import Outcome
 from earlyfusion.data.shards.fetch import MANIFEST, TABLES
-from earlyfusion.data.shards.index import (
+from earlyfusion.data.shards.read import (
     INDEX_SUFFIX,
+    LocalFile,
     ShardIndex,
     TarScan,
     index_lines,
     scan_tar,
     write_index,
 )
-from earlyfusion.data.shards.read import LocalFile
 from earlyfusion.kernels.files import write_atomic, write_json
 
 _SUMS = ("tokens", "patches", "media", "content_bytes")
@@ -45,16 +45,11 @@ def scan_file(path: Path) -> TarScan:
     return scan_tar(file, file.size)
 
 
-def bin_of(count: int) -> str:
-    """Histogram bin: the smallest power of two that is not less than `count`, as a string; "0" for none."""
-    return str(1 << (count - 1).bit_length()) if count > 0 else "0"
-
-
 class Facts:
     """Counts over samples: the sums of _SUMS, and the tables of TABLES by name."""
 
     def __init__(self) -> None:
-        self.sums = Counter[str]()
+        self.sums = Counter(dict.fromkeys(_SUMS, 0))
         self.tables = {name: Counter[str]() for name in TABLES}
 
     def add(self, outcome: Outcome) -> None:
@@ -62,8 +57,6 @@ class Facts:
         counts = (outcome.tokens, outcome.patches, outcome.media, outcome.size)
         self.sums.update(dict(zip(_SUMS, counts)))
         self.tables["formats"][outcome.format] += 1
-        self.tables["token_histogram"][bin_of(outcome.tokens)] += 1
-        self.tables["patch_histogram"][bin_of(outcome.patches)] += 1
 
     def join(self, facts: dict[str, Any]) -> None:
         """Enter the facts of a shard."""
@@ -72,11 +65,8 @@ class Facts:
             table.update(facts[name])
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON types; names in order, bins of a histogram ascending."""
-        facts: dict[str, Any] = {name: self.sums[name] for name in _SUMS}
-        for name, table in self.tables.items():
-            facts[name] = dict(sorted(table.items(), key=lambda item: (item[0].zfill(20), item[0])))
-        return facts
+        """As JSON types, names in order."""
+        return {**self.sums, **{name: dict(sorted(table.items())) for name, table in self.tables.items()}}
 
 
 class ShardSet:

@@ -33,7 +33,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.shards.index import Count
 from earlyfusion.kernels.files import replacing
 
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
@@ -42,6 +41,10 @@ HTTP = ("http://", "https://")
 UNPACKED_RATIO, UNPACKED_FREE = 100, 256 << 20
 """Unpacked bytes for each packed one that are believed, once there are more than UNPACKED_FREE."""
 LOG = logging.getLogger("earlyfusion.data")
+MOST = 1 << 48
+"""No file has so many bytes: a number beyond is damage."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=MOST)]
+"""A number of bytes or samples."""
 _MOST_SHARDS = 1_000_000
 _SMALL = 32 << 20
 """Most bytes of an index.json, that of 40,000 shards: a JSON of lists takes 25 times as much memory when it
@@ -165,8 +168,8 @@ def braces(path: str) -> list[str]:
 
 
 TOTALS = ("samples", "items", "bytes", "tokens", "patches", "media")
-"""Sums in an index.json; the tables beside them count by name."""
-TABLES = ("formats", "skipped", "token_histogram", "patch_histogram")
+"""Sums in an index.json; the tables beside them count samples by name."""
+TABLES = ("formats", "skipped")
 
 
 class _Listed(BaseModel):
@@ -193,8 +196,6 @@ class _Manifest(BaseModel):
     media: StrictInt = 0
     formats: dict[str, Count] = {}
     skipped: dict[str, Count] = {}
-    token_histogram: dict[str, Count] = {}
-    patch_histogram: dict[str, Count] = {}
 
 
 def read_manifest(folder: str) -> dict[str, Any] | None:

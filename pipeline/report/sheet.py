@@ -39,7 +39,6 @@ from earlyfusion.pipeline.config.compose import compose
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
-BARS = " ▁▂▃▄▅▆▇█"
 MOST_INDEXES = 256
 """Shards without a manifest whose indexes are opened to count what they left out."""
 COUNTING = (
@@ -245,9 +244,8 @@ def _of_manifest(manifest: Mapping[str, Any]) -> Iterator[str]:
     samples, rule = manifest["samples"], f" ({_safe(manifest['vision'])})"
     yield f"{manifest['bytes'] / 1e6:,.1f} MB, {samples:,} samples of {manifest['items']:,} items"
     yield f"formats: {_listed(manifest['formats'])}"
-    for name, plural, about in (("token", "tokens", ""), ("patch", "patches", rule)):
-        mean, bars = manifest[plural] / max(1, samples), histogram(manifest[f"{name}_histogram"])
-        yield f"{manifest[plural]:,} {plural}{about}, {mean:,.0f} a sample  {bars}"
+    for name, about in (("tokens", ""), ("patches", rule)):
+        yield f"{manifest[name]:,} {name}{about}, {manifest[name] / max(1, samples):,.0f} a sample"
     yield f"left out: {_listed(manifest['skipped']) or 'nothing'}"
 
 
@@ -259,19 +257,3 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _safe(text: object, limit: int = 300) -> str:
     """Text of others as the console may print it: no markup, nothing that a terminal obeys."""
     return escape(one_line(text, limit))
-
-
-def histogram(counts: Mapping[str, int]) -> str:
-    """A histogram over powers of two as a row of bars: "16▁▃█▂1024"."""
-    # An index.json may come from anywhere: names that are no counts have no place in it.
-    bins = {int(name): count for name, count in counts.items() if re.fullmatch("[0-9]{1,18}", name)}
-    if not bins or max(bins.values()) < 1:
-        return ""
-    # Every power between the first and the last has a bar, also an empty one.
-    steps = [0] if 0 in bins else []
-    power = max(1, min((size for size in bins if size), default=1))
-    while power <= max(bins):
-        steps.append(power)
-        power *= 2
-    bars = "".join(BARS[-(-bins.get(step, 0) * 8 // max(bins.values()))] for step in steps)
-    return f"[dim]{min(bins)}[/]{bars}[dim]{max(bins)}[/]"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earlyfusion.data.video.readers import problem
+from earlyfusion.data.video import problem
 
 av = pytest.importorskip("av")
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.shards.index import scan_tar
-from earlyfusion.data.shards.read import Shards
+from earlyfusion.data.shards.read import Shards, scan_tar
 from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import captions, picture, write_tar

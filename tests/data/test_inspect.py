@@ -229,14 +229,6 @@ def test_long_texts_are_cut_and_context_is_grey(page):
     )
 
 
-@pytest.mark.parametrize(
-    ("histogram", "bars"),
-    [({}, ""), ({"8": 5}, "8█8"), ({"0": 1, "8": 8}, "0▁█8"), ({"8": 2, "32": 4}, "8▄ █32")],
-)
-def test_a_histogram_is_a_row_of_bars(histogram, bars):
-    assert sheet.histogram(histogram).replace("[dim]", "").replace("[/]", "") == bars
-
-
 @pytest.mark.parametrize("path", ["pipe:touch {mark}", "{{p,q}}ipe:touch {mark}"])
 def test_a_recipe_is_code_and_no_command_of_it_runs_unasked(tmp_path, inspect, path):
     mark = tmp_path / "ran"

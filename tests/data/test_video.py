@@ -14,8 +14,7 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video.read import container_of, decode_video, sample_indices, sure_of
-from earlyfusion.data.video.readers import open_clip
+from earlyfusion.data.video import container_of, decode_video, open_clip, sample_indices, sure_of
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
 

@@ -10,8 +10,7 @@ import pytest
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import VideoFile
-from earlyfusion.data.video.read import backend_of, container_of, decode_video
-from earlyfusion.data.video.readers import open_clip, problem
+from earlyfusion.data.video import backend_of, container_of, decode_video, open_clip, problem
 from earlyfusion.vision.config import VisionConfig
 
 from .clip_files import BACKENDS, CODECS, SHARED, number_in, numbered, write_clip
@@ -156,7 +155,7 @@ def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
     def missing(name):
         raise RuntimeError(f"Could not load {name}\nmore lines")
 
-    monkeypatch.setattr("earlyfusion.data.video.readers.importlib.import_module", missing)
+    monkeypatch.setattr("earlyfusion.data.video.importlib.import_module", missing)
     problem.cache_clear()
     try:
         for name in ("decord", "pyav", "auto"):
@@ -172,7 +171,7 @@ def test_a_backend_that_is_not_there_is_named_with_the_extra(monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_no_video_never_reaches_a_decoder(backend, monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.video.read.open_clip", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr("earlyfusion.data.video.open_clip", lambda *_: pytest.fail("opened"))
     playlist = b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n"
     for data in (playlist, b"ffconcat version 1.0\nfile /x\n", b""):
         with pytest.raises(BadSample) as caught:
