@@ -419,9 +419,10 @@ def decode_video(video: VideoFile, cfg: VisionConfig, decode: DecodeConfig | Non
     empty_file, too_large, corrupt_video, video_limit; and DataError (see backend_of).
     """
     decode = decode or DecodeConfig()
-    where = f"video {video.video}"
     if isinstance(video.video, bytes):
         where = f"{video.suffix.lstrip('.')} video of {len(video.video)} bytes".strip()
+    else:
+        where = f"video {video.video}"
     head = _head(video.video, where)
     container = container_of(head)
     if container is None:

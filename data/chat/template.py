@@ -209,7 +209,7 @@ def opening(message: Message) -> list[Segment]:
 
 def _element(name: str, content: Sequence[Segment], loss: float, attributes: str = "") -> list[Segment]:
     """A part of an assistant's message, markup included in what is learned."""
-    start = [Special(OPEN, loss), Text(name + attributes, loss), Special(SEP, loss)]
+    start: list[Segment] = [Special(OPEN, loss), Text(name + attributes, loss), Special(SEP, loss)]
     return [*start, *content, *_end(name, loss)]
 
 

@@ -29,7 +29,7 @@ from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats.build import BUILDERS
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.prepare.inputs import Input, fingerprint, open_input
+from earlyfusion.data.prepare.inputs import Input, open_input
 from earlyfusion.data.prepare.rows import InputOptions
 from earlyfusion.data.prepare.work import Job, Outcome, Worker, open_tokenizer, start_worker, work
 from earlyfusion.data.prepare.write import SKIPPED, ShardSet, fault_of
@@ -142,7 +142,7 @@ def prepare(
     opened = _opened(job)
     words = open_tokenizer(tokenizer).hash
     how = (fields, format, vision, max_pixels, words, shard_mb, shard_samples)
-    identity = f"{digest64(_LAYOUT, fingerprint(opened), *how):016x}"
+    identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
     about = {"tokenizer": words, "source": Path(source).name, "format": opened.form, "vision": vision}
     if format != "auto":
         about["format"] = format

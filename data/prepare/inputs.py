@@ -51,6 +51,10 @@ class Input:
     def __len__(self) -> int:
         return self.count
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change when the items do."""
+        return f"{digest64(self.count, *self.identity):016x}"
+
 
 def load_below(root: Path, name: str) -> bytes:
     """The bytes of a file below `root` only: a row from elsewhere must not be able to name other files of
@@ -150,11 +154,6 @@ def _shards(path: str) -> Input:
 
 def _row_files(paths: Sequence[Path]) -> list[RowFile]:
     return [READERS[row_kind(path)](path) for path in paths]
-
-
-def fingerprint(items: Input) -> str:
-    """16 hexadecimal digits that change when the items do."""
-    return f"{digest64(len(items), *items.identity):016x}"
 
 
 def open_input(path: str, options: InputOptions) -> Input:

@@ -369,7 +369,7 @@ def _copy(url: str, target: Path) -> None:
                 )
 
 
-def _zstd(packed: _Counted) -> Any:
+def _zstd(packed: Any) -> Any:
     try:
         import zstandard
     except ImportError:
