@@ -57,6 +57,7 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
     """
     decode = decode or DecodeConfig()
     where = describe(picture)
+    # Nothing is decoded yet: the size decides how.
     image = open_header(picture, decode.max_pixels)
 
     # A baseline JPEG may be stored larger than the limit: libjpeg shrinks it row by row.
@@ -85,6 +86,7 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
         raise BadSample(
             f"{where}: cannot be prepared ({str(error) or type(error).__name__}); {ADVICE}", "corrupt_image"
         ) from None
+    # Other formats are decoded in full; only then is it known how they are turned.
     original = original or rgb.size
     size = navit_size(*original, cfg)
     patches = patchify(fit(rgb, size, exact=not decode.fast, extent=extent), cfg.patch_size)
@@ -95,6 +97,7 @@ def decode_frames(
     frames: Sequence[Picture], timestamps: Sequence[float], cfg: VisionConfig, decode: DecodeConfig
 ) -> Media:
     """A video given as pictures of one size, with the seconds of each; raises BadSample."""
+    # A bad frame is named as the picture it is.
     opened = [open_picture(frame, decode.max_pixels) for frame in frames]
     try:
         items = prepare_frames(opened, cfg, exact=not decode.fast)

@@ -38,6 +38,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "J
 @cache
 def _formats() -> tuple[str, ...]:
     """FORMATS that this build of Pillow can read."""
+    # A build may lack AVIF or JPEG 2000; asking for them would fail.
     PILImage.init()
     return tuple(name for name in FORMATS if name in PILImage.OPEN)
 
@@ -66,6 +67,7 @@ def ico_sizes(data: bytes) -> list[tuple[int, int]]:
 
     An entry whose header cannot be read is left out: Pillow refuses it.
     """
+    # Told by the bytes: the name of a file says nothing.
     if data[:4] != b"\0\0\1\0" or len(data) < 6:
         return []
     sizes = []
@@ -73,6 +75,7 @@ def ico_sizes(data: bytes) -> list[tuple[int, int]]:
         entry = data[6 + 16 * number : 22 + 16 * number]
         if len(entry) < 16:
             break
+        # The directory says 16 x 16 in one byte each; the picture itself has its true size.
         head = data[(start := struct.unpack_from("<I", entry, 12)[0]) : start + 24]
         if len(head) < 24:
             continue
@@ -97,6 +100,7 @@ def png_is_short(data: bytes) -> bool:
     width, height = png_size(data) or (0, 0)
     if not height:
         return False
+    # Bits a pixel by colour type; palettes and grey have one sample.
     depth, colour = data[24], data[25]
     bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
     return height * (1 + (width * bits + 7) // 8) > DEFLATE * len(data)
@@ -107,6 +111,7 @@ def jpeg2000_size(data: bytes) -> tuple[int, int] | None:
     is none."""
     if data[:4] != _SIZ and data[4:8] != b"jP  ":
         return None
+    # The container may claim any size; the code stream is what is decoded.
     at = data.find(_SIZ)
     if at < 0 or len(data) < at + 24:
         return None
@@ -117,6 +122,7 @@ def jpeg2000_size(data: bytes) -> tuple[int, int] | None:
 def jpeg_scans(data: bytes, most: int = JPEG_SCANS) -> int:
     """Scans of the first picture of a JPEG, counted no further than `most` + 1; 0 for anything that is no
     JPEG."""
+    # Counting bytes is quick, and enough for nearly every file.
     if data[:2] != b"\xff\xd8" or data.count(b"\xff\xda") <= most:
         return 0
     at, scans = 2, 0
@@ -148,6 +154,7 @@ def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Ima
     Raises BadSample with its reason when that fails, when pictures hidden inside are larger than
     `max_pixels`, and for a JPEG of more scans than any encoder writes.
     """
+    # Decoded already: whoever made it has paid for it.
     if isinstance(picture, PILImage.Image):
         return picture
     if isinstance(picture, np.ndarray):
@@ -167,6 +174,7 @@ def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Ima
         raise BadSample(f"{where}: cannot be read ({error.strerror})", "unreadable") from None
     if not data:
         raise BadSample(f"{where}: empty file; {ADVICE}", "empty_file")
+    # Before Pillow sees the file: opening an icon decodes it.
     _check_hidden_work(data, where, DecodeConfig().max_pixels if max_pixels is None else max_pixels)
     try:
         image = PILImage.open(io.BytesIO(data), formats=_formats())
@@ -210,6 +218,7 @@ def _check_hidden_work(data: bytes, where: str, limit: int) -> None:
 
 def check_pixels(size: tuple[int, int], where: str, limit: int) -> None:
     """Raises BadSample (pixel_limit) for more than `limit` pixels."""
+    # Sides may be anything, also negative in a damaged file; the product is what costs.
     width, height = size
     if width * height > limit:
         raise BadSample(

@@ -90,6 +90,7 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, config: dict[str, Any] | None = None) -> None:
         self.config = dict(config or {})
+        # A foreign tokenizer keeps its own names for these three.
         names = [self._named("bos_token", BOS), self._named("eos_token", EOS), self._named("pad_token", PAD)]
         missing = [name for name in (*names, *SPECIAL_TOKENS[3:]) if backend.token_to_id(name) is None]
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
@@ -110,6 +111,7 @@ class Tokenizer:
         self.media_end_id, self.media_pad_id = self.id_of(MEDIA_END), self.id_of(MEDIA_PAD)
 
     def _named(self, role: str, default: str) -> str:
+        # Hugging Face writes a string or an object with its content.
         value = self.config.get(role) or default
         name = value.get("content") if isinstance(value, dict) else value
         if not isinstance(name, str) or not name:
@@ -147,6 +149,7 @@ class Tokenizer:
 
         Raises BadSample (encoding) for half a character: JSON may hold "\\ud83d" alone.
         """
+        # The library takes its lock for every text, however short.
         known = self._memory.get(text)
         if known is not None:
             return known
@@ -187,6 +190,7 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> Path:
         """Write tokenizer.json and tokenizer_config.json as `transformers.AutoTokenizer` reads them."""
+        # Whole files only: a model directory may be read while it is written.
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         config = {
@@ -266,6 +270,7 @@ def _refuse_growth(found: Mapping[str, Any]) -> None:
     stops it.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        # Steps of one part follow each other, so what they add multiplies.
         growth, waiting = 1.0, [found.get(part)]
         while waiting:
             step = waiting.pop()

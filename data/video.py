@@ -77,6 +77,7 @@ class Clip:
 @cache
 def problem(backend: str) -> str | None:
     """Why a backend cannot be used here; None when it can."""
+    # decord is never asked without PyAV beside it, which lists the packets first.
     for module in ("av", "decord")[: 1 + (backend == "decord")]:
         try:
             loaded = importlib.import_module(module)
@@ -98,6 +99,7 @@ def give_back() -> None:
 def within_limits(where: str, decode: DecodeConfig, **found: float) -> None:
     """Raises BadSample (video_limit) when a value is over the option of DecodeConfig that it is named by."""
     for option, value in found.items():
+        # Named by the option, so that the message says what to change.
         limit, unit = getattr(decode, option), option.rpartition("_")[2]
         if value > limit:
             raise BadSample(
@@ -162,6 +164,7 @@ def _container(video: Stored, container: str) -> Iterator[Any]:
 
 def _stream(container: Any) -> Any:
     """The video stream FFmpeg deems best, as decord takes it."""
+    # A file may hold a cover picture as a second stream.
     stream = container.streams.best("video")
     if stream is None:
         raise ValueError("no video stream in it")
@@ -239,6 +242,7 @@ def _upright(frame: Any) -> np.ndarray:
     if frame.is_corrupt:
         raise ValueError("a frame is damaged")
     pixels: np.ndarray = frame.to_ndarray(format="rgb24")
+    # Phones store a picture as the sensor sees it, and the turn beside it.
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
@@ -269,6 +273,7 @@ def _open_animation(video: Stored, where: str, decode: DecodeConfig) -> Clip:
     """GIF, animated WebP and PNG; a still picture is a video of one frame."""
     data = video if isinstance(video, bytes) else Path(video).read_bytes()
     image: Any = Image.open(io.BytesIO(data), formats=("GIF", "WEBP", "PNG"))
+    # From the header, before anything is painted.
     pixels = image.size[0] * image.size[1]
     within_limits(where, decode, video_max_pixels=pixels)
     frames = int(getattr(image, "n_frames", 1))
@@ -319,6 +324,7 @@ def container_of(head: bytes) -> str | None:
     enough: what stands in the first 16 must be what the container's own writers put there, and PyAV is told
     which demuxer to use.
     """
+    # By what stands at fixed places, never by the name of the file.
     if head[4:8] in _ATOMS:
         return "mp4" if _is_mp4(head) else None
     if head[:4] == b"\x1a\x45\xdf\xa3":
@@ -375,6 +381,7 @@ def backend_of(asked: str) -> str:
 
     Raises DataError for an unknown one, and for one that is not installed, naming the extra.
     """
+    # decord is the faster one where it can read a file.
     if asked == "auto":
         asked = next((name for name in VIDEO_BACKENDS if problem(name) is None), "pyav")
     if asked not in VIDEO_BACKENDS:
@@ -389,6 +396,7 @@ def sample_indices(
     count: int, native_fps: float, fps: float = 2.0, max_frames: int | None = None
 ) -> list[int]:
     """Which of `count` frames are taken (see the head of this file); at most `max_frames`, evenly spread."""
+    # A clip shorter than the distance of two frames still gives one.
     wanted = max(round(count * min(fps, native_fps) / native_fps), 1)
     wanted = min(wanted, count, max_frames or wanted)
     return [int(index) for index in np.linspace(0, count - 1, wanted).round()]

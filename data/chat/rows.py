@@ -52,6 +52,7 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
         raise BadSample(
             f'{where}: expected an object with a list "messages" of at least one message', "bad_json"
         )
+    # All turns first: pictures without a place are dealt out over the whole row.
     read = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns)]
     _fill_places(read, row, where)
     messages = []
@@ -66,6 +67,7 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
         raise
     except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadSample(f"{where}: {error}", "bad_json") from None
+    # A row that teaches nothing would only take up room.
     if not any(message.role == "assistant" and message.weight > 0 for message in messages):
         raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
     return messages
@@ -77,6 +79,7 @@ def _turn(turn: Any, here: str) -> tuple[str, list[Part]]:
         raise BadSample(
             f"{here}: is {type(turn).__name__}, expected an object with role and content", "bad_json"
         )
+    # ShareGPT and LLaVA say from and value.
     name = str(turn.get("role", turn.get("from")))
     role = ALIASES.get(name, name)
     if role not in ROLES:
@@ -89,6 +92,7 @@ def _turn(turn: Any, here: str) -> tuple[str, list[Part]]:
 
 
 def _parts(content: Any, here: str) -> list[Part]:
+    # A message of nothing but tool calls.
     if content is None:
         return []
     if isinstance(content, str):
@@ -120,6 +124,7 @@ def _parts(content: Any, here: str) -> list[Part]:
 def _fill_places(read: Sequence[tuple[str, list[Part]]], row: Mapping[str, Any], where: str) -> None:
     """Give every place without a name the next of the row's pictures; counts that differ are refused."""
     for kind in ("image", "video"):
+        # One picture is often not in a list.
         given = row.get(f"{kind}s", row.get(kind))
         if not isinstance(given, list):
             given = [] if given is None else [given]
@@ -163,6 +168,7 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
 
 
 def _message(role: str, content: tuple[Segment, ...], turn: Mapping[str, Any], number: int) -> Message:
+    # An empty thought is a thought: the channel is there and empty.
     calls, thinking = turn.get("tool_calls") or [], turn.get("reasoning_content")
     if not isinstance(calls, list):
         raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, expected a list")

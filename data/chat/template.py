@@ -68,6 +68,7 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Names stand in the markup as they are: a quotation mark in one could add an attribute.
         for name in (self.tool, *self.arguments):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise DataError(
@@ -125,6 +126,7 @@ class ChatTokenizer:
 
     def save(self, directory: str | Path) -> Path:
         """Write the tokenizer's files and the template."""
+        # The file of its own is what transformers looks for first.
         folder = self.tokenizer.save(directory)
         write_atomic(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
         return folder
@@ -201,6 +203,7 @@ def _chat_parts(message: Message) -> list[Segment]:
 
 def opening(message: Message) -> list[Segment]:
     """What stands before the content of a message."""
+    # As K3 writes it: attributes in this order.
     header = f'message role="{message.role}"'
     if message.tool:
         header += f' tool="{message.tool}" index="{message.index}"'
@@ -220,6 +223,7 @@ def _end(name: str, loss: float) -> list[Segment]:
 def _call(call: ToolCall, index: int, loss: float) -> list[Segment]:
     content: list[Segment] = []
     for key, value in call.arguments.items():
+        # Strings stand as they are: a program in quotation marks would be hard to learn.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         kind = JSON_TYPES.get(type(value), "array")
         content += _element("argument", [Text(text, loss)], loss, f' key="{key}" type="{kind}"')
@@ -227,6 +231,7 @@ def _call(call: ToolCall, index: int, loss: float) -> list[Segment]:
 
 
 def _qa_parts(message: Message) -> list[Segment]:
+    # Pictures first, as the sources of pretraining have them.
     media: list[Segment] = [segment for segment in message.content if not isinstance(segment, Text)]
     if message.role == "user":
         return [*media, Text(question_text(message.text.strip()), 0.0)]
@@ -239,6 +244,7 @@ def tools_message(tools: Sequence[Any]) -> Message:
     """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError("tools: expected a list of objects, declarations in the OpenAI form")
+    # One declaration a line: short, and easy to cut.
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     return Message("system", (Text("\n".join(["# Tools", *lines])),))
 
@@ -249,6 +255,7 @@ def call_from(call: Any, number: int) -> ToolCall:
     inner = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = inner.get("arguments", {})
     try:
+        # OpenAI's own files hold JSON in a string, others an object.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None

@@ -49,6 +49,7 @@ def encode_chat(
     closed with [EOS], for training. Raises DataError without a message, BadSample for media that cannot be
     read.
     """
+    # By the same way as training documents, so that a prompt is a document's beginning.
     sample = chat_sample(messages, source="chat", key=key, template=template)
     if not add_generation_prompt:
         return encode(sample, tokenizer, vision, decode=decode)
@@ -87,6 +88,7 @@ class _Broken(Exception):
 
 def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer) -> Parsed:
     """Ids that follow the opening of an assistant's message, with or without its end -> Parsed."""
+    # What comes after the end of the message was never said.
     body, ended = [int(i) for i in ids], False
     if tokenizer.end_of_msg_id in body:
         body, ended = body[: body.index(tokenizer.end_of_msg_id)], True
@@ -120,6 +122,7 @@ def _runs(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[int | None
 
 def _tree(ids: Sequence[int], tokenizer: Tokenizer) -> _Element:
     """The elements of a message as children of one without a name."""
+    # A stack and no recursion: a model may open any number of elements.
     path = [_Element()]
     for kind, text in _runs(ids, tokenizer):
         if kind is None:
@@ -139,6 +142,7 @@ def _message(root: _Element) -> Message:
     if not root.children:
         return Message("assistant", (Text(root.text),))
     parts = {child.name: child for child in root.children}
+    # In this order, and each at most once.
     names = [name for name in CHANNELS if name in parts]
     if root.text or [child.name for child in root.children] != names or "response" not in parts:
         raise _Broken
@@ -165,6 +169,7 @@ def _call(element: _Element) -> ToolCall:
         for child in element.children:
             if child.name != "argument" or child.children:
                 raise _Broken
+            # Only strings are written as they are; everything else is JSON.
             value: Any = child.text
             if child.attributes.get("type", "string") != "string":
                 value = json.loads(value)
@@ -199,6 +204,7 @@ class ChatStream:
 
     def push(self, token: int) -> list[tuple[Channel, str]]:
         """Take one more id; returns the text that became certain, with its channel."""
+        # Markup is kept back until it is whole; text goes out as soon as it is certain.
         tokenizer = self.tokenizer
         if self.ended or token in (tokenizer.end_of_msg_id, tokenizer.eos_id):
             self.ended = True
@@ -214,6 +220,7 @@ class ChatStream:
             self._header.append(token)
             return []
         self._pending.append(token)
+        # A character may be cut between two tokens: its first half is no text yet.
         text = tokenizer.decode(self._pending, skip_special=True)
         if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_CHARACTER:
             return []
@@ -234,6 +241,7 @@ class ChatStream:
         return [(self.channel, text)] if text else []
 
     def _enter(self) -> None:
+        # A broken header opens or closes something all the same; nothing here raises.
         name = self.tokenizer.decode(self._header or []).partition(" ")[0]
         if self._header is not None and not self._closing:
             self._path.append(name)

@@ -81,6 +81,7 @@ class Encoded:
 
         patches = None
         if inside and self.patches is not None:
+            # Patches of all media lie end to end; those of a piece are one stretch of them.
             edges = np.cumsum([0] + [num_patches(grid) for grid in self.grids])
             patches = self.patches[int(edges[inside[0]]) : int(edges[inside[-1] + 1])]
         pads = self.media_positions
@@ -111,6 +112,7 @@ class _Writer:
 
     def add(self, ids: Iterable[int], weight: float = 0.0) -> None:
         self.ids.extend(ids)
+        # As many weights as ids came, which may be an iterator.
         self.weights.extend([weight] * (len(self.ids) - len(self.weights)))
 
     def add_media(self, media: Media) -> None:
@@ -122,6 +124,7 @@ class _Writer:
                 word = "video"
                 self.add(token.encode(timestamp(media.timestamps[frame])))
                 frame += grid[0]
+            # The span covers the markup too: a cut inside it would leave half a picture.
             start = len(self.ids)
             self.add([token.media_begin_id, *token.encode(word), token.media_content_id])
             self.pads += range(len(self.ids), len(self.ids) + num_tokens(grid, self.merge))
@@ -158,11 +161,13 @@ def encode(
     writer = _Writer(tokenizer, vision_cfg.merge_kernel_size)
     try:
         _fill(writer, sample, vision_cfg, decode or DecodeConfig(), bos, eos)
+    # What went wrong is said once, with the name of the sample in front.
     except BadSample as error:
         raise BadSample(f"{sample.source} {sample.key}: {error}", error.reason) from None
     return Encoded(
         ids=torch.tensor(writer.ids, dtype=torch.int64),
         loss_weights=torch.tensor(writer.weights, dtype=torch.float32),
+        # None rather than an empty tensor: a text needs no patch size.
         patches=torch.cat(writer.patches) if writer.patches else None,
         grids=writer.grids,
         spans=writer.spans,
@@ -182,6 +187,7 @@ def _fill(
             "too_large",
         )
     tokenizer = writer.tokenizer
+    # Decoded first: a text may name regions of a picture that comes after it.
     media: list[Media] = []
     for segment in sample.segments:
         if isinstance(segment, Image):
@@ -207,6 +213,7 @@ def _fill(
             ids = tokenizer.encode(_regions_text(segment, media))
         writer.add(ids, segment.loss)
         last_weight = segment.loss
+    # The end of an answer is as much to be learned as the answer.
     if eos:
         writer.add([tokenizer.eos_id], last_weight)
 
@@ -244,6 +251,7 @@ def next_cut(
     position. Raises BadSample when one media item alone is over a limit.
     """
     total = len(document)
+    # A piece from the middle begins with [BOS] of its own, which takes a place.
     limit = min(start + length - int(start > 0), total)
     patches, spent = 0, 0.0
     for (first, stop), grid in zip(document.spans, document.grids):
@@ -271,6 +279,7 @@ def next_cut(
     def inside(cut: int) -> bool:
         return any(a < cut < b for a, b in document.spans)
 
+    # A last piece of a few tokens would be nearly all filler: two halves instead.
     middle = (start + total) // 2
     if middle < limit and total - limit < length // 4 and not inside(middle):
         limit = middle
@@ -297,6 +306,7 @@ def refuse_longer(document: Encoded, length: int) -> None:
 def cuts(document: Encoded, length: int, max_patches: int, newline: np.ndarray) -> list[tuple[int, int]]:
     """Token ranges within `length` and `max_patches` that together are the whole document (see
     `next_cut`)."""
+    # The same steps as a lane makes one at a time, with the document in memory.
     ranges, start = [], 0
     while start < len(document):
         stop = next_cut(document, start, length, max_patches, newline)

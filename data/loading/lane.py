@@ -83,10 +83,12 @@ class Spec:
     @cached_property
     def cost(self) -> VisionCost:
         """What a picture costs the tower."""
+        # Kept: asked for at every piece, and the same for the whole stage.
         return VisionCost.from_config(self.vision)
 
     def build_sources(self) -> dict[str, Source]:
         """Name -> source, in the order of the config."""
+        # The order of the config is the order of the source ids in a batch.
         sources = {}
         for config in self.data.sources:
             source = build_source(config, seed=self.data.seed, val_fraction=self.data.val_fraction)
@@ -97,6 +99,7 @@ class Spec:
         """What a saved cursor belongs to; a resume with another identity is refused, naming the
         differences."""
         vision, decode = self.vision, self.data.decode
+        # Whatever changes the tokens of a document or the order they come in.
         facts: dict[str, Any] = {
             "seed": self.data.seed,
             "lookahead": self.data.lookahead,
@@ -125,6 +128,7 @@ class Watch(ctypes.Structure):
     def note(self, text: str) -> None:
         """Replace the line (cut at 512 bytes) and count the change: a worker whose count stands still is
         stuck, or has nothing to do."""
+        # ctypes refuses more than the field holds.
         self.line = text.encode("utf-8", "replace")[:512]
         self.count += 1
 
@@ -159,6 +163,7 @@ class Stream:
         """(epoch, index) of the current document."""
         size = len(self.source)
         epoch, position = divmod(self._number(), size)
+        # Kept between calls: its keys cost a few hashes.
         order = _order(size, self.spec.data.seed, self.spec.geometry.stage, self.source.name, epoch)
         return epoch, order[position]
 
@@ -173,6 +178,7 @@ class Stream:
 
     def encoded(self, epoch: int, index: int) -> Encoded:
         """The whole document; raises BadSample."""
+        # Before anything is touched: a decoder may end the process here.
         self.watch.note(f"reading {self._described(index)}, sample {index} of epoch {epoch}")
         sample = self.source.get(index, epoch)
         self.watch.note(
@@ -183,6 +189,7 @@ class Stream:
     def next_piece(self) -> tuple[Reference, Encoded] | None:
         """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
         configured."""
+        # Counted in a row: one good sample shows that the source can still give.
         failures = 0
         while not self.exhausted:
             epoch, index = self.where()
@@ -214,6 +221,7 @@ class Stream:
         if self.spec.data.overlong == "skip":
             refuse_longer(document, geometry.length)
         ends_line, cost = self.spec.tokenizer.ends_line, self.spec.cost
+        # A picture that no batch can hold is refused by the cut.
         limits = (geometry.length, geometry.max_patches)
         return next_cut(document, self.start, *limits, ends_line, cost, geometry.max_cost)
 
@@ -221,6 +229,7 @@ class Stream:
         self.cursor, self.start, self._document = self.cursor + documents, 0, None
 
     def _skip(self, error: BadSample, epoch: int, index: int, failures: int) -> None:
+        # Where it lies is asked only now: for shards it may read an index.
         shard, key = self.source.locate(index)
         entry = {"source": self.source.name, "shard": shard, "key": key, "epoch": epoch, "index": index}
         self.skipped.append({**entry, "reason": error.reason, "message": str(error)})
@@ -234,6 +243,7 @@ class Stream:
         """Move on, unread, by as many documents as hold `tokens` by the mean of those read, and a tenth more,
         since lengths differ; the current one goes first."""
         if self.documents and tokens > 0:
+            # Without a document read there is no length to go by, and the cursor stays.
             mean = self.tokens / self.documents
             self._move(max(1, math.ceil(_MARGIN * tokens / mean)))
 
@@ -262,6 +272,7 @@ class Lane:
 
     def __init__(self, spec: Spec, sources: Mapping[str, Source], index: int, watch: Watch) -> None:
         self.spec, self.index, self.watch = spec, index, watch
+        # Every lane has cursors of its own: the ranks share nothing.
         self.streams = {name: Stream(source, spec, index, watch) for name, source in sources.items()}
         pictures = [config.name for config in spec.data.sources if config.has_pictures]
         self.blend = Blend(spec.weights, pictures, spec.schedule)
@@ -281,6 +292,7 @@ class Lane:
 
     def _refill(self) -> None:
         tokens = self.spec.geometry.tokens
+        # Sources that end here are asked no more in this round.
         held = self._pool_tokens()
         available = {name for name, stream in self.streams.items() if not stream.exhausted}
         while held < self.spec.data.lookahead * tokens:
@@ -304,6 +316,7 @@ class Lane:
     def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
         """The next micro-batch, and the samples left out on the way (stats.py); raises DataExhausted when
         every source has reached its max_epochs."""
+        # Order matters: a skip moves the cursors that the refill reads from.
         self._leave_out()
         self._refill()
         skipped = self._take_skipped()
@@ -323,6 +336,7 @@ class Lane:
             aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
         chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
         documents = [self._piece(self._pool[i]) for i in chosen]
+        # From the end, so that the places of the others stay.
         for i in reversed(chosen):
             del self._pool[i]
         self.steps += 1
@@ -355,6 +369,7 @@ class Lane:
         for stream in self.streams.values():
             entries += [{**place, **entry} for entry in stream.skipped]
             stream.skipped = []
+        # Counted here and not in the stream, so that the counts belong to the step.
         for entry in entries:
             self.counts["skipped"][entry["reason"]] += 1
             self.last_skipped = entry["message"]
@@ -389,6 +404,7 @@ class Lane:
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "mixture": self.blend.state_dict(),
+            # References and sizes: enough to choose from without reading a sample.
             "pool": [[*held.reference, *held.size] for held in self._pool],
             "counts": {name: dict(counts) for name, counts in self.counts.items()},
             "last_skipped": self.last_skipped,
@@ -410,6 +426,7 @@ class Lane:
 def add_skip(state: dict[str, Any], first: int, end: int) -> None:
     """Enter the range of steps [first, end) into a lane's state; overlapping ranges become one."""
     spans: list[list[int]] = []
+    # Sorted by their beginnings, ranges that meet stand side by side.
     for a, b in sorted([*state["skips"], [first, end]]):
         if spans and a <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], b)
@@ -428,6 +445,7 @@ def build_lanes(
     """Lanes by index, each at its state (None: at the beginning)."""
     lanes = []
     for index, state in states.items():
+        # Lanes of one worker share a watch: it does one thing at a time.
         lane = Lane(spec, sources, index, watch or Watch())
         if state is not None:
             lane.load_state_dict(state)

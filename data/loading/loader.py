@@ -63,21 +63,25 @@ class Loader:
     ) -> None:
         geometry = Geometry(**sizes)
         if geometry.lanes % world_size:
+            # A rank with a lane more than the others would make them wait at every step.
             nearest = max(1, round(geometry.lanes / world_size)) * world_size
             raise DataError(
                 f"lanes = {geometry.lanes} cannot be shared by {world_size} processes: start as many as"
                 f" divide it, or give a multiple of {world_size} (nearest: {nearest})"
             )
         mixture = {source.name: source.weight for source in data.sources}
+        # A source that the stage does not name gives nothing.
         if weights:
             mixture = {name: float(weights.get(name, 0.0)) for name in mixture}
         self.spec = Spec(data, tokenizer, vision, geometry, mixture, schedule, loss_weights or {})
         self.sources = self.spec.build_sources()
         self.log = log
+        # Taken once: fingerprints of sources may read a file list.
         self._identity = self.spec.identity(self.sources)
         self._feed: Feed | None = None
         self._states: dict[int, dict[str, Any]] = {}
         owned = range(rank, geometry.lanes, world_size)
+        # Built to see their states, and to refuse impossible shares before the run.
         for lane in build_lanes(self.spec, self.sources, dict.fromkeys(owned)):
             self._states[lane.index] = lane.state_dict()
 
@@ -93,9 +97,11 @@ class Loader:
         when too many samples are bad or a worker has died.
         """
         if self._feed is None:
+            # Not before the first step: a resume loads states first, and processes cost memory.
             self._feed = open_feed(self.spec, self.sources, self._states)
         step = self._feed.get()
         self._states = {lane: step.states[lane] for lane in self._states}
+        # Written here and not where it is prepared: what was never consumed is no loss.
         if step.skipped:
             if self.log is not None:
                 append_skipped(self.log, step.skipped)
@@ -141,10 +147,12 @@ class Loader:
         On another number of ranks, give the merged states of all (`merge_states`). Raises DataError, naming
         each difference, when sources, seed, lanes, tokenizer or shapes are not those of the state.
         """
+        # A state is short-lived: no reader of older ones is kept.
         if state.get("version") != _VERSION:
             raise DataError(
                 f"data state of version {state.get('version')!r}, expected {_VERSION}; start a new run"
             )
+        # All differences at once: finding them one by one takes a start each.
         changes = []
         for key in sorted(state["identity"].keys() | self._identity.keys()):
             was, now = state["identity"].get(key), self._identity.get(key)

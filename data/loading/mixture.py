@@ -24,6 +24,7 @@ class Mixture:
     """Weights of the named sources and the tokens each has given since the weights were last set."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
+        # Tokens are counted, not documents: a long document is a large share.
         self.weights = dict(weights)
         self.emitted = dict.fromkeys(weights, 0)
         self.owed = dict.fromkeys(weights, 0.0)
@@ -32,9 +33,11 @@ class Mixture:
     def move(self, weights: Mapping[str, float]) -> None:
         """New weights of a schedule, 0 for a source not named: what is owed under the old ones is carried
         over, so a ramp is followed exactly."""
+        # Called for every piece; nothing happens while the weights stand still.
         wanted = {name: weights.get(name, 0.0) for name in self.weights}
         if wanted == self.weights:
             return
+        # What a source is short of under the old weights it will get under the new ones.
         for name, due in self._due(self.weights).items():
             self.owed[name] = due
         self.weights = wanted
@@ -68,6 +71,7 @@ class Mixture:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
+        # The weights, too: those in force are part of where the account stands.
         for name in ("weights", "emitted", "owed"):
             setattr(self, name, dict(state[name]))
 
@@ -133,6 +137,7 @@ def _at(track: Track, step: float) -> Mapping[str, float] | None:
         if start <= step:
             now, since = value, start
         elif linear and now is not None:
+            # Between two points: names of either side fade in or out.
             u = (step - since) / (start - since)
             names = [*now, *(name for name in value if name not in now)]
             return {name: (1 - u) * now.get(name, 0.0) + u * value.get(name, 0.0) for name in names}
@@ -163,6 +168,7 @@ class Blend:
                 self._check(schedule.weights(point.step) or weights, schedule.vision_share(point.step))
 
     def _check(self, weights: Mapping[str, float], share: float | None) -> None:
+        # Weights alone decide, and those may be anything.
         if share is None:
             return
         able = {name for name, weight in weights.items() if weight > 0}

@@ -72,6 +72,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on `device`."""
+        # Every tensor it has, so that a new field is not forgotten here.
         moved: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -96,6 +97,7 @@ def assemble(
 
     Raises ValueError when the documents do not fit.
     """
+    # One concatenation a column: a loop over slices took as long as decoding.
     lengths = [len(document) for document in documents]
     filler = tokens - sum(lengths)
     if filler < 0:
@@ -121,6 +123,7 @@ def assemble(
     patches += [document.patches for document in documents if document.patches is not None]
     media = [torch.empty(0, dtype=torch.int64)]
     media += [document.media_positions + start for document, start in zip(documents, starts)]
+    # Filler is in documents of its own, none longer than a real one: kernels plan by the longest.
     whole, rest = divmod(filler, length or tokens)
     return PackedBatch(
         ids=ids_T,
@@ -184,6 +187,7 @@ def choose(sizes: Sequence[Size], budget: Size, aim: float | None = None) -> lis
     aim: cost the micro-batch should come to; rich and poor documents then take turns, oldest first in each,
     so that micro-batches of equal aim cost about the same.
     """
+    # Oldest first, so that nothing waits for ever.
     room = _Room(sizes, budget)
     order: Sequence[int] = range(len(sizes))
     if aim is not None and sizes:
@@ -214,6 +218,7 @@ def _steer(sizes: Sequence[Size], per_token: float) -> list[int]:
 
     Those with pictures and those without each keep their order.
     """
+    # The oldest document comes first whatever it costs.
     order, used, spent = [0], sizes[0].tokens, sizes[0].cost
     newest_first = range(len(sizes) - 1, 0, -1)
     rich = [i for i in newest_first if sizes[i].cost > 0]
@@ -234,6 +239,7 @@ def _steer(sizes: Sequence[Size], per_token: float) -> list[int]:
 def _subset_sum(lengths: Sequence[int], room: int) -> list[int]:
     """Positions whose lengths sum as near to `room` as possible without going over; early ones are
     preferred."""
+    # One integer holds every sum that can be reached; a shift adds a length to all of them.
     mask = (1 << (room + 1)) - 1
     reach = [1]
     for length in lengths:
@@ -271,6 +277,7 @@ def pack_all(
             pool.append(document)
         if not pool:
             return
+        # Evaluation has no ranks to balance: costs do not count.
         sizes = [Size(len(document), document.num_patches) for document in pool]
         chosen = choose(sizes, Size(tokens, max_patches))
         if not chosen:

@@ -54,6 +54,7 @@ class Step(NamedTuple):
 
 def prepare(lanes: Sequence[Lane]) -> Step:
     """One step, prepared here and now."""
+    # States are taken right after the batch: they say where its lane stands then.
     step = Step({}, {}, [])
     for lane in lanes:
         step.batches[lane.index], skipped = lane.next_batch()
@@ -71,6 +72,7 @@ class Line:
     ) -> None:
         self.name, self.watch, self.process = name, watch, process
         self._make = make
+        # Bounded: steps in advance hold their pictures in memory.
         self._ready: queue.Queue[Step | BaseException] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -97,6 +99,7 @@ class Line:
 
     def get(self) -> Step:
         """The next result; raises what was raised for it, now and ever after."""
+        # An error is final: what comes after it would not be the next step.
         if self._error is None:
             made = self._wait()
             if not isinstance(made, BaseException):
@@ -147,6 +150,7 @@ class Feed:
         if not self.lines:
             return prepare(self._lanes)
         step = Step({}, {}, [])
+        # Every line has its part of each step, so all are asked in turn.
         for line in self.lines:
             made = line.get()
             step.batches.update(made.batches)
@@ -166,6 +170,7 @@ def open_feed(spec: Spec, sources: Mapping[str, Source], states: States) -> Feed
     if data.prefetch == "none":
         return Feed([], build_lanes(spec, sources, states))
     if data.prefetch == "thread":
+        # One thread, however many lanes: they share the interpreter's lock anyway.
         watch = Watch()
         make = partial(prepare, build_lanes(spec, sources, states, watch))
         return Feed([Line("earlyfusion-data", make, watch, data.prefetch_steps)])
@@ -175,6 +180,7 @@ def open_feed(spec: Spec, sources: Mapping[str, Source], states: States) -> Feed
     count = min(data.workers, len(states))
     lines = []
     for number in range(count):
+        # Each worker has whole lanes, so their number changes nothing that is delivered.
         own = {lane: states[lane] for lane in list(states)[number::count]}
         watch = context.RawValue(Watch)
         reader, writer = context.Pipe(duplex=False)
@@ -192,6 +198,7 @@ def _work(spec: Spec, states: States, writer: Connection, watch: Watch) -> None:
     # The parent decides when to stop; it may still need a batch.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # Workers are parallel already; more threads would take the training's cores.
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         try:
@@ -207,6 +214,7 @@ def _work(spec: Spec, states: States, writer: Connection, watch: Watch) -> None:
 def _sendable(error: BaseException) -> BaseException:
     """The error itself where it survives pickling, else its text."""
     try:
+        # Some errors pickle and cannot be read again: both ways are tried here.
         copy: BaseException = pickle.loads(pickle.dumps(error))
         return copy
     except Exception:
@@ -243,6 +251,7 @@ def send_item(connection: Connection, item: Any) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     _Pickler(head, 5, buffer_callback=buffers.append).dump(item)
+    # Sizes first, then the object, then the bytes of its tensors.
     views = [buffer.raw() for buffer in buffers]
     connection.send([view.nbytes for view in views])
     connection.send_bytes(head.getbuffer())
@@ -254,6 +263,7 @@ def send_item(connection: Connection, item: Any) -> None:
 def receive_item(connection: Connection) -> Any:
     """Read one item of `send_item`; raises the item where it is an error, and EOFError or OSError when the
     writer is gone, also in the middle of an item."""
+    # Straight into memory that the tensors keep: no copy in between.
     sizes = connection.recv()
     head = connection.recv_bytes()
     buffers = []

@@ -29,6 +29,7 @@ def skip_file(folder: str | Path, rank: int = 0) -> Path:
 
 def append_skipped(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Add lines in one write, so that a kill tears at most the last."""
+    # The first loss may come before the run has written anything.
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         # In ASCII: names of files need not be UTF-8.
@@ -49,6 +50,7 @@ def read_skipped(folder: str | Path) -> list[dict[str, Any]]:
 
 def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """Sums over lanes of their counts (`Lane.counts`), from their states."""
+    # From the states and not from the lanes, which may live in another process.
     sums: dict[str, Counter[str]] = {}
     for state in states:
         for name, counts in state["counts"].items():
@@ -58,6 +60,7 @@ def total(states: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
 
 def check_skipped(counts: Mapping[str, Counter[str]], most: float, last: str) -> None:
     """Raise DataError when a larger share of the samples is bad than `most`; `last` is a message of one."""
+    # Few samples say nothing: the first of a run may be bad by chance.
     bad = counts["skipped"].total()
     read = bad + counts["documents"].total()
     if read >= MIN_READ and bad > most * read:

@@ -132,6 +132,7 @@ def prepare(
         return
     if source is None:
         raise DataError("prepare: name a source, or --verify to recheck --out")
+    # Before anything is opened: a typing error should not cost a scan of the folder.
     for name, given, known in (("format", format, FORMATS), ("vision", vision, PRESETS)):
         if given not in known:
             raise DataError(f"--{name} {given}: {did_you_mean(given, known)}")
@@ -147,6 +148,7 @@ def prepare(
     if format != "auto":
         about["format"] = format
 
+    # From here on nobody else writes in the folder.
     with _owned(out, identity, overwrite):
         manifest = read_manifest(str(out))
         if manifest is not None:
@@ -179,6 +181,7 @@ def _opened(job: Job) -> Input:
 @contextmanager
 def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
     """The folder `out`, locked against a second run, and known to belong to this preparation."""
+    # The lock ends with the process, so that a kill leaves nothing to clean up.
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:
         try:
@@ -203,18 +206,21 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
                 )
             for path in others:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Written before the first shard: what stands there is then known to be ours.
         write_json(state, {"identity": identity})
         yield
 
 
 def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console) -> None:
     """Write every item that is not yet in a finished shard, with a bar of the way."""
+    # The same command goes on where it was stopped.
     if shards.next_item:
         kept = counted(len(shards.entries), "finished shard")
         console.print(f"going on at item {shards.next_item}: {kept} kept", soft_wrap=True)
     if shards.finished:
         return
 
+    # Told once with a count, not once for each item.
     notes = Counter[str]()
     columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, console=console) as bar:
@@ -229,18 +235,21 @@ def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console
 
 def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcome]:
     """Outcomes in order; a bounded number of tasks is under way, so that memory does not grow."""
+    # Few items are done before a process has started.
     tasks = [range(first, min(first + CHUNK, items)) for first in range(start, items, CHUNK)]
     if workers == 1 or len(tasks) < 2:
         worker = Worker(job)
         yield from map(worker.outcome, range(start, items))
         return
 
+    # A fork would copy the locks of torch's threads; spawn would import torch once a worker.
     context = get_context("forkserver")
     context.set_forkserver_preload(["earlyfusion.data.prepare.work"])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(job,))
     waiting: deque[tuple[range, Future[list[Outcome]]]] = deque()
     try:
         while tasks or waiting:
+            # Results are taken in order, so a slow item holds up what comes after it.
             while tasks and len(waiting) <= 3 * workers:
                 numbers = tasks.pop(0)
                 waiting.append((numbers, pool.submit(work, numbers)))
@@ -278,6 +287,7 @@ def _recheck(out: Path, console: Console) -> None:
 
 
 def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
+    # What one wants to know of a new data set before training on it.
     table = Table(title=str(out), show_header=False)
     table.add_row("samples", f"{manifest['samples']:,} of {manifest['items']:,} items")
     table.add_row("shards", f"{len(manifest['shards'])}, {manifest['bytes'] / 1e6:,.1f} MB")
@@ -287,6 +297,7 @@ def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
     table.add_row("left out", told(Counter(manifest["skipped"])) or "nothing")
     print_table(console, table)
 
+    # An example tells more than a count of reasons.
     if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):
         first = json.loads(lines[0])
         text = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"

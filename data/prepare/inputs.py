@@ -69,6 +69,7 @@ def load_below(root: Path, name: str) -> bytes:
 
 def _rows(files: Sequence[RowFile], options: InputOptions) -> Input:
     """The rows of files, one file after the other."""
+    # One numbering over all files: workers take ranges of it.
     numbers = Numbered(file.count for file in files)
 
     def origin(number: int) -> str:
@@ -77,6 +78,7 @@ def _rows(files: Sequence[RowFile], options: InputOptions) -> Input:
 
     def members(number: int) -> dict[str, bytes]:
         file, row = numbers.locate(number)
+        # Paths in a row are relative to its file, and may not leave that folder.
         folder = files[file].folder or files[file].path.parent
         return row_members(files[file].read(row), partial(load_below, folder), options)
 
@@ -90,6 +92,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
     lines: list[Path] = []
     tables: list[Path] = []
     columns = {*MEDIA_FIELDS, "caption", "text", "question", *filter(None, asdict(options).values())}
+    # Sorted: the numbers must be the same in every process and after every kill.
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if any(part.startswith(".") for part in name.split("/")) or not path.is_file():
@@ -100,6 +103,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
         elif kind not in ("", ".json", ".parquet"):
             lines.append(path)
         elif (parts := split_name(name)) and ending(parts[1]) in _KNOWN:
+            # A program is text to learn; shards know it as such.
             end = "txt" if parts[1] == "py" else parts[1]
             groups.setdefault(parts[0], {}).setdefault(end, path)
 
@@ -111,6 +115,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
     if lines or tables:
         groups = {key: ends for key, ends in groups.items() if not set(map(ending, ends)) <= _MEDIA}
     keys = list(groups)
+    # Rows come after the files, whatever their names.
     rows = _rows(_row_files([*lines, *tables]), options)
 
     def origin(number: int) -> str:
@@ -122,6 +127,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
         found = groups[keys[number]]
         return {end: load_below(root, str(path.relative_to(root))) for end, path in found.items()}
 
+    # Sizes and times stand for contents: hashing a data set would take as long as reading it.
     identity = list(rows.identity)
     for key, ends in groups.items():
         for end, path in ends.items():
@@ -133,6 +139,7 @@ def _folder(root: Path, options: InputOptions) -> Input:
 def _shards(path: str) -> Input:
     """Samples of shards, damaged ones left out."""
     shards = Shards(path)
+    # A missing end counts as one item, so that it is named among what is left out.
     numbers = Numbered(shards.counts)
 
     def origin(number: int) -> str:
@@ -144,6 +151,7 @@ def _shards(path: str) -> Input:
 
     def members(number: int) -> dict[str, bytes]:
         group = shards.group(*numbers.locate(number))
+        # An empty member is kept: the check says which one is empty.
         return {name: group.read(name) if size else b"" for name, size in group.sizes.items()}
 
     identity = []
@@ -158,6 +166,7 @@ def _row_files(paths: Sequence[Path]) -> list[RowFile]:
 
 def open_input(path: str, options: InputOptions) -> Input:
     """The input that `path` is; raises DataError when it is nothing that can be prepared."""
+    # A URL or a command can be nothing but shards.
     local = as_local(path)
     if local is None or path.endswith(TAR_ENDS):
         return _shards(path)
@@ -175,6 +184,7 @@ def open_input(path: str, options: InputOptions) -> Input:
     if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
         return _rows([arrow_dataset(local, options.split)], options)
     files = [path for path in sorted(local.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    # Shards go first: their .json is an index, not a row.
     if any(path.name.endswith(TAR_ENDS) for path in files):
         return _shards(str(local))
     folder = _folder(local, options)

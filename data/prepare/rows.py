@@ -41,12 +41,14 @@ class RowFile:
 
     def identity(self) -> str:
         """Changes when the rows do."""
+        # Its name, too: the keys of the items are made from it.
         status = self.path.stat()
         return f"{self.path.name} {self.count} {status.st_size} {status.st_mtime_ns}"
 
 
 def _json_lines(path: Path) -> RowFile:
     """.jsonl, also compressed."""
+    # The source of texts knows how to find a line by its number, also in a compressed file.
     table = TextTable(str(path), field="", chunk_bytes=0, cache=text_cache())
     return RowFile(path, len(table), lambda number: json_object(table.raw(number)))
 
@@ -75,6 +77,7 @@ def _objects(path: Path) -> Iterator[tuple[int, int]]:
         raise DataError(
             f"{path}: not a list of rows; expected [{{...}}, ...], or .jsonl with one object a line"
         )
+    # Brackets inside strings do not count; the pattern takes a string as a whole.
     depth = first = 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for match in _TOKEN.finditer(data):
@@ -95,6 +98,7 @@ def _objects(path: Path) -> Iterator[tuple[int, int]]:
 
 def _table(path: Path) -> RowFile:
     """.csv or .tsv with a first line of column names."""
+    # A row may go over lines, so a table has no offsets; it is held in memory.
     size, mark = path.stat().st_size, ","
     if path.suffix.lower() == ".tsv":
         mark = "\t"
@@ -126,6 +130,7 @@ def _parquet(path: Path) -> RowFile:
         meta = parquet.ParquetFile(path).metadata
     except Exception as error:  # pyarrow: ArrowInvalid, OSError, ...
         raise DataError(f"{path}: not a parquet file ({error})") from None
+    # From the footer: no page is read before a row is asked for.
     sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
 
     def read(number: int) -> Row:
@@ -173,6 +178,7 @@ def arrow_dataset(root: Path, split: str | None) -> RowFile:
         if split not in names:
             raise DataError(f"{root} has the splits {', '.join(names)}; name one with --split")
         loaded = loaded[split]
+    # Its own format would decode pictures, and encode them anew.
     rows = loaded.with_format("arrow")
     return RowFile(root, len(rows), lambda n: rows[n : n + 1].to_pylist()[0], root)
 
@@ -180,12 +186,14 @@ def arrow_dataset(root: Path, split: str | None) -> RowFile:
 def begins_array(path: Path) -> bool:
     """Whether a .json file holds an array (of rows) rather than one object."""
     with path.open("rb") as file:
+        # Spreadsheets write a byte order mark.
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def names_columns(path: Path, known: set[str]) -> bool:
     """Whether the first line of a .csv or .tsv names a column of `known`."""
     with path.open("rb") as file:
+        # A table of measurements beside pictures is no table of samples.
         head = file.readline(1 << 16).decode("utf-8-sig", "replace").strip()
     return bool({name.strip().strip('"') for name in re.split(r"[,\t]", head)} & known)
 
@@ -271,6 +279,7 @@ class _Media:
         return value if isinstance(value, int | float | bool | None) else str(value)
 
     def _add_path(self, path: str) -> str:
+        # One picture asked about twice is stored once.
         if path not in self._names:
             self._names[path] = self._add(self.load(path), path)
         return self._names[path]
@@ -290,9 +299,11 @@ def row_members(row: Row, load: Callable[[str], bytes], options: InputOptions) -
 
     Raises BadSample when a path cannot be read or nothing is left.
     """
+    # Media go out of the row; in their places stand the names of their members.
     media = _Media(load, MEDIA_FIELDS | {options.image_field or "image"})
     rest = {key: media.walk(value, key) for key, value in row.items()}
     rest = {key: value for key, value in rest.items() if value is not None}
+    # Renamed to what the formats know; in front, where they look first.
     for name in ("text", "question", "answer"):
         field = getattr(options, f"{name}_field")
         if field is not None:

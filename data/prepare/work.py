@@ -72,6 +72,7 @@ class Outcome:
 
 def key_of(number: int, origin: str) -> str:
     """See `Outcome.key`."""
+    # A dot in a key would be taken for the start of the extension.
     stem = re.sub(r"\.[A-Za-z0-9]{1,5}(?=$|:)", "", origin.rpartition("/")[2])
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_")[:48]
     return f"{number:09d}_{name}".rstrip("_")
@@ -88,6 +89,7 @@ QUESTIONS = ("question", "prompt", "instruction", "query", "answer", "response")
 
 def note_of(group: Group, form: str, entry: dict[str, Any] | None) -> str:
     """What of an item is not taken although it looks as if it were meant to be; "" where nothing is."""
+    # Two readings of one item: the reader should know which was taken.
     source = group.first(CODE)
     if source is not None and form == "caption":
         return (
@@ -110,6 +112,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.input = open_input(job.source, job.input)
+        # A folder that was prepared before keeps the format it was given.
         form = self.input.form
         if job.format != "auto":
             form = job.format
@@ -121,6 +124,7 @@ class Worker:
     def outcome(self, number: int) -> Outcome:
         """Item `number`, read, decoded and encoded as training will."""
         made = Outcome(number, self.input.origin(number))
+        # The same check as in training, so that what is stored can be trained on.
         try:
             with one_sample(lambda: made.origin):
                 made.members = self.input.members(number)
@@ -137,6 +141,7 @@ class Worker:
         return made
 
     def _check(self, made: Outcome) -> None:
+        # As a sample of a shard, which it is about to become.
         sizes = {name: len(data) for name, data in made.members.items()}
         group = Group(made.key, made.origin, sizes, made.members.__getitem__)
         made.format, entry = describe(group, self.options)
@@ -153,6 +158,7 @@ _WORKER: Worker | None = None
 def start_worker(job: Job) -> None:
     """Initialiser of a worker process."""
     global _WORKER
+    # One process a core: more threads would only wait for each other.
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORKER = Worker(job)

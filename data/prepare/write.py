@@ -54,6 +54,7 @@ class Facts:
 
     def add(self, outcome: Outcome) -> None:
         """Enter one sample."""
+        # By sample and not by shard, so that limits of a shard change no figure.
         counts = (outcome.tokens, outcome.patches, outcome.media, outcome.size)
         self.sums.update(dict(zip(_SUMS, counts)))
         self.tables["formats"][outcome.format] += 1
@@ -79,6 +80,7 @@ class ShardSet:
 
     def __init__(self, out: Path, *, max_bytes: int, max_samples: int) -> None:
         self.out, self.max_bytes, self.max_samples = out, max_bytes, max_samples
+        # What the finished shards hold, then what is added to them.
         self.total = Facts()
         self.entries: list[dict[str, Any]] = []
         self.seen: set[str] = set()
@@ -127,6 +129,7 @@ class ShardSet:
 
     def add(self, outcome: Outcome) -> bool:
         """Enter the next item; returns whether it was stored."""
+        # The first of equal items stays, whatever number of workers read them.
         if not outcome.reason and outcome.digest in self.seen:
             outcome.reason, outcome.message = "duplicate", "the same content as an item before"
         if outcome.reason:
@@ -143,6 +146,7 @@ class ShardSet:
             self.next_item = outcome.number
             self._close(last=False)
         if self._tar is None:
+            # Times, owners and groups are fixed: the same items give the same bytes.
             from webdataset import TarWriter  # slow to import
 
             self._file = self._path(len(self.entries), ".tar.tmp").open("wb")
@@ -177,6 +181,7 @@ class ShardSet:
 
     def abandon(self) -> None:
         """Leave no half shard behind, when the disk takes no more; what is finished stays."""
+        # The writer has no way to be left without a last write.
         stream = getattr(getattr(self._tar, "tarstream", None), "fileobj", None)
         if stream is not None:
             stream.closed = True  # or it writes its last blocks when it is collected
@@ -202,6 +207,7 @@ class ShardSet:
                 f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
             ) from None
         write_atomic(self.out / SKIPPED, left_out)
+        # Every item was left out: the first says why, as a rule for all of them.
         if not self.entries:
             first = {"from": "nothing", "message": "no item"}
             if left_out:
@@ -220,6 +226,7 @@ class ShardSet:
             **self.total.as_json(),
             "shards": self.entries,
         }
+        # Last of all: a folder with it is whole.
         write_json(self.out / MANIFEST, manifest, sort_keys=True, ensure_ascii=True)
         for number in numbers:
             self._skips_path(number).unlink(missing_ok=True)
@@ -231,11 +238,13 @@ def fault_of(path: Path, entry: dict[str, Any]) -> str:
     nothing."""
     if not path.is_file():
         return "missing"
+    # Cheap checks first; the checksum reads everything.
     if path.stat().st_size != entry["bytes"]:
         return f"{path.stat().st_size} bytes, expected {entry['bytes']}"
     if sha256_of(path) != entry.get("sha256"):
         return "other content: the checksum differs"
     try:
+        # The index leads to the bytes, so a good shard with a wrong one is damaged all the same.
         rows = ShardIndex(path.with_suffix(INDEX_SUFFIX))
         same = dict(rows.sample(i) for i in range(len(rows))) == scan_file(path).samples
     except (OSError, BadSample, DataError) as error:

@@ -67,6 +67,7 @@ def is_url(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Whether `path` is a folder of shards: a local one, or a URL that names neither one shard nor a
     pattern."""
+    # A command may hold anything, also what looks like a path.
     if path.startswith("pipe:") or any(c in path for c in "*{["):
         return False
     local = as_local(path)
@@ -77,6 +78,7 @@ def as_local(url: str) -> Path | None:
     """The local path of a plain path or file:// URL; None for everything else."""
     if url.startswith("pipe:"):
         return None
+    # Percent signs are part of a URL and not of a path.
     if url.startswith("file://"):
         return Path(unquote(urlsplit(url).path))
     return None if is_url(url) else Path(url).expanduser()
@@ -84,6 +86,7 @@ def as_local(url: str) -> Path | None:
 
 def short_names(urls: Sequence[str]) -> list[str]:
     """File names, with as much of the folders as keeps them apart. A pipe is named by its whole command."""
+    # Names decide what is held out, so they must not change with the place of the folder.
     plain = [url if url.startswith("pipe:") else url.rstrip("/").rpartition("/")[2] for url in urls]
     if len(set(plain)) == len(plain):
         return plain
@@ -100,6 +103,7 @@ def expand(path: str) -> list[str]:
     """
     shards: list[str] = []
     for pattern in braces(path):
+        # Every pattern must name something: a typing error in one is not hidden by the others.
         found = _found(pattern)
         if not found:
             raise DataError(
@@ -135,6 +139,7 @@ def _found(pattern: str) -> list[str]:
 def _tars_below(folder: Path) -> list[str]:
     """The tars of a folder, or where there are none those of the folders in it."""
     paths = [path for path in folder.rglob("*") if path.name.endswith(TAR_ENDS)]
+    # A preparation under way has temporary files with a dot.
     tops = [path for path in paths if path.parent == folder and not path.name.startswith(".")]
     return sorted(str(path) for path in tops or paths)
 
@@ -212,6 +217,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         manifest = json.loads(raw)
     except (ValueError, RecursionError):
         manifest = None
+    # Other tools write an index.json, too; theirs is no error.
     if not isinstance(manifest, dict) or "earlyfusion_shards" not in manifest:
         LOG.warning("%s/%s is not of earlyfusion prepare; not used", folder, MANIFEST)
         return None
@@ -223,6 +229,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
             f"{folder}/{MANIFEST}: damaged; prepare the folder again, or delete this file"
         ) from None
     names = [entry["name"] for entry in manifest["shards"]]
+    # A name with a path in it could lead to any file of this machine.
     if any("/" in name or "\\" in name or name.startswith(".") for name in names):
         raise DataError(f"{folder}/{MANIFEST}: shard names must be plain file names, got {names[:3]}")
     return manifest
@@ -243,6 +250,7 @@ def read_whole(url: str) -> bytes:
     """All bytes of a small file; raises FileNotFoundError when there is none, DataError when it is not
     small."""
     with open_stream(url) as stream:
+        # One byte more than allowed tells that there is more.
         data = stream.read(_SMALL + 1)
     if len(data) > _SMALL:
         raise DataError(f"{url}: more than {_SMALL >> 20} MiB; not read")
@@ -284,6 +292,7 @@ def stamp(url: str) -> list[object]:
     if local is not None:
         status = local.stat()
         return [status.st_size, status.st_mtime_ns]
+    # Nothing cheap can be asked of these: the copy stays until it is deleted.
     if url.startswith(("pipe:", *HTTP)):
         return []
     fs, inside = file_system(url)
@@ -309,6 +318,7 @@ def plain_copy(url: str, cache: Path) -> Path:
             with local.open("rb") as file:
                 if not file.read(4).startswith((_GZIP, _ZSTD)):
                     return local
+        # Readable in the cache, for whoever looks for what fills the disk.
         name = "pipe" if url.startswith("pipe:") else urlsplit(url).path.rpartition("/")[2]
         name = name.removesuffix(".gz").removesuffix(".zst").replace(".tgz", ".tar")
         target = cache / f"{digest64('copy', url, *stamp(url)):016x}-{name}"
@@ -329,6 +339,7 @@ def plain_copy(url: str, cache: Path) -> Path:
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
     """Only one process at a time makes `target`; the lock ends with the process."""
+    # A file of its own for the lock: the target itself is replaced.
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -344,6 +355,7 @@ class _Counted:
         self.taken = 0
 
     def read(self, size: int) -> bytes:
+        # Whoever unpacks it reads the first bytes again.
         data = self._rest[:size] or self._stream.read(size)
         self._rest = self._rest[len(data) :]
         self.taken += len(data)

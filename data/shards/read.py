@@ -87,6 +87,7 @@ class TarScan:
 def split_name(name: str) -> tuple[str, str] | None:
     """(key, extension in lower case): cut at the first dot of the file name, as webdataset does; None without
     one."""
+    # Only the file name is cut: folders may hold dots.
     folder, _, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
     if not stem or not extension:
@@ -97,6 +98,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 def leads_outside(name: str) -> bool:
     """Whether unpacking a member of this name could write outside the folder: absolute, with a drive, or with
     `..`."""
+    # Also what is absolute on another system: the shard may be unpacked there.
     if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name) or "\0" in name:
         return True
     return ".." in re.split(r"[/\\]", name)
@@ -116,10 +118,12 @@ class _Headers:
         self._at = offset
 
     def read(self, count: int) -> bytes:
+        # Counted over all headers of one member: a chain of small ones is as long as a large one.
         self.allowed -= max(count, 0)
         if count < 0 or self._at < 0 or self.allowed < 0:
             raise tarfile.ReadError("a header that no archive has")
 
+        # Never more than the file has, whatever a header claims.
         data = self._pread(self._at, min(count, self._size - self._at)) if self._at < self._size else b""
         self._at += len(data)
         if _DIGITS.search(data):
@@ -132,6 +136,7 @@ def scan_tar(pread: Pread, size: int) -> TarScan:
     TarScan.cut)."""
     found, headers, end = TarScan(), _Headers(pread, size), 0
     try:
+        # Names need not be UTF-8; they come back as the same bytes.
         options: Any = {"fileobj": headers, "encoding": "utf-8", "errors": "surrogateescape"}
         archive = tarfile.TarFile(**options)
         while (info := archive.next()) is not None:
@@ -147,6 +152,7 @@ def scan_tar(pread: Pread, size: int) -> TarScan:
         found.cut = True
         return found
 
+    # tarfile takes any block it cannot read for the end; a true end is zeros.
     tail = pread(archive.offset, tarfile.BLOCKSIZE)
     found.cut = tail != bytes(tarfile.BLOCKSIZE)
     return found
@@ -154,6 +160,7 @@ def scan_tar(pread: Pread, size: int) -> TarScan:
 
 def _enter(found: TarScan, info: tarfile.TarInfo, size: int) -> None:
     """Add one member to the sample of its name, or say why not."""
+    # tar . writes every name with it.
     name = info.name.removeprefix("./")
     parts = split_name(name)
     has_data = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
@@ -197,6 +204,7 @@ def index_lines(
 
 def write_index(path: Path, lines: Iterator[str]) -> None:
     """Write an index file in one step: whole or not at all."""
+    # In ASCII: half a character in a name is written as its escape.
     with replacing(path) as temporary, temporary.open("w", encoding="ascii") as file:
         file.writelines(f"{line}\n" for line in lines)
 
@@ -273,6 +281,7 @@ class ShardIndex:
 
         Raises BadSample (bad_index).
         """
+        # Only this line is parsed; the others may be damaged.
         first, last = int(self._ends[position]) + 1, int(self._ends[position + 1])
         try:
             row = json.loads(self._map[first : min(last, first + _LONGEST_ROW)])
@@ -313,6 +322,7 @@ OPEN_SHARDS = 64
 
 def index_name(shard: str) -> str:
     """Name of the index beside a shard: a.tar -> a.index.jsonl."""
+    # One name for a shard and its compressed form.
     return shard.split(".tar")[0].removesuffix(".tgz") + INDEX_SUFFIX
 
 
@@ -336,6 +346,7 @@ class Shards:
         self.manifest = None
         if not listed and is_folder(patterns[0]):
             self.manifest = read_manifest(patterns[0])
+        # Bounded: a data set may have more shards than a process may have files.
         self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
         self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
         self.usable, self.cut = self._count()
@@ -373,6 +384,7 @@ class Shards:
         return Group(key, where, sizes, lambda name: self._read(shard, where, *members[name]))
 
     def _sample(self, shard: int, position: int) -> tuple[str, dict[str, tuple[int, int]]]:
+        # The sample behind the last one stands for the missing end.
         if position == self.usable[shard] and self.cut[shard]:
             raise BadSample(
                 f"{self.names[shard]}: the archive ends early; its first {self.usable[shard]} samples are"
@@ -389,6 +401,7 @@ class Shards:
         return index.sample(position)
 
     def _read(self, shard: int, where: str, offset: int, size: int) -> bytes:
+        # A file may shrink after it was opened.
         data = self._file(shard)(offset, size)
         if len(data) != size:
             raise BadSample(f"{where}: {size} bytes at {offset}, only {len(data)} are there", "truncated_tar")
@@ -418,6 +431,7 @@ class Shards:
             if not path.is_file():
                 file = self._file(shard)
                 write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
+        # Told by whoever opens it: left-out members are losses like any other.
         index = ShardIndex(path)
         if index.header["refused"]:
             LOG.warning("%s: members left out: %s", url, index.header["refused"])
@@ -428,6 +442,7 @@ class LocalFile:
     """Positioned reads from one file; safe to share among threads."""
 
     def __init__(self, path: Path) -> None:
+        # Positioned reads share no place in the file, so threads need no lock.
         self._file = path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
 

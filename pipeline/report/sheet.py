@@ -141,6 +141,7 @@ def open_mix(path: str, run_commands: bool = False) -> Mix:
             " code: read it, then add --run-commands"
         )
     try:
+        # Only these sections: a recipe need not be whole to be looked at.
         vision, words = dict(tree.get("vision", {})), tree.get("tokenizer", {})
         rule = VisionConfig.preset(vision.pop("preset", "moonvit_v2"), **vision)
         tokenizer = embedded_tokenizer(int(words.get("vocab_size", 4096)))

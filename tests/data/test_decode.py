@@ -13,9 +13,7 @@ from PIL import Image as PILImage
 from earlyfusion.data.decode import decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.picture import FORMATS, open_picture
-from earlyfusion.data.sample import Image, Sample
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, prepare_image, unpatchify
 
@@ -154,15 +152,6 @@ def test_a_moving_picture_gives_its_first_frame(kind):
     assert np.abs(pixels_of(decode_picture(data, TINY)) - (255, 0, 0)).max() <= 3
 
 
-def test_small_pictures_are_never_upscaled_and_padded_with_black():
-    media = decode_picture(stored(photo(13, 9), "PNG"), TINY)
-    assert media.resized == (13, 9)
-    patches, grid = media.items[0]
-    whole = unpatchify(patches, grid)[0]
-    assert whole.shape == (16, 16, 3) and not whole[9:].any() and not whole[:, 13:].any()
-    assert patches.dtype == torch.uint8
-
-
 def reason_of(picture, decode=None):
     with pytest.raises(BadSample) as caught:
         decode_picture(picture, TINY, decode)
@@ -278,9 +267,3 @@ def test_arrays_and_pil_images_pass_through():
     with pytest.raises(BadSample, match=r"expected uint8 \[height, width, 3\]"):
         decode_picture(np.zeros((4, 4), np.uint8), TINY)
     assert open_picture(stored(image, "PNG")).size == (80, 60)
-
-
-def test_a_bad_picture_names_source_key_and_reason(tokenizer):
-    with pytest.raises(BadSample, match=r"^shop p7: image of 3 bytes: ") as caught:
-        encode(Sample([Image(b"abc")], "shop", "p7"), tokenizer, TINY)
-    assert caught.value.reason == "corrupt_image"

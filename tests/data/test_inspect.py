@@ -113,20 +113,6 @@ def test_a_recipe_is_shown_source_by_source(inspect, tmp_path):
     assert checked(tmp_path / "nano.html").count('<div class="picture">') == 8
 
 
-def test_a_toml_with_only_data(tmp_path, inspect):
-    (tmp_path / "set").mkdir()
-    write_tar(tmp_path / "set" / "a.tar", captions(5))
-    (tmp_path / "words.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "mix.toml").write_text(
-        f'[[data.sources]]\nname = "pictures"\nkind = "webdataset"\npath = "{tmp_path}/set"\nweight = 3\n'
-        f'[[data.sources]]\nname = "words"\nkind = "text_files"\npath = "{tmp_path}/words.jsonl"\n'
-    )
-    shown = inspect(tmp_path / "mix.toml")
-    assert (
-        "pictures  webdataset  weight 3 (75.0%)" in shown and "words  text_files  weight 1 (25.0%)" in shown
-    )
-
-
 @pytest.mark.parametrize("name", ["words.jsonl", "folder", "glob"])
 def test_folders_and_text_files(tmp_path, inspect, name):
     (tmp_path / "d").mkdir()
@@ -217,16 +203,6 @@ def test_a_sample_that_cannot_be_used_says_why(page, tokenizer, vision):
     html = page(sample)
     assert make_card(sample, tokenizer, vision)["bad"] == "corrupt_image"
     assert "corrupt_image" in html and "k1" in html
-
-
-def test_long_texts_are_cut_and_context_is_grey(page):
-    html = page(Sample([Text("q" * 40, 0.0), Text("x" * 2000)], "s", "k"))
-    assert (
-        'class="muted"' in html
-        and "(2,000 characters)" in html
-        and "x" * 1500 in html
-        and "x" * 1501 not in html
-    )
 
 
 @pytest.mark.parametrize("path", ["pipe:touch {mark}", "{{p,q}}ipe:touch {mark}"])

@@ -73,19 +73,6 @@ def test_a_batch_without_images_has_empty_patches_of_the_right_shape():
     assert batch.media_positions.shape == (0,) and batch.num_patches == 0
 
 
-def test_to_moves_every_tensor_and_keeps_the_rest():
-    batch = assemble([document(random.Random(0))], tokens=64, pad_id=2, sources=["a"], patch_size=2)
-    moved = batch.to("meta")
-    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 7 and all(t.device.type == "meta" for t in tensors)
-    assert moved.segments is batch.segments and moved.num_loss_weight == batch.num_loss_weight
-
-
-def test_documents_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="do not fit in 3 positions"):
-        assemble([document(random.Random(0))], tokens=3, pad_id=2, sources=["a"], patch_size=2)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_second_half_is_an_exact_subset_sum(seed):
     rng = random.Random(seed)
@@ -150,11 +137,3 @@ def test_pack_all_delivers_every_document_exactly_once(seed):
     assert sorted(key for batch in batches for key in batch.keys) == sorted(f"a:{i}" for i in range(150))
     assert all(batch.num_patches <= 48 and len(batch.ids) == 96 for batch in batches)
     assert sum(batch.num_tokens for batch in batches) == sum(map(len, documents))
-
-
-def test_pack_all_names_a_document_that_fits_nowhere():
-    with pytest.raises(ValueError, match="big of 50 tokens fits no batch"):
-        long = Encoded(
-            torch.ones(50, dtype=torch.int64), torch.ones(50), None, [], [], torch.empty(0), "a", "big"
-        )
-        list(pack_all([long], tokens=40, max_patches=0, pad_id=2, sources=["a"], patch_size=2))

@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError
 
-from .prepare_cases import main, prepare, samples, skipped
+from .prepare_cases import prepare, samples, skipped
 from .shard_files import captions, dump, picture, write_tar
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -281,17 +280,3 @@ def test_tables_that_are_none_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         prepare(tmp_path, tmp_path / name)
-
-
-def test_help_shows_the_layouts(capsys):
-    with pytest.raises(typer.Exit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    for part in (
-        '{"image": PATH, "caption": TEXT}',
-        '"conversations"',
-        ".csv, .tsv",
-        "--question-field",
-        "[default: 2;",
-    ):
-        assert part in shown, part

@@ -14,7 +14,7 @@ import webdataset
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.shards.fetch import expand
-from earlyfusion.data.shards.read import Shards, index_lines, index_name, scan_tar, split_name, write_index
+from earlyfusion.data.shards.read import Shards, index_lines, index_name, scan_tar, write_index
 from earlyfusion.data.shards.split import Split
 
 from .shard_files import captions, write_tar
@@ -69,21 +69,6 @@ def test_samples_are_those_of_webdataset_in_its_order(tmp_path):
     assert [dict(m) for m in mine.values()] == [
         {k: v for k, v in sample.items() if not k.startswith("__")} for sample in theirs
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("a.jpg", ("a", "jpg")),
-        ("d.e/a.seg.PNG", ("d.e/a", "seg.png")),
-        (".hidden", None),
-        ("d/._a.jpg", None),
-        ("README", None),
-        ("a.", None),
-    ],
-)
-def test_a_name_is_cut_at_its_first_dot(name, parts):
-    assert split_name(name) == parts
 
 
 def test_opening_ten_thousand_samples_reads_no_shard_and_is_instant(tmp_path):

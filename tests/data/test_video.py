@@ -143,14 +143,6 @@ def test_damaged_files_are_left_out_or_read_but_never_worse(backend, codec, seed
             assert error.reason in REASONS and "\n" not in str(error)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_mp4_without_its_index_is_a_corrupt_video(backend):
-    whole = write_clip(numbered(20))
-    with pytest.raises(BadSample, match="pyav cannot read it") as caught:
-        decode_video(VideoFile(whole[: len(whole) // 2], backend=backend), CFG)
-    assert caught.value.reason == "corrupt_video"
-
-
 @pytest.mark.parametrize(
     ("option", "limit"),
     [
