@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -65,6 +65,10 @@ def prepare(
     format: Annotated[
         str, typer.Option(metavar="NAME", help=f"what the samples are: {', '.join(FORMATS)}")
     ] = "auto",
+    dedup: Annotated[
+        Literal["sample", "none"],
+        typer.Option(help="leave out what has the content of an item before, or keep it"),
+    ] = "sample",
     image_field: Annotated[
         str | None, typer.Option(metavar="NAME", help="field of a row with the path of a picture or video")
     ] = None,
@@ -142,7 +146,7 @@ def prepare(
     job = Job(source, fields, format, tokenizer, vision, max_pixels)
     opened = _opened(job)
     words = open_tokenizer(tokenizer).hash
-    how = (fields, format, vision, max_pixels, words, shard_mb, shard_samples)
+    how = (fields, format, dedup, vision, max_pixels, words, shard_mb, shard_samples)
     identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
     about = {"tokenizer": words, "source": Path(source).name, "format": opened.form, "vision": vision}
     if format != "auto":
@@ -154,7 +158,7 @@ def prepare(
         if manifest is not None:
             console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
         else:
-            shards = ShardSet(out, max_bytes=int(shard_mb * 1e6), max_samples=shard_samples)
+            shards = ShardSet(out, int(shard_mb * 1e6), shard_samples, dedup == "sample")
             try:
                 _fill(shards, job, len(opened), workers, console)
                 manifest = shards.finish(len(opened), about)

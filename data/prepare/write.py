@@ -71,15 +71,16 @@ class Facts:
 
 
 class ShardSet:
-    """Writes the shards of one folder; samples whose content was there before are left out.
+    """Writes the shards of one folder.
 
     Args:
         out: the folder, made if need be.
         max_bytes, max_samples: limits of one shard; a single sample over `max_bytes` has a shard of its own.
+        dedup: leave out samples whose content was there before.
     """
 
-    def __init__(self, out: Path, *, max_bytes: int, max_samples: int) -> None:
-        self.out, self.max_bytes, self.max_samples = out, max_bytes, max_samples
+    def __init__(self, out: Path, max_bytes: int, max_samples: int, dedup: bool) -> None:
+        self.out, self.max_bytes, self.max_samples, self.dedup = out, max_bytes, max_samples, dedup
         # What the finished shards hold, then what is added to them.
         self.total = Facts()
         self.entries: list[dict[str, Any]] = []
@@ -130,7 +131,7 @@ class ShardSet:
     def add(self, outcome: Outcome) -> bool:
         """Enter the next item; returns whether it was stored."""
         # The first of equal items stays, whatever number of workers read them.
-        if not outcome.reason and outcome.digest in self.seen:
+        if self.dedup and not outcome.reason and outcome.digest in self.seen:
             outcome.reason, outcome.message = "duplicate", "the same content as an item before"
         if outcome.reason:
             self._facts.tables["skipped"][outcome.reason] += 1

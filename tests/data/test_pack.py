@@ -7,30 +7,18 @@ import torch
 
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.pack import IGNORED, Size, assemble, choose, pack_all
-from earlyfusion.vision.patches import num_tokens
 
 
-def document(rng, source="a", key="0", longest=40):
-    """A document of random ids and weights with up to two images of 2 x 2 patches for each token."""
-    ids, weights, media, grids = [1], [0.0], [], []
-    for _ in range(rng.randint(0, 2)):
-        h, w = 2 * rng.randint(1, 2), 2 * rng.randint(1, 2)
-        count = num_tokens((1, h, w))
-        media += range(len(ids), len(ids) + count)
-        ids += [9] * count
-        weights += [0.0] * count
-        grids.append((1, h, w))
-    for _ in range(rng.randint(1, longest)):
-        ids.append(rng.randint(20, 90))
-        weights.append(rng.choice([0.0, 0.25, 1.0]))
-    patches = sum(h * w for _, h, w in grids)
+def document(rng, source="a", key="0"):
+    """A document of random ids and weights with up to two images of 2 x 2 patches, one token each."""
+    media, words = rng.randint(0, 2), rng.randint(1, 40)
     return Encoded(
-        ids=torch.tensor(ids),
-        loss_weights=torch.tensor(weights),
-        patches=torch.full((patches, 3, 2, 2), rng.randint(0, 255), dtype=torch.uint8) if grids else None,
-        grids=grids,
+        ids=torch.tensor([1] + [9] * media + [rng.randint(20, 90) for _ in range(words)]),
+        loss_weights=torch.tensor([0.0] * (1 + media) + [rng.choice([0.0, 0.25, 1.0]) for _ in range(words)]),
+        patches=torch.full((4 * media, 3, 2, 2), rng.randint(0, 255), dtype=torch.uint8) if media else None,
+        grids=[(1, 2, 2)] * media,
         spans=[],
-        media_positions=torch.tensor(media, dtype=torch.int64),
+        media_positions=torch.arange(1, 1 + media),
         source=source,
         key=key,
     )
@@ -38,30 +26,24 @@ def document(rng, source="a", key="0", longest=40):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_labels_are_the_next_token_of_the_same_document(seed):
-    rng = random.Random(seed)
+    rng, factors = random.Random(seed), {"a": 1.0, "b": 0.5}
     documents = [document(rng, rng.choice("ab"), str(i)) for i in range(6)]
     total = sum(map(len, documents)) + 37
     shape = {"tokens": total, "pad_id": 2, "sources": ["a", "b"], "patch_size": 2, "length": 20}
-    batch = assemble(documents, **shape, factors={"b": 0.5})
-    labels, weights, sources, images = [], [], [], []
+    batch = assemble(documents, **shape, factors=factors)
+    rows = []
     for d in documents:  # the definition, token by token
-        for t in range(len(d)):
-            trained = t + 1 < len(d) and d.loss_weights[t + 1] > 0
-            labels.append(int(d.ids[t + 1]) if trained else IGNORED)
-            weights.append(float(d.loss_weights[t + 1]) * {"a": 1.0, "b": 0.5}[d.source] if trained else 0.0)
-            sources.append("ab".index(d.source))
-            images.append(bool(d.grids))
-    assert batch.labels.tolist() == labels + [IGNORED] * 37
-    assert batch.loss_weights.tolist() == weights + [0.0] * 37
-    assert batch.source_ids.tolist() == sources + [-1] * 37
-    assert batch.has_image.tolist() == images + [False] * 37
-    assert batch.ids.tolist() == [i for d in documents for i in d.ids.tolist()] + [2] * 37
+        following = [*zip(d.ids.tolist(), d.loss_weights.tolist()), (0, 0.0)][1:]
+        for own, (target, weight) in zip(d.ids.tolist(), following, strict=True):
+            label = target if weight > 0 else IGNORED
+            rows.append((own, label, weight * factors[d.source], "ab".index(d.source), bool(d.grids)))
+    rows += [(2, IGNORED, 0.0, -1, False)] * 37
+    columns = (batch.ids, batch.labels, batch.loss_weights, batch.source_ids, batch.has_image)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == rows
     assert batch.segments.lengths == (*(len(d) for d in documents), 20, 17)
     assert batch.media_positions.tolist() == (batch.ids == 9).nonzero()[:, 0].tolist()
-    assert len(batch.media_positions) == sum(num_tokens(grid) for grid in batch.grids)
-    assert batch.num_loss_weight == pytest.approx(sum(weights))
-    assert (batch.num_tokens, batch.num_filler) == (total - 37, 37)
-    assert not batch.labels[batch.ids == 2].ne(IGNORED).any()
+    assert batch.num_loss_weight == pytest.approx(sum(row[2] for row in rows))
+    assert batch.num_tokens == total - 37
 
 
 def test_a_batch_without_images_has_empty_patches_of_the_right_shape():
