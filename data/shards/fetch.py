@@ -210,9 +210,13 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     Raises DataError for a damaged one, and for shard names that leave the folder.
     """
     try:
-        raw = read_whole(f"{folder.rstrip('/')}/{MANIFEST}")
+        # One byte more than allowed tells that there is more.
+        with open_stream(f"{folder.rstrip('/')}/{MANIFEST}") as stream:
+            raw = stream.read(_SMALL + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if len(raw) > _SMALL:
+        raise DataError(f"{folder}/{MANIFEST}: more than {_SMALL >> 20} MiB; not read")
     try:
         manifest = json.loads(raw)
     except (ValueError, RecursionError):
@@ -244,17 +248,6 @@ def file_system(url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(f"{url}: {error}; write it as protocol://path, of a protocol fsspec knows") from None
-
-
-def read_whole(url: str) -> bytes:
-    """All bytes of a small file; raises FileNotFoundError when there is none, DataError when it is not
-    small."""
-    with open_stream(url) as stream:
-        # One byte more than allowed tells that there is more.
-        data = stream.read(_SMALL + 1)
-    if len(data) > _SMALL:
-        raise DataError(f"{url}: more than {_SMALL >> 20} MiB; not read")
-    return data
 
 
 @contextmanager

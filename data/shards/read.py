@@ -271,11 +271,6 @@ class ShardIndex:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @property
-    def cut(self) -> bool:
-        """The archive ends early."""
-        return bool(self.header["cut"])
-
     def row(self, position: int) -> list[Any]:
         """[key, [[extension, offset, size], ...], content hash if it has one] of the sample at `position`.
 

@@ -1,5 +1,6 @@
 """Messages as documents: the special tokens, what is learned, and the public jinja form of the same."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -140,23 +141,16 @@ def test_an_assistants_message_is_read_back_from_its_ids(tokenizer):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
-    import random
-
-    rng = random.Random(seed)
+    rng, broken = random.Random(seed), 0
     message = messages_from(TOOL_TURNS)[1]
     whole = encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()[5:-1]
-    broken = 0
     for _ in range(300):
         ids = list(whole)
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(ids))
-            change = rng.randrange(3)
-            ids[at : at + 1] = (
-                [] if change == 0 else [rng.choice(whole)] if change == 1 else ids[at : at + 1] * 2
-            )
-        parsed = parse_assistant(ids[: rng.randint(0, len(ids))], tokenizer)
-        assert parsed.message.role == "assistant"
-        broken += not parsed.well_formed
+            ids[at : at + 1] = rng.choice([[], [rng.choice(whole)], ids[at : at + 1] * 2])
+        ids = ids[: rng.randint(0, len(ids))]
+        broken += not parse_assistant(ids, tokenizer).well_formed
     assert broken > 200
     nested = [tokenizer.open_id, *tokenizer.encode("x"), tokenizer.sep_id] * 3000
     assert not parse_assistant(nested, tokenizer).well_formed

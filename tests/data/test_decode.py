@@ -74,29 +74,6 @@ def test_the_fast_path_has_the_exact_size_and_nearly_the_pixels_of_pillow(limit,
         assert difference.max() <= (SHRUNK_MAX if shrunk else FAST_MAX)
 
 
-def test_libjpeg_shrinks_only_where_twice_the_final_size_is_left(monkeypatch):
-    from PIL import JpegImagePlugin
-
-    asked = []
-    real = JpegImagePlugin.JpegImageFile.draft
-
-    def draft(self, mode, size):
-        answer = real(self, mode, size)
-        asked.append(self.size)
-        return answer
-
-    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", draft)
-    data = stored(photo(1600, 1200))
-    for limit, expected in ((40, (400, 300)), (200, (800, 600)), (700, (1600, 1200)), (5000, (1600, 1200))):
-        cfg = VisionConfig.preset("moonvit_v2", in_patch_limit=limit)
-        media = decode_picture(data, cfg)
-        assert asked[-1] == expected
-        assert expected[0] == 1600 or expected[0] >= 2 * media.resized[0]
-    asked.clear()
-    decode_picture(data, VisionConfig.preset("moonvit_v2", in_patch_limit=40), EXACT)
-    assert asked == []
-
-
 @pytest.mark.parametrize("turn", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_every_orientation_stands_upright_on_both_paths(turn, kind):

@@ -16,7 +16,6 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.report import sheet
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.vision.config import VisionConfig
@@ -123,20 +122,6 @@ def test_folders_and_text_files(tmp_path, inspect, name):
         "glob": f"{tmp_path}/d/*.jsonl",
     }
     assert "2 samples" in inspect(path[name])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["inspekt", "x"], "Did you mean 'inspect'"),
-        (["inspect", "./nowhere"], "no such file or folder"),
-        (["inspect", "nano", "--samples", "0"], "samples"),
-    ],
-)
-def test_errors_are_one_line(words, message, capsys):
-    assert cli.main(["data", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 # ---- the sheet

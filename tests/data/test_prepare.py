@@ -22,7 +22,6 @@ from earlyfusion.data.prepare.rows import InputOptions, row_members
 from earlyfusion.data.prepare.work import Worker
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.vision.config import VisionConfig
 
 from .prepare_cases import digest, main, prepare, samples, skipped, words_of
@@ -264,22 +263,6 @@ def test_nothing_usable_says_why(tmp_path):
     ):
         prepare(tmp_path, tmp_path / "d.jsonl")
     assert len(skipped(tmp_path / "out")) == 3
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("nowhere", [], "does not exist; expected a folder"),
-        ("empty", [], "holds nothing to prepare"),
-        ("a.bin", [], "cannot be prepared|no text file"),
-        ("empty", ["--workers", "0"], "--workers"),
-    ],
-)
-def test_errors_are_one_line(tmp_path, source, options, message):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(UserError, match=message):
-        main([str(tmp_path / source), "--out", str(tmp_path / "o"), *options])
 
 
 @pytest.mark.slow
