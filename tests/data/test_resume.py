@@ -6,13 +6,11 @@ import time
 from itertools import chain
 
 import pytest
-from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.loader import merge_states
 from earlyfusion.data.loading.mixture import Point, Schedule
 
-from .conftest import folder_config
 from .consumer import Reference, chained, killed_after
 
 SHAPE = {"length": 128, "tokens": 512, "max_patches": 2048, "lanes": 2}
@@ -102,26 +100,6 @@ def test_a_resume_from_ten_thousand_samples_takes_a_moment_and_reads_nothing_bef
 def first_where(loader, name):
     """(epoch, index) of the document in which a source of lane 0 stands."""
     return loader._feed._lanes[0].streams[name].where()
-
-
-def test_large_pictures_wait_in_the_pool_undecoded(loader, tmp_path):
-    """After a resume a picture of the pool is decoded when it is packed, and once."""
-    for i in range(40):
-        PILImage.new("RGB", (96 + 8 * (i % 5), 96), (i, 2 * i, 3 * i)).save(tmp_path / f"{i}.png")
-        (tmp_path / f"{i}.txt").write_text(f"picture {i}")
-    config, shape = folder_config(tmp_path, lookahead=6), {"length": 256, "tokens": 256, "max_patches": 4096}
-    one = loader(config, **shape)
-    for _ in range(3):
-        one.next_step()
-    two, reads = loader(config, **shape), []
-    two.load_state_dict(one.state_dict())
-    count_reads(two, reads)
-    for step in range(4):
-        assert chained("", two.next_step()) == chained("", one.next_step())
-        if step == 0:
-            held = len(two.state_dict()["lanes"]["0"]["pool"])
-            assert len(reads) < held, "most of the pool is still only known by name"
-    assert len(reads) == len(set(reads))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
