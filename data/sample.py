@@ -45,7 +45,6 @@ MEDIA_BYTES = 2 << 30
 
 def within(size: int, limit: int, where: str) -> None:
     """Raise BadSample (too_large) for more than `limit` bytes; asked before anything is read."""
-    # Asked before reading: the bytes themselves would be the damage.
     if size > limit:
         raise BadSample(
             f"{where}: {size:,} bytes, more than {limit:,}: split it (text_files: chunk_bytes) or leave"
@@ -57,7 +56,6 @@ def within(size: int, limit: int, where: str) -> None:
 def utf8(raw: bytes, where: str = "") -> str:
     """Bytes as text, without a byte order mark; raises BadSample (encoding), `where` before the message."""
     try:
-        # A byte order mark is no part of the text.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         start = f"{where}: " if where else ""
@@ -70,7 +68,6 @@ def json_object(raw: bytes | str, where: str = "") -> dict[str, Any]:
     """A JSON object; raises BadSample (encoding, bad_json), `where` before the message."""
     start = f"{where}: " if where else ""
     try:
-        # Nested deeply enough, JSON ends in a RecursionError.
         entry = json.loads(utf8(raw, where) if isinstance(raw, bytes) else raw)
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadSample):
@@ -90,7 +87,6 @@ def file_below(root: Path, name: str | Path, where: str = "", outside: str = "mi
     """
     start = f"{where} " if where else ""
     try:
-        # Both sides with their links followed: the folder itself may be one.
         real = root.resolve()
         path = (real / name).resolve()
         found = path.is_file()
@@ -150,7 +146,6 @@ class Video:
     timestamps: Sequence[float]
 
     def __post_init__(self) -> None:
-        # The encoder writes the time of each item's first frame.
         if len(self.frames) != len(self.timestamps) or not self.frames:
             raise BadSample(
                 f"video with {len(self.frames)} frames and {len(self.timestamps)} timestamps: "
@@ -164,7 +159,7 @@ class VideoFile:
 
     Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a
     hint for messages; the container is told by its first bytes. `backend` is decord or pyav; None
-    leaves the choice to the configuration (see data/video.py).
+    leaves the choice to the configuration (see data/video/read.py).
     """
 
     video: bytes | str | Path
@@ -210,7 +205,6 @@ class Region:
     point: Point | None = None
 
     def __post_init__(self) -> None:
-        # One of two: a region with both would be written twice.
         if (self.box is None) == (self.point is None):
             raise BadSample(f"region {self.label!r}: give either a box or a point", reason="box_outside")
 

@@ -3,7 +3,6 @@ down."""
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from earlyfusion.data.loading.pack import PackedBatch
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import write_atomic, write_json
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.flops import training_flops
 from earlyfusion.model.fusion import NativeFusion
@@ -37,6 +36,7 @@ def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:
     if config.tokenizer.path is not None:
         return Tokenizer.load(config.tokenizer.path)
     # Rank 0 trains and caches it, the others read the cache.
+    # (The others wait before, rank 0 after its work.)
     if not runtime.is_main:
         runtime.barrier()
     trained = embedded_tokenizer(config.tokenizer.vocab_size)
@@ -54,6 +54,7 @@ def with_tokenizer(config: RunConfig, tokens: Tokenizer) -> RunConfig:
 
 def fusion_config(config: RunConfig, media_token_id: int) -> FusionConfig:
     """Text and vision sections as one model configuration; a tower of the user's own is imported."""
+    # A tower registers itself when its module is imported, which must come before its options.
     import_tower(config.vision.tower)
     return FusionConfig(text=config.model, vision=config.vision, media_token_id=media_token_id)
 
@@ -86,29 +87,36 @@ def optimizer_metrics(opt: torch.optim.Optimizer) -> dict[str, Any]:
     return {} if clip is None else clip.metrics()
 
 
-class Costs:
-    """Training FLOPs of packed batches, decoder and vision apart; filler and positions without loss are not
-    billed."""
-
-    def __init__(self, config: FusionConfig) -> None:
-        self.config = config
-
-    def of(self, batches: Sequence[PackedBatch]) -> tuple[float, float]:
-        """(decoder, vision) FLOPs of a step's micro-batches of this rank: forward and backward."""
-        decoder = vision = 0.0
-        for batch in batches:
-            lengths, left = [], batch.num_tokens
-            for length in batch.segments.lengths:  # filler comes last
-                if left <= 0:
-                    break
+def step_flops(config: FusionConfig, batches: Sequence[PackedBatch]) -> tuple[float, float]:
+    """(decoder, vision) training FLOPs of a step's micro-batches of this rank, forward and backward; filler
+    and positions without loss are not billed."""
+    decoder = vision = 0.0
+    for batch in batches:
+        lengths, left = [], batch.num_tokens
+        for length in batch.segments.lengths:
+            if left > 0:  # filler comes last
                 lengths.append(length)
-                left -= length
-            rooms = training_flops(self.config, lengths, batch.grids)
-            rooms["head"] *= float((batch.labels >= 0).sum()) / max(1, sum(lengths))
-            seen = rooms.pop("vision") + rooms.pop("projector")
-            vision += seen
-            decoder += sum(rooms.values())
-        return decoder, vision
+            left -= length
+        flops = training_flops(config, lengths, batch.grids)
+        # Logits are made of labelled positions alone (model/loss).
+        flops["head"] *= float((batch.labels >= 0).sum()) / max(1, sum(lengths))
+        pictures = flops.pop("vision") + flops.pop("projector")
+        vision += pictures
+        decoder += sum(flops.values())
+    return decoder, vision
+
+
+def run_facts(config: Any, steps: int, seconds: float, runtime: Runtime) -> dict[str, Any]:
+    """Facts of a run for the head of its report and the model card; more may be added."""
+    return {
+        "name": config.run.name,
+        "recipe": config.run.name,
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "device": str(runtime.device),
+        "precision": config.train.mixed_precision,
+        "seed": config.run.seed,
+    }
 
 
 def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
@@ -121,18 +129,17 @@ def absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     def whole(given: Any) -> Any:
         if isinstance(given, list):
             return [whole(item) for item in given]
-        local = isinstance(given, str) and given and not re.match(r"[a-z]+:", given)
-        return str(Path(given).expanduser().absolute()) if local else given
+        if isinstance(given, str) and given and not re.match(r"[a-z]+:", given):
+            return str(Path(given).expanduser().absolute())
+        return given
 
     # Every key of a recipe that names a file or folder.
-    places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from")]
+    # Every other string of a recipe is a name and stays.
+    data = (tree.get("eval") or {}).get("data") or {}
+    places = [(tree.get("tokenizer"), "path"), (tree.get("run"), "init_from"), *((data, key) for key in data)]
     for source in (tree.get("data") or {}).get("sources", []):
-        places += [
-            (source, "path"),
-            *((source.get("options"), key) for key in ("shards", "media", "cache_dir")),
-        ]
-    asked = (tree.get("eval") or {}).get("data")
-    places += [(asked, key) for key in asked or ()]
+        places.append((source, "path"))
+        places += [(source.get("options"), key) for key in ("shards", "media", "cache_dir")]
     for table, key in places:
         if isinstance(table, dict) and table.get(key):
             table[key] = whole(table[key])
@@ -143,17 +150,9 @@ def write_recipe(out: Path, config: BaseModel) -> None:
     """recipe.toml (resolved) and versions.json of the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "recipe.toml", to_toml(absolute_paths(dump(config))))
-    names = (
-        "earlyfusion",
-        "torch",
-        "transformers",
-        "accelerate",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "pillow",
-    )
-    versions = {"python": platform.python_version()} | {
-        name: found for name in names if (found := installed(name))
-    }
-    write_atomic(out / "versions.json", json.dumps(versions, indent=1))
+    names = "earlyfusion torch transformers accelerate tokenizers safetensors numpy pillow"
+    versions = {"python": platform.python_version()}
+    for name in names.split():
+        if found := installed(name):
+            versions[name] = found
+    write_json(out / "versions.json", versions)

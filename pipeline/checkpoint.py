@@ -12,6 +12,12 @@ whose checksums hold (one flipped bit of a weight would train on in silence), sa
 another. A step saved again (after a rollback) becomes `step-000300-1`. Data cursors are kept by lane
 (micro-batch of a step), so another number of processes can take them over. A warm start (weights from a model
 directory, `run.init_from`) is another thing and not done here.
+
+State is nested dicts (any scalar keys), lists, tuples, tensors, numbers, strings and None: tensors lie in the
+safetensors file, all else in JSON. Python floats, integers and tensor bits come back exactly; tensors that
+share memory (tied weights) are written once; anything else is a TypeError that names its place, so nothing is
+ever lost silently. Sharded tensors will go through torch.distributed.checkpoint: `save_tree` and `load_tree`
+are where it comes in.
 """
 
 from __future__ import annotations
@@ -28,27 +34,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from earlyfusion.data.prepare.write import sha256_of
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic
+from earlyfusion.kernels.files import replacing, write_atomic
 from earlyfusion.pipeline.config.compose import explain_refusal, refused_on_resume
 from earlyfusion.pipeline.runtime import Runtime, rng_state, seed_everything, set_rng_state
-from earlyfusion.pipeline.statefile import load_tree, save_tree, tree_bytes
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "checkpoints"
+MARGIN_BYTES = 1 << 20
+"""Free disk space that a checkpoint leaves."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
-_MARGIN_BYTES = 1 << 20
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    SafetensorError,
-)  # what reading a file raises that holds something else than it should
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError)
+"""What reading a file raises that holds something else than it should."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,93 @@ class Loaded:
     trainer: dict[str, Any]
     lanes: dict[int, Any]
     rng: list[dict[str, Any]]
-    world: int
 
     def restore_rng(self, rank: int, seed: int) -> None:
         """This rank's generators as they were; a rank that did not exist then gets a seed of its own."""
+        # More ranks than before: a new one needs numbers that no other draws.
         if rank < len(self.rng):
             set_rng_state(self.rng[rank])
         else:
             seed_everything(seed + 7919 * rank + self.step)
+
+
+# --------------------------------------------------------------------------------------------- state on disk
+
+
+def save_tree(stem: Path, tree: Any) -> None:
+    """Write `<stem>.json` and, when the tree holds tensors, `<stem>.safetensors`; both are fsynced.
+
+    Raises TypeError for what cannot be written without pickle, and for a sharded tensor.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _encode(tree, "", tensors, {})
+    if tensors:
+        with replacing(stem.with_name(stem.name + ".safetensors")) as path:
+            save_file(tensors, path)
+    write_atomic(stem.with_name(stem.name + ".json"), json.dumps(skeleton))
+
+
+def load_tree(stem: Path) -> Any:
+    """Read what `save_tree` wrote."""
+    skeleton = json.loads(stem.with_name(stem.name + ".json").read_text(encoding="utf-8"))
+    path = stem.with_name(stem.name + ".safetensors")
+    return _decode(skeleton, load_file(path) if path.exists() else {})
+
+
+def _encode(value: Any, place: str, tensors: dict[str, torch.Tensor], written: dict[Any, Any]) -> Any:
+    """A tree as JSON values; its tensors are put into `tensors` by the name that stands in their place.
+    written: memory -> (name, tensor); holding the tensor keeps its address from being used again."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    # (A sharded tensor would be written as its first shard alone.)
+    if isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor"):
+        tensor = value.detach()
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if not tensor.numel() or memory not in written:
+            written[memory] = place, tensor
+            # The format forbids sharing: a view into a larger storage is copied.
+            copied = tensor.cpu().contiguous()
+            owned = copied.untyped_storage().nbytes() == copied.nbytes
+            tensors[place] = copied if owned else copied.clone()
+        # Tied weights: the second name points to the first.
+        return {"__tensor__": written[memory][0]}
+    if isinstance(value, list | tuple):
+        listed = [_encode(item, f"{place}/{i}", tensors, written) for i, item in enumerate(value)]
+        return {"__tuple__": listed} if isinstance(value, tuple) else listed
+    if isinstance(value, Mapping):
+        # JSON's keys are strings; others, and a dict that looks like a tag, become a list of pairs.
+        items = [(key, _encode(item, f"{place}/{key}", tensors, written)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return dict(items)
+        if all(isinstance(key, bool | int | float | str) for key in value):
+            return {"__items__": items}
+    raise TypeError(f"state at {place or 'the root'}: a {type(value).__name__} cannot be written")
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        return tensors[value["__tensor__"]]
+    if "__tuple__" in value:
+        return tuple(_decode(value["__tuple__"], tensors))
+    if "__items__" in value:
+        return dict(_decode(value["__items__"], tensors))
+    return {key: _decode(item, tensors) for key, item in value.items()}
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes that the tensors of a tree take (shared memory counted each time: an upper bound)."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    return sum(map(tree_bytes, tree)) if isinstance(tree, list | tuple) else 64
+
+
+# ------------------------------------------------------------------------------------ checkpoints in a folder
 
 
 def completed(folder: Path) -> list[Path]:
@@ -101,41 +180,24 @@ def latest(folder: Path) -> Path | None:
 
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise UserError(f"{path} is not a checkpoint: expected a folder named step-<number>")
-    return int(match[1])
+    return int(path.name.split("-")[1])
 
 
 def damage(path: Path, checksums: bool = True) -> str:
     """What is wrong with a checkpoint, by what COMPLETE says of its files; "" when it is as it was written.
 
-    checksums: read every byte of it; else sizes alone, which is quick whatever it weighs. COMPLETE of an
-    older version states sizes alone.
+    checksums: read every byte of it; else sizes alone, which is quick whatever it weighs.
     """
     try:
-        for name, entry in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
-            size, digest = (entry, "") if isinstance(entry, int) else entry
+        for name, (size, digest) in json.loads((path / "COMPLETE").read_text(encoding="utf-8")).items():
             if (path / name).stat().st_size != size:
                 return "files are missing or of another size"
-            if checksums and digest and sha256_of(path / name) != digest:
+            # A flipped bit of a weight would train on in silence.
+            if checksums and sha256_of(path / name) != digest:
                 return f"{name} has another checksum than when it was written"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         return f"files are missing or cannot be read: {error}"
     return ""
-
-
-def require_space(folder: Path, needed_bytes: int) -> None:
-    """UserError when the disk below `folder` has less than `needed_bytes` (and a margin) free."""
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes + _MARGIN_BYTES:
-        raise UserError(
-            f"no disk space for a checkpoint in {folder}: it needs {needed_bytes / 2**20:.1f} MiB,"
-            f" {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep, or set run.out to another"
-            " disk"
-        )
 
 
 class Checkpointer:
@@ -152,8 +214,6 @@ class Checkpointer:
         self.folder = Path(out) / FOLDER
         self.runtime, self.facts = runtime, facts
         self.keep, self.keep_every = keep, keep_every
-        self._trusted: Path | None = None
-        """The checkpoint whose checksums were just compared."""
 
     def save(
         self,
@@ -170,45 +230,59 @@ class Checkpointer:
         on all ranks. lanes: the data cursors of this rank's lanes. Raises UserError on every rank when the
         disk is full.
         """
-        partial = self.folder / f"step-{step:06d}.tmp-partial"
-        self._together(partial, lambda: self._prepare(partial, model, optimizer), only_main=True)
+        # Under another name until everything is on the disk: a kill leaves no believable half.
+        partial, main = self.folder / f"step-{step:06d}.tmp-partial", self.runtime.is_main
+
+        def prepare() -> None:
+            if main:
+                self._clear_rests()
+                self._require_space(tree_bytes(model) + tree_bytes(optimizer))
+                partial.mkdir()
 
         # Every rank writes its own state, the first one also what is the same on all.
         def write() -> None:
-            own = {"rng": rng_state(), "lanes": {int(lane): state for lane, state in lanes.items()}}
+            own = {"rng": rng_state(), "lanes": dict(lanes)}
             save_tree(partial / f"rank-{self.runtime.rank:05d}", own)
-            if self.runtime.is_main:
-                save_tree(partial / "model", dict(model))
-                save_tree(partial / "optimizer", dict(optimizer))
-                run = {
-                    "format": FORMAT,
-                    "step": step,
-                    "world": self.runtime.world,
-                    "torch": torch.__version__,
-                }
-                save_tree(partial / "run", {**run, **asdict(self.facts), "trainer": dict(trainer)})
+            if main:
+                save_tree(partial / "model", model)
+                save_tree(partial / "optimizer", optimizer)
+                run = {"format": FORMAT, "step": step, "world": self.runtime.world}
+                save_tree(partial / "run", run | asdict(self.facts) | {"trainer": trainer})
 
+        def seal() -> None:
+            if main:
+                self._seal(partial, path)
+
+        self._together(partial, prepare)
         self._together(partial, write)
-
         path = self._name(step)  # before the rename, so that every rank sees the same free name
         self.runtime.barrier()
-        self._together(partial, lambda: self._seal(partial, path), only_main=True)
+        self._together(partial, seal)
         return path
 
-    def _prepare(self, partial: Path, model: Any, optimizer: Any) -> None:
+    def _clear_rests(self) -> None:
+        """What a kill left behind: a half-written folder, or a half-removed one (its marker goes first)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob("step-*"):
-            # What a kill left behind: a half-written folder, or a half-removed one (its marker goes first).
             if ".tmp-" in path.name or not (path / "COMPLETE").exists():
                 shutil.rmtree(path)
-        require_space(self.folder, tree_bytes(model) + tree_bytes(optimizer))
-        partial.mkdir()
+
+    def _require_space(self, needed_bytes: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < needed_bytes + MARGIN_BYTES:
+            raise UserError(
+                f"no disk space for a checkpoint in {self.folder}: it needs {needed_bytes / 2**20:.1f} MiB,"
+                f" {free / 2**20:.1f} MiB are free; free some, lower checkpoint.keep, or set run.out to"
+                " another disk"
+            )
 
     def _name(self, step: int) -> Path:
         """step-000300, or step-000300-1 where there is one already, and so on."""
-        matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
-        attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
-        return self.folder / (f"step-{step:06d}-{max(attempts) + 1}" if attempts else f"step-{step:06d}")
+        path, attempt = self.folder / f"step-{step:06d}", 0
+        while path.exists():
+            attempt += 1
+            path = self.folder / f"step-{step:06d}-{attempt}"
+        return path
 
     def _seal(self, partial: Path, path: Path) -> None:
         # A rank on a disk of its own would leave a hole that shows only on resume.
@@ -217,35 +291,31 @@ class Checkpointer:
             raise UserError(
                 f"ranks {missing} wrote no state to {partial}: run.out must be on a disk all ranks share"
             )
+        # Written last: a folder with this file is whole.
         contents = {file.name: [file.stat().st_size, sha256_of(file)] for file in sorted(partial.iterdir())}
         write_atomic(partial / "COMPLETE", json.dumps(contents))
         _fsync(partial)
         os.replace(partial, path)
         _fsync(self.folder)
-        self._thin_out()
-
-    def _thin_out(self) -> None:
-        paths = completed(self.folder)
 
         # A step that was saved again supersedes its older folder.
-        newest_of_step = {step_of(path): path for path in paths}
-        recent = sorted(newest_of_step)[-self.keep :]
-
-        for path in paths:
-            step = step_of(path)
-            for_good = self.keep_every > 0 and step % self.keep_every == 0
-            if path != newest_of_step[step] or not (step in recent or for_good):
+        newest_of_step = {step_of(other): other for other in completed(self.folder)}
+        kept = sorted(newest_of_step)[-self.keep :]
+        if self.keep_every:
+            kept += [step for step in newest_of_step if step % self.keep_every == 0]
+        for other in completed(self.folder):
+            if other not in [newest_of_step[step] for step in kept]:
                 # The marker first: a kill during the removal must not leave a believable rest.
-                (path / "COMPLETE").unlink()
-                shutil.rmtree(path)
+                (other / "COMPLETE").unlink()
+                shutil.rmtree(other)
 
-    def _together(self, partial: Path, action: Callable[[], None], only_main: bool = False) -> None:
-        """Run this rank's part (only_main: the first rank alone has one); where it fails on any rank, all
-        leave with a UserError and nothing is left."""
+    def _together(self, partial: Path, action: Callable[[], None]) -> None:
+        """Run this rank's part; where it fails on any rank, all leave with a UserError and nothing is
+        left."""
+        # Nobody raises before all have agreed: a rank alone would hang the others.
         problem = None
         try:
-            if self.runtime.is_main or not only_main:
-                action()
+            action()
         except UserError as error:
             problem = error
         except (OSError, SafetensorError) as error:
@@ -259,9 +329,7 @@ class Checkpointer:
         self.runtime.barrier()
         if self.runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise problem or UserError(
-            f"checkpoint not written to {self.folder}: another rank could not write its part"
-        )
+        raise problem or UserError(f"checkpoint not written to {self.folder}: another rank could not write")
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint of this run, or None."""
@@ -270,7 +338,6 @@ class Checkpointer:
     def start(self, resume: bool) -> Loaded | None:
         """The checkpoint to go on from, None for a fresh run; UserError when there is none to resume, or when
         a fresh run would write over an older one's. One that is damaged is passed over for the one before."""
-        # A fresh run never writes over an older one's checkpoints.
         newest = self.latest()
         if resume and newest is None:
             raise UserError(f"nothing to resume in {self.folder}; start without --resume")
@@ -279,14 +346,12 @@ class Checkpointer:
                 f"{self.folder.parent} already holds checkpoint {newest.name}: add --resume to go on, "
                 "or name another folder with --out"
             )
-        return None if newest is None else self.load(self.intact())
+        return None if newest is None else self.load_intact()
 
-    def intact(self) -> Path:
+    def load_intact(self) -> Loaded:
         """The newest checkpoint whose checksums hold, the same on every rank; the main one reads them all.
         UserError when there is none."""
         paths = completed(self.folder)[::-1]
-
-        # Reading every byte is the main rank's work; the others follow its choice.
         passed = 0
         while self.runtime.is_main and passed < len(paths) and (fault := damage(paths[passed])):
             print(
@@ -299,49 +364,30 @@ class Checkpointer:
             raise UserError(
                 f"none of the {len(paths)} checkpoints in {self.folder} is whole; start another run"
             )
-        self._trusted = paths[passed]
-        return paths[passed]
+        return self.load(paths[passed])
 
     def load(self, path: Path) -> Loaded:
-        """Read a checkpoint. UserError when it is damaged, and when recipe, vocabulary or layout disagree
+        """Read a checkpoint. UserError when it cannot be read, and when recipe, vocabulary or layout disagree
         with this run."""
-        fault = "" if path == self._trusted else damage(path)
-        if fault:
-            raise UserError(
-                f"checkpoint {path} is incomplete or damaged ({fault}); remove it, --resume takes the one"
-                " before"
-            )
         try:
-            return self._read(path)
+            run = load_tree(path / "run")
+            if run["format"] != FORMAT:
+                raise UserError(f"checkpoint {path} has format {run['format']}, this version reads {FORMAT}")
+            check_resume(run, self.facts, path)
+
+            # Cursors are by lane, so that any number of processes can share them out anew.
+            ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
+            lanes: dict[int, Any] = {}
+            for rank in ranks:
+                lanes |= rank["lanes"]
+            model, optimizer = load_tree(path / "model"), load_tree(path / "optimizer")
+            rng = [rank["rng"] for rank in ranks]
+            return Loaded(path, run["step"], model, optimizer, run["trainer"], lanes, rng)
         except _UNREADABLE as error:
             raise UserError(
                 f"checkpoint {path} is damaged ({type(error).__name__}: {error!s:.200}); remove it, --resume"
                 " takes the one before"
             ) from None
-
-    def _read(self, path: Path) -> Loaded:
-        run = load_tree(path / "run")
-        if run["format"] != FORMAT:
-            raise UserError(
-                f"checkpoint {path} has format {run['format']}, this version reads format {FORMAT}"
-            )
-        check_resume(run, self.facts, path)
-
-        # Cursors are by lane, so that any number of processes can share them out anew.
-        ranks = [load_tree(path / f"rank-{rank:05d}") for rank in range(run["world"])]
-        lanes: dict[int, Any] = {}
-        for rank in ranks:
-            lanes |= rank["lanes"]
-        return Loaded(
-            path=path,
-            step=run["step"],
-            model=load_tree(path / "model"),
-            optimizer=load_tree(path / "optimizer"),
-            trainer=run["trainer"],
-            lanes=lanes,
-            rng=[rank["rng"] for rank in ranks],
-            world=run["world"],
-        )
 
 
 def _fsync(folder: Path) -> None:
@@ -362,10 +408,7 @@ def check_resume(run: Mapping[str, Any], facts: RunFacts, path: Path) -> None:
             f" {facts.vocab_size}; give the same tokenizer.path, or start another run (run.out)"
         )
     elif run["tokenizer_hash"] != facts.tokenizer_hash:
-        reason = (
-            "the tokenizer differs from the one it was trained with (same size, other tokens);"
-            " give the same tokenizer.path, or start another run (run.out)"
-        )
+        reason = "the tokenizer differs from the one it was trained with; give the same tokenizer.path"
     elif changes:
         reason = f"{explain_refusal(changes)}, or start another run with run.init_from and another run.out"
     else:

@@ -14,6 +14,7 @@ the training data moves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -52,7 +53,8 @@ class Evaluator:
     """Runs the recipe's tasks on the weights in memory."""
 
     own_tasks: tuple[str, ...] = TASKS
-    """Tasks that `own_task` runs; every other is a benchmark of eval."""
+    """Tasks that are methods of this class: (step, limit) -> headline numbers; every other is a benchmark of
+    eval."""
     chat = False
     """Whether the other tasks put their prompts as the user's message."""
 
@@ -73,6 +75,7 @@ class Evaluator:
         for task in config.eval.tasks:
             if task.partition(":")[0] not in known:
                 raise UserError(f"eval.tasks: unknown task {task!r}; {did_you_mean(task, known)}")
+            # Its files are read and its form is built now, not after an hour of training.
             if task not in cls.own_tasks:
                 build_by_name(task, TaskOptions(), config.eval.data).data_hash()
 
@@ -86,14 +89,13 @@ class Evaluator:
             # The other ranks wait at the barrier below.
             tracker.busy("evaluating held-out samples")
             headline |= self.heldout(step, final)
-            for number, task in enumerate(self.config.eval.tasks, 1):
-                self._busy = partial(
-                    tracker.busy, f"evaluating {task} ({number}/{len(self.config.eval.tasks)})"
-                )
+            tasks = self.config.eval.tasks
+            for number, task in enumerate(tasks, 1):
+                self._busy = partial(tracker.busy, f"evaluating {task} ({number}/{len(tasks)})")
                 self._busy()
                 limit = self._limit(task, step)
                 if task in self.own_tasks:
-                    headline |= self.own_task(task, step, limit)
+                    headline |= getattr(self, task)(step, limit)
                 else:
                     headline |= self._benchmark(task, step, limit)
             tracker.busy("answering samples")
@@ -101,10 +103,7 @@ class Evaluator:
             if final and loader is not None:
                 self._attnres(step)
             if headline:
-                plain = [(key, value) for key, value in headline.items() if not key.startswith("heldout/")]
-                shown = ", ".join(f"{key} {value:.3f}" for key, value in plain if value is not None)
-                shown = "; ".join(part for part in (shown, heldout_line(headline)) if part)
-                tracker.event(step, "eval", **headline, message=shown)
+                tracker.event(step, "eval", **headline, message=headline_line(headline))
         self.runtime.barrier()
         return headline
 
@@ -114,10 +113,12 @@ class Evaluator:
         A source is read up to eval.heldout samples or one micro-batch of tokens, at the end FINAL times as
         far.
         """
+        # The last numbers are the ones that are quoted.
         times = FINAL if final else 1
         limit = times * self.config.eval.heldout
         most = times * max(stage.tokens for stage in self.config.stages)
         # Sources are added up by tokens: a small one does not count as much as a large one.
+        # (The mean of means would weigh a source of ten pictures like one of a million.)
         whole, sources = Loss(), {}
         for source in self.config.data.sources if limit else ():
             results = self.measure(heldout_getters(self.source(source.name), limit), most)
@@ -138,31 +139,32 @@ class Evaluator:
         return measure(self.fusion, self.tokens, samples, self._room(), most_tokens=most_tokens, blind=blind)
 
     def _room(self) -> Room:
+        # As the model will be used: with the longest documents that it was trained on.
         stage, data = max(self.config.stages, key=lambda stage: stage.length), self.config.data
         return Room(stage.tokens, stage.max_patches, stage.length, data.overlong, data.decode)
 
     def _limit(self, task: str, step: int) -> int | None:
         """Most examples of a task after `step` updates; None for all."""
+        # A short run of a long schedule (run.steps) is still on its course.
         given = [self.config.eval.limits.get(task)]
         if step < sum(stage.steps for stage in self.config.stages):
             given.append(self.config.eval.limits_during.get(task))
         return min((limit for limit in given if limit is not None), default=None)
 
-    def own_task(self, name: str, step: int, limit: int | None) -> dict[str, float | None]:
-        """Run one of `own_tasks`: write its result, return its headline numbers."""
-        return self.easy_vqa(step, limit) if name == "easy_vqa" else {**self.bpb(step, limit)}
-
-    def easy_vqa(self, step: int, limit: int | None) -> dict[str, float | None]:
+    def easy_vqa(self, step: int, limit: int | None) -> dict[str, float]:
         """The benchmark, asked as pretraining puts questions whatever the model's chat form."""
+        # Results keep the names that reports and comparisons of older runs have.
         _, found = self._asked("easy_vqa", limit)
-        by_kind = {kind: _accuracies(entry) for kind, entry in found["by_category"].items()}
-        majority = {"majority_accuracy": found["majority"], "questions_total": len(questions_of("test"))}
-        save_result(self.out, "easy_vqa", step, {**_accuracies(found), **majority, "by_kind": by_kind})
+        result = _accuracies(found) | {"majority_accuracy": found["majority"]}
+        result["questions_total"] = len(questions_of("test"))
+        result["by_kind"] = {kind: _accuracies(entry) for kind, entry in found["by_category"].items()}
+        save_result(self.out, "easy_vqa", step, result)
         return {"easy_vqa": found["score"], "easy_vqa_blind": found["blind_score"]}
 
     def bpb(self, step: int, limit: int | None) -> dict[str, float]:
         samples = self.source("pydoc").heldout_samples(limit)
         texts = BitsPerByte(TaskOptions(), [(sample.key, sample.text) for sample in samples])
+        # A longer window would measure extrapolation in place of the language.
         window = max(stage.length for stage in self.config.stages)  # no longer context than in training
         _, found = self._asked(texts, None, batch_tokens=window)
         save_result(self.out, "bpb", step, found)
@@ -170,16 +172,8 @@ class Evaluator:
 
     def _asked(self, task: str | BaseTask, limit: int | None, **settings: Any) -> tuple[str, dict[str, Any]]:
         """(label, metrics) of one benchmark on the weights in memory."""
-        results = evaluate_in_memory(
-            self.fusion,
-            self.tokens,
-            [task],
-            limit,
-            data=self.config.eval.data,
-            progress=self._busy,
-            **settings,
-        )
-        ((label, metrics),) = results.items()
+        settings |= {"data": self.config.eval.data, "progress": self._busy}
+        ((label, metrics),) = evaluate_in_memory(self.fusion, self.tokens, [task], limit, **settings).items()
         return label, metrics
 
     def _benchmark(self, task: str, step: int, limit: int | None) -> dict[str, float]:
@@ -190,38 +184,38 @@ class Evaluator:
 
     def _samples(self, step: int) -> None:
         if self._shown is None:
-            self._shown = self._choose(self.config.eval.samples) if self.config.eval.samples else []
+            # Chosen once: the same pictures at every evaluation, so that answers can be followed.
+            self._shown = self._choose(self.config.eval.samples)
         if self._shown:
             save_samples(self.out, step, answer_samples(self.fusion, self.tokens, self._shown))
 
     def _choose(self, wanted: int) -> list[Sample]:
         """`wanted` held-out samples with pictures, one source after the other, round robin, at least one of
         each; then one of each source of text alone."""
-        # One stream a source; texts are shown once, pictures as often as there is room.
         streams, texts = [], []
-        for source in self.config.data.sources:
+        for source in self.config.data.sources if wanted else ():
             found = self._prompts(source.name, wanted)
             seen = [sample for sample in found if has_media(sample)]
-            streams += [seen] if seen else []
-            texts += found[:1] if not seen else []
+            if seen:
+                streams.append(seen)
+            else:
+                texts += found[:1]  # shown once; pictures as often as there is room
         turns = [sample for turn in zip_longest(*streams) for sample in turn if sample is not None]
         return turns[: max(wanted, len(streams))] + texts
 
     def _prompts(self, name: str, wanted: int) -> list[Sample]:
-        """Held-out samples of a source that can be read and end in something to answer with; those with
-        pictures first."""
+        """Held-out samples of a source that can be read and end in something to answer with."""
         source, most = self.source(name), max(stage.tokens for stage in self.config.stages)
         usable: list[Sample] = []
         for index in range(min(source.heldout_len(), 4 * wanted)):
-            try:
+            with suppress(BadSample):
                 sample = prompted(source.heldout(index))
-                fits = sample is not None and len(encode(sample, self.tokens, self.config.vision)) <= most
-            except BadSample:
-                continue
-            usable += [sample] if fits and sample is not None else []
-        return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]
+                if sample is not None and len(encode(sample, self.tokens, self.config.vision)) <= most:
+                    usable.append(sample)
+        return sorted(usable, key=lambda sample: not has_media(sample))[:wanted]  # pictures first
 
     def _attnres(self, step: int) -> None:
+        # Residual weights differ by modality, so a row with pictures is the one to look at.
         pictures = [source.name for source in self.config.data.sources if source.has_pictures]
         for name in pictures[:1]:
             samples = heldout_getters(self.source(name))
@@ -234,6 +228,7 @@ class Evaluator:
         """A source of the recipe; `pydoc` also when the recipe has none, for bits per byte."""
         if name not in self._sources:
             data: DataConfig = self.config.data
+            # Sources are built anew: reading here must not move a cursor of the training.
             known = {source.name: source for source in data.sources} | {s.kind: s for s in data.sources}
             chosen = known.get(name) or SourceConfig(name=name, kind=name)
             self._sources[name] = build_source(chosen, seed=data.seed, val_fraction=data.val_fraction)
@@ -259,53 +254,37 @@ def heldout_headline(sources: dict[str, dict[str, Any]], overall: dict[str, floa
     """
     names = {"seen_loss": "image", "blind_loss": "image_blind", "text_loss": "text"}
     headline = {f"heldout/{label}": overall[key] for key, label in names.items() if key in overall}
+    parts = {"loss": "source", "seen_loss": "seen", "blind_loss": "blind", "bits_per_byte": "bits_per_byte"}
     for name, found in sources.items():
-        headline[f"heldout/source/{name}"] = found["loss"]
-        mixed = "seen_loss" in found and "text_loss" in found
-        if mixed:
-            headline[f"heldout/seen/{name}"] = found["seen_loss"]
-        if "blind_loss" in found:
-            headline[f"heldout/blind/{name}"] = found["blind_loss"]
-        if "bits_per_byte" in found:
-            headline[f"heldout/bits_per_byte/{name}"] = found["bits_per_byte"]
+        for key, label in parts.items():
+            # Where every token stands beside a picture, "seen" would be the loss once more.
+            if key in found and (key != "seen_loss" or "text_loss" in found):
+                headline[f"heldout/{label}/{name}"] = found[key]
     return headline
 
 
-def heldout_line(headline: Mapping[str, float]) -> str:
-    """The held-out losses of a headline as part of one line for the terminal."""
-    parts = []
+def headline_line(headline: Mapping[str, float]) -> str:
+    """A headline as one line for the terminal."""
+    scores, losses = [], []
     for key, value in headline.items():
-        if key.startswith("heldout/source/"):
-            name = key.removeprefix("heldout/source/")
+        kind, _, name = key.rpartition("/")
+        if kind == "heldout/source":
             blind = headline.get(f"heldout/blind/{name}")
-            parts.append(f"{name} {value:.3f}" + ("" if blind is None else f" (blind {blind:.3f})"))
-    return f"held-out loss: {', '.join(parts)}" if parts else ""
+            losses.append(f"{name} {value:.3f}" + ("" if blind is None else f" (blind {blind:.3f})"))
+        elif not key.startswith("heldout/") and value is not None:
+            scores.append(f"{key} {value:.3f}")
+    if losses:
+        losses[0] = f"held-out loss: {losses[0]}"
+    return "; ".join(", ".join(part) for part in (scores, losses) if part)
 
 
-def run_facts(
-    config: RunConfig, step: int, meter: Any, headline: dict[str, Any], shares: dict[str, float]
-) -> dict:
-    """Facts of the run for the model card and the head of the report."""
-    sources = {
-        source.name: {
-            "share": shares.get(source.name),
-            "licence": kind_of(source.kind).licence,
-            "note": kind_of(source.kind).note,
-        }
-        for source in config.data.sources
-    }
-    return {
-        "name": config.run.name,
-        "recipe": config.run.name,
-        "steps": step,
-        "tokens": int(meter.totals["tokens"]),
-        "seconds": round(meter.seconds, 1),
-        "device": str(meter.runtime.device),
-        "precision": config.train.mixed_precision,
-        "seed": config.run.seed,
-        "sources": sources,
-        "evals": {key: round(value, 4) for key, value in headline.items()},
-    }
+def source_facts(config: RunConfig, shares: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """What the model card says of the sources of a run."""
+    facts = {}
+    for source in config.data.sources:
+        kind = kind_of(source.kind)
+        facts[source.name] = {"share": shares.get(source.name), "licence": kind.licence, "note": kind.note}
+    return facts
 
 
 def write_outputs(out: Path, fusion: NativeFusion, tokens: Any, facts: dict[str, Any]) -> Sequence[str]:

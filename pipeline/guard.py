@@ -59,13 +59,16 @@ class Guard:
         max_rollbacks: int = 3,
         agree: Callable[[int], int] = lambda code: code,
     ):
-        self.policy, self.window, self.sigma, self.grad_norm_sigma = policy, window, sigma, grad_norm_sigma
+        self.policy, self.window = policy, window
+        self.sigmas = {"loss": sigma, "gradient norm": grad_norm_sigma}
         self.max_skips, self.max_rollbacks, self._agree = max_skips, max_rollbacks, agree
-        self.loss: deque[float] = deque(maxlen=window)
-        self.grad_norm: deque[float] = deque(maxlen=window)
+        self.bad_steps = self.rollbacks = 0
         self.recent_bad: deque[bool] = deque(maxlen=window)
-        self.bad_steps = 0
-        self.rollbacks = 0
+        self.new_stage()
+
+    def new_stage(self) -> None:
+        """Forget the good values: another mixture, or older weights, have another loss. Counters stay."""
+        self.history: dict[str, deque[float]] = {name: deque(maxlen=self.window) for name in self.sigmas}
 
     def check(self, loss: float, grad_norm: float, *, can_roll_back: bool = True) -> Verdict:
         """Judge one step before its update. Every rank calls it once a step.
@@ -73,70 +76,55 @@ class Guard:
         can_roll_back: whether a checkpoint exists; without one, rollback means skip.
         """
         # A fault that one rank sees is one of all: whoever decides alone would hang the others.
-        reason = self._fault("loss", loss, self.loss, self.sigma)
-        reason = reason or self._fault("gradient norm", grad_norm, self.grad_norm, self.grad_norm_sigma)
+        values = {"loss": loss, "gradient norm": grad_norm}
+        reason = next(filter(None, (self._fault(name, value) for name, value in values.items())), "")
+        # Every rank calls it in every step, bad or not: a collective must not depend on a value.
         bad = bool(self._agree(int(bool(reason))))
         self.recent_bad.append(bad)
         if not bad:
-            self.loss.append(loss)
-            self.grad_norm.append(grad_norm)
+            for name, value in values.items():
+                self.history[name].append(value)
             return Verdict("go")
+
         # What the policy makes of it, the strictest choice of all ranks.
         self.bad_steps += 1
+        action: Action = self.policy
+        if action == "rollback" and not can_roll_back:
+            action = "skip"
+        too_often = action == "rollback" and self.rollbacks >= self.max_rollbacks
+        if sum(self.recent_bad) > self.max_skips or too_often:
+            action = "stop"
+        action = ACTIONS[self._agree(ACTIONS.index(action))]
+        self.rollbacks += action == "rollback"
         reason = reason or "another rank saw a bad step"
-        code = self._agree(ACTIONS.index(self._choose(can_roll_back)))
-        action = ACTIONS[code]
-        if action == "rollback":
-            self.rollbacks += 1
         if action == "stop" and self.policy != "stop":
             reason += f" (bad steps lately: {sum(self.recent_bad)}, rollbacks: {self.rollbacks})"
         return Verdict(action, reason)
 
-    def _choose(self, can_roll_back: bool) -> Action:
-        if self.policy == "stop" or sum(self.recent_bad) > self.max_skips:
-            return "stop"
-        if self.policy == "rollback" and can_roll_back:
-            return "rollback" if self.rollbacks < self.max_rollbacks else "stop"
-        return "skip"
-
-    def _fault(self, name: str, value: float, history: deque[float], sigma: float | None) -> str:
+    def _fault(self, name: str, value: float) -> str:
+        history, sigma = self.history[name], self.sigmas[name]
         if not math.isfinite(value):
             return f"{name} is {value}"
         if sigma is None or len(history) < min(MIN_HISTORY, self.window):
             return ""
         # Only upwards: a sudden improvement is no fault.
-        limit = self.limit(history, sigma)
-        return (
-            f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)" if value > limit else ""
-        )
-
-    def limit(self, history: deque[float], sigma: float) -> float:
-        """mean + sigma * max(deviation, floor) of a window of good values."""
         mean = math.fsum(history) / len(history)
         deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in history) / len(history))
-        return mean + sigma * max(deviation, DEVIATION_FLOOR * abs(mean))
-
-    def new_stage(self) -> None:
-        """Forget the windows: another mixture has another loss. Counters stay."""
-        self.loss.clear()
-        self.grad_norm.clear()
-
-    def after_rollback(self) -> None:
-        """Forget the windows; keep the counters, which bound the number of rollbacks."""
-        self.new_stage()
+        limit = mean + sigma * max(deviation, DEVIATION_FLOOR * abs(mean))
+        if value <= limit:
+            return ""
+        return f"{name} {value:.4g} is above {limit:.4g} (mean + {sigma:g} deviations)"
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "loss": list(self.loss),
-            "grad_norm": list(self.grad_norm),
+            "history": {name: list(values) for name, values in self.history.items()},
             "recent_bad": list(self.recent_bad),
             "bad_steps": self.bad_steps,
             "rollbacks": self.rollbacks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("loss", "grad_norm", "recent_bad"):
-            history = getattr(self, name)
-            history.clear()
-            history.extend(state[name])
+        for name, values in state["history"].items():
+            self.history[name] = deque(values, self.window)
+        self.recent_bad = deque(state["recent_bad"], self.window)
         self.bad_steps, self.rollbacks = state["bad_steps"], state["rollbacks"]

@@ -61,6 +61,7 @@ def measured_peak(dtype: torch.dtype, threads: int, size: int = 512, seconds: fl
 
     Values do not matter and no random number is drawn, so a measurement never shifts a training run.
     """
+    # 512 fits the cache of a core and keeps every core busy.
     a = torch.full((size, size), 0.5, dtype=dtype)
     torch.mm(a, a)
     # The best of many: whatever else the machine does only makes a product slower.
@@ -93,33 +94,31 @@ class Meter:
         self.peak = peak if peak is not None else peak_flops(runtime.device, dtype)
         self.totals = dict.fromkeys(COUNTS, 0.0)  # over all ranks, over the whole run
         self.seconds = 0.0
-        self.step_s: float | None = None  # exponential moving average
-        self._pending = dict.fromkeys(COUNTS, 0.0)
-        self._work: list[tuple[float, float]] = []  # of this rank, steps since the last flush
-        self._vision: list[float] | None = (
-            None  # since the last snapshot: largest own, largest done, mean; all ranks
-        )
-        self._begin_interval()
-        self._last = time.perf_counter()
-        self._not_counted = 0.0
+        self.step_s = 0.0  # exponential moving average
+        self._pending = dict.fromkeys(COUNTS, 0.0)  # of this rank, since the last flush
+        self._work: list[tuple[float, float]] = []
+        self._vision_3 = torch.zeros(3, dtype=torch.float64)  # since the last snapshot, see `flush`
+        self.restart_clock()
 
-    def _begin_interval(self) -> None:
+    def restart_clock(self) -> None:
+        """Begin a new interval now: set-up, loading and compiling before this do not count."""
         self._interval = dict.fromkeys(COUNTS, 0.0)
-        self._interval_s = self._interval_wait_s = 0.0
+        self._interval_s = self._waited_s = self._not_counted_s = 0.0
+        self._last = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around the wait for the next batch: its share of time is reported as data_wait."""
         start = time.perf_counter()
         yield
-        self._interval_wait_s += time.perf_counter() - start
+        self._waited_s += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around evaluation and checkpoints: time that is not training."""
         start = time.perf_counter()
         yield
-        self._not_counted += time.perf_counter() - start
+        self._not_counted_s += time.perf_counter() - start
 
     def step(self, *, vision_work: tuple[float, float] | None = None, **counts: float) -> None:
         """One optimizer step of this rank has ended; counts: those of COUNTS, of this rank alone.
@@ -127,11 +126,12 @@ class Meter:
         vision_work: FLOPs of the pictures it holds, and of those it encoded; given by all ranks or by none.
         """
         now = time.perf_counter()
-        took = now - self._last - self._not_counted
-        self._last, self._not_counted = now, 0.0
+        took = now - self._last - self._not_counted_s
+        self._last, self._not_counted_s = now, 0.0
         self._interval_s += took
         self.seconds += took
-        self.step_s = took if self.step_s is None else EMA * self.step_s + (1 - EMA) * took
+        # A mean over about twenty steps: one slow step must not move the ETA.
+        self.step_s = EMA * (self.step_s or took) + (1 - EMA) * took
         for name, value in counts.items():
             self._pending[name] += value
         if vision_work is not None:
@@ -144,10 +144,10 @@ class Meter:
             self._interval[name] += value
             self._pending[name] = 0.0
         if self._work:
+            # The slowest rank of every step, with its own pictures and with those it encoded; the mean rank.
             work_S2 = torch.tensor(self._work, dtype=torch.float64)
-            own, done = self.runtime.max(work_S2).sum(dim=0).tolist()
-            mean = self.runtime.sum(work_S2)[:, 0].sum().item() / self.runtime.world
-            self._vision = [a + b for a, b in zip(self._vision or [0.0] * 3, (own, done, mean))]
+            mean = self.runtime.sum(work_S2)[:, :1].sum(dim=0) / self.runtime.world
+            self._vision_3 += torch.cat([self.runtime.max(work_S2).sum(dim=0), mean]).cpu()
             self._work = []
 
     def snapshot(self) -> dict[str, float]:
@@ -159,16 +159,17 @@ class Meter:
         step over the mean of ranks, pictures where they were read and where they were encoded (absent without
         vision_work).
         """
+        measured = bool(self._work) or bool(self._vision_3.any())
         self.flush()
         # The fullest rank and the longest wait decide what a user should look at.
         elapsed = max(self._interval_s, 1e-9)
-        worst = [peak_memory_bytes(self.runtime.device), self._interval_wait_s / elapsed]
+        worst = [peak_memory_bytes(self.runtime.device), self._waited_s / elapsed]
         memory_bytes, wait = self.runtime.max(torch.tensor(worst, dtype=torch.float64)).tolist()
         record = {name: self.totals[name] for name in ("tokens", "patches", "samples")}
         record |= {
             "tokens_per_s": self._interval["tokens"] / elapsed,
             "patches_per_s": self._interval["patches"] / elapsed,
-            "step_s": self.step_s or 0.0,
+            "step_s": self.step_s,
             "data_wait": min(1.0, wait),
             "memory_gib": memory_bytes / 2**30,
             "seconds": self.seconds,
@@ -178,32 +179,28 @@ class Meter:
             record["mfu_decoder"] = self._interval["decoder_flops"] / done
             record["mfu_vision"] = self._interval["vision_flops"] / done
             record["mfu"] = record["mfu_decoder"] + record["mfu_vision"]
-        # Work of the slowest rank over the mean: 1 is even.
-        if self._vision is not None:
-            own, done, mean = self._vision
-            record["vision_imbalance"] = own / mean if mean else 1.0
-            record["vision_imbalance_after"] = done / mean if mean else 1.0
-            self._vision = None
-        self._begin_interval()
+        if measured:
+            held, encoded, mean = self._vision_3.tolist()
+            record["vision_imbalance"] = held / mean if mean else 1.0
+            record["vision_imbalance_after"] = encoded / mean if mean else 1.0
+        # The next interval begins now; totals go on.
+        self._vision_3.zero_()
+        self._interval = dict.fromkeys(COUNTS, 0.0)
+        self._interval_s = self._waited_s = 0.0
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals and training time, equal on all ranks up to time. Every rank calls it (it flushes)."""
+        """Totals and times, equal on all ranks; every rank calls it."""
         self.flush()
         return {
             "totals": dict(self.totals),
             "seconds": self.seconds,
             "step_s": self.step_s,
-            "vision": self._vision,
+            "vision": self._vision_3.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = dict(state["totals"])
         self.seconds, self.step_s = state["seconds"], state["step_s"]
-        self._vision, self._work = state.get("vision"), []
+        self._vision_3, self._work = state["vision"].clone(), []
         self.restart_clock()
-
-    def restart_clock(self) -> None:
-        """Begin a new interval now: set-up, loading and compiling before this do not count."""
-        self._begin_interval()
-        self._last, self._not_counted = time.perf_counter(), 0.0

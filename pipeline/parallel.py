@@ -37,6 +37,7 @@ def exchange_gradients(model: nn.Module, runtime: Runtime) -> None:
     if runtime.world == 1:
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # All ranks send the same shapes; who has no gradient sends zeros and says so.
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     known_P = grads[0].new_tensor([float(p.grad is not None) for p in trained])
 

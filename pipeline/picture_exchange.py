@@ -40,19 +40,12 @@ class PictureExchange:
         self.cost = VisionCost.from_config(config.vision)
         self.setting = section.exchange_pictures if runtime.world > 1 else "off"
         self.above = 1.0 if self.setting == "on" else EXCHANGE_ABOVE
-        self.gathers = 0
-        """Gathers of grids so far: the waits of the host for other ranks that this adds, one a step."""
-        self.exchanged = 0
-        """Steps that exchanged pictures."""
         if runtime.world == 1:
             return
         # Ranks with different settings would wait for one another for ever.
         code = SETTINGS.index(self.setting)
-        highest, lowest = (
-            runtime.agree(code),
-            -runtime.agree(-code),
-        )  # both on every rank, whatever the first says
-        if highest != lowest:
+        highest = runtime.agree(code)
+        if highest != -runtime.agree(-code):  # both on every rank, whatever the first says
             raise UserError(
                 f"parallel.exchange_pictures is {self.setting!r} on rank {runtime.rank} and something else on"
                 " another: start all ranks with the same recipe"
@@ -79,7 +72,6 @@ class PictureExchange:
         if self.setting == "off":
             return nothing
         merge = self.vision.merge_kernel_size
-        self.gathers += 1
         try:
             grids = gather_grids(
                 [batch.grids for batch in batches],
@@ -94,7 +86,7 @@ class PictureExchange:
         plan = plan_step(grids, self.cost, merge, max_patches)
         if not plan.pays(self.above):
             return nothing
-        self.exchanged += 1
+        # A micro-batch in which nothing moves needs no collective at all.
         rank = self.runtime.rank
         return [Route(part, rank, self.group, self.direct) if part.moves else None for part in plan.parts]
 

@@ -41,7 +41,7 @@ from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.plan import banner
 from earlyfusion.pipeline.runtime import Runtime, objects_at_rest, seed_everything
-from earlyfusion.pipeline.schedule import StageTable
+from earlyfusion.pipeline.schedule import StageTable, due
 from earlyfusion.pipeline.stage_data import StageLoaders
 from earlyfusion.pipeline.step import LossMeter, StepLoss, forward_backward
 from earlyfusion.pipeline.track import Tracker
@@ -83,7 +83,6 @@ class Pretraining:
         # What is measured.
         dtype = torch.bfloat16 if train.mixed_precision == "bf16" else torch.float32
         self.meter = Meter(runtime, dtype)
-        self.costs = build.Costs(self.fusion.config)
         self.loss_meter = LossMeter([source.name for source in config.data.sources])
         if start is not None:
             self.restore(start)
@@ -158,7 +157,7 @@ class Pretraining:
             )
 
             # Count what the step did.
-            decoder_flops, vision_flops = self.costs.of(on_host)
+            decoder_flops, vision_flops = build.step_flops(self.fusion.config, on_host)
             self.meter.step(
                 tokens=sum(batch.num_tokens for batch in batches),
                 patches=sum(batch.num_patches for batch in batches),
@@ -178,17 +177,13 @@ class Pretraining:
             # Stop on a signal; evaluate and save every so often.
             if runtime.should_stop():
                 return self.leave_early()
-            if self.due(config.eval.every):
+            if due(config.eval.every, self.step, self.total):
                 with self.meter.paused():
                     self.evaluator.run(self.step, self.tracker, final=False)
-            if self.due(config.checkpoint.every):
+            if due(config.checkpoint.every, self.step, self.total):
                 with self.meter.paused():
                     self.save()
         return self.finish()
-
-    def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps (0: never) happens now; the end has its own."""
-        return every > 0 and self.step % every == 0 and self.step != self.total
 
     def log(self, stage: str, losses: StepLoss, lr: float, step: Update) -> None:
         """A line of the terminal at every step, a record every `track.log_every`."""
@@ -207,9 +202,9 @@ class Pretraining:
         back, with the data cursors as they are, so that the bad batches are passed over."""
         refused_at, message = self.step, f"{verdict.action}: {verdict.reason}"
         if verdict.action == "rollback":
-            loaded = self.checkpoints.load(self.checkpoints.intact())
+            loaded = self.checkpoints.load_intact()
             self.restore_weights(loaded)
-            self.guard.after_rollback()
+            self.guard.new_stage()
             self.step = loaded.step
             self.tracker.rewind(self.step)
         self.tracker.event(self.step, "guard", action=verdict.action, seen_at=refused_at, message=message)
@@ -264,7 +259,11 @@ class Pretraining:
             headline = self.evaluator.run(self.step, self.tracker, final=True, loader=loader)
             self.save()
         if self.runtime.is_main:
-            facts = evaluate.run_facts(self.config, self.step, self.meter, headline, loader.stats()["shares"])
+            shares = loader.stats()["shares"]
+            facts = build.run_facts(self.config, self.step, self.meter.seconds, self.runtime)
+            facts["tokens"] = int(self.meter.totals["tokens"])
+            facts["sources"] = evaluate.source_facts(self.config, shares)
+            facts["evals"] = {key: round(value, 4) for key, value in headline.items()}
             for line in self.write_outputs(facts):
                 self.tracker.say(line)
         self.runtime.barrier()

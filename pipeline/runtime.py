@@ -44,6 +44,7 @@ def check_versions(torch_version: str = torch.__version__) -> None:
     if found and tuple(map(int, found.groups())) < MIN_TORCH:
         need = ".".join(map(str, MIN_TORCH))
         raise UserError(f"torch {torch_version} is too old: earlyfusion needs torch {need} or newer")
+    # It reads EF_KERNELS, and refuses a name that is no backend.
     requested_backend()
 
 
@@ -110,6 +111,7 @@ def tie_to_launcher(environment: Mapping[str, str] = os.environ) -> bool:
     if not any(name in environment for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")):
         return False
     try:
+        # The kernel sends it, also where the launcher was killed and can tell nobody.
         return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) == 0
     except (OSError, AttributeError):
         return False
@@ -139,15 +141,17 @@ def objects_at_rest() -> Iterator[None]:
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch (every device)."""
     random.seed(seed)
+    # numpy takes 32 bits.
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:
     """State of every generator that training may draw from, in this process."""
+    kind, words, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, np.asarray(words).tolist(), *rest),  # plain numbers: no array in a checkpoint
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -202,6 +206,7 @@ class StopFlag:
         self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Somebody presses Ctrl-C twice: waiting for the end of a step is too long.
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
@@ -221,6 +226,7 @@ class Runtime:
         threads: int | None = None,
     ):
         check_versions()
+        # On a GPU tensors come from torch's own pool.
         if not torch.cuda.is_available():
             keep_freed_memory()
         if threads is not None:
@@ -256,6 +262,7 @@ class Runtime:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: torch.Tensor | float | int, op: Any) -> torch.Tensor:
+        # float64: sums of a million tokens must not depend on the number of ranks.
         reduced = torch.as_tensor(values).detach().to(device=self.device, dtype=torch.float64, copy=True)
         if self.world > 1:
             dist.all_reduce(reduced, op=op)
@@ -281,6 +288,7 @@ class Runtime:
                 f"{lanes} lanes cannot be shared evenly by {self.world} processes: set the stage's lanes to a"
                 f" multiple of {self.world}, or start a number of processes that divides {lanes}"
             )
+        # Lane i is data of its own, whichever rank reads it: so another world size can go on.
         return list(range(self.rank, lanes, self.world))
 
     def barrier(self) -> None:

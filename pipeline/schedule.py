@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from earlyfusion.pipeline.config.schema import StageSection
 
 
-def warmup(step: int, warmup_steps: int) -> float:
-    """Linear rise: (step + 1) / warmup_steps, then 1; the first update is never zero."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
-
-
 def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.0) -> float:
-    """Warm-up, then final + (1 - final) (1 + cos(pi u)) / 2, u from 0 (end of warm-up) to 1 (last step)."""
+    """Linear rise, then final + (1 - final) (1 + cos(pi u)) / 2, u from 0 (end of warm-up) to 1 (last
+    step)."""
     if step < warmup_steps:
-        return warmup(step, warmup_steps)
+        return (step + 1) / warmup_steps  # the first update is never zero
+    # steps - 1: the last update, and not the one after it, is at the final ratio.
     u = min(1.0, (step - warmup_steps) / max(1, steps - 1 - warmup_steps))
     return final_ratio + (1.0 - final_ratio) * 0.5 * (1.0 + math.cos(math.pi * u))
 
@@ -27,13 +24,12 @@ def cosine(step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 0.
 def wsd(
     step: int, steps: int, warmup_steps: int = 0, decay_steps: int = 0, final_ratio: float = 0.0
 ) -> float:
-    """Warm-up, stable at 1, then linear over the last decay_steps; the last step is at final_ratio."""
+    """Linear rise, stable at 1, then linear over the last decay_steps; the last step is at final_ratio."""
     if step < warmup_steps:
-        return warmup(step, warmup_steps)
-    into_decay = step - (steps - decay_steps) + 1
-    if decay_steps <= 0 or into_decay <= 0:
-        return 1.0
-    return 1.0 - (1.0 - final_ratio) * min(1.0, into_decay / decay_steps)
+        return (step + 1) / warmup_steps
+    # + 1: the first update of the decay is already below the peak.
+    into_decay = max(0, step - (steps - decay_steps) + 1)
+    return 1.0 - (1.0 - final_ratio) * min(1.0, into_decay / max(1, decay_steps))
 
 
 def linear(peak: float, step: int, steps: int, warmup_steps: int = 0, final_ratio: float = 1.0) -> float:
@@ -43,22 +39,25 @@ def linear(peak: float, step: int, steps: int, warmup_steps: int = 0, final_rati
     return peak * (1 - (1 - final_ratio) * (step - warmup_steps) / max(1, steps - warmup_steps))
 
 
+def due(every: int, step: int, total: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after `step`; the end has its
+    own."""
+    return every > 0 and step % every == 0 and step != total
+
+
 class StageTable:
     """Global step -> stage and learning rate. `lr` is the peak of stages that name none."""
 
     def __init__(self, stages: Sequence[StageSection], lr: float) -> None:
-        if not stages:
-            raise ValueError("a run needs at least one stage")
         self.stages = list(stages)
         self._lr = lr
+        # One entry more than stages: the end of the run has a place, too.
         self.starts = [0]
         for stage in self.stages:
             self.starts.append(self.starts[-1] + stage.steps)
 
     def index(self, step: int) -> int:
         """Number of the stage of a global step; the step after the last belongs to the last stage."""
-        if not 0 <= step <= self.starts[-1]:
-            raise ValueError(f"step {step} lies outside the run of {self.starts[-1]} steps")
         index = len(self.stages) - 1
         while step < self.starts[index]:
             index -= 1

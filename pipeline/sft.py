@@ -30,7 +30,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.chat.template import ChatTokenizer, template_of
@@ -63,38 +62,25 @@ SHOWN = 4
 class ChatEvaluator(evaluate.Evaluator):
     """Adds the tasks of this file to those of pretraining."""
 
+    # The tasks of pretraining stay: they show what fine-tuning forgets.
     own_tasks = (*evaluate.TASKS, "answer_loss", "tool_talks")
     chat = True
 
-    def own_task(self, name: str, step: int, limit: int | None) -> dict[str, float | None]:
-        if name == "answer_loss":
-            return {**self.answer_losses(step, limit)}
-        if name == "tool_talks":
-            return {**self.tool_talks(step, limit)}
-        return super().own_task(name, step, limit)
-
-    def answer_losses(self, step: int, limit: int | None) -> dict[str, float]:
-        """The task answer_loss, by source."""
+    def answer_loss(self, step: int, limit: int | None) -> dict[str, float]:
+        """Loss (nats a token) and numbers of tokens and conversations, by source; one that holds nothing out
+        is left out."""
         results = {}
-        for source in self.config.data.sources:
-            found = self.answer_loss(
-                source.name, limit or self.config.eval.limits.get("answer_loss", HELDOUT)
-            )
+        for config in self.config.data.sources:
+            source = self.source(config.name)
+            count = min(limit or HELDOUT, source.heldout_len())
+            # Read when it is measured: a source of a million rows is not opened for sixteen.
+            chosen = (partial(source.heldout, index) for index in range(count))
+            found = summarise(self.measure(chosen, blind=False))
             if found is not None:
-                results[source.name] = found
+                results[config.name] = {"loss": found["loss"], "tokens": found["tokens"]}
+                results[config.name]["conversations"] = found["samples"]
         save_result(self.out, "answer_loss", step, {"sources": results})
         return {f"answer_loss/{name}": result["loss"] for name, result in results.items()}
-
-    def answer_loss(self, name: str, limit: int) -> dict[str, float] | None:
-        """Loss (nats a token), share of tokens that are the likeliest, and numbers of tokens and
-        conversations.
-
-        None for a source that holds nothing out.
-        """
-        source = self.source(name)
-        chosen = (partial(source.heldout, index) for index in range(min(limit, source.heldout_len())))
-        found = summarise(self.measure(chosen, blind=False))
-        return found and {"loss": found["loss"], "tokens": found["tokens"], "conversations": found["samples"]}
 
     def heldout(self, step: int, final: bool) -> dict[str, float]:
         """Nothing: the task answer_loss is that of this stage, on as many conversations as its recipe
@@ -104,24 +90,27 @@ class ChatEvaluator(evaluate.Evaluator):
     def tool_talks(self, step: int, limit: int | None) -> dict[str, float]:
         """The task tool_talks, by source."""
         headline: dict[str, float] = {}
-        limit = limit or self.config.eval.limits.get("tool_talks", PLAYED)
         for config in self.config.data.sources:
             source = self.source(config.name)
+            # Only conversations of these kinds know the right answer of their program.
             if not isinstance(source, ZeroVision):
                 continue
-            talks = [source.talk(index, heldout=True) for index in range(min(limit, source.heldout_len()))]
+            count = min(limit or PLAYED, source.heldout_len())
+            talks = [source.talk(index, heldout=True) for index in range(count)]
+            # A sandbox for each source: what one program leaves behind is gone for the next.
             with Sandbox(allow_weaker=self.config.sandbox.allow_weaker) as sandbox:
                 weaker = sandbox.check().weaker
                 played = play_talks(self.fusion, self.tokens, talks, sandbox)
-            found = summary(played) | ({"sandbox": weaker} if weaker else {})
-            shown = [
-                transcript(game) | {"picture": self._picture(config.name, number, game)}
-                for number, game in enumerate(played[:SHOWN])
-            ]
-            save_result(
-                self.out, f"tool_talks_{config.name}", step, found | {"source": config.name, "shown": shown}
-            )
+
+            found = summary(played)
             headline |= {f"{measure}/{config.name}": found[measure] for measure in MEASURES}
+            shown = []
+            for number, game in enumerate(played[:SHOWN]):
+                shown.append(transcript(game) | {"picture": self._picture(config.name, number, game)})
+            result = found | {"source": config.name, "shown": shown}
+            if weaker:
+                result["sandbox"] = weaker
+            save_result(self.out, f"tool_talks_{config.name}", step, result)
         return headline
 
     def _picture(self, source: str, number: int, game: Played) -> str | None:
@@ -142,18 +131,18 @@ class FineTuning(Pretraining):
     """The run of pretraining, from a model directory and to one that speaks chat."""
 
     def fit_vocabulary(self, config: RunConfig) -> RunConfig:
+        # Here and not later: the first thing that is built asks for it.
+        self.start = model_folder(str(config.run.init_from))
         return config  # with_start has set the vocabulary
-
-    def _start(self) -> Path:
-        return model_folder(str(self.config.run.init_from))
 
     def build_model(self) -> NativeFusion:
         wanted = build.fusion_config(self.config, self.tokenizer.media_pad_id)
-        model, self.growth = start_model(self._start(), wanted, self.tokenizer)
+        model, self.added = start_model(self.start, wanted, self.tokenizer)
         return model
 
     def build_evaluator(self) -> evaluate.Evaluator:
         evaluator = ChatEvaluator(self.config, self.fusion, self.tokenizer, self.runtime, self.out)
+        # A model that was taught documents alone is asked as pretraining asks.
         evaluator.chat = self._speaks_chat()
         return evaluator
 
@@ -164,10 +153,11 @@ class FineTuning(Pretraining):
             kind_of(source.kind).chat and getattr(source.typed, "template", "chat") == "chat"
             for source in self.config.data.sources
         )
-        return any(taught) or template_of(self._start()) == "chat"
+        return any(taught) or template_of(self.start) == "chat"
 
     def train(self) -> int:
         """The steps, with an evaluation before the first one: what the stage started from."""
+        # A resumed run has this evaluation behind it.
         if self.step == 0 and self.config.eval.every:
             with self.meter.paused():
                 self.evaluator.run(0, self.tracker, final=False)
@@ -176,18 +166,19 @@ class FineTuning(Pretraining):
     def write_outputs(self, facts: dict[str, Any]) -> Sequence[str]:
         chat = self._speaks_chat()
         frozen = sorted({entry for stage in self.config.stages for entry in stage.frozen})
-        notes = [
-            (
-                f"Supervised fine-tuning on conversations, from `{self.config.run.init_from}`; only answers"
-                " were learned."
-            ),
-            "It speaks the chat form of `chat_template.jinja`, with thinking and tool calls." if chat else "",
-            f"Not trained in this stage: {', '.join(frozen)}." if frozen else "",
-            self.growth.note,
-        ]
-        facts = facts | {"base": self.config.run.init_from, "notes": [note for note in notes if note]}
+        start = self.config.run.init_from
+        notes = [f"Supervised fine-tuning on conversations, from `{start}`; only answers were learned."]
+        if chat:
+            notes.append("It speaks the chat form of `chat_template.jinja`, with thinking and tool calls.")
+        if frozen:
+            notes.append(f"Not trained in this stage: {', '.join(frozen)}.")
+        if self.added:
+            notes.append(self.added)
+        # The template is how generate, chat, serve and eval know the form.
         tokenizer = ChatTokenizer(self.tokenizer) if chat else self.tokenizer
-        return evaluate.write_outputs(self.out, self.fusion, tokenizer, facts)
+        return evaluate.write_outputs(
+            self.out, self.fusion, tokenizer, facts | {"base": start, "notes": notes}
+        )
 
 
 def run(parsed: RecipeArguments) -> int:

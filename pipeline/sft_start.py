@@ -13,7 +13,6 @@ of the tokens that were there before. The model card says so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +53,7 @@ def with_start(tree: Mapping[str, Any]) -> dict[str, Any]:
     if given is not None and Tokenizer.load(given).hash != tokens.hash:
         raise UserError(f"tokenizer.path {given}: not the tokenizer of {directory}; remove tokenizer.path")
     ids = {"bos_token_id": tokens.bos_id, "eos_token_id": tokens.eos_id, "pad_token_id": tokens.pad_id}
+    # A table may hold more rows than the tokenizer has words (padded to a multiple).
     size = max(tokens.vocab_size, found.text.vocab_size)
     return {
         **tree,
@@ -76,45 +76,23 @@ def _check_same(section: str, given: Mapping[str, Any], found: Mapping[str, Any]
             )
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What became of the vocabulary: rows before and after, and the special tokens that got an initial
-    row."""
-
-    before: int
-    after: int
-    added: tuple[str, ...]
-
-    @property
-    def note(self) -> str:
-        """One sentence for the model card; empty when nothing was added."""
-        if not self.added:
-            return ""
-        return (
-            f"{len(self.added)} special tokens were added to the tokenizer ({', '.join(self.added)}): their"
-            f" rows of the embedding began as the mean of the other rows ({self.before} rows before,"
-            f" {self.after} after)."
-        )
-
-
-def start_model(
-    directory: str | Path, wanted: FusionConfig, tokens: Tokenizer
-) -> tuple[NativeFusion, Growth]:
-    """The directory's weights in a model of configuration `wanted`, which may differ in its vocabulary only.
+def start_model(directory: str | Path, wanted: FusionConfig, tokens: Tokenizer) -> tuple[NativeFusion, str]:
+    """The directory's weights in a model of configuration `wanted`, which may differ in its vocabulary only,
+    and one sentence for the model card on the special tokens that got an initial row ("" for none).
 
     Raises UserError when it differs in more or has fewer rows, ModelDirectoryError when there is no such
     directory.
     """
-    # Nothing but the vocabulary may differ, and only grow.
     loaded = load_model(directory)
     before, after = loaded.config.text.vocab_size, wanted.text.vocab_size
-    growth = Growth(before, after, tokens.added)
     if loaded.config == wanted and not tokens.added:
-        return loaded, growth
+        return loaded, ""
     if _without_vocabulary(loaded.config) != _without_vocabulary(wanted) or after < before:
         raise UserError(
             f"run.init_from {directory}: its model is not the recipe's; start without [model] and [vision]"
         )
+
+    # A fresh model of the larger shape; every weight of it is replaced.
     fusion = NativeFusion(wanted).to(loaded.decoder.embed_tokens.weight.dtype)
     state = loaded.state_dict()
     fresh = [tokens.id_of(name) for name in tokens.added]
@@ -122,7 +100,12 @@ def start_model(
         if name in state:
             state[name] = grown(state[name], after, fresh)
     fusion.load_state_dict(state)
-    return fusion, growth
+    if not tokens.added:
+        return fusion, ""
+    return fusion, (
+        f"{len(tokens.added)} special tokens were added to the tokenizer ({', '.join(tokens.added)}): their"
+        f" rows of the embedding began as the mean of the other rows ({before} rows before, {after} after)."
+    )
 
 
 def _without_vocabulary(config: FusionConfig) -> dict[str, Any]:
@@ -136,6 +119,7 @@ def grown(table_VD: Tensor, rows: int, fresh: Sequence[int]) -> Tensor:
     # The rows of tokens that were there before are what a fresh one starts from.
     known = torch.ones(table_VD.shape[0], dtype=torch.bool, device=table_VD.device)
     known[[i for i in fresh if i < table_VD.shape[0]]] = False
+    # In fp32: a mean over 100,000 rows of bfloat16 would be off by percents.
     mean_D = table_VD[known].float().mean(dim=0).to(table_VD.dtype)
     larger = mean_D.expand(rows, -1).clone()
     larger[: table_VD.shape[0]][known] = table_VD[known]

@@ -19,6 +19,7 @@ from earlyfusion.pipeline.runtime import Runtime
 def mix_schedule(stage: StageSection, weights: dict[str, float]) -> Schedule | None:
     """The stage's mixture by step; None where one set of weights (of data.sources: `weights`) holds
     throughout."""
+    # Constant weights need no schedule, and the loader then tells none.
     if stage.vision_share is None and not stage.mix:
         return None
     points = [Point(0.0, stage.weights or weights, stage.vision_share)]
@@ -72,6 +73,7 @@ class StageLoaders:
         """The loader of stage `index`, going on where that stage was left (or saved) if it was ever begun."""
         if self._loader is not None and index == self._stage:
             return self._loader
+        # Before it is closed: the cursors of the stage that is left.
         self._left |= self._current()
         self.close()
         if self._fresh and self._log is not None:
@@ -103,6 +105,7 @@ class StageLoaders:
             head = next(iter(cursors.values()))["head"]
             lanes = {str(lane): cursor["state"] for lane, cursor in cursors.items()}
             loader.load_state_dict({**head, "lanes": lanes})
+        # Skipping counts steps of the stage's data, so it comes after the cursors are set.
         for first, end in stage.skip:
             loader.skip(range(first, end))
         self._stage, self._loader = index, loader
@@ -119,27 +122,26 @@ class StageLoaders:
         loader = self._loader
         if loader is None:
             return {}
-        stats = loader.stats()
+        # Passes are means over ranks, everything else is summed.
+        stats, world = loader.stats(), self.runtime.world
         own = {f"share/{name}": stats["tokens"][name] for name in loader.sources}
-        own |= {
-            "vision_share": sum(stats["vision_tokens"].values()),
-            "media_share": sum(stats["media_tokens"].values()),
-            "positions": stats["positions"],
-        }
-        own |= {f"skipped/{reason}": stats["skipped"][reason] for reason in REASONS}
-        own |= {f"epoch/{name}": stats["epochs"][name] / self.runtime.world for name in loader.sources}
+        own["vision_share"] = sum(stats["vision_tokens"].values())
+        own["media_share"] = sum(stats["media_tokens"].values())
+        own["positions"] = stats["positions"]
+        own |= {f"skipped/{reason}": stats["skipped_by_reason"].get(reason, 0) for reason in REASONS}
+        own |= {f"epoch/{name}": stats["epochs"][name] / world for name in loader.sources}
         sums = self.runtime.sum_dict(own)
 
         # Shares are of the tokens of all sources; reasons that never came up are left out.
         tokens = sum(sums[f"share/{name}"] for name in loader.sources)
-        skipped = {key: count for key, count in sums.items() if key.startswith("skipped/") and count}
-        record: dict[str, float] = {"step": loader.step}
-        record |= {
-            key: sums[key] / max(1.0, tokens) for key in sums if key.partition("/")[0].endswith("share")
-        }
-        record |= {"fill": tokens / max(1.0, sums["positions"]), "skipped": sum(skipped.values())} | skipped
-        record |= {key: passes for key, passes in sums.items() if key.startswith("epoch/")}
-        return {f"data/{key}": value for key, value in record.items()}
+        record = {"data/step": loader.step, "data/fill": tokens / max(1.0, sums.pop("positions"))}
+        record["data/skipped"] = sum(sums[f"skipped/{reason}"] for reason in REASONS)
+        for key, value in sums.items():
+            if key.partition("/")[0].endswith("share"):
+                value = value / max(1.0, tokens)
+            if value or not key.startswith("skipped/"):
+                record[f"data/{key}"] = value
+        return record
 
     def _current(self) -> dict[int, dict[int, Any]]:
         """Cursors of the open loader's lanes, as an entry of `_left`."""
@@ -152,6 +154,7 @@ class StageLoaders:
 
     def state_dict(self) -> dict[int, Any]:
         """Lane -> stage -> cursor, of this rank's lanes and every stage that was begun."""
+        # By lane first: another number of ranks deals lanes out anew, never stages.
         by_lane: dict[int, Any] = {}
         for stage, cursors in (self._left | self._current()).items():
             for lane, cursor in cursors.items():

@@ -50,6 +50,7 @@ class LossMeter:
     def add(self, batch: PackedBatch, nll_T: Tensor) -> None:
         """Add one micro-batch; only tokens that carry loss count (and are finite: the guard tells of the
         others)."""
+        # Plain nats a token, whatever a source weighs: so the curves of two recipes compare.
         valid_T = (batch.labels >= 0) & (batch.loss_weights > 0) & nll_T.isfinite()
         row_T = batch.source_ids.long() * 2 + (~batch.has_image).long()
         rows_R = torch.arange(2 * len(self.sources), device=nll_T.device)

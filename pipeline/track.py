@@ -51,6 +51,7 @@ def check_trackers(trackers: Sequence[str]) -> None:
     for name in trackers:
         if name not in TRACKERS:
             raise UserError(f"track.trackers: unknown tracker {name!r}; {did_you_mean(name, TRACKERS)}")
+        # Looked for and not imported: some trackers log in when they are.
         if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"track.trackers: {name} is not installed; pip install {name}, or take it off the list"
@@ -64,12 +65,14 @@ def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, A
     return [record for record in read_jsonl(path) if event is None or record.get("event") == event]
 
 
-def truncate_metrics(path: Path, step: int) -> int:
-    """Drop records after `step` (and torn lines), atomically; returns how many records stay."""
-    kept = [record for record in read_jsonl(path) if is_number(s := record.get("step", 0)) and s <= step]
+def truncate_metrics(path: Path, step: int) -> None:
+    """Drop records after `step` (and torn lines), atomically."""
+    kept = []
+    for record in read_jsonl(path):
+        if is_number(at := record.get("step", 0)) and at <= step:
+            kept.append(json.dumps(record, allow_nan=False) + "\n")
     if path.exists():
-        write_atomic(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
-    return len(kept)
+        write_atomic(path, "".join(kept))
 
 
 class Tracker:
@@ -101,24 +104,16 @@ class Tracker:
         self.path = Path(out) / FILE
         console = console or Console(file=sys.stderr, highlight=False, quiet=not self.main)
         self.progress = Progress(console, total_steps, unit=unit, title=name)
-        self.progress.step = start_step
         self._file: Any = None
+        # accelerate sends to all its trackers, and to none where there are none.
         self._trackers = runtime.accelerator
         if trackers:
             start_trackers(runtime.accelerator, trackers, self.path.parent, start_step, name, recipe or {})
-        if not self.main:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if start_step == 0:
-            self.path.unlink(missing_ok=True)
-        self._open(start_step)
-
-    def _open(self, step: int) -> None:
-        try:
-            truncate_metrics(self.path, step)
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise self._unwritable(error) from None
+        if self.main:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if start_step == 0:
+                self.path.unlink(missing_ok=True)
+        self.rewind(start_step)
 
     def _unwritable(self, error: OSError) -> UserError:
         """The end of a run that can tell no more. What the file still holds in memory is dropped with it."""
@@ -134,6 +129,7 @@ class Tracker:
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
         """An event "train" of the numbers at `step`, on every channel, and one plain line when there is no
         terminal."""
+        # The file first: whatever a tracker or a terminal does, the record is there.
         self._write(step, "train", numbers)
         self._send(step, numbers)
         self.tick(step, numbers)
@@ -150,6 +146,7 @@ class Tracker:
         """Any other record; a `message` is also shown, and the numbers of an evaluation reach the trackers as
         well."""
         self._write(step, kind, fields)
+        # Curves of evaluations belong beside those of the losses.
         if kind == "eval":
             self._send(step, dict(flatten(fields)))
         if fields.get("message"):
@@ -157,6 +154,7 @@ class Tracker:
 
     def _write(self, step: int, event: str, fields: Mapping[str, Any]) -> None:
         if self._file is not None:
+            # Flushed line by line: a killed run has told everything up to its last step.
             record = {"step": step, "event": event, "time": round(time.time(), 3)} | plain(dict(fields))
             try:
                 self._file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -181,9 +179,16 @@ class Tracker:
     def rewind(self, step: int) -> None:
         """Forget records after `step`: the run went back to a checkpoint."""
         self.progress.step = step
+        if not self.main:
+            return
         if self._file is not None:
             self._file.close()
-            self._open(step)
+        try:
+            # A resume and a rollback both tell steps again, which must stand there once.
+            truncate_metrics(self.path, step)
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def close(self) -> None:
         self.progress.close()
@@ -202,16 +207,15 @@ def start_trackers(
 ) -> None:
     """Let accelerate begin its trackers; TensorBoard forgets events after `start_step`."""
     accelerator.project_configuration.set_directories(str(out))
-
-    # accelerate's own would write elsewhere, and keep what a resume repeats.
-    loggers: list[Any] = list(names)
+    loggers: list[Any] = [name for name in names if name != "tensorboard"]
     if "tensorboard" in names:
-        purge = {"purge_step": start_step + 1} if start_step else {}
-        loggers[loggers.index("tensorboard")] = TensorBoardTracker("tensorboard", out, **purge)
+        # accelerate's own would write elsewhere, and keep what a resume repeats.
+        loggers.append(TensorBoardTracker("tensorboard", out, purge_step=start_step + 1))
     accelerator.log_with = filter_trackers(loggers, out)
-    shown = {
-        key: value if isinstance(value, int | float | str) else str(value) for key, value in flatten(recipe)
-    }
+    # Trackers take flat tables of plain values.
+    shown = {}
+    for key, value in flatten(recipe):
+        shown[key] = value if isinstance(value, int | float | str) else str(value)
     accelerator.init_trackers(run, config=shown)
 
 

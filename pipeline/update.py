@@ -66,9 +66,11 @@ def update(
     the norm and clips nothing. frozen: entries of a recipe (`is_frozen`). balance_experts: whether router
     biases move. can_roll_back: see `Guard.check`. Every rank calls it.
     """
+    # Frozen parameters have gradients (DDP wants the same ones in every step); they go here.
     still = [parameter for name, parameter in model.named_parameters() if is_frozen(name, frozen)]
     for parameter in still:
         parameter.grad = None
+    # The norm is measured in any case: the guard and the log want it.
     limit = float("inf") if clip_grad_norm is None else clip_grad_norm
     grad_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
 
@@ -80,34 +82,29 @@ def update(
 
     load: dict[str, Tensor] = {}
     if grad_norm == 0 or not verdict.ok:
-        _forget(model, optimizer)
+        clip = getattr(optimizer, "qk_clip", None)
+        if clip is not None:
+            clip.reset()
     else:
-        set_lr(optimizer, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr  # one for all groups (Moonlight: both families share it)
         with _held(model, still, frozen):
             optimizer.step()
             if balance_experts:
-                load = balance(model, runtime)
-        _reset_expert_counts(model)
+                # By the step's load, summed over ranks.
+                reduce = None if runtime.world == 1 else lambda flat: runtime.sum(flat).to(flat.dtype)
+                load = update_router_biases(model, reduce)
+    for layer in moe_layers(model):
+        layer.reset_counts()
     optimizer.zero_grad(set_to_none=True)
     return Update(grad_norm, verdict, load)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """One learning rate for all groups (Moonlight: both families share it)."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def balance(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
-    """Move the router biases by the step's load, summed over ranks; returns the load."""
-    reduce = None if runtime.world == 1 else lambda flat: runtime.sum(flat).to(flat.dtype)
-    return update_router_biases(model, reduce)
 
 
 def expert_metrics(load: Mapping[str, Tensor], model: NativeFusion) -> dict[str, Any]:
     """`expert_load` {layer: share per expert} and the largest violation, for a log record."""
     if not load:
         return {}
+    # By the layer's number, as the recipe and the report know it.
     layers = [i for i in range(len(model.decoder.layers)) if model.config.text.is_moe(i)]
     shares = {str(layer): share for layer, share in zip(layers, load["load_share"].tolist(), strict=True)}
     return {"expert_load": shares, "expert_max_violation": float(load["max_violation"].max())}
@@ -131,28 +128,13 @@ def check_frozen(model: nn.Module, frozen_by_key: Mapping[str, Sequence[str]]) -
                 )
 
 
-def _forget(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop what a refused step measured."""
-    clip = getattr(optimizer, "qk_clip", None)
-    if clip is not None:
-        clip.reset()
-    _reset_expert_counts(model)
-
-
-def _reset_expert_counts(model: nn.Module) -> None:
-    for layer in moe_layers(model):
-        layer.reset_counts()
-
-
 @contextmanager
 def _held(model: nn.Module, still: Sequence[nn.Parameter], frozen: Sequence[str]) -> Iterator[None]:
     """Around a step: QK-Clip leaves the `still` parameters alone, and frozen routers keep their biases."""
-    routers = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, Router) and is_frozen(f"{name}.weight", frozen)
-    ]
-    biases = [router.e_score_correction_bias.clone() for router in routers]
+    biases = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Router) and is_frozen(f"{name}.weight", frozen):
+            biases[module] = module.e_score_correction_bias.clone()
     for parameter in still:
         parameter.requires_grad_(False)
     try:
@@ -160,5 +142,5 @@ def _held(model: nn.Module, still: Sequence[nn.Parameter], frozen: Sequence[str]
     finally:
         for parameter in still:
             parameter.requires_grad_(True)
-        for router, bias in zip(routers, biases, strict=True):
+        for router, bias in biases.items():
             router.e_score_correction_bias.copy_(bias)

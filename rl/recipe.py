@@ -82,6 +82,7 @@ class TaskEntry(Section):
     tools: bool = False
     """Ask in the chat form and let the answer call python(code), which runs in the sandbox with the picture
     as a file."""
+    # Shaping belongs to the entry: a task that pays partial credit stands beside one that does not.
     power: PositiveFloat = 1.0
     """Its rewards are scores to this power, with the sign they had. 1 pays partial credit as it is, which
     teaches a cautious middle (2 where 1 and 3 are likely); a high power pays for right answers alone."""
@@ -111,6 +112,7 @@ class TaskEntry(Section):
 
 
 class RolloutSection(Section):
+    # Of all processes together, so that their number does not change what is learned.
     prompts: PositiveInt = 32
     """Prompts of one iteration, over all processes together (N)."""
     group_size: int = Field(8, ge=1)
@@ -176,6 +178,7 @@ class RewardSection(Section):
     """Highest of your rewards: what a right answer earns. Rewards outside are not cut, but counted."""
     judge: JudgeSection | None = None
     """A generative judge with rubrics, alone or on top (rl/judge.py). Not given: none."""
+    # Bounds of what a run did not write itself; the tasks of the project run without them.
     timeout_s: PositiveFloat = 10.0
     """Deadline of one call of a reward function of yours."""
     workers: PositiveInt = 2
@@ -210,6 +213,7 @@ class TrainSection(Section):
     """Autocast dtype of training; the engine always computes in the weights' dtype."""
     threads: PositiveInt | None = None
     """torch CPU threads; "null" keeps torch's choice."""
+    # The same words as stages.frozen of pretraining.
     frozen: list[str] = []
     """What is not trained: vision, text, projector, or fnmatch patterns of parameter names."""
     warmup_updates: NonNegativeInt = 0
@@ -233,6 +237,7 @@ class PtxSection(Section):
 
 
 class EvalSection(Section):
+    # Held-out problems are of the split that no training prompt is drawn from.
     every: NonNegativeInt = 0
     """Updates between measurements on held-out problems; 0 measures at the start and at the end."""
     problems: NonNegativeInt = 128
@@ -258,6 +263,7 @@ class LogSection(Section):
     """Groups in one record."""
 
 
+# One section a concept, in the order in which an iteration meets them.
 class RLConfig(Section):
     """A whole run. Build it with `compose.load_config(..., schema=RLConfig)`."""
 
@@ -291,15 +297,16 @@ class RLConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> RLConfig:
         rollout, train, ptx = self.rollout, self.train, self.ptx
-        object.__setattr__(self, "overlong", self.overlong.within(rollout.max_new_tokens))
 
         # Tasks, and tools among them.
+        # Labels name columns of metrics and lines of measurements, so no two may be one.
         labels = [entry.label for entry in self.tasks]
         if len(set(labels)) != len(labels):
             twice = max(labels, key=labels.count)
             raise ValueError(f"tasks: two entries are the same: {twice}; add up their weights")
         if not any(entry.weight for entry in self.tasks):
             raise ValueError("tasks: every weight is 0; give at least one a positive weight")
+        # A paused conversation would need the state of its running program as well.
         if self.has_tools and self.partial:
             raise ValueError(
                 "tasks with tools and partial rollouts together: drop rollout.token_cap and rollout.fraction,"
@@ -332,13 +339,25 @@ class RLConfig(Section):
     def _check_silent(self) -> None:
         """ValueError for settings that would do nothing, or another thing than they say."""
         rollout, train, objective = self.rollout, self.train, self.objective
-        correction = self.correction
+        correction, overlong = self.correction, self.overlong
+        # A limit that no answer reaches would be a penalty that never comes.
+        limit = overlong.max_tokens or rollout.max_new_tokens
+        if limit > rollout.max_new_tokens:
+            raise ValueError(
+                f"overlong.max_tokens {limit} is more than rollout.max_new_tokens {rollout.max_new_tokens}:"
+                " no answer would ever be overlong; leave it out to use that limit"
+            )
+        if overlong.mode == "soft" and not 0 < overlong.buffer_tokens < limit:
+            raise ValueError(
+                f"overlong.buffer_tokens {overlong.buffer_tokens}: the soft penalty needs 1 to {limit - 1}"
+            )
         if correction.mode != "none" and correction.level == "token" and objective.ratio != "token":
             raise ValueError(
                 f"correction.level='token' does not fit objective {objective.name!r}, which has one ratio for"
                 " each answer; set correction.level to 'sequence' or 'geometric'"
             )
         # Where pi_old is the trainer's own, tokens of older weights need a weight of their own.
+        # (Otherwise the weights of an older update would be taken for those of this one.)
         own = "train.old_policy 'trainer'" if train.old_policy == "trainer" else ""
         if rollout.top_p < 1 or rollout.min_p > 0:
             own = f"rollout.top_p {rollout.top_p:g}, min_p {rollout.min_p:g}"
@@ -347,6 +366,7 @@ class RLConfig(Section):
                 f"{own} in partial rollouts: pi_old is then the trainer's own, and tokens of older weights"
                 " would count as drawn by it; set correction.mode (tis, mis or reject)"
             )
+        # Adam without memory steps by the sign of the gradient, whatever its size.
         if objective.reset_optimizer and train.epochs * train.minibatches == 1 and not self.ptx.only:
             raise ValueError(
                 "objective.reset_optimizer with one update in an iteration: the first step of an optimizer"
@@ -373,6 +393,7 @@ class RLConfig(Section):
     def longest_answer(self) -> int:
         """Most tokens behind a prompt, with the outputs of tools."""
         rollout = self.rollout
+        # The engine holds what tools said beside what was generated.
         of_tools = rollout.tool_turns * rollout.tool_output_tokens if self.has_tools else 0
         return rollout.max_new_tokens + of_tools
 

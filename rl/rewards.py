@@ -2,15 +2,13 @@
 
     with Rewards(TaskReward(tasks)) as rewards:
         scored = rewards([(problem, text), ...])  # one Scored each, in order; never raises for one answer
-        rewards.report()                          # {"ok": 63, "timeout": 1, ..., "by_task": {"maze": 0.41}}
+        rewards.counts                            # {"ok": 63, "timeout": 1}
 
 A reward may be any finite number. One that raises, hangs, dies or returns no number costs its own answer (the
 lowest of the declared range, 0 by default) and a count, never the run; one outside the declared range stands,
-and is counted. Three ways to run a function:
-    inline    in this thread: for rewards known to return (the tasks of data/tasks)
-    threads   side by side with a deadline: for rewards that wait for a server (rl/judge.py)
-    process   in worker processes that are killed at the deadline and started anew: for everything else;
-              `memory_mb` bounds what a worker may allocate beyond its imports (Linux)
+and is counted. Rewards that are known to return (the tasks of data/tasks) run in this thread; everything else
+(your own function, a judge) in worker processes that are killed at a deadline and started anew, with bounded
+memory (Linux).
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import math
 import multiprocessing
 import pickle
 import queue
-import threading
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal, TypeAlias
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
@@ -35,9 +33,9 @@ from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.places import function_at
 
 RewardFunction: TypeAlias = Callable[[Problem, str], float]
-Isolation: TypeAlias = Literal["inline", "threads", "process"]
+Isolation: TypeAlias = Literal["inline", "process"]
 Item: TypeAlias = tuple[Problem, str]
-ISOLATIONS = ("inline", "threads", "process")
+# From well to worst; metrics.jsonl counts all but the first.
 STATUSES = ("ok", "outside", "invalid", "error", "timeout", "died")
 START_S = 120.0
 """Most a worker process may take to import its reward."""
@@ -75,6 +73,7 @@ class RandomReward:
         self.seed = seed
 
     def __call__(self, problem: Problem, response: str) -> float:
+        # A function of what was said: equal answers earn the same, so their group teaches nothing.
         return float(digest64("random reward", self.seed, problem.key, response) & 1)
 
 
@@ -82,12 +81,11 @@ class OnTop:
     """A second opinion on verified answers: (1 - weight) * base + weight * extra where base > 0, else
     base."""
 
-    def __init__(self, base: RewardFunction, extra: RewardFunction, weight: float = 0.2) -> None:
-        if not 0 <= weight <= 1:
-            raise RewardError(f"OnTop: weight {weight}; expected 0 to 1")
+    def __init__(self, base: RewardFunction, extra: RewardFunction, weight: float) -> None:
         self.base, self.extra, self.weight = base, extra, weight
 
     def __call__(self, problem: Problem, response: str) -> float:
+        # The verified answer decides first: a judge alone must not be able to pay a wrong one.
         base = self.base(problem, response)
         return (1 - self.weight) * base + self.weight * self.extra(problem, response) if base > 0 else base
 
@@ -103,8 +101,8 @@ def make_reward(name: str, tasks: Sequence[Task], seed: int = 0) -> tuple[Reward
         raise RewardError(
             f"reward {name!r}; {did_you_mean(name, ('task', 'random'))}, or package.module:function"
         )
-    function = function_at(name, "reward.name")
-    return function, "process"
+    # Whatever is not ours may hang, and a thread cannot be stopped.
+    return function_at(name, "reward.name"), "process"
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,14 @@ class Range:
         return (value - self.low) / (self.high - self.low)
 
 
-def judged(value: Any, span: Range) -> Scored:
-    """A returned value as Scored: every finite number as it is ("outside" beyond the range), all else
-    "invalid"."""
+def attempt(function: RewardFunction, item: Item, span: Range) -> Scored:
+    """Call the function: a finite number as it is ("outside" beyond the range), all else is "invalid", and an
+    exception "error" (also SystemExit, which would end the run)."""
+    try:
+        value = function(*item)
+    except (Exception, SystemExit) as error:
+        return Scored(span.low, "error", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+    # float() of a user's object is a call of the user's code.
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -129,27 +132,17 @@ def judged(value: Any, span: Range) -> Scored:
     if not math.isfinite(number):
         return Scored(span.low, "invalid", f"returned {number}")
     if not span.low <= number <= span.high:
-        return Scored(
-            number,
-            "outside",
-            f"returned {number:g}; reward.low and reward.high say {span.low:g} to {span.high:g}",
-        )
+        return Scored(number, "outside", f"returned {number:g}, expected {span.low:g} to {span.high:g}")
     return Scored(number)
-
-
-def attempt(function: RewardFunction, item: Item, span: Range) -> Scored:
-    """Call the function; an exception becomes a Scored (also SystemExit, which would end the run)."""
-    try:
-        return judged(function(*item), span)
-    except (Exception, SystemExit) as error:
-        return Scored(span.low, "error", " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
 class Rewards:
     """See the file's head.
 
-    function: any callable of (problem, response). isolation: how it runs. timeout_s: deadline of one call
-    (threads and process). workers: calls in flight. span: the range that rewards are declared to have.
+    function: any callable of (problem, response). isolation: where it runs; of a process: timeout_s, the
+    deadline of one call; workers, calls in flight; memory_mb, what a worker may allocate beyond its imports
+    (None: no bound). span: the range that rewards are declared to have. Raises RewardError for a function
+    that another process cannot import.
     """
 
     def __init__(
@@ -162,79 +155,29 @@ class Rewards:
         span: Range = Range(),
         memory_mb: int | None = None,
     ) -> None:
-        if isolation not in ISOLATIONS:
-            raise RewardError(f"isolation {isolation!r}; {did_you_mean(str(isolation), ISOLATIONS)}")
-        if not timeout_s > 0 or workers < 1:
-            raise RewardError(f"timeout_s {timeout_s}, workers {workers}: expected > 0 and >= 1")
-        self.function, self.isolation, self.timeout_s = function, isolation, timeout_s
-        self.workers, self.span = workers, span
+        self.function, self.span = function, span
         self.counts: Counter[str] = Counter()
-        self.last_failures: list[str] = []
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._seconds = 0.0
-        self._processes = (
-            [_Worker(function, timeout_s, span, memory_mb) for _ in range(workers)]
-            if isolation == "process"
-            else []
-        )
+        self.workers: list[_Worker] = []
+        if isolation == "process":
+            try:
+                # Told here and not at the first answer: a lambda cannot be imported by another process.
+                pickled = pickle.dumps(function)
+            except Exception as error:
+                raise RewardError(f"a reward must be one that another process can import: {error}") from None
+            self.workers = [_Worker(pickled, timeout_s, span, memory_mb) for _ in range(workers)]
 
     def __call__(self, items: Sequence[Item]) -> list[Scored]:
         """The rewards of the answers, in order."""
-        begun = time.perf_counter()
-        run = {"inline": self._inline, "threads": self._threads, "process": self._process}[self.isolation]
-        scored = run(items)
-        self._seconds += time.perf_counter() - begun
-        for (problem, _), one in zip(items, scored):
-            self.counts[one.status] += 1
-            total = self._sums[problem.task]
-            total[0], total[1] = total[0] + one.value, total[1] + 1
-            if one.status != "ok":
-                self.last_failures = [*self.last_failures[-19:], f"{problem.key}: {one.status}: {one.detail}"]
+        if self.workers:
+            scored = self._by_workers(items)
+        else:
+            scored = [attempt(self.function, item, self.span) for item in items]
+        self.counts.update(one.status for one in scored)
         return scored
 
-    def report(self) -> dict[str, Any]:
-        """Counts by status, mean reward by task, seconds spent, the last failures; since the object was
-        made."""
-        means = {task: total / number for task, (total, number) in sorted(self._sums.items())}
-        counts = {status: self.counts[status] for status in STATUSES}
-        return {
-            **counts,
-            "by_task": means,
-            "seconds": self._seconds,
-            "last_failures": list(self.last_failures),
-        }
-
-    def _inline(self, items: Sequence[Item]) -> list[Scored]:
-        return [attempt(self.function, item, self.span) for item in items]
-
-    def _threads(self, items: Sequence[Item]) -> list[Scored]:
-        """A daemon thread for each call; one past its deadline is left behind and its result ignored."""
-        found: dict[int, Scored] = {}
-        done: queue.Queue[tuple[int, Scored]] = queue.Queue()
-        waiting, running = list(range(len(items)))[::-1], dict[int, float]()
-
-        def call(index: int) -> None:
-            done.put((index, attempt(self.function, items[index], self.span)))
-
-        while waiting or running:
-            while waiting and len(running) < self.workers:
-                index = waiting.pop()
-                running[index] = time.monotonic() + self.timeout_s
-                threading.Thread(target=call, args=(index,), daemon=True).start()
-            try:
-                index, scored = done.get(timeout=max(0.0, min(running.values()) - time.monotonic()))
-                if running.pop(index, None) is not None:
-                    found[index] = scored
-            except queue.Empty:
-                now = time.monotonic()
-                for index in [index for index, deadline in running.items() if deadline <= now]:
-                    del running[index]
-                    found[index] = Scored(self.span.low, "timeout", f"no reward within {self.timeout_s:g} s")
-        return [found[index] for index in range(len(items))]
-
-    def _process(self, items: Sequence[Item]) -> list[Scored]:
+    def _by_workers(self, items: Sequence[Item]) -> list[Scored]:
         free: queue.Queue[_Worker] = queue.Queue()
-        for worker in self._processes:
+        for worker in self.workers:
             free.put(worker)
 
         def score(item: Item) -> Scored:
@@ -244,12 +187,13 @@ class Rewards:
             finally:
                 free.put(worker)
 
-        with ThreadPoolExecutor(self.workers) as pool:
+        # Threads only wait for the processes; `map` keeps the order of the answers.
+        with ThreadPoolExecutor(len(self.workers)) as pool:
             return list(pool.map(score, items))
 
     def close(self) -> None:
         """End the worker processes."""
-        for worker in self._processes:
+        for worker in self.workers:
             worker.stop()
 
     def __enter__(self) -> Rewards:
@@ -262,59 +206,50 @@ class Rewards:
 class _Worker:
     """One process that scores one answer at a time; started when needed, killed at a deadline."""
 
-    def __init__(
-        self, function: RewardFunction, timeout_s: float, span: Range, memory_mb: int | None
-    ) -> None:
-        try:
-            self._function = pickle.dumps(function)
-        except Exception as error:
-            raise RewardError(
-                f"isolation process needs a reward that another process can import: {error}"
-            ) from None
-        self._timeout_s, self._span, self._memory_mb = timeout_s, span, memory_mb
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+    def __init__(self, pickled: bytes, timeout_s: float, span: Range, memory_mb: int | None) -> None:
+        self._pickled, self._timeout_s, self._span, self._memory_mb = pickled, timeout_s, span, memory_mb
+        self._running: tuple[BaseProcess, Connection] | None = None
 
     def _start(self) -> Connection:
+        # Spawned, not forked: a fork would hold copies of the device's and the other threads' states.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        arguments = (theirs, self._function, self._span, self._memory_mb)
+        arguments = (theirs, self._pickled, self._span, self._memory_mb)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
+        # Else the pipe would stay open in this process, and a dead worker would not be noticed.
         theirs.close()
-        self._process, self._pipe = process, ours
-        if not ours.poll(START_S):
-            self.stop()
-            raise RewardError(f"the reward's worker process was not ready within {START_S:g} s")
+        self._running = process, ours
+        problem = f"not ready within {START_S:g} s"
         try:
-            problem = ours.recv()
+            if ours.poll(START_S):
+                problem = ours.recv()
         except (EOFError, OSError):
             problem = "it died while importing"
-        if problem is not None:
+        if problem:
             self.stop()
             raise RewardError(f"the reward cannot be loaded in a worker process: {problem}")
         return ours
 
     def score(self, item: Item) -> Scored:
         """The reward of one answer; the process is gone afterwards if it hung or died."""
-        pipe = self._pipe if self._pipe is not None else self._start()
+        pipe = self._start() if self._running is None else self._running[1]
         try:
             pipe.send(item)
-            if not pipe.poll(self._timeout_s):
-                self.stop()
-                return Scored(self._span.low, "timeout", f"no reward within {self._timeout_s:g} s")
-            return pipe.recv()
+            if pipe.poll(self._timeout_s):
+                return pipe.recv()
+            self.stop()
+            return Scored(self._span.low, "timeout", f"no reward within {self._timeout_s:g} s")
         except (EOFError, OSError):
-            code = self.stop()
-            return Scored(self._span.low, "died", f"the reward's process ended with code {code}")
+            return Scored(self._span.low, "died", f"the reward's process ended with code {self.stop()}")
 
     def stop(self) -> int | None:
         """Kill the process; its exit code, None if there was none."""
-        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
-        if pipe is not None:
-            pipe.close()
-        if process is None:
+        if self._running is None:
             return None
+        (process, pipe), self._running = self._running, None
+        pipe.close()
+        # A worker that waits for work ends by itself when its pipe closes.
         process.join(0.2)
         if process.is_alive():
             process.kill()
@@ -323,7 +258,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None) -> None:
-    """The worker's loop: None once ready (or why not), then one Scored for each item."""
+    """The worker's loop: "" once ready (or why not), then one Scored for each item."""
     try:
         function = pickle.loads(pickled)
         if memory_mb is not None:
@@ -331,7 +266,8 @@ def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None)
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return
-    pipe.send(None)
+    # Imports are over: from here on a deadline is that of the reward alone.
+    pipe.send("")
     while True:
         try:
             item = pipe.recv()
@@ -343,10 +279,10 @@ def _serve(pipe: Connection, pickled: bytes, span: Range, memory_mb: int | None)
 def _limit_memory(megabytes: int) -> None:
     """Address space of what is mapped now and `megabytes` more; nothing on systems without /proc."""
     import resource
-    from pathlib import Path
 
     status = Path("/proc/self/statm")
     if status.exists():
+        # Address space, which torch alone has gigabytes of: what counts is what comes on top.
         mapped = int(status.read_text().split()[0]) * resource.getpagesize()
         limit = mapped + megabytes * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

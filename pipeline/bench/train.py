@@ -294,14 +294,13 @@ def measure_recipe(recipe: str, steps: int, threads: int) -> Result:
         training.learn(training.read(), defaultdict(float))
 
     # Rates.
-    costs = build.Costs(training.fusion.config)
     counts: dict[str, float] = defaultdict(float)
     seconds: dict[str, float] = defaultdict(float)
     for _ in range(steps):
         with clock(seconds, "data"):
             batches = training.read()
         training.learn(batches, seconds)
-        decoder_flops, vision_flops = costs.of(batches)
+        decoder_flops, vision_flops = build.step_flops(training.fusion.config, batches)
         counts["mfu_decoder"] += decoder_flops
         counts["mfu_vision"] += vision_flops
         counts["tokens_per_s"] += sum(batch.num_tokens for batch in batches)

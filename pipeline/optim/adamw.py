@@ -58,6 +58,7 @@ def adamw_step(
     for (_, dtype), indices in kinds.items():
         weights, wide = [params[i] for i in indices], state_dtype(dtype)
         steps = [states[i]["step"] for i in indices]
+        # Every parameter counts its own steps: one that was frozen begins its bias correction late.
         torch._foreach_add_(steps, 1)
 
         # 16-bit weights are updated in fp32 and rounded once, at the end.
@@ -86,6 +87,7 @@ def adamw(options: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     """torch's AdamW for everything, with QK-Clip after every step where the recipe asks for it."""
     made = torch.optim.AdamW(param_groups(options, model), betas=BETAS, eps=options.eps)
     if options.qk_clip is not None:
+        # After the step, as in MuonClip: the weights that are clipped are the new ones.
         clip = QKClip(model, options.qk_clip)
         made.register_step_post_hook(lambda *_: clip.apply())
         made.qk_clip = clip  # type: ignore[attr-defined]  # the same attribute as MuonClip's

@@ -66,6 +66,7 @@ class MuonClip(torch.optim.Optimizer):
         qk_clip: float | None = None,
     ) -> None:
         coefficients(ns)
+        # A group may overrule each of these.
         super().__init__(groups, {"momentum": momentum, "ns": ns, "rms": rms, "betas": betas, "eps": eps})
         self.ns_dtype = ns_dtype
         self.qk_clip = None if qk_clip is None else QKClip(model, qk_clip)
@@ -86,6 +87,7 @@ class MuonClip(torch.optim.Optimizer):
         states = []
         for param in params:
             if not self.state[param]:
+                # At the first gradient and not before: a frozen parameter costs no memory.
                 self.state[param].update(fresh_state(param))
             states.append({key: local_part(value) for key, value in self.state[param].items()})
         adamw_step(

@@ -63,6 +63,7 @@ class QKClip:
         S = torch.cat([module.max_logit.float() for module in modules])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(S, op=dist.ReduceOp.MAX)
+        # Kept on the device: who logs asks for it, the step does not wait.
         self._last = S
 
         # On an accelerator nothing waits for the host: heads to keep are multiplied by 1.
@@ -105,6 +106,7 @@ def _scale_rows(weight: Tensor, first_H: Tensor, rows: int, second_H: Tensor, ot
     """weight [R, C] *= a factor for each head's first rows, and one for its other rows, in place."""
     if not weight.requires_grad:
         return
+    # Heads stand one after the other, each with its two kinds of rows.
     parts = [first_H[:, None].expand(-1, rows), second_H[:, None].expand(-1, other_rows)]
     factors_R1 = torch.cat(parts, dim=1).reshape(-1, 1)
 

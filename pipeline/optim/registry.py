@@ -48,6 +48,7 @@ def optimizer(name: str, matrices: Family) -> Callable[[Build], Build]:
 
 def find_optimizer(name: str) -> Registered:
     """The optimizer of a name or place. Raises UserError for one that does not exist."""
+    # A place is asked for first, so that a name of the project can never hide it.
     if ":" in name:
         return Registered(function_at(name, "optim.name"), "adamw")
     if name not in OPTIMIZERS:
@@ -61,6 +62,7 @@ def param_groups(options: OptimSection, model: nn.Module) -> list[dict[str, Any]
         model,
         options.lr,
         options.weight_decay,
+        # Which family takes matrices is the optimizer's business, not the recipe's.
         matrices=find_optimizer(options.name).matrices,
         muon_vision=options.muon_vision,
         head_group_size=options.head_group_size,

@@ -86,6 +86,7 @@ def sections(weight: Tensor, spec: BlockSpec) -> tuple[Tensor, ...]:
 
     weight: contiguous [rows, C] or [E, rows, C]; a shard may hold fewer rows or experts, in whole units.
     """
+    # Experts and repeats count alike: both are matrices of their own.
     units = weight.view(-1, spec[1], sum(spec[2:]), weight.shape[-1])
     return units.split(spec[2:], dim=2)
 
@@ -125,6 +126,7 @@ def build_param_groups(
         owner = fqn.rpartition(".")[0]
         family, decayed = _route(fqn, param, modules[owner], muon_vision)
         spec: BlockSpec = []
+        # Decay is decided by the table for either family.
         if matrices == "adamw":
             family = "adamw"
         elif family == "muon":
@@ -144,6 +146,7 @@ def build_param_groups(
         raise RoutingError(
             f"no parameter of {type(model).__name__} is routed to Muon, which takes matrices; use adamw"
         )
+    # In a fixed order: a checkpoint names groups by their place.
     return sorted(groups.values(), key=lambda group: (group["family"] != "muon", group["name"]))
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.rl.objectives.sequences import group, wide
+from earlyfusion.rl.objectives.sequences import wide
 
 LONGER = 1.5
 """k1.5: a right answer this many times as long as the shortest one counts as rejected."""
@@ -66,7 +66,6 @@ def average_weights(
 def shortest_correct(lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor) -> dict[int, int]:
     """Group id -> index of its shortest right answer (the first of equals); groups without one are left
     out."""
-    group(groups_N, lengths_N, correct_N)
     best: dict[int, int] = {}
     lengths = lengths_N.tolist()
     for index, (prompt, right) in enumerate(zip(groups_N.tolist(), correct_N.bool().tolist())):

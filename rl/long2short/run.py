@@ -78,7 +78,7 @@ class DpoRun:
         self.optimizer = build.optimizer(config.optim, self.model)
         self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
         silent = sorted(token_rules(self.model, self.tokenizer).banned_ids)
-        self.learner = Learner(config, self.model, self.runtime, None, silent)
+        self.learner = Learner(config, self.model, self.runtime, silent)
         self.tracker: Tracker | None = None
         self.runtime.stop.install()
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.rl.objectives.losses import ObjectiveConfig
-from earlyfusion.rl.objectives.sequences import Groups, group, wide
+from earlyfusion.rl.objectives.sequences import group
 
 STD_EPS = 1e-6  # rewards differ by far more, or not at all: groups of equal rewards are set to 0 before
 
@@ -23,50 +22,34 @@ def advantages(config: ObjectiveConfig, rewards_N: Tensor, groups_N: Tensor) -> 
     Baselines: mean (all answers), leave_one_out (the others), log_mean_exp (tau log mean exp(r / tau), the
     exact tau log Z of k1.5; it tends to the mean for large tau), none. The deviation is that of a sample (n -
     1). A group of equal rewards, and so a group of one, has advantage exactly 0, except with baseline "none".
-    rewards_N: any float dtype; the result is float32 or float64. Raises DataError for rewards that are not
-    finite.
     """
-    rewards_N = wide(rewards_N.detach())
-    if not bool(torch.isfinite(rewards_N).all()):
-        bad = (~torch.isfinite(rewards_N)).nonzero().flatten().tolist()
-        raise DataError(f"rewards of responses {bad[:5]} are not finite; score a failed check as 0")
-    # A group whose answers all earn the same says nothing about any of them.
-    groups = group(groups_N, rewards_N)
-    centred_N = rewards_N - _baseline(config, rewards_N, groups)
+    groups = group(groups_N)
+    count_N = groups.spread(groups.sums(torch.ones_like(rewards_N)))
+    mean_N = groups.spread(groups.means(rewards_N))
+    if config.baseline == "none":
+        centred_N = rewards_N
+    elif config.baseline == "mean":
+        centred_N = rewards_N - mean_N
+    elif config.baseline == "leave_one_out":
+        others_N = groups.spread(groups.sums(rewards_N)) - rewards_N
+        centred_N = rewards_N - others_N / (count_N - 1).clamp(min=1)
+    else:
+        # The largest is taken off before the exponential, so that it cannot overflow.
+        top_N = groups.spread(groups.extreme(rewards_N, "amax"))
+        mean_G = groups.means(((rewards_N - top_N) / config.tau).exp())
+        centred_N = rewards_N - (top_N + config.tau * groups.spread(mean_G.log()))
+
+    # A group whose answers all earn the same says nothing about any of them, whatever their mean rounds to.
     if config.baseline != "none":
-        centred_N = centred_N.masked_fill(~groups.spread(_varied(rewards_N, groups)), 0.0)
+        centred_N = centred_N.masked_fill(~informative(rewards_N, groups_N), 0.0)
     if not config.divide_by_std:
         return centred_N
-    return centred_N / (groups.spread(_deviation(rewards_N, groups)) + STD_EPS)
-
-
-def _baseline(config: ObjectiveConfig, rewards_N: Tensor, groups: Groups) -> Tensor:
-    counts_G = groups.counts().to(rewards_N)
-    if config.baseline == "none":
-        return torch.zeros_like(rewards_N)
-    if config.baseline == "leave_one_out":
-        others_N = groups.spread(groups.sums(rewards_N)) - rewards_N
-        return others_N / (groups.spread(counts_G) - 1).clamp(min=1)
-    if config.baseline == "log_mean_exp":
-        # Taken off before the exponential, so that it cannot overflow.
-        top_G = groups.extreme(rewards_N, "amax")
-        mean_G = groups.sums(((rewards_N - groups.spread(top_G)) / config.tau).exp()) / counts_G
-        return groups.spread(top_G + config.tau * mean_G.log())
-    return groups.spread(groups.sums(rewards_N) / counts_G)
-
-
-def _deviation(rewards_N: Tensor, groups: Groups) -> Tensor:
-    counts_G = groups.counts().to(rewards_N)
-    centred_N = rewards_N - groups.spread(groups.sums(rewards_N) / counts_G)
-    return (groups.sums(centred_N.square()) / (counts_G - 1).clamp(min=1)).sqrt()
-
-
-def _varied(rewards_N: Tensor, groups: Groups) -> Tensor:
-    return groups.extreme(rewards_N, "amax") > groups.extreme(rewards_N, "amin")
+    squares_N = groups.spread(groups.sums((rewards_N - mean_N).square()))
+    return centred_N / ((squares_N / (count_N - 1).clamp(min=1)).sqrt() + STD_EPS)
 
 
 def informative(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     """bool [N]: the response belongs to a group whose rewards differ. Equal rewards teach nothing; DAPO's
     dynamic sampling leaves such groups out and draws other prompts in their place."""
-    groups = group(groups_N, rewards_N)
-    return groups.spread(_varied(rewards_N, groups))
+    groups = group(groups_N)
+    return groups.spread(groups.extreme(rewards_N, "amax") > groups.extreme(rewards_N, "amin"))

@@ -7,17 +7,16 @@ Legend: N responses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.objectives.sequences import group, wide
+from earlyfusion.rl.objectives.sequences import group
 
 
 class LengthRewardConfig(Section):
@@ -42,26 +41,6 @@ class OverlongConfig(Section):
     """Tokens before the limit over which the soft penalty grows."""
     penalty: NonNegativeFloat = 1.0
     """Taken off the reward."""
-
-    @model_validator(mode="after")
-    def _check(self) -> OverlongConfig:
-        limit = self.max_tokens
-        if self.mode == "soft" and limit is not None and not 0 < self.buffer_tokens < limit:
-            raise ValueError(
-                f"buffer_tokens={self.buffer_tokens}: the soft penalty needs 1 to max_tokens-1={limit - 1}"
-            )
-        return self
-
-    def within(self, max_new_tokens: int) -> OverlongConfig:
-        """The same with its limit known. Raises ValueError for one that no answer reaches."""
-        if (self.max_tokens or 0) > max_new_tokens:
-            raise ValueError(
-                f"overlong.max_tokens {self.max_tokens} is more than rollout.max_new_tokens {max_new_tokens}:"
-                " no answer would ever be overlong; leave it out to use that limit"
-            )
-        if self.mode != "soft":
-            return self
-        return OverlongConfig(**{**self.model_dump(), "max_tokens": self.max_tokens or max_new_tokens})
 
 
 class ToggleConfig(Section):
@@ -90,34 +69,23 @@ class RepeatConfig(Section):
     """Taken off the reward."""
 
 
-def length_rewards(lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor) -> Tensor:
-    """k1.5 2.3.3, in [-0.5, 0.5]: with lam = 0.5 - (length - shortest) / (longest - shortest) over the group,
-    a right answer gets lam and a wrong one min(0, lam). 0 for all where the group's lengths are equal."""
-    lengths_N = _lengths(lengths_N)
-    groups = group(groups_N, lengths_N, correct_N)
+def length_rewards(
+    config: LengthRewardConfig, lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor, update: int
+) -> Tensor:
+    """k1.5 2.3.3: `weight` times a number in [-0.5, 0.5]: with lam = 0.5 - (length - shortest) / (longest -
+    shortest) over the group, a right answer gets lam and a wrong one min(0, lam). 0 for all where the group's
+    lengths are equal, and for the first `warmup_updates` updates (off at first, then constant, because a
+    penalty from the start slows the learning of the task)."""
+    if config.weight == 0 or update < config.warmup_updates:
+        return torch.zeros_like(lengths_N)
+    groups = group(groups_N)
     short_N = groups.spread(groups.extreme(lengths_N, "amin"))
     range_N = groups.spread(groups.extreme(lengths_N, "amax")) - short_N
+
     # The shortest gets 0.5, the longest -0.5; a wrong answer never gains by brevity.
     lam_N = 0.5 - (lengths_N - short_N) / range_N.clamp(min=1)
-    lam_N = torch.where(correct_N.bool(), lam_N, lam_N.clamp(max=0))
-    return lam_N.masked_fill(range_N == 0, 0.0)
-
-
-def with_length_rewards(
-    config: LengthRewardConfig,
-    rewards_N: Tensor,
-    lengths_N: Tensor,
-    correct_N: Tensor,
-    groups_N: Tensor,
-    update: int,
-) -> Tensor:
-    """Rewards plus weight * `length_rewards`; unchanged for the first `warmup_updates` updates (k1.5: off at
-    first, then constant, because a penalty from the start slows the learning of the task)."""
-    if config.weight == 0 or update < config.warmup_updates:
-        return wide(rewards_N)
-    return wide(rewards_N) + config.weight * length_rewards(lengths_N, correct_N, groups_N).to(
-        rewards_N.device
-    )
+    lam_N = torch.where(correct_N, lam_N, lam_N.clamp(max=0))
+    return config.weight * lam_N.masked_fill(range_N == 0, 0.0)
 
 
 def budget_phase(config: ToggleConfig, update: int) -> bool:
@@ -134,13 +102,11 @@ def estimate_budgets(
     Made once before training from samples of the start policy. A prompt without a right answer has no entry
     and no budget. The dict goes into the checkpoint as it is.
     """
-    lengths_N = _lengths(lengths_N)
-    group(prompts_N, lengths_N, correct_N)
-    right_N = correct_N.bool()
-    budgets: dict[int, float] = {}
-    for prompt in torch.unique(prompts_N[right_N]).tolist():
-        lengths = lengths_N[right_N & (prompts_N == prompt)].double()
-        budgets[int(prompt)] = float(torch.quantile(lengths, config.percentile / 100))
+    # From right answers alone: a wrong one may be short for the wrong reason.
+    budgets = {}
+    for prompt in prompts_N[correct_N].unique().tolist():
+        lengths = lengths_N[correct_N & (prompts_N == prompt)].double()
+        budgets[prompt] = float(torch.quantile(lengths, config.percentile / 100))
     return budgets
 
 
@@ -152,81 +118,46 @@ def toggle_rewards(
     groups_N: Tensor,
     budgets: dict[int, float],
     update: int,
-    span: tuple[float, float] = (0.0, 1.0),
+    span: tuple[float, float],
 ) -> Tensor:
     """K2.5 Toggle. Budget phase: r if the group's mean reward is below `min_accuracy` or the answer keeps
     within the budget of its prompt, else the lowest reward. Other phase, Toggle off, or no budget known: r.
     span: lowest and highest reward; `min_accuracy` is a share of the way between them."""
-    rewards_N = wide(rewards_N)
     if not budget_phase(config, update):
         return rewards_N
-    groups = group(groups_N, rewards_N, lengths_N, prompts_N)
-    low, high = span
     # The budget holds where the group can solve the problem, not where it still explores.
-    mean_N = (groups.spread(groups.sums(rewards_N) / groups.counts()) - low) / (high - low)
-    limit_N = torch.tensor([budgets.get(int(prompt), float("inf")) for prompt in prompts_N.tolist()])
-    kept_N = (mean_N < config.min_accuracy) | (_lengths(lengths_N) <= limit_N.to(lengths_N.device)).to(
-        mean_N.device
-    )
-    return torch.where(kept_N, rewards_N, torch.full_like(rewards_N, low))
+    # Mean reward of the group as a share of the declared range.
+    groups, (low, high) = group(groups_N), span
+    solved_N = (groups.spread(groups.means(rewards_N)) - low) / (high - low) >= config.min_accuracy
+    limit_N = torch.tensor([budgets.get(prompt, math.inf) for prompt in prompts_N.tolist()])
+    return rewards_N.masked_fill(solved_N & (lengths_N > limit_N), low)
 
 
-def overlong_rewards(config: OverlongConfig, rewards_N: Tensor, lengths_N: Tensor, cut_N: Tensor) -> Tensor:
-    """Rewards after the penalty for length. cut_N: bool, the answer was ended by the token limit.
+def overlong_penalty(config: OverlongConfig, lengths_N: Tensor, cut_N: Tensor, limit: int) -> Tensor:
+    """What answers lose by their length, [N]. cut_N: bool, the answer was ended by the token limit.
 
-    soft (DAPO): 0 up to max_tokens - buffer_tokens, then evenly down to -penalty at max_tokens and beyond.
-    hard (K2): -penalty for every cut answer. none, filter: unchanged. Raises DataError for soft without
-    max_tokens.
+    soft (DAPO): 0 up to buffer_tokens before max_tokens (`limit` where none is given), then evenly up to
+    `penalty` at max_tokens and beyond. hard (K2): `penalty` for every cut answer. none, filter: 0.
     """
-    rewards_N = wide(rewards_N)
     if config.mode == "soft":
-        if config.max_tokens is None:
-            raise DataError(
-                "overlong.mode 'soft' without max_tokens; RLConfig fills in rollout.max_new_tokens"
-            )
-        over_N = _lengths(lengths_N) - (config.max_tokens - config.buffer_tokens)
-        return rewards_N - config.penalty * (over_N / config.buffer_tokens).clamp(0, 1).to(rewards_N.device)
+        # DAPO: a slope in place of a cliff, so that an answer learns that it grows too long.
+        over_N = lengths_N - ((config.max_tokens or limit) - config.buffer_tokens)
+        return config.penalty * (over_N / config.buffer_tokens).clamp(0, 1)
     if config.mode == "hard":
-        return rewards_N - config.penalty * cut_N.to(rewards_N)
-    return rewards_N
-
-
-def trained_answers(config: OverlongConfig, cut_N: Tensor) -> Tensor:
-    """bool [N]: answers that enter the loss; mode "filter" leaves out those cut by the token limit, whose
-    reward says nothing about their beginning. Spread it over tokens with `sequences.spread`."""
-    return ~cut_N.bool() if config.mode == "filter" else torch.ones_like(cut_N, dtype=torch.bool)
+        return config.penalty * cut_N.float()
+    return torch.zeros_like(lengths_N)
 
 
 def repeat_period(config: RepeatConfig, ids: Sequence[int]) -> int | None:
     """Length of the run of tokens that the end of `ids` repeats, the shortest one, or None.
 
     The end repeats with period p when its last max(min_repeats * p, min_tokens) tokens all equal the token p
-    before, where there is one among them. Serves to stop an answer early and to penalise it (k1.5). Costs
-    max_period * min_repeats comparisons per period at most; looks at the end only.
+    before, where there is one among them. Serves to stop an answer early and to penalise it (k1.5).
     """
-    longest = max(config.min_repeats * config.max_period, config.min_tokens)
-    # Only the end is looked at, so the cost does not grow with the answer.
-    end = np.asarray(ids[-longest:], dtype=np.int64)
     for period in range(1, config.max_period + 1):
+        # Only the end is looked at, so the cost does not grow with the answer.
         span = max(config.min_repeats * period, config.min_tokens)
-        if span > len(end):
-            return None
-        tail = end[-span:]
-        if np.array_equal(tail[period:], tail[:-period]):
+        tail = ids[-span:]
+        if len(tail) == span and tail[period:] == tail[:-period]:
             return period
     return None
-
-
-def repeat_rewards(config: RepeatConfig, rewards_N: Tensor, answers: Sequence[Sequence[int]]) -> Tensor:
-    """Rewards minus `penalty` for every answer (token ids) that ends in circles."""
-    if len(answers) != rewards_N.shape[0]:
-        raise DataError(f"{len(answers)} answers for {rewards_N.shape[0]} rewards; give one for each")
-    circles = [repeat_period(config, ids) is not None for ids in answers]
-    rewards_N = wide(rewards_N)
-    return rewards_N - config.penalty * torch.tensor(circles, dtype=torch.bool).to(rewards_N)
-
-
-def _lengths(lengths_N: Tensor) -> Tensor:
-    if lengths_N.numel() and float(lengths_N.min()) < 0:
-        raise DataError(f"length {float(lengths_N.min()):g}: lengths are token counts, 0 or more")
-    return lengths_N if lengths_N.dtype == torch.float64 else lengths_N.float()

@@ -44,12 +44,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import did_you_mean
 from earlyfusion.kernels.places import function_at
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.config.schema import Section
-from earlyfusion.rl.objectives.sequences import Totals, only, sequence_sums, spread, token_mask, totals, wide
+from earlyfusion.rl.objectives.sequences import Totals, only, sequence_sums, spread, totals
 
 MAX_LOG_RATIO = 20.0
 """e^20 = 5e8: beyond it a ratio no longer moves, which keeps products with 0 from becoming NaN."""
@@ -114,14 +113,8 @@ class ObjectiveConfig(Section):
     """PPO clip below 1."""
     clip_high: PositiveFloat = 0.2
     """PPO clip above 1."""
-    clip_negative: float | None = Field(None, gt=1)
-    """Largest ratio that counts for a negative advantage (two-sided clip); "null" for none."""
-    weight_low: NonNegativeFloat = 0.0
-    """CISPO: smallest importance weight."""
-    weight_high: PositiveFloat = 5.0
+    weight_high: float = Field(5.0, ge=1)
     """CISPO: largest importance weight."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the k3 divergence from a reference policy."""
     constant_tokens: PositiveInt | None = None
     """Tokens that every answer counts as when normaliser is "constant" (dr_grpo): the longest answer allowed.
     """
@@ -136,10 +129,12 @@ class ObjectiveConfig(Section):
         name = given.get("name", "k2.5")
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown objective {name!r}; {did_you_mean(str(name), PRESETS)}")
+        # What stands beside the name wins over its preset.
         return {**PRESETS[name], **given}
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
+        # Bounds on the ratio itself, 0.8 and 1.2, are an easy mistake here.
         if not self.log_low < 0 < self.log_high:
             raise ValueError(
                 f"log_low={self.log_low}, log_high={self.log_high}: the window is on the LOG ratio and must"
@@ -158,11 +153,11 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "normaliser 'constant' (dr_grpo) needs constant_tokens, the longest answer allowed"
             )
-        if self.weight_low > min(1.0, self.weight_high) or self.weight_high < 1:
-            raise ValueError(
-                f"weight_low={self.weight_low}, weight_high={self.weight_high}: 1 must lie between them"
-            )
-        self._check_tau()
+        needs_tau = self.ratio == "sequence_sum" or self.baseline == "log_mean_exp"
+        if self.tau == 0 and needs_tau:
+            raise ValueError(f"tau=0: term {self.term!r} with baseline {self.baseline!r} needs tau above 0")
+        if self.tau > 0 and self.ratio == "sequence_mean" and not needs_tau:
+            raise ValueError(f"tau={self.tau}: the squared term is per token; ratio 'sequence_mean' has none")
         self.equation()  # a term that cannot be imported is told before the run begins
         return self
 
@@ -171,19 +166,6 @@ class ObjectiveConfig(Section):
         if self.loss is None:
             return TERMS[self.term][0]
         return function_at(self.loss, "objective.loss")
-
-    def _check_tau(self) -> None:
-        whole = self.ratio == "sequence_sum"
-        if self.tau == 0 and (whole or self.baseline == "log_mean_exp"):
-            raise ValueError(f"tau=0: term {self.term!r} with baseline {self.baseline!r} needs tau above 0")
-        if self.tau > 0 and self.ratio == "sequence_mean" and self.baseline != "log_mean_exp":
-            raise ValueError(
-                f"tau={self.tau}: the squared term is per token; ratio 'sequence_mean' has none, use kl_coef"
-            )
-        if whole and self.kl_coef:
-            raise ValueError(
-                f"kl_coef={self.kl_coef}: term {self.term!r} holds its own divergence (tau); leave it 0"
-            )
 
 
 @objective("k2.5", "k3", ratio="token", normaliser="tokens", baseline="mean", divide_by_std=False, tau=1e-3)
@@ -214,17 +196,13 @@ def window(
 def clip(
     options: ObjectiveConfig, log_ratio_X: Tensor, advantages_X: Tensor, logp_X: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """PPO: -min(rho A, clip(rho) A); with clip_negative, rho is first cut off there where A < 0
-    (INTELLECT-2)."""
+    """PPO: -min(rho A, clip(rho) A)."""
+    # Clamped before the exponential: inf * 0 would be NaN in the branch that is not taken.
     ratio_X = log_ratio_X.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low, high = 1 - options.clip_low, 1 + options.clip_high
-    bound_X, fixed_X = ratio_X.clamp(low, high), ratio_X.detach()
-    better_X, worse_X = advantages_X > 0, advantages_X < 0
-    outside_X = (better_X & (fixed_X > high)) | (worse_X & (fixed_X < low))
-    if options.clip_negative is not None:
-        outside_X = outside_X | (worse_X & (fixed_X > options.clip_negative))
-        ratio_X = torch.where(worse_X, ratio_X.clamp(max=options.clip_negative), ratio_X)
-    return -torch.minimum(ratio_X * advantages_X, bound_X * advantages_X), outside_X
+    outside_X = ((advantages_X > 0) & (ratio_X > high)) | ((advantages_X < 0) & (ratio_X < low))
+    clipped_X = ratio_X.clamp(low, high) * advantages_X
+    return -torch.minimum(ratio_X * advantages_X, clipped_X), outside_X
 
 
 @objective("cispo", ratio="token", normaliser="tokens", baseline="mean", divide_by_std=True)
@@ -233,9 +211,10 @@ def weight(
     options: ObjectiveConfig, log_ratio_T: Tensor, advantages_T: Tensor, logp_T: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-constant(clip(rho)) A log pi: the weight is clipped, no gradient is lost."""
+    # A constant: REINFORCE with an importance weight, so every token keeps a gradient.
     fixed_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().detach()
-    outside_T = (fixed_T < options.weight_low) | (fixed_T > options.weight_high)
-    return -fixed_T.clamp(options.weight_low, options.weight_high) * advantages_T * logp_T, outside_T
+    outside_T = fixed_T > options.weight_high
+    return -fixed_T.clamp(max=options.weight_high) * advantages_T * logp_T, outside_T
 
 
 @objective(
@@ -252,6 +231,7 @@ def linear(
     options: ObjectiveConfig, log_ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-A L + (tau/2) L^2."""
+    # Half of the square, so that its derivative is tau L.
     terms_N = -advantages_N * log_ratio_N + 0.5 * options.tau * log_ratio_N.square()
     return terms_N, torch.zeros_like(log_ratio_N, dtype=torch.bool)
 
@@ -262,6 +242,7 @@ def squared(
     options: ObjectiveConfig, log_ratio_N: Tensor, advantages_N: Tensor, logp_N: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(A - tau L)^2."""
+    # The same minimum as k1.5, reached as a regression.
     terms_N = (advantages_N - options.tau * log_ratio_N).square()
     return terms_N, torch.zeros_like(log_ratio_N, dtype=torch.bool)
 
@@ -269,14 +250,13 @@ def squared(
 class PolicyLoss(NamedTuple):
     """loss: 0-d, to be minimised. The rest are constants, sums over the trained tokens (0-d), to be divided
     by `tokens` after adding up pieces and ranks: outside (tokens whose policy gradient is masked or clipped,
-    or whose weight is), k3 (divergence rho - 1 - l of the old policy from the new, nats), log_ratio;
-    log_ratio_max is the largest |l|."""
+    or whose weight is), k3 (divergence rho - 1 - l of the old policy from the new, nats); log_ratio_max is
+    the largest |l|."""
 
     loss: Tensor
     tokens: Tensor
     outside: Tensor
     k3: Tensor
-    log_ratio: Tensor
     log_ratio_max: Tensor
 
 
@@ -289,91 +269,55 @@ def policy_loss(
     *,
     mask_T: Tensor | None = None,
     weight_T: Tensor | None = None,
-    ref_logp_T: Tensor | None = None,
     batch: Totals | None = None,
 ) -> PolicyLoss:
-    """The loss of `options` on N responses packed in T tokens.
+    """The loss of `options` on N responses packed in T tokens, all tensors on one device.
 
     logp_T: log-probabilities under the policy being trained (differentiable); old_logp_T under the one the
-    objective calls old; ref_logp_T under a reference, for kl_coef. mask_T: tokens that are trained (all if
-    None); the others, which may hold NaN, neither count nor get a gradient. weight_T: constants of
-    `corrections.importance_weights` on the policy term; squared and KL terms keep all tokens. k1.5, K2 and
-    GSPO have one term for each answer and use the mean weight over it. batch: totals of the whole batch when
-    this is a piece of it. No trained token: loss 0, gradient 0.
-
-    float32 inside, float64 if given. Raises ValueError for tensors that do not fit the segments, DataError
-    without the reference that kl_coef needs.
+    objective calls old. mask_T: bool, tokens that are trained (all if None); the others, which may hold NaN,
+    neither count nor get a gradient. weight_T: constants of `corrections.importance_weights` on the policy
+    term; the squared term keeps all tokens. k1.5, K2 and GSPO have one term for each answer and use the mean
+    weight over it. batch: totals of the whole batch when this is a piece of it. No trained token: loss 0,
+    gradient 0. Raises ValueError for tensors that do not fit the segments.
     """
-    # Everything packed alike, and nothing but trained tokens from here on.
-    for name, values in (("logp_T", logp_T), ("old_logp_T", old_logp_T), ("weight_T", weight_T)):
-        if values is not None:
-            check_packed(name, values, segments)
-    mask_T = token_mask(mask_T, segments, logp_T.device)
-    logp_T, old_T = only(mask_T, wide(logp_T)), only(mask_T, wide(old_logp_T.detach()).to(logp_T.device))
-    log_T = logp_T - old_T
-    advantages_N = wide(advantages_N.detach()).to(logp_T.device)
-    if advantages_N.shape != (segments.num,):
-        raise ValueError(
-            f"{tuple(advantages_N.shape)} advantages for {segments.num} responses; give one for each"
-        )
-    weight_T = torch.ones_like(old_T) if weight_T is None else wide(weight_T.detach()).to(old_T.device)
-    weight_T = only(mask_T, weight_T)
-    batch = totals(mask_T, segments) if batch is None else batch
-    batch = Totals(*(total.to(log_T) for total in batch))
+    # Nothing but trained tokens from here on.
+    if mask_T is None:
+        mask_T = torch.ones_like(logp_T, dtype=torch.bool)
+    if weight_T is None:
+        # One code for runs with and without a correction.
+        weight_T = torch.ones_like(logp_T)
+    logp_T = only(mask_T, logp_T)
+    log_T, weight_T = logp_T - only(mask_T, old_logp_T.detach()), only(mask_T, weight_T.detach())
+
     # Divided by the totals of the whole batch, of which this row may be a piece.
     counts_N = sequence_sums(mask_T.to(log_T.dtype), segments)
-    equation, constant = options.equation(), options.constant_tokens
+    trained_N = counts_N.clamp(min=1)
+    tokens, answers = totals(mask_T, segments) if batch is None else batch
+    tokens, answers = tokens.to(log_T).clamp(min=1), answers.to(log_T).clamp(min=1)
 
     # The policy term: of every token, or of every answer that has a trained one.
+    equation = options.equation()
     if options.ratio == "token":
         advantages_T = only(mask_T, spread(advantages_N, segments))
         terms_T, outside_T = equation(options, log_T, advantages_T, logp_T)
         terms_T = weight_T * terms_T + options.tau * log_T.square()
-        loss = _reduce(options.normaliser, terms_T, counts_N, segments, batch, constant)
+        if options.normaliser == "tokens":
+            loss = terms_T.sum() / tokens
+        elif options.normaliser == "constant":
+            loss = terms_T.sum() / (answers * (options.constant_tokens or 1))
+        else:
+            loss = (sequence_sums(terms_T, segments) / trained_N).sum() / answers
     else:
-        log_N, trained_N = sequence_sums(log_T, segments), counts_N.clamp(min=1)
+        log_N = sequence_sums(log_T, segments)
         if options.ratio == "sequence_mean":
             log_N = log_N / trained_N
         advantages_N = only(counts_N > 0, advantages_N)
         terms_N, outside_N = equation(options, log_N, advantages_N, sequence_sums(logp_T, segments))
-        loss = (sequence_sums(weight_T, segments) / trained_N * terms_N).sum() / batch.sequences.clamp(min=1)
+        loss = (sequence_sums(weight_T, segments) / trained_N * terms_N).sum() / answers
         outside_T = spread(outside_N, segments)
-
-    if options.kl_coef:
-        style = "sequence_means" if options.ratio != "token" else options.normaliser
-        kl_T = _reference_kl(logp_T, ref_logp_T, mask_T, segments)
-        loss = loss + options.kl_coef * _reduce(style, kl_T, counts_N, segments, batch, constant)
 
     # What the log shows, over the trained tokens.
     log_T = log_T.detach()
     k3 = (torch.expm1(log_T.clamp(max=MAX_LOG_RATIO)) - log_T).sum()
     largest = torch.cat([log_T.abs(), log_T.new_zeros(1)]).amax()
-    return PolicyLoss(loss, mask_T.sum(), (outside_T & mask_T).sum(), k3, log_T.sum(), largest)
-
-
-def _reference_kl(logp_T: Tensor, ref_logp_T: Tensor | None, mask_T: Tensor, segments: Segments) -> Tensor:
-    """k3 estimator e^d - 1 - d of KL(pi || ref), d = log ref - log pi: never negative, gradient 1 - e^d by
-    log pi."""
-    if ref_logp_T is None:
-        raise DataError(
-            "kl_coef is above 0 but no reference log-probabilities were given; pass ref_logp_T or set it 0"
-        )
-    check_packed("ref_logp_T", ref_logp_T, segments)
-    d_T = only(mask_T, wide(ref_logp_T.detach()).to(logp_T.device)) - logp_T
-    return torch.expm1(d_T.clamp(max=MAX_LOG_RATIO)) - d_T
-
-
-def _reduce(
-    normaliser: str,
-    terms_T: Tensor,
-    counts_N: Tensor,
-    segments: Segments,
-    batch: Totals,
-    constant: int | None,
-) -> Tensor:
-    """Terms of the trained tokens (0 elsewhere) to one number."""
-    if normaliser == "tokens":
-        return terms_T.sum() / batch.tokens.clamp(min=1)
-    if normaliser == "constant":
-        return terms_T.sum() / (batch.sequences.clamp(min=1) * (constant or 1))
-    return (sequence_sums(terms_T, segments) / counts_N.clamp(min=1)).sum() / batch.sequences.clamp(min=1)
+    return PolicyLoss(loss, mask_T.sum(), (outside_T & mask_T).sum(), k3, largest)

@@ -15,69 +15,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments, check_packed
 
 
 class Groups(NamedTuple):
-    """index_N: group of every response, 0..num-1, in the order of the ids; ids_G: the ids that were given."""
+    """index_N: group of every response, 0..num-1, in the order of the ids that were given."""
 
     index_N: Tensor
-    ids_G: Tensor
-
-    @property
-    def num(self) -> int:
-        return self.ids_G.numel()
+    num: int
 
     def sums(self, values_N: Tensor) -> Tensor:
         """Sum of every group, [G]."""
         return values_N.new_zeros(self.num).index_add_(0, self.index_N, values_N)
 
-    def counts(self) -> Tensor:
-        """Responses in every group, int64 [G]."""
-        return torch.bincount(self.index_N, minlength=self.num)
+    def means(self, values_N: Tensor) -> Tensor:
+        """Mean of every group, [G]."""
+        return self.sums(values_N) / self.sums(torch.ones_like(values_N))
 
     def extreme(self, values_N: Tensor, which: str) -> Tensor:
         """Smallest ("amin") or largest ("amax") value of every group, [G]."""
-        return values_N.new_zeros(self.num).scatter_reduce(
-            0, self.index_N, values_N, which, include_self=False
-        )
+        zeros_G = values_N.new_zeros(self.num)
+        return zeros_G.scatter_reduce(0, self.index_N, values_N, which, include_self=False)
 
     def spread(self, values_G: Tensor) -> Tensor:
         """The value of its group for every response, [N]."""
         return values_G[self.index_N]
 
 
-def group(groups_N: Tensor, *values_N: Tensor) -> Groups:
-    """Number the groups. groups_N: any integers, one a response; equal ids need not stand together.
-
-    Raises DataError when `values_N` are not one number for each of them.
-    """
-    if groups_N.dim() != 1 or groups_N.is_floating_point() or groups_N.is_complex():
-        raise DataError(
-            f"groups: expected integers [N], got {groups_N.dtype} of shape {tuple(groups_N.shape)}"
-        )
-    for values in values_N:
-        if values.shape != groups_N.shape:
-            raise DataError(
-                f"{tuple(values.shape)} values for {groups_N.shape[0]} group ids; give one number for every"
-                " response"
-            )
+def group(groups_N: Tensor) -> Groups:
+    """Number the groups. groups_N: any integers, one a response; equal ids need not stand together."""
+    # Bins and problems have ids with gaps; sums need numbers without.
     ids_G, index_N = torch.unique(groups_N, return_inverse=True)
-    return Groups(index_N, ids_G)
+    return Groups(index_N, ids_G.numel())
 
 
 def wide(values: Tensor) -> Tensor:
     """float32 of anything narrower; float64 stays."""
     return values if values.dtype == torch.float64 else values.float()
-
-
-def token_mask(mask_T: Tensor | None, segments: Segments, device: torch.device) -> Tensor:
-    """bool [T]: `mask_T` (any dtype, nonzero is trained), or all tokens if None."""
-    if mask_T is None:
-        return torch.ones(segments.total, dtype=torch.bool, device=device)
-    check_packed("mask_T", mask_T, segments)
-    return mask_T.to(device) != 0
 
 
 def only(mask_T: Tensor, values_T: Tensor) -> Tensor:
@@ -86,8 +60,7 @@ def only(mask_T: Tensor, values_T: Tensor) -> Tensor:
 
 
 def sequence_sums(values_T: Tensor, segments: Segments) -> Tensor:
-    """Sum over the tokens of every response, [N]; differentiable. Added up in float64, one token after the
-    other: in float32 the rounding of a hundred thousand small log ratios would show in their ratio."""
+    """Sum over the tokens of every response, [N]; differentiable. Raises ValueError where they do not fit."""
     check_packed("values_T", values_T, segments)
     if segments.num == 0:
         return values_T.new_zeros(0)
@@ -96,15 +69,13 @@ def sequence_sums(values_T: Tensor, segments: Segments) -> Tensor:
     lengths_N = segments.cached(
         ("rl.lengths", str(device)), lambda: torch.tensor(segments.lengths, dtype=torch.int64, device=device)
     )
+    # In float64, one token after the other: in float32 the rounding of a hundred thousand small log ratios
+    # would show in their ratio.
     return torch.segment_reduce(values_T.double(), "sum", lengths=lengths_N, unsafe=True).to(values_T.dtype)
 
 
 def spread(values_N: Tensor, segments: Segments) -> Tensor:
     """The value of its response for every token, [T]; meant for constants (no gradient is asked of it)."""
-    if values_N.shape != (segments.num,):
-        raise ValueError(
-            f"expected one value for each of {segments.num} responses, got shape {tuple(values_N.shape)}"
-        )
     return values_N.detach().index_select(0, segments.ids(values_N.device).long())
 
 
@@ -122,5 +93,5 @@ class Totals(NamedTuple):
 
 def totals(mask_T: Tensor, segments: Segments) -> Totals:
     """Totals of one packed row; responses without a trained token (padding) do not count."""
-    counts_N = sequence_sums((mask_T != 0).double(), segments)
+    counts_N = sequence_sums(mask_T.double(), segments)
     return Totals(counts_N.sum(), (counts_N > 0).sum().double())

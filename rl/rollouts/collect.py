@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from earlyfusion.data.errors import BadSample
 from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Event, Handle, Request, SamplingParams
@@ -75,17 +72,13 @@ class Collector:
     def __init__(self, config: RLConfig, pool: PromptPool, engine: Engine, runtime: Runtime) -> None:
         self.config, self.pool, self.engine, self.runtime = config, pool, engine, runtime
         self.carried: list[tuple[Prompt, PausedRequest]] = []
-        self.repetitions = 0
-        self.tool_runner = (
-            ToolRunner(config.rollout, config.sandbox.allow_weaker) if config.has_tools else None
-        )
-        self._replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._ahead: Future[None] | None = None
+        self.replay = config.rollout.replay_routing and bool(moe_layers(engine.model))
+        self.tool_runner: ToolRunner | None = None
+        if config.has_tools:
+            self.tool_runner = ToolRunner(config.rollout, config.sandbox.allow_weaker)
 
     def close(self) -> None:
-        """Stop what programs still run, and the thread."""
-        self._thread.shutdown()
+        """Stop what programs still run."""
         if self.tool_runner is not None:
             self.tool_runner.close()
 
@@ -95,24 +88,17 @@ class Collector:
         call; tools/sandbox, where walls are missing, in words. {} without tools."""
         if self.tool_runner is None:
             return {}
+        # Every process names the same counters, also those that are 0 here.
         counts = self.runtime.sum_dict({name: self.tool_runner.counts[name] for name in COUNTED})
         self.tool_runner.counts.clear()
         counts["valid"] /= max(1.0, counts["answers"])
-        always = ("answers", "valid", "calls")
-        metrics: dict[str, Any] = {
-            f"tools/{name}": count for name, count in counts.items() if count or name in always
-        }
-        return metrics | ({"tools/sandbox": self.tool_runner.weaker} if self.tool_runner.weaker else {})
-
-    def prefetch(self, update: int) -> None:
-        """Make this process's prompts of a coming iteration in a thread, while it trains. Not in partial
-        rollout, where an iteration's share is known only when it begins."""
-        if self.config.partial:
-            return
-        count, runtime = self.config.rollout.prompts, self.runtime
-        first = sum(self.due(count, rank) for rank in range(runtime.rank))
-        own = self.pool.coming(count, update)[first : first + self.due(count, runtime.rank)]
-        self._ahead = self._thread.submit(_make, own)
+        metrics: dict[str, Any] = {}
+        for name, count in counts.items():
+            if count or name in ("answers", "valid", "calls"):
+                metrics[f"tools/{name}"] = count
+        if self.tool_runner.weaker:
+            metrics["tools/sandbox"] = self.tool_runner.weaker
+        return metrics
 
     def due(self, count: int, rank: int) -> int:
         """How many of `count` prompts are a process's."""
@@ -126,19 +112,28 @@ class Collector:
         Raises Interrupted on every process when any was asked to stop meanwhile; the prompts are drawn and
         what was carried is gone then, so the caller goes back to what was before.
         """
-        start = time.perf_counter()
-        prompts, first = self._new_prompts(update, count)
+        start, rank = time.perf_counter(), self.runtime.rank
+
+        # What is carried is topped up to every process's share; the numbers of its prompts follow from that.
+        needs = torch.zeros(self.runtime.world, dtype=torch.float64)
+        needs[rank] = max(0, self.due(count, rank) - len(self.carried))
+        needs = self.runtime.sum(needs)
+        first, total = int(needs[:rank].sum()), int(needs.sum())
+        share = slice(first, first + int(needs[rank]))
+        prompts = self.pool.draw(total, update, share, self.runtime.sum)[share] if total else []
+
         batch = _Batch(self, temperature)
         for prompt, paused in self.carried:
             batch.resume(prompt, paused)
         self.carried = []
         batch.queue.extend((f"{update}.{round_}/{first + i}", prompt) for i, prompt in enumerate(prompts))
-
+        # A signal on one process is one for all: they meet here, whoever was asked.
         batch.run()
         if self.runtime.should_stop():
             raise Interrupted
         self.carried = batch.paused
 
+        # Complete groups alone are trained; their answers may be of several iterations.
         collected = batch.collected
         for name, prompt in batch.prompts.items():
             group = Group(prompt, batch.answers(name))
@@ -151,35 +146,20 @@ class Collector:
         collected.seconds = time.perf_counter() - start
         return collected
 
-    def _new_prompts(self, update: int, count: int) -> tuple[list[Prompt], int]:
-        """(this process's new prompts, number of the first of them): what is carried is topped up to its
-        share."""
-        if self._ahead is not None:
-            self._ahead.result()
-            self._ahead = None
-        # How many every process still needs; the numbers of its prompts follow from that.
-        world, rank = self.runtime.world, self.runtime.rank
-        needs = torch.zeros(world, dtype=torch.float64)
-        needs[rank] = max(0, self.due(count, rank) - len(self.carried))
-        needs = self.runtime.sum(needs)
-        total, first = int(needs.sum()), int(needs[:rank].sum())
-        share = slice(first, first + int(needs[rank]))
-        prompts = self.pool.draw(total, update, share, self.runtime.sum) if total else []
-        return prompts[share], first
-
     def state_dict(self) -> list[Any]:
         """The unfinished requests of this process, with their states, for the checkpoint."""
         packed = []
         for prompt, paused in self.carried:
-            facts, tensors = paused.to_bytes()
-            packed.append([prompt.ids, _as_tensor(facts), _as_tensor(tensors)])
+            # The engine's own export, kept as bytes: a checkpoint holds tensors and plain values only.
+            parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in paused.to_bytes()]
+            packed.append([prompt.ids, *parts])
         return packed
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
         """What `state_dict` gave."""
         self.carried = []
-        for ids, facts, tensors in state:
-            paused = PausedRequest.from_bytes(facts.numpy().tobytes(), tensors.numpy().tobytes())
+        for ids, *parts in state:
+            paused = PausedRequest.from_bytes(*(part.numpy().tobytes() for part in parts))
             self.carried.append((self.pool.prompt(*ids), paused))
 
 
@@ -187,9 +167,10 @@ class _Batch:
     """The requests of one call of `Collector.collect`, by name."""
 
     def __init__(self, collector: Collector, temperature: float) -> None:
-        config, rollout = collector.config, collector.config.rollout
-        self.config, self.engine, self.runtime = config, collector.engine, collector.runtime
-        self.collector, self.replay = collector, collector._replay
+        config, rollout, pool = collector.config, collector.config.rollout, collector.pool
+        self.config, self.engine, self.stop = config, collector.engine, collector.runtime.stop
+        self.replay = collector.replay
+        # One seed for all: the noise of a sample is keyed by its request's name and its index.
         self.params = SamplingParams(
             rollout.max_new_tokens,
             temperature,
@@ -201,37 +182,40 @@ class _Batch:
         )
         self.tools: ToolRollouts | None = None
         if collector.tool_runner is not None:
-            pool = collector.pool
             self.tools = ToolRollouts(
                 rollout, collector.tool_runner, pool.tokenizer, pool.vision, self.params, self.replay
             )
+        # Telling every token costs the engine time, so only those ask for it who look.
         self.watched = config.watched or self.tools is not None
         self.queue: deque[tuple[str, Prompt]] = deque()
+        self.turns: deque[Turn] = deque()
         self.prompts: dict[str, Prompt] = {}
         self.handles: dict[str, Handle] = {}
         self.paused: list[tuple[Prompt, PausedRequest]] = []
-        self.turns: deque[Turn] = deque()
         self.collected = Collected([])
         self.unfinished = self.finished = 0  # answers carried over, answers finished here
-        self._ids: dict[tuple[str, int], list[int]] = {}
         self._written: Counter[tuple[str, int]] = Counter()
+        self._ids: dict[tuple[str, int], list[int]] = defaultdict(list)
 
     def resume(self, prompt: Prompt, paused: PausedRequest) -> None:
         """Go on with what an earlier iteration left; the rest is drawn at today's temperature."""
         request = paused.request
         params = replace(request.params, temperature=self.params.temperature)
         paused = replace(paused, request=replace(request, params=params))
-        self.prompts[request.id] = prompt
-        self.handles[request.id] = self.engine.resume(paused, keep_state=True)
-        self.unfinished += self.handles[request.id].samples - len(paused.finished)
+        handle = self.engine.resume(paused, keep_state=True)
+        self.prompts[request.id], self.handles[request.id] = prompt, handle
+        self.unfinished += handle.samples - len(paused.finished)
 
     def run(self) -> None:
         """Run the engine until the share of answers that rollout.fraction asks for is finished, or nothing is
         left; pause what is unfinished. A signal ends it at once."""
         unfinished = self.unfinished + self.params.n * len(self.queue)
+        # lambda of K3, over the answers that are in work on this process.
         goal = math.ceil(self.config.rollout.fraction * unfinished)
-        while self._has_work() and self.finished < goal:
-            if self.runtime.stop.received is not None:
+        while self.finished < goal and (
+            self.queue or self.engine.has_work or (self.tools is not None and self.tools.waits)
+        ):
+            if self.stop.received is not None:
                 return
             self._submit()
             start = time.perf_counter()
@@ -239,8 +223,11 @@ class _Batch:
             self.collected.engine_s += time.perf_counter() - start
             for event in events:
                 self._take(event)
-            self._pause(self._over_the_cap())
-        self._pause([name for name, handle in self.handles.items() if not handle.done])
+            self._pause_over_the_cap()
+        # What is left over goes on first in the next iteration.
+        for name, handle in list(self.handles.items()):
+            if not handle.done:
+                self._pause(name)
 
     def answers(self, name: str) -> list[Trajectory]:
         """The finished answers of a request."""
@@ -250,16 +237,13 @@ class _Batch:
             answers = [Trajectory(document, completion) for completion in self.handles[name].completions]
         return answers
 
-    def _has_work(self) -> bool:
-        waiting_for_tools = self.tools is not None and self.tools.waits
-        return bool(self.queue) or self.engine.has_work or waiting_for_tools
-
     def _submit(self) -> None:
         """Next turns first, then new prompts, as many as the engine queues."""
         if self.tools is not None:
             turns, ended = self.tools.due(idle=not (self.queue or self.engine.has_work))
             self.turns.extend(turns)
             self.finished += ended
+        # A turn whose tool replied holds a state in the engine, so it goes before a new prompt.
         while (self.turns or self.queue) and len(self.engine.scheduler.waiting) < self.engine.max_waiting:
             if self.turns:
                 self.engine.submit(*self.turns.popleft())
@@ -276,49 +260,37 @@ class _Batch:
                 pieces=self.watched,
                 keep_state=entry.tools,
             )
-            self.prompts[name] = prompt
-            self.handles[name] = self.engine.submit(request)
+            self.prompts[name], self.handles[name] = prompt, self.engine.submit(request)
 
     def _take(self, event: Event) -> None:
         """Count the tokens of an event, and end an answer that has become a repetition."""
-        # Watched requests tell every token; the others only their end.
         key, repeat = (event.request_id, event.index), self.config.repeat
-        new = len(event.tokens)
-        if event.completion is not None and not self.watched:
-            new = len(event.completion.ids)
-        self._written[key] += new
-        self.collected.tokens += new
+        new = [token.id for token in event.tokens]
         if event.completion is not None:
+            # Watched requests tell every token; the others only their end.
+            if not self.watched:
+                new = event.completion.ids
             self.finished += self.tools is None or self.tools.take(event.completion, event.left)
         elif repeat is not None:
-            ids = self._ids.setdefault(key, [])
-            ids += [token.id for token in event.tokens]
+            ids = self._ids[key]
+            ids += new
+            # The penalty comes with the reward; ending it here only saves its remaining tokens.
             if len(ids) % CHECK_EVERY == 0 and repeat_period(repeat, ids) is not None:
                 self.engine.end_sample(*key)
-                self.collector.repetitions += 1
+        self._written[key] += len(new)
+        self.collected.tokens += len(new)
 
-    def _over_the_cap(self) -> list[str]:
-        """Requests whose unfinished answers have all written rollout.token_cap tokens in this iteration."""
+    def _pause_over_the_cap(self) -> None:
+        """Pause requests whose unfinished answers have all written rollout.token_cap tokens in this
+        iteration."""
         cap = self.config.rollout.token_cap
-        over = []
-        for name, handle in self.handles.items() if cap is not None else ():
-            done = {completion.index for completion in handle.completions}
-            alive = [index for index in range(handle.samples) if index not in done]
-            if alive and all(self._written[name, index] >= (cap or 0) for index in alive):
-                over.append(name)
-        return over
+        if cap is None:
+            return
+        for name, handle in list(self.handles.items()):
+            alive = set(range(handle.samples)) - {completion.index for completion in handle.completions}
+            if alive and all(self._written[name, index] >= cap for index in alive):
+                self._pause(name)
 
-    def _pause(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.paused.append((self.prompts.pop(name), self.engine.pause(name)))
-            del self.handles[name]
-
-
-def _make(prompts: Sequence[Prompt]) -> None:
-    for prompt in prompts:
-        with suppress(BadSample):  # `draw` meets it again, counts it and takes another
-            _ = prompt.encoded
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _pause(self, name: str) -> None:
+        self.paused.append((self.prompts.pop(name), self.engine.pause(name)))
+        del self.handles[name]

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.pipeline.config.schema import Section
 
+# Without it a prompt that failed once would count as unsolvable.
 PRIOR_TRIALS = 2.0
 """Imagined trials, half of them successes, before a prompt was tried."""
 MEMORY_ANSWERS = 100.0
@@ -57,6 +57,7 @@ class CurriculumConfig(Section):
 def temperature(config: TemperatureConfig, update: int) -> float:
     """Sampling temperature of an update: `start` at 0, `end` from `updates` on. K2 starts high and cools
     down."""
+    # Also for updates = 0, where there is nothing to interpolate.
     if update >= config.updates:
         return config.end
     share = max(0, update) / config.updates
@@ -65,72 +66,60 @@ def temperature(config: TemperatureConfig, update: int) -> float:
 
 def success_rates(solved_P: Tensor, tried_P: Tensor) -> Tensor:
     """(solved + prior/2) / (tried + prior), float64 in (0, 1): a prompt that was never tried stands at one
-    half.
-
-    solved_P may be a sum of rewards in [0, 1]. Raises DataError where it is negative or exceeds the trials.
-    """
-    solved, tried = solved_P.double(), tried_P.double()
-    if solved.shape != tried.shape or bool(((solved < 0) | (solved > tried)).any()):
-        raise DataError(
-            "solved counts must lie between 0 and the trials of the same prompt, one for each prompt"
-        )
-    return (solved + PRIOR_TRIALS / 2) / (tried + PRIOR_TRIALS)
-
-
-def allowed(config: CurriculumConfig, difficulty_P: Tensor, update: int) -> Tensor:
-    """bool [P]: prompts that the curriculum offers at this update. difficulty_P in [0, 1]: for easy_to_hard
-    the task's own, which a prompt has before it was ever tried; for hard_after_warmup 1 - success rate.
-
-    hard_after_warmup (k1.5): all, then from `warmup_updates` on those of at least `hard_from`. easy_to_hard:
-    those of at most a difficulty that grows evenly from `start_difficulty` to 1. Never nobody: where no
-    prompt fits, all are offered.
-    """
-    every = torch.ones_like(difficulty_P, dtype=torch.bool)
-    chosen = every
-    if config.mode == "hard_after_warmup" and update >= config.warmup_updates:
-        chosen = difficulty_P >= config.hard_from
-    elif config.mode == "easy_to_hard" and update < config.warmup_updates:
-        share = max(0, update) / config.warmup_updates
-        chosen = difficulty_P <= config.start_difficulty + (1 - config.start_difficulty) * share
-    return chosen if bool(chosen.any()) else every
+    half. solved_P may be a sum of rewards in [0, 1]."""
+    return (solved_P.double() + PRIOR_TRIALS / 2) / (tried_P.double() + PRIOR_TRIALS)
 
 
 def prompt_weights(
-    config: CurriculumConfig,
-    solved_P: Tensor,
-    tried_P: Tensor,
-    update: int,
-    difficulty_P: Tensor | None = None,
+    config: CurriculumConfig, solved_P: Tensor, tried_P: Tensor, levels_P: Tensor, update: int
 ) -> Tensor:
-    """Probability of every prompt to be drawn, float64 [P], sum 1.
+    """Weight of every prompt in the draw, float64 [P]. levels_P in [0, 1]: the task's own difficulty, which a
+    prompt has before it was ever tried.
 
-    Curriculum: 0 for prompts that are not allowed. prioritised (k1.5): in proportion to 1 - success rate, but
-    at least `floor`. difficulty_P: 1 - success rate if None.
+    hard_after_warmup (k1.5): all, then from `warmup_updates` on those whose failure rate is at least
+    `hard_from`. easy_to_hard: those of at most a level that grows evenly from `start_difficulty` to 1. Where
+    no prompt fits, all are offered. prioritised (k1.5): in proportion to the failure rate, but at least
+    `floor`.
     """
-    if solved_P.numel() == 0:
-        raise DataError("no prompts to draw from")
-    rates_P = success_rates(solved_P, tried_P)
-    difficulty_P = 1 - rates_P if difficulty_P is None else difficulty_P.double()
-    if difficulty_P.shape != rates_P.shape:
-        raise DataError(
-            f"{difficulty_P.numel()} difficulties for {rates_P.numel()} prompts; give one for each"
-        )
-    # What is never solved weighs most, what always is the floor.
-    weights_P = (1 - rates_P).clamp(min=config.floor) if config.prioritised else torch.ones_like(rates_P)
-    weights_P = weights_P * allowed(config, difficulty_P, update)
-    total = weights_P.sum()
-    return weights_P / total if float(total) > 0 else torch.full_like(weights_P, 1 / weights_P.numel())
+    failures_P = 1 - success_rates(solved_P, tried_P)
+    offered_P = torch.ones_like(failures_P, dtype=torch.bool)
+    if config.mode == "hard_after_warmup" and update >= config.warmup_updates:
+        offered_P = failures_P >= config.hard_from
+    elif config.mode == "easy_to_hard" and update < config.warmup_updates:
+        share = update / config.warmup_updates
+        offered_P = levels_P <= config.start_difficulty + (1 - config.start_difficulty) * share
+    # Rather everything than nothing: a run must not stop because it has become too good.
+    if not offered_P.any():
+        offered_P = ~offered_P
+    if config.prioritised:
+        return failures_P.clamp(min=config.floor) * offered_P
+    return offered_P.double()
 
 
 def draw(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """`count` prompts by weight, in the order drawn: without repetition while there are unused prompts of
     positive weight, then over again. Bit for bit the same for the same generator state."""
+    # multinomial without replacement refuses to draw more than have a weight.
     available = int((weights_P > 0).sum())
-    if not available:
-        raise DataError("no prompt has a positive weight")
-    # Everything once before anything twice.
     drawn: list[int] = []
+    # Everything once before anything twice.
     while len(drawn) < count:
         size = min(available, count - len(drawn))
-        drawn += torch.multinomial(weights_P.double(), size, replacement=False, generator=generator).tolist()
+        drawn += torch.multinomial(weights_P, size, replacement=False, generator=generator).tolist()
     return drawn
+
+
+def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]:
+    """`count` prompts in proportion to their weights, in mixed order: each gets the whole part of its due,
+    chance decides on the rest. An iteration then shows every task as often as it should, with no luck of the
+    draw between them."""
+    due_P = weights_P / weights_P.sum() * count
+    whole_P = (due_P + 1e-9).floor()  # a due of 2.9999999 is 3
+    rest_P = (due_P - whole_P).clamp(min=0)
+    bins = torch.arange(weights_P.numel()).repeat_interleave(whole_P.long()).tolist()
+    if len(bins) < count:
+        if float(rest_P.sum()) == 0:
+            rest_P = weights_P
+        bins += draw(rest_P, count - len(bins), generator)
+    order = torch.randperm(len(bins), generator=generator).tolist()
+    return [bins[i] for i in order]

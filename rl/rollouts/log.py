@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,110 +35,75 @@ _OURS = re.compile(r"[0-9a-f]{24}\.png|\.[0-9a-f]{24}\.png\.\d+\.tmp")
 """Pictures, and what a kill left of one."""
 
 
-@dataclass(frozen=True)
-class AnswerRecord:
-    """One sampled answer. reward: after all shaping; score: of the task or the reward function alone;
-    logprob: sum over its tokens under the policy that sampled it, nats; status: see rewards.STATUSES; finish:
-    stop, length or cancelled."""
-
-    text: str
-    tokens: int
-    score: float
-    reward: float
-    advantage: float
-    logprob: float
-    finish: str
-    status: str = "ok"
-
-
-@dataclass(frozen=True)
-class GroupRecord:
-    """All answers to one prompt at one update. prompt: the words of the prompt; picture: what was shown, or
-    None."""
-
-    update: int
-    task: str
-    form: str
-    key: str
-    difficulty: Any
-    prompt: str
-    target: str
-    answers: Sequence[AnswerRecord]
-    picture: PILImage.Image | None = None
-
-    @property
-    def mean_score(self) -> float:
-        """Mean score of the answers."""
-        return sum(answer.score for answer in self.answers) / max(1, len(self.answers))
-
-
 def group_records(
     config: RLConfig, experience: Experience, update: int, limit: int, runtime: Runtime
-) -> list[GroupRecord]:
-    """`limit` groups of all processes, as they are logged and shown: of every entry in turn, the worst, the
-    best, the next worst, ... Every process calls it and gets the same."""
+) -> list[dict[str, Any]]:
+    """`limit` groups of all processes as records of the file, with the picture itself as "image": of every
+    entry in turn, the worst, the best, the next worst, ... Every process calls it and gets the same."""
     # What every process has, as (entry, mean score), and which numbers are this one's.
     own = []
     for group, (start, end) in zip(experience.groups, experience.bounds):
+        # Only numbers travel here; the groups that are shown follow below.
         own.append((group.prompt.entry, float(experience.scores_N[start:end].mean())))
     by_rank = runtime.gather(own)
     first = sum(map(len, by_rank[: runtime.rank]))
     groups = [one for part in by_rank for one in part]
 
+    lines: list[list[int]] = [[] for _ in config.tasks]
+    for g in sorted(range(len(groups)), key=lambda g: groups[g][1]):
+        lines[groups[g][0]].append(g)
     chosen: list[int] = []
-    lines = [_extremes(groups, entry) for entry in range(len(config.tasks))]
+    end = 0
     while any(lines) and len(chosen) < limit:
-        chosen += [line.pop(0) for line in lines if line]
+        chosen += [line.pop(end) for line in lines if line]
+        end = -1 - end  # the best after the worst, and so on
     chosen = chosen[:limit]
 
     # Each process makes the records of its own groups.
     mine = [g for g in chosen if first <= g < first + len(own)]
-    records: dict[int, GroupRecord] = {}
+    records: dict[int, dict[str, Any]] = {}
     for part in runtime.gather({g: _record(config, experience, update, g - first) for g in mine}):
         records |= part
     return [records[g] for g in chosen]
 
 
-def _extremes(groups: Sequence[tuple[int, float]], entry: int) -> list[int]:
-    """Groups (entry, mean score) of an entry, by number: lowest score, highest, second lowest, ..."""
-    own = [g for g, group in enumerate(groups) if group[0] == entry]
-    own.sort(key=lambda g: groups[g][1])
-    return [own[i // 2] if i % 2 == 0 else own[-1 - i // 2] for i in range(len(own))]
-
-
-def _record(config: RLConfig, experience: Experience, update: int, g: int) -> GroupRecord:
-    group, (start, _) = experience.groups[g], experience.bounds[g]
+def _record(config: RLConfig, experience: Experience, update: int, g: int) -> dict[str, Any]:
+    group, start = experience.groups[g], experience.bounds[g][0]
     entry, problem = config.tasks[group.prompt.entry], group.problem
-    answers = [
-        AnswerRecord(
-            text=trajectory.text,
-            tokens=len(trajectory.ids),
-            score=float(experience.scores_N[n]),
-            reward=float(experience.rewards_N[n]),
-            advantage=float(experience.advantages_N[n]),
-            logprob=sum(trajectory.completion.logprobs),
-            finish=trajectory.completion.finish_reason,
-            status=experience.scored[n].status,
+    answers: list[dict[str, Any]] = []
+    for n, trajectory in enumerate(group.trajectories, start):
+        # reward is after all shaping, score of the task or the reward function alone; logprob under the
+        # policy that sampled it, nats.
+        answers.append(
+            {
+                "text": trajectory.text,
+                "tokens": len(trajectory.ids),
+                "score": float(experience.scores_N[n]),
+                "reward": float(experience.rewards_N[n]),
+                "advantage": float(experience.advantages_N[n]),
+                "logprob": sum(trajectory.completion.logprobs),
+                "finish": trajectory.completion.finish_reason,
+                "status": experience.scored[n].status,
+            }
         )
-        for n, trajectory in enumerate(group.trajectories, start)
-    ]
     words = [segment.text for segment in prompt_segments(problem, entry) if isinstance(segment, Text)]
     picture = None
     if entry.form == "picture":
         picture = problem.picture
     elif entry.form == "rendered":
         picture = render_text(problem.description)
-    return GroupRecord(
-        update=update,
-        task=entry.name,
-        form=entry.form,
-        key=problem.key,
-        difficulty=entry.difficulty,
-        prompt="".join(words),
-        target=problem.target,
-        answers=answers,
-        picture=picture,
-    )
+    return {
+        "update": update,
+        "task": entry.name,
+        "form": entry.form,
+        "key": problem.key,
+        "difficulty": entry.difficulty,
+        "prompt": "".join(words),
+        "target": problem.target,
+        "answers": answers,
+        "mean_score": sum(answer["score"] for answer in answers) / len(answers),
+        "image": picture,
+    }
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
@@ -157,40 +121,32 @@ class RolloutLog:
     """
 
     def __init__(self, out: Path, *, start_update: int) -> None:
-        self.out = Path(out)
-        self.path = self.out / FILE
-        kept = []
-        for record in read_rollouts(self.path) if start_update else []:
-            if record["update"] <= start_update:
-                kept.append(record)
-        write_atomic(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
-        if not kept:
-            self.path.unlink()
-
-        self._pictures = {str(record["image"]) for record in kept if record.get("image")}
-        for path in (self.out / FOLDER).glob("*"):
+        self.out, self.path = out, out / FILE
+        kept = [record for record in read_rollouts(self.path) if 0 < record["update"] <= start_update]
+        self.path.unlink(missing_ok=True)
+        if kept:
+            write_atomic(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+        self._pictures = {record["image"] for record in kept}
+        for path in (out / FOLDER).glob("*"):
             if _OURS.fullmatch(path.name) and f"{FOLDER}/{path.name}" not in self._pictures:
                 path.unlink()
 
-    def write(self, groups: Sequence[GroupRecord], sandbox: str = "") -> None:
-        """Append one record for each group; pictures are on disk before the line that names them. sandbox:
-        walls of the sandbox that are missing, in words.
-
-        Numbers that are not finite are written as null.
-        """
+    def write(self, groups: Sequence[dict[str, Any]], sandbox: str = "") -> None:
+        """Append `group_records`; pictures are on disk before the line that names them. sandbox: walls of the
+        sandbox that are missing, in words. Numbers that are not finite are written as null."""
         lines = []
-        for group in groups:
-            record = vars(group) | {"mean_score": group.mean_score}
-            record["answers"] = [asdict(answer) for answer in group.answers]
-            picture = record.pop("picture")
-            record["image"] = None if picture is None else self._keep(picture)
-            record |= {"sandbox": sandbox} if sandbox else {}
+        for record in groups:
+            if record["image"] is not None:
+                record = record | {"image": self._keep(record["image"])}
+            if sandbox:
+                record = record | {"sandbox": sandbox}
             lines.append(json.dumps(plain(record), allow_nan=False) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def _keep(self, picture: PILImage.Image) -> str:
         """The picture's path relative to OUT; written if this content is new."""
+        # Equal bytes of another shape are another picture.
         about = f"{picture.mode} {picture.width} {picture.height} ".encode()
         name = f"{FOLDER}/{hashlib.sha256(about + picture.tobytes()).hexdigest()[:24]}.png"
         if name not in self._pictures:

@@ -61,6 +61,7 @@ class Trajectory:
     @property
     def text(self) -> str:
         """The whole answer as people read it; what a reward sees is `answer`."""
+        # With tools the completion's text is that of the last message alone.
         return self.shown or self.completion.text
 
     @property
@@ -75,27 +76,21 @@ class Trajectory:
         return self.completion.text if self.ended else ""
 
     @property
-    def tail(self) -> list[int]:
-        """All tokens behind the prompt, in order."""
-        out, start = [], 0
-        for part in self.inserted:
-            out += [*self.ids[start : part.at], *part.ids]
+    def tail(self) -> tuple[list[int], list[bool]]:
+        """All tokens behind the prompt in order, and which of them were generated."""
+        ids: list[int] = []
+        generated: list[bool] = []
+        start = 0
+        for part in (*self.inserted, Inserted(len(self.ids), ())):
+            ids += [*self.ids[start : part.at], *part.ids]
+            generated += [True] * (part.at - start) + [False] * len(part.ids)
             start = part.at
-        return [*out, *self.ids[start:]]
-
-    @property
-    def trained(self) -> Tensor:
-        """bool [tail]: which tokens behind the prompt were generated."""
-        mask, start = [], 0
-        for part in self.inserted:
-            mask += [True] * (part.at - start) + [False] * len(part.ids)
-            start = part.at
-        return torch.tensor(mask + [True] * (len(self.ids) - start), dtype=torch.bool)
+        return ids, generated
 
     @property
     def total(self) -> int:
         """Tokens of prompt and answer."""
-        return int(self.prompt.ids.shape[0]) + len(self.ids) + sum(len(part.ids) for part in self.inserted)
+        return int(self.prompt.ids.shape[0]) + len(self.tail[0])
 
 
 def rollout(
@@ -110,19 +105,13 @@ def rollout(
     """`group_size` samples of every prompt, grouped by prompt, in order.
 
     params: `n` is overruled by group_size and log-probabilities are always kept. name: part of the request
-    ids and so of the random numbers; give every training step its own. Raises RuntimeError while the engine
-    has other work.
+    ids and so of the random numbers; give every training step its own.
     """
-    if engine.has_work:
-        raise RuntimeError("rollout() needs an idle engine: other requests are unfinished")
     params = replace(params, n=group_size, logprobs=True)
     requests = [Request(f"{name}/{i}", prompt, params, capture_routing) for i, prompt in enumerate(prompts)]
-    done = engine.generate(requests)
-    groups: list[list[Trajectory]] = []
-    for index, prompt in enumerate(prompts):
-        part = done[index * group_size : (index + 1) * group_size]
-        groups.append([Trajectory(prompt, completion) for completion in part])
-    return groups
+    # The engine gives the samples of a request one after the other.
+    done = iter(engine.generate(requests))
+    return [[Trajectory(prompt, next(done)) for _ in range(group_size)] for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -146,47 +135,47 @@ def pack(
     share_pictures: answers to one prompt (one object) bring its pictures into the row once, for
     `model.embed(row, feature_of_M=places.feature_of_F)`.
     """
-    documents, positions, routing, features = [], [], [], []
+    documents, ids, positions, routing, features = [], [], [], [], []
     first_feature: dict[int, int] = {}  # of a prompt whose pictures are in the row
     start = known_features = 0
     for trajectory in trajectories:
-        prompt, answer = trajectory.prompt, torch.tensor(trajectory.tail, dtype=torch.long)
+        prompt, (tail, generated) = trajectory.prompt, trajectory.tail
         media = torch.as_tensor(prompt.media_positions).long()
+
         # The first answer to a prompt brings its pictures; the others point to their features.
-        brings = not (share_pictures and id(prompt) in first_feature)
-        if brings:
+        patches, grids = None, tuple(prompt.grids)[:0]
+        if not share_pictures or id(prompt) not in first_feature:
             first_feature[id(prompt)] = known_features
             known_features += media.numel()
+            patches, grids = prompt.patches, tuple(prompt.grids)
         features.append(first_feature[id(prompt)] + torch.arange(media.numel()))
+        document = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), torch.tensor(tail, dtype=torch.long)])
+        documents.append(TokenPrompt(document, patches, grids, tuple(media.tolist())))
 
         # The logits at a position choose the next token, hence one place to the left.
-        ids = torch.cat([torch.as_tensor(prompt.ids).long().cpu(), answer])
-        patches, grids = (prompt.patches, prompt.grids) if brings else (None, ())
-        documents.append(TokenPrompt(ids, patches, tuple(grids), tuple(media.tolist())))
-        positions.append(start + int(prompt.ids.shape[0]) - 1 + trajectory.trained.nonzero().flatten())
-        routing.append(_document_routing(trajectory))
-        start += trajectory.total
+        behind = start + int(prompt.ids.shape[0]) - 1
+        positions.append(behind + torch.tensor(generated, dtype=torch.bool).nonzero().flatten())
+        ids += trajectory.ids
+        start += document.numel()
 
+        # A token that the engine never fed chooses its experts for itself.
+        chosen = trajectory.completion.routing
+        if chosen is not None:
+            missing = document.numel() - len(chosen)
+            widths = ((0, missing), (0, 0), (0, 0))
+            routing.append(np.pad(chosen.astype(np.int16), widths, constant_values=UNKNOWN))
+
+    # Routing is replayed for whole rows: one answer without it would shift all others.
     row = pack_prompts(model, documents)
     device = row.ids.device
-    captured = [part for part in routing if part is not None]
-    whole = bool(captured) and len(captured) == len(routing)
-    ids_M = torch.tensor([i for trajectory in trajectories for i in trajectory.ids], dtype=torch.long)
+    whole = routing and len(routing) == len(documents)
     places = Places(
         torch.cat(positions).to(device),
-        ids_M.to(device),
-        torch.from_numpy(np.concatenate(captured)) if whole else None,
+        torch.tensor(ids, dtype=torch.long, device=device),
+        torch.from_numpy(np.concatenate(routing)) if whole else None,
         torch.cat(features).to(device) if share_pictures else None,
     )
     return row, places
-
-
-def _document_routing(trajectory: Trajectory) -> np.ndarray | None:
-    routing = trajectory.completion.routing
-    if routing is None:
-        return None
-    missing = trajectory.total - len(routing)
-    return np.pad(routing.astype(np.int16), ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN)
 
 
 @contextmanager

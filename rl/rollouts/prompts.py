@@ -35,11 +35,11 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.tool_tasks import FILE
 from earlyfusion.eval.measure import plain_prompt, replaced
 from earlyfusion.rl.recipe import RLConfig, TaskEntry
-from earlyfusion.rl.rollouts.curriculum import MEMORY_ANSWERS, draw, prompt_weights
+from earlyfusion.rl.rollouts.curriculum import MEMORY_ANSWERS, draw, prompt_weights, spread_evenly
 from earlyfusion.vision.config import VisionConfig
 
 OBJECTIONS = ("", "too_long", *REASONS)
-"""Why a prompt is left out; 0 is none."""
+"""Why a prompt is left out; 0 is none, 1 is its length."""
 TRIES = 50
 """Prompts that are drawn in place of one that is too long."""
 PLAIN_SYSTEM = "Answer with the tool python(code)."
@@ -62,6 +62,7 @@ class Prompt:
     def problem(self) -> Problem:
         """Equal numbers of two entries of one task are one problem in two forms, so that forms compare."""
         entry = self.pool.entries[self.entry]
+        # By the task and not by the entry, so that its forms can be compared problem by problem.
         seed = digest64("rl", self.pool.config.run.seed, entry.name, self.number) >> 16
         return self.pool.tasks[self.entry].sample(seed, "train", entry.difficulty)
 
@@ -89,6 +90,7 @@ def encode_prompt(
     speak.
 
     shown: what stands in the picture's place, if not the picture (eval/measure.py)."""
+    # Exactly the training form: another blank would be another question to a small model.
     if not entry.tools:
         return plain_prompt(problem, entry, tokenizer, vision, shown)
     messages = []
@@ -111,6 +113,7 @@ def tool_messages(problem: Problem, form: Form) -> list[Message]:
     The form is that of the sources `chat_scenes` and `zero_vision`, so a model comes here from SFT on those.
     """
     problem.check_form(form)
+    # A scene told in words still has a picture for the program, which may not look at it alone.
     picture = tool_picture(problem, form)
     shown: list[Segment] = []
     if picture is not None and form != "twin":
@@ -148,41 +151,42 @@ class PromptPool:
         self.config, self.tokenizer, self.vision = config, tokenizer, vision
         self.entries = config.tasks
         self.tasks: list[Task] = [make_task(entry.name, **entry.options) for entry in self.entries]
-        self.size = config.rollout.pool
 
         # One bin an entry, or one for each problem of its pool.
-        each = max(1, self.size)
-        levels = [share_of_levels(task, entry.difficulty) for task, entry in zip(self.tasks, self.entries)]
-        self.difficulty_P = torch.tensor(levels, dtype=torch.float64).repeat_interleave(each)
-        self.solved_P = torch.zeros(len(self.entries) * each, dtype=torch.float64)
-        self.tried_P = torch.zeros_like(self.solved_P)
+        self.size = config.rollout.pool
+        self.each = max(1, self.size)
+        levels, shares = [], []
+        for task, entry in zip(self.tasks, self.entries):
+            highest = max(1, len(getattr(task, "levels", ())) - 1)
+            levels += [entry.difficulty / highest] * self.each
+            shares += [entry.weight] * self.each
+        self.levels_P, self.shares_P = torch.tensor([levels, shares], dtype=torch.float64)
+        self.solved_P, self.tried_P = torch.zeros(2, len(levels), dtype=torch.float64)
 
         self.drawn_E = [0] * len(self.entries)
         self.generator = torch.Generator().manual_seed(config.run.seed)
         self.left_out: Counter[str] = Counter()
-        self._ahead: dict[tuple[int, ...], Prompt] = {}
 
     def prompt(self, bin: int, entry: int, number: int) -> Prompt:
-        """A prompt by what names it; one that `coming` has begun to make is that one."""
-        return self._ahead.get((bin, entry, number)) or Prompt(bin, entry, number, self)
+        """A prompt by what names it."""
+        return Prompt(bin, entry, number, self)
 
     def weights(self, update: int) -> Tensor:
         """Probability of every bin at this update, float64 [P]."""
-        shares = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float64)
-        shares_P = shares.repeat_interleave(max(1, self.size))
+        # Shares of the recipe times what the curriculum thinks of each bin.
         curriculum = self.config.curriculum
-        own_P = self.difficulty_P if curriculum.mode == "easy_to_hard" else None
-        weights_P = prompt_weights(curriculum, self.solved_P, self.tried_P, update, own_P) * shares_P
-        total = weights_P.sum()
-        # The curriculum may allow only bins of entries with weight 0: then the recipe's weights decide.
-        return weights_P / total if float(total) > 0 else shares_P / shares_P.sum()
+        weights_P = prompt_weights(curriculum, self.solved_P, self.tried_P, self.levels_P, update)
+        weights_P = weights_P * self.shares_P
+        if not weights_P.any():  # the curriculum offers bins of weight 0 alone: the recipe's weights decide
+            weights_P = self.shares_P
+        return weights_P / weights_P.sum()
 
     def draw(
         self,
         count: int,
         update: int,
         share: slice = slice(None),
-        agree: Callable[[Tensor], Tensor] | None = None,
+        agree: Callable[[Tensor], Tensor] = lambda found_N: found_N,
     ) -> list[Prompt]:
         """`count` prompts for this update; those that are too long or broken are left out, counted and
         replaced.
@@ -191,16 +195,19 @@ class PromptPool:
         together be all; every process calls it equally often and gets the same prompts. Raises DataError
         where TRIES prompts in a row do not serve.
         """
-        prompts = self._proposed(count, update)
-        self._ahead = {}
+        # A pool is drawn by chance; entries get exactly their share of every iteration.
+        draw_bins = draw if self.size else spread_evenly
+        prompts = []
+        for bin in draw_bins(self.weights(update), count, self.generator):
+            prompts.append(self._next(bin))
+
         # All processes judge their own share and hear of the others, so that all replace the same ones.
         mine, unsure = set(range(*share.indices(count))), list(range(count))
         for _ in range(TRIES):
             found_N = torch.zeros(count, dtype=torch.float64)
-            for i in unsure:
-                if i in mine:
-                    found_N[i] = self._objection(prompts[i])
-            objections = [int(x) for x in (found_N if agree is None else agree(found_N)).tolist()]
+            for i in mine.intersection(unsure):
+                found_N[i] = self._objection(prompts[i])
+            objections = agree(found_N).long().tolist()
             unsure = [i for i in unsure if objections[i]]
             if not unsure:
                 return prompts
@@ -212,46 +219,35 @@ class PromptPool:
             f" ({dict(self.left_out)}); raise rollout.max_prompt_tokens or make the task easier"
         )
 
-    def coming(self, count: int, update: int) -> list[Prompt]:
-        """What `draw` will begin with if it is called next; nothing that a checkpoint holds changes."""
-        generator, drawn_E = self.generator.get_state(), list(self.drawn_E)
-        prompts = self._proposed(count, update)
-        self.drawn_E = drawn_E
-        self.generator.set_state(generator)
-        self._ahead = {tuple(prompt.ids): prompt for prompt in prompts}
-        return prompts
-
-    def _proposed(self, count: int, update: int) -> list[Prompt]:
-        how = draw if self.size else spread_evenly
-        bins = how(self.weights(update), count, self.generator)
-        return [self.prompt(bin, bin // max(1, self.size), self._number(bin)) for bin in bins]
-
-    def _number(self, bin: int) -> int:
-        """Which problem a bin asks: its own of the pool, or the next one of its entry."""
+    def _next(self, bin: int) -> Prompt:
+        """What a bin asks: its own problem of the pool, or the next one of its entry."""
         if self.size:
-            return bin % self.size
+            return self.prompt(bin, bin // self.size, bin % self.size)
         self.drawn_E[bin] += 1
-        return self.drawn_E[bin] - 1
+        return self.prompt(bin, bin, self.drawn_E[bin] - 1)
 
     def _another(self, prompt: Prompt) -> Prompt:
         """In place of a problem that does not serve: another one of the same entry."""
-        bin = prompt.bin
-        if self.size:
-            bin = prompt.entry * self.size + int(torch.randint(self.size, (1,), generator=self.generator))
-        return self.prompt(bin, prompt.entry, self._number(bin))
+        # The next one of the entry; of a pool, any other of the same entry.
+        if not self.size:
+            return self._next(prompt.bin)
+        other = int(torch.randint(self.size, (1,), generator=self.generator))
+        return self._next(prompt.entry * self.size + other)
 
     def _objection(self, prompt: Prompt) -> int:
         """Why a prompt cannot be asked, as a number of OBJECTIONS; 0 if it can."""
         try:
+            # Reading it is the only way to know; the document is kept for the engine.
             tokens = len(prompt.encoded.ids)
         except BadSample as error:
             return OBJECTIONS.index(error.reason)
         limit = self.config.rollout.max_prompt_tokens
-        return 0 if limit is None or tokens <= limit else OBJECTIONS.index("too_long")
+        return int(limit is not None and tokens > limit)
 
     def count(self, solved_P: Tensor, tried_P: Tensor) -> None:
         """Add what all processes saw at this update: sums of scores and numbers of answers by bin. What was
         there before fades by the answers that were added, so that a rate follows the policy."""
+        # By answers and not by updates, so that a rare prompt is not forgotten faster.
         kept_P = (-tried_P.cpu() / MEMORY_ANSWERS).exp()
         self.solved_P = self.solved_P * kept_P + solved_P.cpu()
         self.tried_P = self.tried_P * kept_P + tried_P.cpu()
@@ -259,8 +255,8 @@ class PromptPool:
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint; equal on all processes."""
         return {
-            "solved": self.solved_P.clone(),
-            "tried": self.tried_P.clone(),
+            "solved": self.solved_P,
+            "tried": self.tried_P,
             "made": list(self.drawn_E),
             "generator": self.generator.get_state(),
             "left_out": dict(self.left_out),
@@ -268,31 +264,6 @@ class PromptPool:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave, of the same recipe."""
-        self.solved_P, self.tried_P = state["solved"].clone(), state["tried"].clone()
+        self.solved_P, self.tried_P = state["solved"], state["tried"]
         self.drawn_E, self.left_out = list(state["made"]), Counter(state["left_out"])
         self.generator.set_state(state["generator"])
-
-
-def share_of_levels(task: Task, level: int) -> float:
-    """A level of difficulty as a share of the task's highest, in [0, 1]; 0 for a task with one level."""
-    highest = len(getattr(task, "levels", ())) - 1
-    return level / highest if highest > 0 else 0.0
-
-
-def spread_evenly(weights_P: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """`count` bins in proportion to their weights: each gets the whole part of its due, chance decides on the
-    rest.
-
-    An iteration then shows every task as often as it should, with no luck of the draw between them; the order
-    is mixed.
-    """
-    # Whole parts first; chance decides on the rest alone.
-    due_P = weights_P.double() / weights_P.sum() * count
-    whole_P = (due_P + 1e-9).floor()
-    rest_P = (due_P - whole_P).clamp(min=0)
-    left = count - int(whole_P.sum())
-    bins = torch.arange(weights_P.numel()).repeat_interleave(whole_P.long()).tolist()
-    if left > 0:
-        bins += draw(rest_P if float(rest_P.sum()) > 0 else weights_P.double(), left, generator)
-    order = torch.randperm(len(bins), generator=generator).tolist()
-    return [bins[i] for i in order]

@@ -22,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,12 +62,13 @@ COUNTED = (
 (calls) by how they ended (ok ... forbidden); refusals by kind, one for each; calls of another tool or without
 code (not_a_program); messages whose markup is broken around a call (malformed); calls after the last turn;
 tool turns without room; programs that could not be started (unavailable)."""
-NETWORK = set("socket _socket ssl _ssl urllib http ftplib smtplib requests asyncio poplib".split())
-PROCESS = tuple(
-    "os.fork os.exec os.posix_spawn os.spawn os.system os.kill subprocess _posixsubprocess pty"
-    " multiprocessing _multiprocessing threading _thread concurrent signal".split()
-)
-FILES = ("open", "os.", "shutil", "tempfile", "glob", "pathlib")
+KINDS = {
+    "blocked_network": r"(_?socket|_?ssl|urllib|http|ftplib|smtplib|requests|asyncio|poplib)\b",
+    "blocked_process": r"os\.(fork|exec|posix_spawn|spawn|system|kill)|_?(posix)?subprocess|pty"
+    r"|_?multiprocessing|_?thread|concurrent|signal",
+    "blocked_file": r"open|os\.|shutil|tempfile|glob|pathlib",
+}
+"""Counters of refusals by the name of what was refused; the first that fits."""
 _FOLDER = re.compile(r"/[^\s'\"]*/program-[a-z0-9_]{8}\b")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 
@@ -74,20 +76,18 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{8,}\b")
 def repeatable(text: str) -> str:
     """The text without what is random about a place, not about a program: names of temporary directories,
     addresses of objects. A run with one seed then reads the same text again."""
+    # What differs from run to run would otherwise reach the model's context.
     return _ADDRESS.sub("0x0", _FOLDER.sub(".", text))
 
 
 def kinds_of(refused: str) -> list[str]:
     """Counters of one refusal of the sandbox ("import socket", "open", "os.fork", ...)."""
     name = refused.removeprefix("import ")
-    kinds = ["blocked_import"] if refused.startswith("import ") else []
-    if name.split(".")[0] in NETWORK:
-        return [*kinds, "blocked_network"]
-    if name.startswith(PROCESS):
-        return [*kinds, "blocked_process"]
-    if name.startswith(FILES):
-        return [*kinds, "blocked_file"]
-    return kinds or ["blocked_other"]
+    kinds = [kind for kind, names in KINDS.items() if re.match(names, name)] or ["blocked_other"]
+    # An import is counted as such, and as what it would have given where that is known.
+    if name == refused:
+        return kinds[:1]
+    return ["blocked_import", *(kind for kind in kinds[:1] if kind != "blocked_other")]
 
 
 class ToolRunner:
@@ -100,6 +100,7 @@ class ToolRunner:
 
     def __init__(self, rollout: RolloutSection, allow_weaker: bool = False) -> None:
         # The clock, which a busy machine slows, gets twice the CPU time.
+        # Sixteen characters a token is more than any tokenizer needs; the rest would be cut anyway.
         limits = Limits(
             wall_s=2 * rollout.tool_timeout_s,
             cpu_s=rollout.tool_timeout_s,
@@ -123,6 +124,7 @@ class ToolRunner:
         try:
             messages, results = answer_calls(message, self.sandbox, files)
         except (SandboxError, OSError) as error:
+            # The name of the error alone: its text may hold paths of this machine.
             failure = (Text(f"the tool is not available: {type(error).__name__}"),)
             calls = enumerate(message.calls, start=1)
             return [Message("tool", failure, tool=call.tool, index=index) for index, call in calls], None
@@ -130,6 +132,7 @@ class ToolRunner:
 
     def count(self, results: Sequence[ProgramResult | None] | None) -> bool:
         """Count what became of the calls of one message; True when a program ran. Called by one thread."""
+        # In the main thread, where the order of the engine's steps decides: counters are repeatable.
         self.counts["turns"] += 1
         self.counts["unavailable"] += results is None
         for result in results or ():
@@ -179,14 +182,14 @@ class Conversation:
             if part.routing is not None:
                 routing.append(part.routing[known:])
                 known = len(part.routing)
+        joined: dict[str, Any] = {}
+        for name in ("ids", "logprobs", "logprobs1", "versions"):
+            joined[name] = list(chain.from_iterable(getattr(part, name) for part in self.parts))
         completion = replace(
             last,
+            **joined,
             request_id=self.name,
             index=self.index,
-            ids=[i for part in self.parts for i in part.ids],
-            logprobs=[p for part in self.parts for p in part.logprobs],
-            logprobs1=[p for part in self.parts for p in part.logprobs1],
-            versions=[v for part in self.parts for v in part.versions],
             text=text,
             finish_reason=reason,
             prompt_tokens=first.prompt_tokens,
@@ -233,6 +236,7 @@ class ToolRollouts:
     def take(self, completion: engine.Completion, left: PausedSample | None = None) -> bool:
         """A turn that the engine has finished, of any request, with the state it left; True when an answer is
         complete by it."""
+        # Turns have requests of their own; a first turn is a sample of the prompt's request.
         talk = self._by_request.pop(completion.request_id, None)
         if talk is None:
             if completion.request_id not in self.conversations:
@@ -256,6 +260,7 @@ class ToolRollouts:
             return self._end(talk, "")
         if talk.generated >= self.rollout.max_new_tokens:
             return self._end(talk, "", "length")
+        # The state goes with the conversation: the next turn reads only what the tool said.
         talk.turns, talk.left = talk.turns + 1, left
         self._running.append((self._step + STEPS, talk, self.runner.start(parsed.message, talk.files)))
         return False
@@ -263,6 +268,7 @@ class ToolRollouts:
     def due(self, idle: bool) -> tuple[list[Turn], int]:
         """Called once before every engine step: (next turns of the answers whose time has come, arguments of
         `Engine.submit`; answers that ended instead). idle: the engine has nothing else to do."""
+        # With nothing else to do the steps until the next reply are passed over.
         self._step += 1
         if idle and self._running:
             self._step = max(self._step, self._running[0][0])
@@ -271,8 +277,10 @@ class ToolRollouts:
         while self._running and self._running[0][0] <= self._step:
             _, talk, future = self._running.popleft()
             request = self._go_on(talk, *future.result())
-            ended += request is None
-            turns += [(request, talk.left)] if request is not None else []
+            if request is None:
+                ended += 1
+            else:
+                turns.append((request, talk.left))
             talk.left = None
         return turns, ended
 
@@ -290,14 +298,16 @@ class ToolRollouts:
         talk.inserted.append(Inserted(talk.generated, turn_ids(replies, self.tokenizer, self.vision)))
 
         # All of it so far is the next prompt.
-        prompt, tail = talk.prompt, talk.whole("stop", "").tail
-        ids = torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(tail, dtype=torch.long)])
-        positions = tuple(int(i) for i in torch.as_tensor(prompt.media_positions).tolist())
-        grids = tuple((t, h, w) for t, h, w in prompt.grids)
+        prompt, (tail, _) = talk.prompt, talk.whole("stop", "").tail
+        document = engine.TokenPrompt(
+            torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(tail, dtype=torch.long)]),
+            prompt.patches,
+            tuple(prompt.grids),
+            tuple(torch.as_tensor(prompt.media_positions).tolist()),
+        )
         name = f"{talk.name}#{talk.index}.{talk.turns}"
-        params = replace(self.params, n=1, max_new_tokens=self.rollout.max_new_tokens - talk.generated)
         self._by_request[name] = talk
-        document = engine.TokenPrompt(ids, prompt.patches, grids, positions)
+        params = replace(self.params, n=1, max_new_tokens=self.rollout.max_new_tokens - talk.generated)
         return engine.Request(name, document, params, self.replay, keep_state=True)
 
     def _end(self, talk: Conversation, answer: str, reason: engine.FinishReason | None = None) -> bool:
@@ -313,6 +323,7 @@ def fitted(
     """The tool's messages with texts cut, evenly, so that their turn has at most `limit` tokens, markup
     included; None where there is no room for any text."""
     bare = [replace(one, content=(Text(""),)) for one in messages]
+    # Markup first: a cut markup would be no message.
     each = (limit - len(turn_ids(bare, tokenizer, vision))) // max(1, len(messages))
     if each < 1:
         return None
@@ -331,6 +342,7 @@ def cut(text: str, most: int, tokenizer: Tokenizer) -> str:
     ids = tokenizer.encode(text)
     if len(ids) <= most:
         return text
+    # A cut inside a character leaves a replacement character.
     short = tokenizer.decode(ids[:most]).rstrip("\ufffd")
     while len(tokenizer.encode(short)) > most:  # a cut may split a token in two
         short = short[:-1]

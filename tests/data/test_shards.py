@@ -7,14 +7,14 @@ import tarfile
 import threading
 import time
 
-import fsspec
 import numpy as np
 import pytest
 import webdataset
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.shards.fetch import expand
-from earlyfusion.data.shards.read import Shards, index_lines, index_name, scan_tar, write_index
+from earlyfusion.data.shards.index import index_lines, scan_tar, split_name, write_index
+from earlyfusion.data.shards.read import Shards, index_name
 from earlyfusion.data.shards.split import Split
 
 from .shard_files import captions, write_tar
@@ -22,7 +22,9 @@ from .shard_files import captions, write_tar
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
 
 
 def scan(path):
@@ -71,6 +73,21 @@ def test_samples_are_those_of_webdataset_in_its_order(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("a.jpg", ("a", "jpg")),
+        ("d.e/a.seg.PNG", ("d.e/a", "seg.png")),
+        (".hidden", None),
+        ("d/._a.jpg", None),
+        ("README", None),
+        ("a.", None),
+    ],
+)
+def test_a_name_is_cut_at_its_first_dot(name, parts):
+    assert split_name(name) == parts
+
+
 def test_opening_ten_thousand_samples_reads_no_shard_and_is_instant(tmp_path):
     blob = b"x" * 700
     members = [(f"{i:06d}.txt", blob) for i in range(10_000)]
@@ -114,7 +131,7 @@ def test_a_listed_shard_that_is_torn_or_gone(tmp_path):
     torn = Shards(str(tmp_path))
     assert 0 < torn.usable[0] < 9 and torn.cut == [True]
     path.unlink()
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="lists this shard but it is gone"):
         Shards(str(tmp_path))
 
 
@@ -185,12 +202,23 @@ def test_a_failing_pipe_is_an_error_and_leaves_nothing(tmp_path):
     assert not [p for p in (tmp_path / "cache" / "shards").iterdir() if not p.name.startswith(".")]
 
 
-def test_fsspec_urls_are_read_from_the_cache(tmp_path):
+def test_fsspec_urls_are_read_from_the_cache_or_by_ranges(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
     path = write_tar(tmp_path / "a.tar", captions(6))
     expected = everything(Shards(str(path)))
-    fsspec.filesystem("memory").pipe("/set/a.tar", path.read_bytes())
-    for url in ("memory://set/a.tar", "memory://set/*.tar", "memory://set"):
-        assert everything(Shards(url)) == expected
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/set/a.tar", path.read_bytes())
+    assert everything(Shards("memory://set/a.tar")) == expected
+    assert everything(Shards("memory://set/*.tar")) == expected == everything(Shards("memory://set"))
+    with pytest.raises(DataError, match=r"needs a\.index\.jsonl beside it"):
+        Shards("memory://set/a.tar", remote="ranges")
+    lines = "\n".join(lines_of(path)) + "\n"
+    remote.pipe("/two/a.index.jsonl", lines.encode())
+    remote.pipe("/two/a.tar", path.read_bytes())
+    before = set((tmp_path / "cache" / "shards").iterdir())
+    assert everything(Shards("memory://two/a.tar", remote="ranges")) == expected
+    new = set((tmp_path / "cache" / "shards").iterdir()) - before
+    assert new and not any(p.name.endswith(".tar") for p in new)
 
 
 def test_http_urls_work_without_further_packages(tmp_path):
@@ -306,12 +334,12 @@ def test_a_damaged_row_of_an_index_is_one_bad_sample(tmp_path, row):
 
 
 @pytest.mark.parametrize("samples", [2, 4, 10**12])
-def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples):
+def test_an_index_json_that_counts_otherwise_than_the_index_is_not_believed(tmp_path, samples, caplog):
     path = write_tar(tmp_path / "a.tar", captions(3))
     write_index(tmp_path / index_name("a.tar"), lines_of(path))
     entry = {"name": "a.tar", "samples": samples, "bytes": path.stat().st_size}
     (tmp_path / "index.json").write_text(json.dumps({"earlyfusion_shards": 1, "shards": [entry]}))
-    assert Shards(str(tmp_path)).usable == [3]
+    assert Shards(str(tmp_path)).usable == [3] and "not believed" in caplog.text
 
 
 def test_braces_that_stand_for_a_billion_files_are_refused_at_once():

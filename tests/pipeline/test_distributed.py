@@ -4,26 +4,23 @@ Two lanes are two micro-batches of one step: one process accumulates them, two p
 sums are formed in another order, so the numbers agree to fp32 rounding and not bit for bit.
 """
 
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import tiny_run
 import torch
-from tiny_run import REPOSITORY, environment, finish, losses, run_here, same, start, weights
+from tiny_run import environment, finish, run_here, same, start, weights
 
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.pipeline import pretrain
-from earlyfusion.pipeline.checkpoint import latest, step_of
+from earlyfusion.pipeline.checkpoint import latest, load_tree, step_of
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.errors import EXIT_REQUEUE, EXIT_USER
-from earlyfusion.pipeline.statefile import load_tree
 from earlyfusion.pipeline.track import read_metrics
 
 STEPS, SCHEDULED = 5, 40
@@ -211,23 +208,3 @@ def test_lanes_that_the_processes_cannot_share_are_refused_in_one_line(recipe, t
         assert len(lines) == 1 and "5 lanes cannot be shared evenly by 2 processes" in lines[0], errors
         assert "Traceback" not in errors
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "where"), [(tiny_run.MODULE, "elsewhere"), ("pipeline.pretrain", "checkout")]
-)
-def test_accelerate_launch_starts_the_installed_and_the_checked_out_module(recipe, tmp_path, module, where):
-    directory = tmp_path if where == "elsewhere" else REPOSITORY
-    out = tmp_path / "out"
-    process = start(recipe, out, "--steps", "1", launcher=ACCELERATE, module=module, cwd=directory)
-    code, errors = finish(process)
-    assert code == 0, errors[-3000:]
-    assert len(losses(out)) == 1 and (out / "model" / "model.safetensors").exists()
-
-
-def test_the_launchers_used_here_exist():
-    """So that a failure above is about this project, not about a missing launcher."""
-    assert os.path.exists(sys.executable)
-    for module in (ACCELERATE[1], TORCHRUN[1]):
-        assert __import__("importlib.util", fromlist=["util"]).find_spec(module) is not None

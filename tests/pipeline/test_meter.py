@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from earlyfusion.pipeline import meter as module
-from earlyfusion.pipeline.meter import Meter, measured_peak, peak_flops, peak_memory_bytes
+from earlyfusion.pipeline.meter import Meter, measured_peak, peak_flops
 from earlyfusion.pipeline.runtime import Runtime
 
 
@@ -23,20 +23,6 @@ def clock(monkeypatch):
     fake = Clock()
     monkeypatch.setattr(module, "time", fake)
     return fake
-
-
-class Ranks:
-    """Two ranks that do the same: every sum doubles."""
-
-    sum_dict = Runtime.sum_dict
-
-    world, device = 2, torch.device("cpu")
-
-    def sum(self, values):
-        return values * 2
-
-    def max(self, values):
-        return values
 
 
 def test_rates_are_counts_over_training_time(clock):
@@ -77,14 +63,6 @@ def test_each_snapshot_begins_a_new_interval_and_totals_go_on(clock):
     assert record["tokens_per_s"] == pytest.approx(30) and record["tokens"] == 40
 
 
-def test_two_ranks_count_together_and_share_the_peak(clock):
-    meter = Meter(Ranks(), peak=100.0)
-    clock.now += 1
-    meter.step(tokens=10, decoder_flops=50)
-    record = meter.snapshot()
-    assert record["tokens"] == 20 and record["mfu"] == pytest.approx(0.5)
-
-
 def test_a_checkpoint_between_snapshots_loses_no_count(clock):
     first = Meter(Runtime(), peak=1.0)
     clock.now += 2
@@ -122,11 +100,6 @@ def test_the_cpu_peak_is_what_a_matmul_reaches_and_draws_no_random_number():
     peak = measured_peak(torch.float32, torch.get_num_threads(), seconds=0.02)
     assert 1e8 < peak < 1e14
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_peak_memory_is_in_bytes():
-    held = torch.ones(4_000_000)  # 16 MB
-    assert held.sum() > 0 and peak_memory_bytes(torch.device("cpu")) > 16e6
 
 
 class Uneven:

@@ -9,7 +9,6 @@ from tiny_run import MEASURED, numbers, tiny_recipe, write_recipe
 from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.loading.stats import read_skipped
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.report.run import write_report
 from earlyfusion.pipeline.stage_data import describe_mix, mix_schedule
@@ -62,7 +61,7 @@ def test_early_mid_and_late_spend_the_same_vision_total(bpe, seed, capsys):
         assert sum(row[0] for row in rows[: max(0, first - POOL)]) == 0, "text only before the injection"
         after = rows[first + POOL * bool(first) :]
         assert sum(r[0] for r in after) / sum(r[1] for r in after) == pytest.approx(share, rel=0.05)
-        assert vision[arm] / (vision[arm] + text[arm]) == pytest.approx(BUDGET, rel=VISION_RTOL)
+        assert loader.stats()["vision_share"] == pytest.approx(BUDGET, rel=VISION_RTOL)
     with capsys.disabled():
         print(
             "\n"
@@ -85,28 +84,6 @@ def test_the_arms_are_three_lines_over_nano_and_of_equal_budget():
         plain = stage.model_copy(update={"vision_share": None, "mix": []})
         assert config.model_copy(update={"stages": [plain], "run": nano.run}) == nano
         assert f"vision {100 * share:.1f} %" in describe_mix(stage, {"a": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([("stages.joint.mix", "[{at = 0.5}]")], "changes nothing"),
-        ([("stages.joint.mix", "[{at = 0.5, weights = {pydok = 1}}]")], "did you mean 'pydoc'"),
-        (
-            [("stages.joint.mix", "[{at = 0.5, vision_share = 0.1}, {at = 0.2, vision_share = 0.3}]")],
-            "order of `at`",
-        ),
-        ([("stages.joint.mix", '[{at = 0.5, vision_share = 0.1, ramp = "linear"}]')], "to start from"),
-        ([("stages.joint.mix", "[{at = 1.5, vision_share = 0.1}]")], "less than or equal to 1"),
-        ([("stages.joint.mix", "[{at = 0.5, weights = {pydoc = 0}}]")], "every mixture weight is 0"),
-        ([("stages.joint.skip", "[[9, 4]]")], "first < end"),
-        ([("stages.joint.vision_share", "2")], "less than or equal to 1"),
-    ],
-)
-def test_a_mixture_without_sense_is_one_clear_line(words, told):
-    with pytest.raises(UserError) as error:
-        load_config(["nano"], words)
-    assert told in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +139,11 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
     assert read_skipped(tmp_path / "cut") == skipped
 
 
-def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("earlyfusion.data.loading.stats.MIN_READ", 1)
-    assert run(mixed, tmp_path, "--data.max_bad_share", "0") == 2
+def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd):
+    assert run(mixed, tmp_path, "--data.max_bad", "0") == 2
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
     assert (
-        len(told) == 1
-        and "data.max_bad_share allows 0.0% (corrupt_image" in told[0]
-        and "skipped.jsonl" in told[0]
+        len(told) == 1 and "data.max_bad allows 0 (corrupt_image 1" in told[0] and "skipped.jsonl" in told[0]
     )
     (entry,) = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert entry["reason"] == "corrupt_image" and entry["source"] == "vqa"
@@ -178,7 +152,7 @@ def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, cap
 def test_a_resume_may_leave_out_a_bad_stretch_and_change_who_prefetches(recipe, run, tmp_path):
     """As after a loss spike: go back to a checkpoint, name the steps of the data to skip."""
     assert run(recipe, tmp_path, "--steps", "10") == 0
-    words = ("--stages.long.skip", "[[3, 6]]", "--data.prefetch", "thread", "--data.prefetch_steps", "3")
+    words = ("--stages.long.skip", "[[3, 6]]", "--data.prefetch", "thread", "--data.stall_s", "60")
     assert run(recipe, tmp_path, "--resume", "--steps", "13", *words) == 0
     steps = [(r["step"], r["data/step"]) for r in read_metrics(tmp_path / "metrics.jsonl", "train")]
     assert steps[7:] == [(8, 8), (9, 1), (10, 2), (11, 3), (12, 7), (13, 8)]

@@ -14,16 +14,14 @@ import pytest
 import torch
 from tiny_run import environment, forget_processes
 
-from earlyfusion.model.exchange import Route
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
 
-# Gradients relative to the norm of all of them. fp64: measured up to 6e-15, sums over pictures in another
-# order. fp32: measured up to 1e-6. A picture whose gradient is lost or lands on another picture changes them
-# by 1e-2 and more.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Gradients in fp64, relative to the norm of all of them: measured up to 6e-15, sums over pictures in another
+# order. A picture whose gradient is lost or lands on another picture changes them by 1e-2 and more.
+TOLERANCE = 1e-12
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
 WAYS = ("planned", "scattered, direct True", "scattered, direct False")
@@ -63,13 +61,13 @@ def seen(tmp_path_factory) -> dict[int, list[dict]]:
     return found
 
 
-def assert_same_step(ours, theirs, dtype: torch.dtype) -> None:
+def assert_same_step(ours, theirs) -> None:
     (loss, gradients), (other_loss, others) = ours, theirs
-    assert loss == pytest.approx(other_loss, rel=TOLERANCE[dtype])
+    assert loss == pytest.approx(other_loss, rel=TOLERANCE)
     assert gradients.keys() == others.keys()
     norm = torch.cat([gradient.flatten() for gradient in others.values()]).norm()
     for name, gradient in gradients.items():
-        assert (gradient - others[name]).norm() <= TOLERANCE[dtype] * norm, name
+        assert (gradient - others[name]).norm() <= TOLERANCE * norm, name
 
 
 @pytest.mark.slow
@@ -77,15 +75,7 @@ def assert_same_step(ours, theirs, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("world", "name"), ALL)
 def test_an_exchanged_step_is_the_plain_step(seen, world, name, way):
     for rank in seen[world]:
-        assert_same_step(rank[name][way], rank[name]["plain"], torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
-def test_so_it_is_in_fp32(seen, way, seed):
-    for rank in seen[2]:
-        assert_same_step(rank["fp32"][seed][way], rank["fp32"][seed]["plain"], torch.float32)
+        assert_same_step(rank[name][way], rank[name]["plain"])
 
 
 @pytest.mark.slow
@@ -96,7 +86,7 @@ def test_the_plain_step_is_that_of_one_process_with_every_micro_batch(seen, worl
     parts = [part for rank in range(world) for part in cases.batches(step, rank, len(name))]
     alone = cases.gradients(Runtime(threads=1), fusion, fusion, parts, ())
     for rank in seen[world]:
-        assert_same_step(rank[name]["plain"], alone, torch.float64)
+        assert_same_step(rank[name]["plain"], alone)
 
 
 @pytest.mark.slow
@@ -151,48 +141,6 @@ def test_one_process_never_exchanges():
     forget_processes()
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), Runtime(threads=1))
     parts = cases.batches(cases.CASES[2]["clips beside pictures"], 0, 0)
-    assert exchange.routes(parts, 64) == [None, None] and exchange.gathers == 0
+    assert exchange.routes(parts, 64) == [None, None]
     own, done = exchange.work(parts, [None, None])
     assert own == done > 0
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_features_come_home_in_packed_order(seed, monkeypatch):
-    """Three ranks played one after another in one process: what each is sent is read off the others'
-    outboxes."""
-    plan = cases.scattered(cases.random_step(3, seed), seed)[0]
-    outbox: list[tuple[torch.Tensor, ...]] = []
-
-    def post(x, leaving, arriving, group, direct):
-        assert x.shape[0] == sum(leaving)
-        outbox.append(x.split(list(leaving)))
-        return x.new_zeros(sum(arriving), *x.shape[1:])
-
-    def delivered(rank):
-        return torch.cat([outbox[sender][rank] for sender in range(3)])
-
-    monkeypatch.setattr("earlyfusion.model.exchange.all_to_all", post)
-    routes = [Route(plan, rank) for rank in range(3)]
-    counts = [[t * h * w for t, h, w in row] for row in plan.grids]
-    label = {(r, i): 100 * r + i for r, row in enumerate(plan.grids) for i in range(len(row))}
-    for rank, route in enumerate(routes):
-        own = [torch.full((n, 1), label[rank, i]) for i, n in enumerate(counts[rank])]
-        route.send_patches(torch.cat([torch.zeros(0, 1, dtype=torch.long), *own]))
-    arrived = [delivered(rank) for rank in range(3)]
-    for rank, route in enumerate(routes):
-        expected = [label[place] for place in plan.held(rank) for _ in range(counts[place[0]][place[1]])]
-        assert arrived[rank].flatten().tolist() == expected
-        assert list(route.held) == [plan.grids[r][i] for r, i in plan.held(rank)]
-
-    outbox.clear()
-    tokens = [[h * w // 4 for _, h, w in row] for row in plan.grids]
-    for rank, route in enumerate(routes):
-        made = [torch.full((tokens[r][i], 1), float(label[r, i])) for r, i in plan.held(rank)]
-        route.bring_home(torch.cat([torch.zeros(0, 1), *made]))
-    inbox = [delivered(rank) for rank in range(3)]
-    monkeypatch.setattr("earlyfusion.model.exchange.all_to_all", lambda x, *rest: inbox[int(x[0, 0])])
-    for rank, route in enumerate(routes):
-        home = route.bring_home(torch.full((1, 1), float(rank)))
-        assert home.flatten().tolist() == [
-            label[rank, i] for i, n in enumerate(tokens[rank]) for _ in range(n)
-        ]

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from tiny_run import losses, numbers, run_here, same, weights
 
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline import cli, evaluate
-from earlyfusion.pipeline.checkpoint import completed, latest, step_of
+from earlyfusion.pipeline.checkpoint import completed, latest, load_tree, step_of
 from earlyfusion.pipeline.config.compose import dump, load_config
 from earlyfusion.pipeline.errors import EXIT_OK
-from earlyfusion.pipeline.statefile import load_tree
 
 # fp32 sums over some hundred tokens in another order
 GRADIENT_RTOL = 2e-5
@@ -138,10 +135,8 @@ def test_a_run_on_one_modality_trains(run, recipe, tmp_path, weights_of, absent)
         assert records[-1]["patches"] == 0
 
 
-@pytest.mark.parametrize(
-    "words", [("--optim.name", "adamw"), ("--model.attn_res", "none"), ("--optim.qk_clip", "null")]
-)
-def test_what_is_optional_can_be_left_out(run, recipe, tmp_path, words):
+def test_adamw_without_residual_attention_and_without_a_clip_trains(run, recipe, tmp_path):
+    words = ("--optim.name", "adamw", "--model.attn_res", "none", "--optim.qk_clip", "null")
     assert run(recipe, tmp_path, *words, "--steps", "8") == EXIT_OK
     record = losses(tmp_path)
     assert record[-1] < record[0] - 0.2
@@ -183,15 +178,6 @@ def test_recomputation_is_reached_from_a_recipe_and_keeps_fewer_activations(trai
         torch.testing.assert_close(gradient, gradients[False][name], rtol=1e-9, atol=1e-9)
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(run, recipe, tmp_path, capsys):
-    assert run(recipe, tmp_path / "out", "--dry-run") == EXIT_OK
-    shown = capsys.readouterr().out
-    parts = ("parameters", "FLOPs", "stages: 20 steps", str(tmp_path / "out"), "earlyfusion plan")
-    assert all(part in shown for part in parts), [part for part in parts if part not in shown]
-    assert shown.startswith("sizes") and len(shown.splitlines()) < 60
-    assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
-
-
 @pytest.fixture(scope="module")
 def finished(folder, recipe) -> Path:
     """A whole run, with report, two evaluations with pictures and a model directory."""
@@ -218,35 +204,11 @@ def test_a_finished_run_leaves_what_the_first_lines_promise(finished):
 
 
 def test_recipe_toml_reproduces_the_run(run, finished, tmp_path):
-    again = load_config([str(finished / "recipe.toml")])
-    assert dump(again) == dump(load_config([str(finished / "recipe.toml")], [("run.seed", 3)]))
     assert run(finished / "recipe.toml", tmp_path) == EXIT_OK
     assert numbers(tmp_path) == numbers(finished)
     assert same(weights(tmp_path), weights(finished))
     ours, theirs = (dump(load_config([str(out / "recipe.toml")])) for out in (tmp_path, finished))
     assert ours | {"run": None} == theirs | {"run": None}
-
-
-@pytest.fixture(scope="module")
-def picture(folder) -> Path:
-    Image.new("RGB", (64, 48), (200, 30, 30)).save(folder / "red.png")
-    return folder / "red.png"
-
-
-def test_generate_answers_from_the_model_directory(finished, picture, capsys):
-    words = [
-        "generate",
-        "--model",
-        str(finished / "model"),
-        "--image",
-        str(picture),
-        "--prompt",
-        "what color is",
-    ]
-    assert cli.main([*words, "--max-new-tokens", "5"]) == EXIT_OK
-    first = capsys.readouterr().out
-    assert cli.main([*words, "--max-new-tokens", "5"]) == EXIT_OK
-    assert capsys.readouterr().out == first and first.endswith("\n")
 
 
 def test_the_model_directory_holds_the_weights_of_the_last_checkpoint(finished):
@@ -295,15 +257,3 @@ def test_benchmarks_run_in_the_loop_on_the_weights_in_memory(training, tmp_path)
     saved = json.loads((tmp_path / "run" / "eval" / "counting_0000004.json").read_text())
     assert saved["score"] == again["score"] and saved["n"] == 6
     assert told[0][:2] == (4, "eval") and headline["bits_per_byte"] < 0
-
-
-def test_limits_hold_in_every_evaluation_and_those_of_the_course_until_the_schedule_ends():
-    def limit(step, *overrides):
-        evaluator = object.__new__(evaluate.Evaluator)
-        evaluator.config = load_config(["nano"], overrides)
-        return evaluator._limit("easy_vqa", step)
-
-    assert [limit(step) for step in (200, 640)] == [1000, None], "nano ends with all 9,673 questions"
-    assert limit(5, ("run.steps", 5)) == 1000, "a smoke test does not"
-    limited = ("eval.limits", {"easy_vqa": 50})
-    assert [limit(step, limited) for step in (200, 640)] == [50, 50]

@@ -3,13 +3,11 @@ bit."""
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from chat_cases import MODULE, chat_recipe, tune, write_chats, write_start
-from test_distributed import ACCELERATE, TORCHRUN, free_port
+from test_distributed import ACCELERATE
 from tiny_run import finish, numbers, same, start, weights, write_recipe
 
 from earlyfusion.data.chat.rows import Media, messages_of
@@ -19,7 +17,6 @@ from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import build_source
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.model.hub.folder import load_model
-from earlyfusion.pipeline import cli, generate_cmd, pretrain, update
 from earlyfusion.pipeline.config.compose import compose, read_recipe, validate
 from earlyfusion.pipeline.errors import EXIT_USER
 from earlyfusion.pipeline.sft_start import with_start
@@ -97,54 +94,6 @@ def test_the_model_directory_speaks_chat_and_transformers_reads_its_template(unb
         assert rendered == tokens.decode(encode_chat(messages, tokens, vision).ids.tolist())
 
 
-def test_chat_and_generate_put_a_question_as_the_stage_taught_it(unbroken, capsys, monkeypatch):
-    asked = []
-    real = generate_cmd.encode_chat
-    monkeypatch.setattr(generate_cmd, "encode_chat", lambda *a, **k: asked.append(a[0]) or real(*a, **k))
-    words = [
-        "--model",
-        str(unbroken / "model"),
-        "--question",
-        "say red 3",
-        "--max-new-tokens",
-        "8",
-        "--device",
-        "cpu",
-    ]
-    assert cli.main(["generate", *words]) == 0
-    assert [message.text for message in asked[0]] == ["say red 3"]
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO("say red 3\n"))
-    assert (
-        cli.main(["chat", "--model", str(unbroken / "model"), "--max-new-tokens", "8", "--device", "cpu"])
-        == 0
-    )
-    shown = capsys.readouterr().out
-    assert "<|" not in shown, "markup is never text"
-
-
-@pytest.mark.parametrize(("place", "call"), [((pretrain, "forward_backward"), 5), ((update, "set_lr"), 8)])
-def test_dying_inside_a_step_loses_only_the_steps_since_the_checkpoint(
-    chat_file, unbroken, tmp_path, monkeypatch, place, call
-):
-    home, name = place
-    calls, real = 0, getattr(home, name)
-
-    def dies(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise InterruptedError
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(home, name, dies)
-        tune(chat_file, tmp_path, monkeypatch=monkeypatch)
-    assert len(numbers(tmp_path)) < STEPS
-    assert tune(chat_file, tmp_path, "--resume", monkeypatch=monkeypatch) == 0
-    assert numbers(tmp_path) == numbers(unbroken)
-    assert same(weights(tmp_path), weights(unbroken))
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unbroken, tmp_path):
     """SIGKILL after step 4, between two checkpoints, with a prefetch that had run ahead; then --resume."""
@@ -163,75 +112,6 @@ def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unb
     assert code == 0, errors[-3000:]
     assert numbers(tmp_path) == numbers(unbroken)
     assert same(weights(tmp_path), weights(unbroken))
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(chat_file, tmp_path, monkeypatch):
-    words = ("--steps", "4")
-    launcher = (*TORCHRUN, "--master-port", str(free_port()))
-    code, errors = finish(start(chat_file, tmp_path / "two", *words, launcher=launcher, module=MODULE))
-    assert code == 0, errors[-4000:]
-    assert tune(chat_file, tmp_path / "one", *words, monkeypatch=monkeypatch) == 0
-    for mine, other in zip(numbers(tmp_path / "two"), numbers(tmp_path / "one"), strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=LOSS_RTOL), mine["step"]
-    mine, other = weights(tmp_path / "two"), weights(tmp_path / "one")
-    for name in mine:
-        if not name.endswith("e_score_correction_bias"):
-            apart = (mine[name] - other[name]).float().norm() / other[name].float().norm().clamp_min(1e-6)
-            assert apart < WEIGHT_RTOL, name
-
-
-@pytest.mark.parametrize("name", ["adamw", "muonclip"])
-def test_what_is_frozen_keeps_its_bits_and_the_rest_moves(chat_file, model_dir, tmp_path, monkeypatch, name):
-    """Weight decay and Muon's orthogonal step would move a weight whose gradient is zero; frozen, nothing
-    does."""
-    from safetensors.torch import load_file
-
-    before = load_file(model_dir / "model.safetensors")
-    words = ("--optim.name", name, "--optim.weight_decay", "0.1", "--steps", "3")
-    assert (
-        tune(
-            chat_file,
-            tmp_path / "frozen",
-            *words,
-            "--stages.sft.frozen",
-            '["vision", "projector"]',
-            monkeypatch=monkeypatch,
-        )
-        == 0
-    )
-    assert tune(chat_file, tmp_path / "free", *words, monkeypatch=monkeypatch) == 0
-    frozen, free = weights(tmp_path / "frozen"), weights(tmp_path / "free")
-    seeing = [name for name in before if name.startswith(("vision_tower", "mm_projector"))]
-    moved = [name for name in before if not torch.equal(frozen[name], before[name])]
-    assert seeing and not set(seeing) & set(moved)
-    assert len(moved) > 20
-    assert sum(not torch.equal(free[name], before[name]) for name in seeing) > len(seeing) // 2
-
-
-def test_the_schedule_and_the_optimizer_are_those_of_the_recipe(chat_file, tmp_path, monkeypatch):
-    words = (
-        "--stages.sft.schedule",
-        "wsd",
-        "--stages.sft.decay_steps",
-        "4",
-        "--stages.sft.final_lr_ratio",
-        "0",
-    )
-    assert tune(chat_file, tmp_path, *words, "--optim.name", "adamw", monkeypatch=monkeypatch) == 0
-    rates = [record["lr"] for record in numbers(tmp_path)]
-    assert (
-        rates[2:6] == [5e-3] * 4 and rates[0] < rates[1] <= 5e-3 and rates[6] > rates[7] > rates[8] > rates[9]
-    )
-
-
-def test_the_dry_run_shows_the_model_of_the_directory(chat_file, model_dir, tmp_path, monkeypatch, capsys):
-    assert tune(chat_file, tmp_path / "none", "--dry-run", monkeypatch=monkeypatch) == 0
-    shown = capsys.readouterr().out
-    towers = sum(
-        weight.numel() for name, weight in load_model(model_dir).named_parameters() if "vision_tower" in name
-    )
-    assert f"{towers:,}" in shown and "stages: " in shown and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +162,3 @@ def test_the_shipped_arms_have_the_same_budget_and_only_one_sees_pictures(model_
         source = build_source(config, seed=zero.data.seed)
         media = [part for i in range(30) for part in source.get(i, 0).segments if isinstance(part, Image)]
         assert bool(media) == (config.weight == 0), "zero-vision: no picture in anything it is trained on"
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__]))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -72,12 +71,12 @@ def test_missing_chat_tokens_get_rows_that_are_the_mean_of_the_others(
     config = validate(with_start(compose([str(recipe)])))
     tokens = Tokenizer.load(small)
     assert tokens.added == gone and config.model.vocab_size == 320 == before.shape[0] + 4
-    model, growth = start_model(small, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
+    model, added = start_model(small, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
     table = model.decoder.embed_tokens.weight
     assert torch.equal(table[:316], before)
     assert torch.allclose(table[316:], before.mean(0).expand(4, -1), rtol=0, atol=1e-7)
     assert model.decoder.head_weight() is table, "tied"
-    assert growth.after == 320 and "mean of the other rows" in growth.note
+    assert "4 special tokens" in added and "mean of the other rows (316 rows before, 320 after)" in added
     assert tune(recipe, tmp_path / "out", "--steps", "2", monkeypatch=monkeypatch) == 0
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "4 special tokens were added" in card and "<|end_of_msg|>" in card
@@ -106,9 +105,9 @@ def test_rows_grow_by_the_mean_of_the_known_ones(seed):
 def test_a_tokenizer_of_the_same_size_changes_nothing(model_dir, chats, tmp_path):
     config = validate(with_start(chat_recipe(model_dir, chats)))
     tokens = Tokenizer.load(model_dir)
-    model, growth = start_model(model_dir, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
+    model, added = start_model(model_dir, sft.build.fusion_config(config, tokens.media_pad_id), tokens)
     ours, theirs = model.state_dict(), load_model(model_dir).state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and growth.note == ""
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and added == ""
     assert set(SPECIAL_TOKENS) <= set(tokens.special_ids)
 
 
@@ -149,7 +148,9 @@ def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, 
     recipe = chat_recipe(model_dir, chats, run__out=str(tmp_path / "run"), data__val_fraction=0.3)
     run = sft.FineTuning(validate(with_start(recipe)), resume=False)
     try:
-        found = run.evaluator.answer_loss("chats", 7)
+        run.evaluator.answer_loss(0, 7)
+        saved = json.loads((tmp_path / "run" / "eval" / "answer_loss_0000000.json").read_text())
+        found = saved["sources"]["chats"]
         source = run.evaluator.source("chats")
         losses, model = [], run.fusion.eval()
         for index in range(7):
@@ -170,7 +171,3 @@ def test_the_held_out_loss_is_the_mean_over_the_answers_alone(model_dir, chats, 
         assert math.isclose(found["loss"], sum(losses) / len(losses), rel_tol=1e-5)
     finally:
         run.close()
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main([__file__]))

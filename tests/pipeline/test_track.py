@@ -11,7 +11,7 @@ from rich.console import Console
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.pipeline.track import Tracker, check_trackers, read_metrics, truncate_metrics
+from earlyfusion.pipeline.track import Tracker, check_trackers, read_metrics
 
 
 def quiet() -> Console:
@@ -76,19 +76,6 @@ def test_a_rollback_rewinds_the_records(tmp_path, runtime):
     assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0)]
 
 
-def test_truncating_is_atomic(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        truncate_metrics(path, 1)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
 def test_records_are_strict_json_whatever_they_are_given(tmp_path, runtime):
     tracker = Tracker(tmp_path, runtime, total_steps=1, console=quiet())
     tracker.log(
@@ -104,15 +91,6 @@ def test_records_are_strict_json_whatever_they_are_given(tmp_path, runtime):
     assert record["loss"] is None and record["t"] == [1.0, None] and record["nested"] == {"a": [1, 2]}
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, runtime):
-    runtime.rank = 1
-    console = quiet()
-    tracker = Tracker(tmp_path, runtime, total_steps=1, console=console)
-    tracker.log(1, {"loss": 1.0})
-    tracker.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_a_terminal_each_record_is_one_plain_line(tmp_path, runtime):
     console = quiet()
     tracker = Tracker(tmp_path, runtime, total_steps=100, console=console)
@@ -121,15 +99,6 @@ def test_without_a_terminal_each_record_is_one_plain_line(tmp_path, runtime):
     tracker.event(10, "guard", message="loss is [nan]")
     tracker.close()
     assert console.file.getvalue() == "step 10/100 | joint | loss 1.500\n[guard] step 10: loss is [nan]\n"
-
-
-def test_on_a_terminal_the_line_lives_and_messages_stand_above_it(tmp_path, runtime):
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    tracker = Tracker(tmp_path, runtime, total_steps=10, console=console)
-    tracker.tick(1, {"loss": 3.0})
-    tracker.event(1, "guard", message="loss is nan, update skipped")
-    tracker.close()
-    assert "loss is nan, update skipped" in console.file.getvalue() and "step 1/10" in console.file.getvalue()
 
 
 def test_tensorboard_gets_the_numbers_when_asked(tmp_path, runtime):

@@ -33,7 +33,7 @@ PTX = {
     "rollout": {"pool": 6, "resample": 1},
     "train": {"epochs": 2, "minibatches": 2, "old_policy": "trainer"},
     "correction": {"mode": "tis"},
-    "objective": {"name": "dapo", "kl_coef": 0.01},
+    "objective": {"name": "dapo"},
 }
 
 

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.objectives.corrections import CorrectionConfig, StaleConfig, fresh, importance_weights
 from earlyfusion.rl.objectives.sequences import sequence_sums, spread
@@ -14,7 +13,7 @@ from earlyfusion.rl.objectives.sequences import sequence_sums, spread
 EXACT = 1e-12  # float64
 LENGTHS = (3, 1, 6, 4)
 SEGMENTS = Segments(LENGTHS)
-MODES = ("none", "tis", "mis", "reject")
+MODES = ("tis", "mis", "reject")
 LEVELS = ("token", "sequence", "geometric")
 
 
@@ -39,7 +38,7 @@ def by_loop(cfg, log, mask):
         for t in span:
             w = math.exp(log[t] if cfg.level == "token" else whole[cfg.level])
             inside = cfg.low <= w <= cfg.high
-            w = {"none": 1.0, "tis": min(w, cfg.high), "mis": w * inside, "reject": float(inside)}[cfg.mode]
+            w = {"tis": min(w, cfg.high), "mis": w * inside, "reject": float(inside)}[cfg.mode]
             if cfg.max_k3 is not None and k3 > cfg.max_k3:
                 w = 0.0
             weights.append(w if mask[t] else 0.0)
@@ -56,55 +55,42 @@ def test_weights_equal_the_definition(mode, level, seed):
         got = importance_weights(cfg, old, sampler, SEGMENTS, mask)
         expected = by_loop(cfg, (old - sampler).tolist(), mask.tolist())
         torch.testing.assert_close(got.weight_T, expected, atol=EXACT, rtol=EXACT)
-        assert int(got.tokens) == int(mask.sum()) and not got.weight_T.requires_grad
-
-
-def test_weights_are_constants_for_the_gradient_and_counts_are_right():
-    old = torch.tensor([0.0, 1.0, -1.0, 0.1], requires_grad=True)
-    got = importance_weights(
-        CorrectionConfig(mode="mis", low=0.5, high=2.0), old, torch.zeros(4), Segments((2, 2))
-    )
-    assert not got.weight_T.requires_grad
-    assert int(got.touched) == 2 and got.weight_T[1] == got.weight_T[2] == 0
-    assert float(got.k3) == pytest.approx(sum(math.exp(x) - 1 - x for x in (0, 1, -1, 0.1)), rel=1e-5)
+        cut = {"tis": expected == 1.3, "mis": expected == 0, "reject": expected == 0}[mode]
+        assert int(got.touched) >= int((cut & mask).sum()) and not got.weight_T.requires_grad
 
 
 def test_equal_policies_are_left_alone():
     old, _, mask = logs(2)
     for mode, level in itertools.product(MODES, LEVELS):
         got = importance_weights(CorrectionConfig(mode=mode, level=level), old, old.clone(), SEGMENTS, mask)
-        assert torch.equal(got.weight_T, mask.double()) and int(got.touched) == 0 and float(got.k3) == 0
+        assert torch.equal(got.weight_T, mask.double()) and int(got.touched) == 0
 
 
 def test_long_answers_neither_overflow_nor_mask_by_their_length_alone():
     """A constant gap of 0.02 nats a token over 100,000 tokens: the product is e^2000, the geometric mean
     1.02."""
     segments, gap = Segments((100_000,)), torch.full((100_000,), 0.02)
-    tis = importance_weights(
-        CorrectionConfig(mode="tis", level="sequence"), gap, torch.zeros(100_000), segments
-    )
-    assert torch.allclose(tis.weight_T, torch.tensor(2.0))
-    mis = importance_weights(
-        CorrectionConfig(mode="mis", level="sequence"), gap, torch.zeros(100_000), segments
-    )
-    assert not mis.weight_T.any()
-    kept = importance_weights(
-        CorrectionConfig(mode="mis", level="geometric"), gap, torch.zeros(100_000), segments
-    )
-    assert torch.allclose(kept.weight_T, torch.tensor(math.exp(0.02)))
+    everything = torch.ones_like(gap, dtype=torch.bool)
+    for mode, level, weight in (
+        ("tis", "sequence", 2.0),
+        ("mis", "sequence", 0.0),
+        ("mis", "geometric", 1.02),
+    ):
+        options = CorrectionConfig(mode=mode, level=level)
+        got = importance_weights(options, gap, torch.zeros_like(gap), segments, everything)
+        torch.testing.assert_close(got.weight_T, torch.full_like(gap, weight), rtol=1e-3, atol=0)
 
 
 def test_poison_outside_the_mask_stays_outside():
     old, sampler, _ = logs(3)
     mask = torch.ones(14, dtype=torch.bool)
     mask[[1, 5]] = False
-    clean = [
-        importance_weights(CorrectionConfig(mode="tis", level=x), old, sampler, SEGMENTS, mask)
-        for x in LEVELS
-    ]
-    old[[1, 5]], sampler[1] = float("nan"), float("inf")
-    for level, before in zip(LEVELS, clean):
-        after = importance_weights(CorrectionConfig(mode="tis", level=level), old, sampler, SEGMENTS, mask)
+    poisoned = old.clone(), sampler.clone()
+    poisoned[0][[1, 5]], poisoned[1][1] = float("nan"), float("inf")
+    for level in LEVELS:
+        options = CorrectionConfig(mode="tis", level=level)
+        before = importance_weights(options, old, sampler, SEGMENTS, mask)
+        after = importance_weights(options, *poisoned, SEGMENTS, mask)
         assert all(torch.equal(a, b) for a, b in zip(after, before))
 
 
@@ -121,7 +107,7 @@ def test_sequence_weights_make_the_mean_unbiased_and_token_weights_do_not():
     truth = (sequence_sums(old, segments).exp() * reward).sum()
     for level, exact in (("sequence", True), ("token", False)):
         weight = importance_weights(
-            CorrectionConfig(mode="tis", level=level, high=100.0), old, mu, segments
+            CorrectionConfig(mode="tis", level=level, high=100.0), old, mu, segments, old < 0
         ).weight_T
         mean = (chance * reward * weight.reshape(4, 2)[:, 1]).sum()  # the weight of the last token
         assert (abs(float(mean - truth)) < EXACT) == exact
@@ -135,7 +121,3 @@ def test_stale_segments_of_a_partial_rollout_leave_the_loss():
     assert fresh(StaleConfig(), versions, 6, SEGMENTS).all()
     whole = fresh(StaleConfig(max_lag=1, scope="sequence"), versions, 6, SEGMENTS)
     assert torch.equal(whole, spread(torch.tensor([True, True, False, False]), SEGMENTS))
-    with pytest.raises(DataError, match="version 6, later than the current version 5"):
-        fresh(StaleConfig(), versions, 5, SEGMENTS)
-    with pytest.raises(ValueError, match="versions_T"):
-        fresh(StaleConfig(), versions[:-1], 6, SEGMENTS)

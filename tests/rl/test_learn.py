@@ -5,7 +5,7 @@ import torch
 from rl_cases import PTX, flat, model_directory, training
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.rl.learn import Sums, distinct, minibatches, rows
+from earlyfusion.rl.learn import Sums, distinct, rows
 from earlyfusion.rl.objectives.losses import policy_loss
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.experience import experience
@@ -90,26 +90,13 @@ def test_shared_answers_and_pictures_give_the_gradients_of_every_answer_by_itsel
 
 
 def test_equal_answers_of_other_weights_are_two(folder, tmp_path):
-    made, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
+    _, seen = asked(folder, tmp_path, {"name": "k2.5"}, temperature=0.02)
     both = [t for group in seen.groups for t in group.trajectories]
     pieces = distinct(seen, range(len(seen.groups)))
     shared = next(piece for piece in pieces if len(piece.answers) > 1)
     both[shared.answers[-1]].completion.versions[0] -= 1
     split = distinct(seen, range(len(seen.groups)))
     assert len(split) == len(pieces) + 1
-    masks = made.learner._masks(seen, split, 0)
-    assert sum(int(mask.sum()) for mask in masks.values()) == sum(len(each.ids) for each in both)
-    assert len(masks) == sum(bool(each.ids) for each in both)
-
-
-def test_minibatches_add_up_to_the_whole_batch_only_when_the_normaliser_is_the_batchs(folder, tmp_path):
-    """Two minibatches are two updates with totals of their own; together they hold every group once."""
-    parts = minibatches(range(7)[::-1], 3)
-    assert sorted(i for part in parts for i in part) == list(range(7)) and [len(p) for p in parts] == [
-        3,
-        2,
-        2,
-    ]
 
 
 def test_rows_keep_order_and_limit(folder, tmp_path):

@@ -6,12 +6,11 @@ import math
 import pytest
 import torch
 
-from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.objectives.losses import PRESETS, ObjectiveConfig, policy_loss
-from earlyfusion.rl.objectives.sequences import Totals, totals
+from earlyfusion.rl.objectives.sequences import totals
 
 EXACT = 1e-12  # float64, sums of a few dozen terms
 SINGLE = 2e-6  # float32 against float64, gradients of order 1 / tokens
@@ -110,26 +109,10 @@ def test_gradient_by_logits_equals_the_one_derived_by_hand(name, seed):
     torch.testing.assert_close(logits.grad, by_hand, atol=EXACT, rtol=EXACT)
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-@pytest.mark.parametrize("name", MEMBERS)
-def test_gradient_equals_finite_differences_of_the_value(name, seed):
-    case = Case(seed)
-    # CISPO's weight is a constant by definition; pinned to 1 the value has the derivative that is used.
-    cfg = config(name, **({"weight_low": 1.0, "weight_high": 1.0} if name == "cispo" else {}))
+@pytest.mark.parametrize("name", [name for name in MEMBERS if name != "cispo"])  # its weight is a constant
+def test_gradient_equals_finite_differences_of_the_value(name):
+    case, cfg = Case(3), config(name)
     assert torch.autograd.gradcheck(lambda z: case.loss(cfg, z).loss, case.logits.clone().requires_grad_())
-
-
-@pytest.mark.parametrize("name", MEMBERS)
-def test_half_precision_inputs_are_computed_in_float32(name):
-    case, cfg = Case(5), config(name)
-    full = case.loss(cfg).loss
-    logp = case.logp(case.logits)
-    single = policy_loss(
-        cfg, logp.float(), case.old.float(), case.A.float(), case.segments, mask_T=case.mask
-    ).loss
-    half = policy_loss(cfg, logp.bfloat16(), case.old.bfloat16(), case.A.bfloat16(), case.segments).loss
-    assert single.dtype == half.dtype == torch.float32
-    torch.testing.assert_close(single.double(), full, atol=SINGLE, rtol=1e-5)
 
 
 def slopes(cfg, log_ratio, A):
@@ -153,14 +136,6 @@ def test_k25_masks_the_same_tokens_for_both_signs_of_the_advantage():
     assert int(out.outside) == 4 and int(out.tokens) == 7
 
 
-def test_ppo_masks_one_side_for_each_sign():
-    cfg = config("dapo")
-    better, _ = slopes(cfg, [-1.0, 1.0], [1.0, 1.0])
-    worse, _ = slopes(cfg, [-1.0, 1.0], [-1.0, -1.0])
-    assert better[0] != 0 and better[1] == 0
-    assert worse[0] == 0 and worse[1] != 0
-
-
 @pytest.mark.parametrize("A", [1.0, -1.0])
 def test_k25_far_outside_the_window_only_pulls_back(A):
     cfg = config("k2.5", tau=0.01)
@@ -177,17 +152,6 @@ def test_at_the_old_policy_the_gradient_is_minus_advantage_times_grad_log_pi(nam
     )
     torch.testing.assert_close(-got, torch.tensor([0.5, -2.0, 1.0]).double(), atol=EXACT, rtol=EXACT)
     assert int(out.outside) == 0 and float(out.k3) == 0
-
-
-def test_k2_is_two_tau_times_k15():
-    case = Case(6)
-    for tau in (0.05, 1.0):
-        grads = []
-        for name in ("k1.5", "k2"):
-            logits = case.logits.clone().requires_grad_()
-            case.loss(config(name, tau=tau), logits).loss.backward()
-            grads.append(logits.grad)
-        torch.testing.assert_close(grads[1], 2 * tau * grads[0], atol=EXACT, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["k1.5", "k2"])
@@ -209,16 +173,6 @@ def test_the_regularised_optimum_is_the_fixed_point(name):
         assert out.loss.abs() < EXACT
 
 
-def test_k15_ratio_is_of_the_whole_answer():
-    cfg, A = config("k1.5", tau=0.5), torch.tensor([1.0], dtype=torch.float64)
-    old = torch.zeros(4, dtype=torch.float64)
-    logp = torch.tensor([0.3, -0.1, 0.2, 0.4], dtype=torch.float64, requires_grad=True)
-    policy_loss(cfg, logp, old, A, Segments((4,))).loss.backward()
-    torch.testing.assert_close(
-        logp.grad, torch.full((4,), -(1 - 0.5 * 0.8), dtype=torch.float64), atol=EXACT, rtol=EXACT
-    )
-
-
 def test_cispo_gives_every_token_a_gradient_where_ppo_drops_it():
     ratio, A = [math.log(8.0), math.log(3.0), -4.0], [1.0, 1.0, -1.0]
     kept, out = slopes(config("cispo"), ratio, A)
@@ -227,13 +181,6 @@ def test_cispo_gives_every_token_a_gradient_where_ppo_drops_it():
     )
     assert int(out.outside) == 1
     assert not slopes(config("dapo"), ratio, A)[0].any()
-
-
-def test_two_sided_clip_bounds_negative_advantages():
-    plain, _ = slopes(config("grpo"), [2.0, 0.5], [-1.0, -1.0])
-    bounded, out = slopes(config("grpo", clip_negative=4.0), [2.0, 0.5], [-1.0, -1.0])
-    assert float(plain[0]) == pytest.approx(math.exp(2)) and float(bounded[0]) == 0
-    assert float(bounded[1]) == pytest.approx(math.exp(0.5)) and int(out.outside) == 1
 
 
 def test_length_enters_as_each_paper_says():
@@ -252,26 +199,22 @@ def test_length_enters_as_each_paper_says():
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_packing_order_and_poisoned_padding_change_nothing(name):
-    case, cfg = Case(7), config(name, **({} if name in ("k1.5", "k2") else {"kl_coef": 0.3}))
-    ref = case.old + 0.1
-    kw = {} if name in ("k1.5", "k2") else {"ref_logp_T": ref}
+    case, cfg = Case(7), config(name)
     logp = case.logp(case.logits).requires_grad_()
-    whole = policy_loss(cfg, logp, case.old, case.A, case.segments, mask_T=case.mask, **kw).loss
+    whole = policy_loss(cfg, logp, case.old, case.A, case.segments, mask_T=case.mask).loss
     (grad,) = torch.autograd.grad(whole, logp)
 
     order = [4, 2, 0, 5, 1, 3]
     places = list(spans())
     index = torch.tensor([t for j in order for t in places[j]])
     bad = torch.full((3,), float("nan"), dtype=torch.float64)
-    packed = torch.cat([logp.detach()[index], bad]).requires_grad_()
+    poisoned = lambda values: torch.cat([values[index], bad])
+    packed = poisoned(logp.detach()).requires_grad_()
     segments = Segments((*(LENGTHS[j] for j in order), 3))
     A = torch.cat([case.A[order], bad[:1]])
     mask = torch.cat([case.mask[index], torch.zeros(3, dtype=torch.bool)])
-    kw = {key: torch.cat([value[index], bad]) for key, value in kw.items()}
-    weight = torch.cat([torch.ones(len(index), dtype=torch.float64), bad])
-    moved = policy_loss(
-        cfg, packed, torch.cat([case.old[index], bad]), A, segments, mask_T=mask, weight_T=weight, **kw
-    )
+    weight = poisoned(torch.ones_like(case.old))
+    moved = policy_loss(cfg, packed, poisoned(case.old), A, segments, mask_T=mask, weight_T=weight)
     moved.loss.backward()
     torch.testing.assert_close(moved.loss, whole, atol=EXACT, rtol=EXACT)
     torch.testing.assert_close(packed.grad[:-3], grad[index], atol=EXACT, rtol=EXACT)
@@ -282,20 +225,13 @@ def test_packing_order_and_poisoned_padding_change_nothing(name):
 def test_pieces_with_the_totals_of_the_batch_sum_to_the_whole(name):
     case, cfg = Case(8), config(name)
     whole = case.loss(cfg)
-    parts, batch, cut = [], None, sum(LENGTHS[:2])
-    for part, rows, answers in (
-        (LENGTHS[:2], slice(0, cut), slice(0, 2)),
-        (LENGTHS[2:], slice(cut, None), slice(2, 6)),
-    ):
-        parts.append((Segments(part), rows, answers))
-        piece = totals(case.mask[rows], parts[-1][0])
-        batch = piece if batch is None else Totals(*(a + b for a, b in zip(batch, piece)))
+    batch, cut = totals(case.mask, case.segments), sum(LENGTHS[:2])
+    assert batch == (case.mask.sum(), sum(bool(case.mask[list(span)].any()) for span in spans()))
     losses = []
-    for segments, rows, answers in parts:
-        logp, old = case.logp(case.logits)[rows], case.old[rows]
-        losses.append(
-            policy_loss(cfg, logp, old, case.A[answers], segments, mask_T=case.mask[rows], batch=batch)
-        )
+    for rows, answers in ((slice(0, cut), slice(0, 2)), (slice(cut, None), slice(2, 6))):
+        logp, segments = case.logp(case.logits)[rows], Segments(LENGTHS[answers])
+        given = (logp, case.old[rows], case.A[answers], segments)
+        losses.append(policy_loss(cfg, *given, mask_T=case.mask[rows], batch=batch))
     torch.testing.assert_close(sum(part.loss for part in losses), whole.loss, atol=EXACT, rtol=EXACT)
     assert sum(int(part.outside) for part in losses) == int(whole.outside)
     assert float(sum(part.k3 for part in losses)) == pytest.approx(float(whole.k3))
@@ -305,7 +241,7 @@ def test_pieces_with_the_totals_of_the_batch_sum_to_the_whole(name):
 def test_nothing_to_train_is_zero_loss_and_zero_gradient(name):
     case = Case(9)
     logits = case.logits.clone().requires_grad_()
-    out = case.loss(config(name), logits, mask_T=torch.zeros(case.segments.total))
+    out = case.loss(config(name), logits, mask_T=torch.zeros(case.segments.total, dtype=torch.bool))
     out.loss.backward()
     assert float(out.loss.detach()) == 0 and not logits.grad.any() and int(out.tokens) == 0
     none = torch.zeros(0, requires_grad=True)
@@ -319,14 +255,6 @@ def test_absurd_ratios_give_finite_gradients(name):
     out = policy_loss(config(name), logp, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), Segments((1,) * 4))
     out.loss.backward()
     assert torch.isfinite(logp.grad).all() and all(torch.isfinite(value) for value in out)
-
-
-@pytest.mark.parametrize("name", ["k2.5", "dapo", "grpo", "cispo", "gspo", "k1.5"])
-def test_the_old_policy_is_a_constant_even_if_it_is_the_new_one(name):
-    logp = torch.tensor([-0.5, -1.0], dtype=torch.float64, requires_grad=True)
-    A = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    policy_loss(config(name), logp, logp, A, Segments((1, 1))).loss.backward()
-    torch.testing.assert_close(logp.grad, -A / 2, atol=EXACT, rtol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["k2.5", "dapo", "grpo", "cispo", "gspo", "k1.5"])
@@ -352,78 +280,20 @@ def test_k25_pulls_back_tokens_whose_policy_term_was_rejected():
     torch.testing.assert_close(logp.grad, logp.detach() * 2 * 0.5 / 2, atol=EXACT, rtol=EXACT)
 
 
-def test_reference_kl_has_gradient_one_minus_ratio():
-    case = Case(11, masked=False)
-    ref = case.old - 0.3
-    for name in ("dapo", "grpo", "gspo"):
-        logp = case.logp(case.logits).requires_grad_()
-        args = (logp, case.old, case.A * 0, case.segments)
-        out = policy_loss(config(name, kl_coef=0.7), *args, ref_logp_T=ref)
-        out.loss.backward()
-        counts = torch.tensor([n for n in LENGTHS for _ in range(n)]).double() * len(LENGTHS)
-        share = 1 / counts if name != "dapo" else torch.full_like(logp, 1 / sum(LENGTHS))
-        by_hand = 0.7 * (1 - (ref - logp.detach()).exp()) * share
-        torch.testing.assert_close(logp.grad, by_hand, atol=EXACT, rtol=EXACT)
-    with pytest.raises(DataError, match="kl_coef"):
-        policy_loss(config("dapo", kl_coef=0.7), *args)
-
-
 def test_sums_for_the_log_are_those_of_the_trained_tokens():
     case = Case(12)
     out = case.loss(config("k2.5"))
     l = (case.logp(case.logits) - case.old)[case.mask]
     assert int(out.tokens) == int(case.mask.sum())
     assert float(out.k3) == pytest.approx(float((l.exp() - 1 - l).sum()))
-    assert float(out.log_ratio) == pytest.approx(float(l.sum()))
     assert float(out.log_ratio_max) == pytest.approx(float(l.abs().max()))
     assert int(out.outside) == int((l.abs() > 0.7).sum()) > 0
 
 
-def test_tensors_that_do_not_fit_are_refused():
-    cfg, segments, T = config("k2.5"), Segments((2, 3)), torch.zeros(5)
-    with pytest.raises(ValueError, match="4 tokens"):
-        policy_loss(cfg, torch.zeros(4), T, torch.zeros(2), segments)
-    with pytest.raises(ValueError, match="old_logp_T"):
-        policy_loss(cfg, T, torch.zeros(6), torch.zeros(2), segments)
-    with pytest.raises(ValueError, match="one for each"):
-        policy_loss(cfg, T, T, torch.zeros(5), segments)
-    with pytest.raises(ValueError, match="mask_T"):
-        policy_loss(cfg, T, T, torch.zeros(2), segments, mask_T=torch.ones(2))
-
-
-LEARNING = {"k1.5": 8.0, "k2": 40.0, "gspo": 8.0}  # step sizes; others 4: what matters is that all learn
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", MEMBERS)
-def test_every_member_learns_a_two_token_code(name, seed):
-    """16 samples of 2 prompts a round, two gradient steps on each (the second off-policy); only one pair of
-    tokens is right. Mean reward must go from chance (1/16, partial credit 1/4 a token) to 0.8."""
-    g = torch.Generator().manual_seed(seed)
-    cfg = config(name, **({"constant_tokens": 2} if name == "dr_grpo" else {}))
-    logits = torch.zeros(2, 2, 4, requires_grad=True)  # prompt, position, word
-    target = torch.tensor([[1, 3], [2, 0]])
-    groups = torch.arange(2).repeat_interleave(16)
-    segments = Segments((2,) * 32)
-    for _ in range(60):
-        old = logits.detach().log_softmax(-1)
-        answers = torch.multinomial(old.exp()[groups].reshape(64, 4), 1, generator=g).reshape(32, 2)
-        rewards = (answers == target[groups]).float().mean(1)
-        A = advantages(cfg, rewards, groups)
-        for _ in range(2):
-            pick = lambda table, ids=answers[..., None]: table[groups].gather(2, ids).reshape(-1)
-            out = policy_loss(cfg, pick(logits.log_softmax(-1)), pick(old), A, segments)
-            (grad,) = torch.autograd.grad(out.loss, logits)
-            with torch.no_grad():
-                logits -= LEARNING.get(name, 4.0) * grad
-    right = logits.softmax(-1).gather(2, target[..., None]).mean()
-    assert float(right.detach()) > 0.8
-
-
 def of_ours(options, log_ratio_T, advantages_T, logp_T):
     """The window's equation once more, written by a user."""
-    inside = (log_ratio_T.detach() >= options.log_low) & (log_ratio_T.detach() <= options.log_high)
-    return torch.where(inside, -log_ratio_T.clamp(max=options.log_high).exp() * advantages_T, 0.0), ~inside
+    outside = log_ratio_T.detach().abs() > options.log_high
+    return torch.where(outside, 0.0, -log_ratio_T.clamp(max=options.log_high).exp() * advantages_T), outside
 
 
 def test_a_term_of_one_s_own_is_used_like_a_registered_one():

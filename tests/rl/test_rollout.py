@@ -62,13 +62,6 @@ def test_mismatch_sees_other_weights():
         mismatch(flat(groups)[:1], trained_logprobs(net, row, places))
 
 
-def test_rollout_names_its_mistakes():
-    engine = engine_of(model())
-    engine.submit(Request("busy", tokens(3), SamplingParams(2)))
-    with pytest.raises(RuntimeError, match="idle"):
-        rollout(engine, some_prompts(), group_size=1, params=SamplingParams(2))
-
-
 # ---- routing replay
 # -------------------------------------------------------------------------------------------------
 

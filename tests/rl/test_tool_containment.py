@@ -24,7 +24,7 @@ from tool_cases import (
     tool_training,
 )
 
-from earlyfusion.data.chat.template import Message, ToolCall
+from earlyfusion.data.chat.template import Message
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Text
 from earlyfusion.eval.measure import measure
@@ -39,7 +39,7 @@ from earlyfusion.rl.measure import cmd as measure_cmd
 from earlyfusion.rl.measure import tools as tool_measure
 from earlyfusion.rl.measure.tools import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
-from earlyfusion.rl.rollouts.tools import ToolRunner, cut, fitted, kinds_of, repeatable, turn_ids
+from earlyfusion.rl.rollouts.tools import cut, fitted, kinds_of, repeatable, turn_ids
 
 
 @pytest.fixture(scope="module")
@@ -167,33 +167,6 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
     assert counts[f"tools/{counted}"] == 8 and counts["tools/valid"] == (kind == "a syntax error")
 
 
-def test_equal_programs_say_equal_things_in_every_process():
-    """Sets of words, random numbers, directories, addresses: what a program of a model may print by
-    accident."""
-    programs = [
-        "{'red', 'green', 'blue', 'teal', 'black'}",
-        "import random\nrandom.random()",
-        "import numpy as np\nnp.random.rand(3)",
-        "open('cat.png')",
-        "from PIL import Image\nImage.open('cat.png')",
-        "lambda: 0",
-        "object()",
-    ]
-    said = []
-    for _ in range(2):
-        desk = ToolRunner(RolloutSection())
-        try:
-            calls = Message(
-                "assistant", (), calls=tuple(ToolCall("python", {"code": code}) for code in programs)
-            )
-            messages, results = desk.start(calls, {}).result()
-            assert desk.count(results)
-            said.append([one.text for one in messages])
-        finally:
-            desk.close()
-    assert said[0] == said[1] and "cat.png" in said[0][4] and "program-" not in "".join(said[0])
-
-
 # ----------------------------------------------------------------------------------------------------------
 # measuring
 
@@ -260,16 +233,6 @@ def test_the_verb_measures_answers_with_and_without_tools(folder, held_engine, t
     assert "counting/0/picture/tools answers with tools" in capsys.readouterr().err
 
 
-def test_a_run_measures_both_kinds(folder, tmp_path, held_engine):
-    tasks = [{"name": "counting", "tools": True}, {"name": "counting"}]
-    changes = {"tasks": tasks, "eval": {"problems": 3}, "train": {"updates": 1}, "rollout": {"prompts": 2}}
-    made = tool_training(folder, tmp_path / "run", lambda *_: [answer("2"), answer("3")], **changes)
-    assert made.train() == 0
-    lines = (tmp_path / "run" / "eval" / "update-000001.jsonl").read_text().splitlines()
-    labels = [json.loads(line)["label"] for line in lines]
-    assert labels == ["counting/0/picture"] * 3 + ["counting/0/picture/tools"] * 3
-
-
 # ------------------------------------------------------------------------------------------------------
 # single pieces
 
@@ -297,29 +260,6 @@ def test_refusals_have_kinds_and_texts_no_places():
     assert kinds_of("os.listdir") == ["blocked_file"] and kinds_of("mmap.__new__") == ["blocked_other"]
     folder = "No such file: '/tmp/program-ab12_x9z/cat.png'; <object at 0x7f00deadbeef>"
     assert repeatable(folder) == "No such file: './cat.png'; <object at 0x0>"
-
-
-PLAIN = {
-    "half a character in an error": "raise ValueError('\\udcff')",
-    "half a character in a value": "class A:\n    def __repr__(self): return '\\ud800'\nA()",
-    "half a character in the program": "print('\ud83d')",
-    "deep folders": "import random\nos = random._os\nfor i in range(1500): os.mkdir('d'); os.chdir('d')",
-    "escapes": "print('\\x1b]0;x\\x07\\x1b[2J')",
-}
-
-
-def test_what_a_program_says_can_always_be_encoded():
-    """Plain programs that once ended the trainer: their text becomes a tool turn like any other."""
-    desk = ToolRunner(RolloutSection(), allow_weaker=True)
-    try:
-        for name, code in PLAIN.items():
-            said = Message("assistant", (), calls=(ToolCall("python", {"code": code}),))
-            messages, results = desk.start(said, {}).result()
-            assert desk.count(results), name
-            assert turn_ids(fitted(messages, TOKENIZER, VISION, 256), TOKENIZER, VISION), name
-            assert "\x1b" not in messages[0].text
-    finally:
-        desk.close()
 
 
 @pytest.fixture
