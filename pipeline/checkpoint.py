@@ -277,12 +277,11 @@ class Checkpointer:
             )
 
     def _name(self, step: int) -> Path:
-        """step-000300, or step-000300-1 where there is one already, and so on."""
-        path, attempt = self.folder / f"step-{step:06d}", 0
-        while path.exists():
-            attempt += 1
-            path = self.folder / f"step-{step:06d}-{attempt}"
-        return path
+        """step-000300, or step-000300-1 where there is one already, and so on: later ones are newer."""
+        matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
+        attempts = [int(match[2] or 0) for match in matches if match and int(match[1]) == step]
+        name = f"step-{step:06d}"
+        return self.folder / (f"{name}-{max(attempts) + 1}" if attempts else name)
 
     def _seal(self, partial: Path, path: Path) -> None:
         # A rank on a disk of its own would leave a hole that shows only on resume.
