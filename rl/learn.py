@@ -194,7 +194,7 @@ class Learner:
         masks: dict[int, Tensor] = {}
         for piece in pieces:
             versions_M = torch.tensor(piece.versions)
-            fresh_M = fresh(self.config.stale, versions_M, version, Segments.from_lengths([piece.length]))
+            fresh_M = fresh(self.config.stale, versions_M, version)
             masks |= {n: fresh_M & experience.trained_N[n] for n in piece.answers}
 
         # The loss is divided by what all processes train.

@@ -50,9 +50,8 @@ class StaleConfig(Section):
     """Which tokens of a partial rollout are still trained, by the age of the weights that made them."""
 
     max_lag: NonNegativeInt | None = None
-    """Most updates between making a token and training it; 0 trains only this iteration's, "null" all."""
-    scope: Literal["token", "sequence"] = "token"
-    """Leave out the stale tokens, or every answer that holds one."""
+    """Most updates between making a token and training it; 0 trains only this iteration's, "null" all. Stale
+    ones stay in the row as context."""
 
 
 class Correction(NamedTuple):
@@ -107,17 +106,12 @@ def importance_weights(
     return Correction(only(mask_T, weight_T), (touched_T & mask_T).sum())
 
 
-def fresh(config: StaleConfig, versions_T: Tensor, current: int, segments: Segments) -> Tensor:
+def fresh(config: StaleConfig, versions_T: Tensor, current: int) -> Tensor:
     """bool [T]: the token may be trained at weight version `current`.
 
     versions_T: integer [T], the version of the weights that made each token. In a partial rollout the
-    segments of one answer have different versions: scope "token" leaves the stale ones out (they stay as
-    context), scope "sequence" the answers that hold one.
+    segments of one answer have different versions; stale ones stay in the row as context for the others.
     """
     if config.max_lag is None:
         return torch.ones_like(versions_T, dtype=torch.bool)
-    # Stale tokens stay in the row as context for the fresh ones behind them.
-    fresh_T = current - versions_T <= config.max_lag
-    if config.scope == "token":
-        return fresh_T
-    return spread(sequence_sums((~fresh_T).float(), segments) == 0, segments)
+    return current - versions_T <= config.max_lag
