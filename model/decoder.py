@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.attnres import Mix, MixRecorder, mix_sources, run_block
-from earlyfusion.model.cache import Cache, CallPlan, KdaStore, MlaStore
+from earlyfusion.model.cache import Cache, CachePlan, KdaSlots, MlaPages
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Embedding, Linear
 from earlyfusion.model.kda import KimiDeltaAttention
@@ -31,7 +31,7 @@ from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.moe import MixtureOfExperts
 from earlyfusion.model.norm import RMSNorm
 
-Memory = KdaStore | MlaStore
+Memory = KdaSlots | MlaPages
 
 
 class DecoderLayer(nn.Module):
@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
         h_TD: Tensor,
         segments: Segments,
         memory: Memory | None = None,
-        plan: CallPlan | None = None,
+        plan: CachePlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         return self.attend_normed(self.input_layernorm(h_TD), segments, memory, plan, counted_T)
@@ -92,7 +92,7 @@ class DecoderLayer(nn.Module):
         x_TD: Tensor,
         segments: Segments,
         memory: Memory | None = None,
-        plan: CallPlan | None = None,
+        plan: CachePlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         return self.self_attn(x_TD, segments, memory, plan, counted_T)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class DecoderLayer(nn.Module):
         x_TD: Tensor,
         segments: Segments,
         memory: Memory | None = None,
-        plan: CallPlan | None = None,
+        plan: CachePlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """The plain residual form. x keeps its dtype (fp32 embeddings make an fp32 stream under autocast)."""
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         self,
         segments: Segments,
         memories: Sequence[Memory | None],
-        plan: CallPlan | None,
+        plan: CachePlan | None,
         counted_T: Tensor | None,
     ) -> Iterator[tuple[Mix, SubLayer]]:
         for layer, memory in zip(self.layers, memories):
@@ -225,7 +225,7 @@ class Decoder(nn.Module):
         x_TD: Tensor,
         segments: Segments,
         memories: Sequence[Memory | None],
-        plan: CallPlan | None,
+        plan: CachePlan | None,
         counted_T: Tensor | None,
         recorder: MixRecorder | None,
     ) -> Tensor:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.kda.step import conv_step
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CallPlan, KdaStore
+from earlyfusion.model.cache import CachePlan, KdaSlots
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear, decay_rate_, normal_, time_step_bias_
 from earlyfusion.model.norm import GatedRMSNorm
@@ -106,61 +105,49 @@ class KimiDeltaAttention(nn.Module):
         self,
         x_TD: Tensor,
         segments: Segments,
-        memory: KdaStore | None = None,
-        plan: CallPlan | None = None,
+        memory: KdaSlots | None = None,
+        plan: CachePlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and
         kept. counted_T: as for MLA, unused here."""
-        heads = (x_TD.shape[0], self.num_heads, self.head_dim)
-        joint, weight = self.joined_weights() if memory is None else memory.joined(self)
+        heads = (self.num_heads, self.head_dim)
+        if memory is None or plan is None:
+            joint, weight = self.joined_weights()
+        else:
+            memory.joined = memory.joined or self.joined_weights()
+            joint, weight = memory.joined
         qkv, f, gate, beta = self._project(x_TD, joint)
-        o_THV = None
-        if memory is not None and plan is not None and plan.single:
-            o_THV = self._step(memory, plan, qkv, f, beta, weight)
 
-        # Documents from their beginnings, or new tokens of sequences after the state they left.
-        if o_THV is None:
-            state, taps = (None, None) if memory is None else memory.read(plan)
-            kept = {"initial_taps_NCW1": taps, "output_taps": memory is not None}
-            qkv, taps = resolve("short_conv", x_TD)(qkv, weight, segments, **kept)
-            q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
+        if memory is not None and plan is not None and plan.single:
+            o_THV = memory.step(self, plan, qkv, f, beta, weight)
+        else:
+            # Documents from their beginnings, or new tokens of sequences after the state they left.
+            state = taps = None
+            if memory is not None and plan is not None:
+                state, taps = memory.read(plan)
+            keep = memory is not None
+            qkv, taps = resolve("short_conv", x_TD)(
+                qkv, weight, segments, initial_taps_NCW1=taps, output_taps=keep
+            )
+            q, k, v = (part.unflatten(1, heads) for part in qkv.chunk(3, dim=-1))
             o_THV, state = resolve("kda", x_TD)(
                 q,
                 k,
                 v,
-                *self._gate(f, beta),
+                *self.gate(f, beta),
                 segments,
                 lower_bound=self.lower_bound,
                 initial_state_NGKV=state,
-                output_final_state=memory is not None,
+                output_final_state=keep,
             )
-            if memory is not None:
+            if memory is not None and plan is not None:
                 memory.write(plan, state, taps)
 
         # Each head's output is normed and gated by the token itself.
-        return self.o_proj(self.o_norm(o_THV, gate.view(heads)).flatten(1))
+        return self.o_proj(self.o_norm(o_THV, gate.unflatten(1, heads)).flatten(1))
 
-    def _gate(self, f: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def gate(self, f: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the operations make decays and step sizes of."""
         heads = (self.num_heads, self.head_dim)
-        return f.view(-1, *heads), beta, self.A_log, self.dt_bias.view(heads)
-
-    def _step(
-        self, memory: KdaStore, plan: CallPlan, qkv: Tensor, f: Tensor, beta: Tensor, weight: Tensor
-    ) -> Tensor | None:
-        """One token of every sequence: heads' outputs, None where the sequences have no past."""
-        decoded = memory.decode(plan, qkv, f, beta, weight, self)
-        if decoded is not None:
-            return decoded
-        state, taps = memory.read(plan)
-        if state is None or taps is None:
-            return None
-        qkv, taps = conv_step(qkv, weight, taps)
-        q, k, v = (part.view(-1, self.num_heads, self.head_dim) for part in qkv.chunk(3, dim=-1))
-        kda_step = resolve("kda_step", qkv)
-        o_THV, state = kda_step(
-            q, k, v, *self._gate(f, beta), state, lower_bound=self.lower_bound, scale=None
-        )
-        memory.write(plan, state, taps)
-        return o_THV
+        return f.unflatten(1, heads), beta, self.A_log, self.dt_bias.view(heads)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CallPlan, MlaStore
+from earlyfusion.model.cache import CachePlan, MlaPages
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear
 from earlyfusion.model.norm import Fp32State, RMSNorm
@@ -82,8 +82,8 @@ class MultiHeadLatentAttention(Fp32State):
         self,
         x_TD: Tensor,
         segments: Segments,
-        memory: MlaStore | None = None,
-        plan: CallPlan | None = None,
+        memory: MlaPages | None = None,
+        plan: CachePlan | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended.
@@ -108,8 +108,9 @@ class MultiHeadLatentAttention(Fp32State):
             memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), plan)
             if plan.fresh:
                 o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
-            elif plan.reads is not None and not (torch.is_grad_enabled() and q_THQ.requires_grad):
-                o_THV = self._attend_expanded(q_THQ, memory.latents(plan), segments, plan.reads.segments)
+            elif plan.past is not None:
+                key_segments, rows_L = plan.past
+                o_THV = self._attend_expanded(q_THQ, memory.latents_XR[rows_L], segments, key_segments)
             else:
                 o_THV = self._attend_cached(q_THQ, memory, plan)
 
@@ -169,7 +170,7 @@ class MultiHeadLatentAttention(Fp32State):
             outputs.append(attend(q_ThQ, k_LhQ, v_LhV, segments, key_segments, scale=self.scale))
         return torch.cat(outputs, dim=1)
 
-    def _attend_cached(self, q_THQ: Tensor, memory: MlaStore, plan: CallPlan) -> Tensor:
+    def _attend_cached(self, q_THQ: Tensor, memory: MlaPages, plan: CachePlan) -> Tensor:
         """Absorbed attention of every sequence's new tokens over all its latents."""
         nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
         weight = self.kv_b_proj.weight.view(self.num_heads, nope + self.v_head_dim, rank).to(q_THQ.dtype)

@@ -1,337 +1,93 @@
-"""The engine's memory: a pool of KDA slots and a pool of MLA pages, allocated once; and where a call's tokens
-stand in them.
+"""The engine's memory: slots and pages (model/cache.py), allocated once, who holds them, and the prefix
+cache.
 
-A *slot* holds what the KDA layers know of one sequence (state and convolution taps of every layer): a fixed
-size, whatever its length. A *page* holds the latents of `page_size` consecutive tokens in every MLA layer.
 Pages are counted by reference, so that sequences with a common beginning share them; a sequence that must
 write into a page it shares takes a copy first. Slot 0 and page 0 are never given out: padding rows of a batch
 read and write them.
 
-Shapes: S slots, P pages, N sequences, H heads, K = V head dim, C channels, W width of the convolution or
-queries per sequence, R rank plus shared key part (in a ring: its rows), T new tokens.
+A KDA state cannot be cut back to an earlier position, so a beginning of text is only known where its state
+was copied: at sparse boundaries of a prompt (`PrefixCache.borders`) and where an answer ended, the next
+turn's beginning. Such a checkpoint is a slot that nobody writes plus shared references to the MLA pages up
+to there; a hit *copies* the slot and shares the pages. A checkpoint is whole or gone: its slot and pages are
+dropped together, least recently used first. Cf. Kimi K3 (arXiv 2607.24653) section 5.4.1.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.attention.tiles import attend_in_tiles, pages_of
-from earlyfusion.kernels.dispatch import has_kernel, resolve
-from earlyfusion.kernels.kda.decode import DecodeCache, decode
+from earlyfusion.kernels.dispatch import has_kernel
+from earlyfusion.kernels.kda.decode import DecodeCache
 from earlyfusion.kernels.precision import accumulate_dtype
-from earlyfusion.model.cache import Reads
+from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
 from earlyfusion.model.config import ModelConfig
 
 
-@dataclass(frozen=True)
-class PooledPlan:
-    """Where one call's tokens stand.
-
-    single: one new token per sequence. fresh: no sequence has a past. slots_N: the sequences' slots. rows_T:
-    latent row (page * page_size + offset) of every new token. pages_NP: pages of every sequence in order.
-    last_NW: last position query w may see. places_T: place of every new token in the padded [N * W] queries
-    (None for single tokens). live: single tokens, sequences that are real; the padding rows after them attend
-    to nothing and get zeros. reads: of chunks after a past, where all latents of their sequences lie.
-    """
-
-    single: bool
-    fresh: bool
-    slots_N: Tensor
-    rows_T: Tensor
-    pages_NP: Tensor
-    last_NW: Tensor
-    places_T: Tensor | None = None
-    live: int | None = None
-    reads: Reads | None = None
-
-
-class KdaSlots:
-    """Memory of one KDA layer over all slots: state [S, H, K, V] fp32, taps [S, W - 1, C]."""
-
-    def __init__(self, state_SHKV: Tensor, taps_SWC: Tensor) -> None:
-        self.state_SHKV, self.taps_SWC = state_SHKV, taps_SWC
-        self._joined: tuple[Tensor, Tensor] | None = None
-
-    def read(self, plan: PooledPlan) -> tuple[Tensor | None, Tensor | None]:
-        if plan.fresh:
-            return None, None
-        return self.state_SHKV.index_select(0, plan.slots_N), self.taps_SWC[plan.slots_N].transpose(1, 2)
-
-    def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
-        taps_NWC = taps_NCW1.transpose(1, 2).to(self.taps_SWC.dtype)
-        self.state_SHKV.index_copy_(0, plan.slots_N, state_NHKV)
-        self.taps_SWC.index_copy_(0, plan.slots_N, taps_NWC)
-
-    def decode(
-        self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
-    ) -> Tensor | None:
-        """None: `read`, the layer's own step and `write` do it."""
-        return None
-
-    def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """(state [H, K, V], taps [W - 1, C]) of a slot that holds `length` tokens."""
-        return self.state_SHKV[slot], self.taps_SWC[slot]
-
-    def put(self, slot: int, length: int, state_HKV: Tensor, taps_WC: Tensor) -> None:
-        """The reverse of `taken`."""
-        self.state_SHKV[slot].copy_(state_HKV)
-        self.taps_SWC[slot].copy_(taps_WC)
-
-    def joined(self, layer: Any) -> tuple[Tensor, Tensor]:
-        if self._joined is None:
-            self._joined = layer.joined_weights()
-        return self._joined
-
-    def refresh(self, layer: Any) -> None:
-        """Read the layer's weights again, into the same storage (a captured graph may point at it)."""
-        if self._joined is not None:
-            with torch.inference_mode():  # made in a step of the engine, they may be inference tensors
-                for old, new in zip(self._joined, layer.joined_weights()):
-                    old.copy_(new)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that a slot holds, slots first."""
-        return self.state_SHKV, self.taps_SWC
-
-
-class RingSlots(KdaSlots):
-    """The same in the layout of the decode kernel: state V first, inputs of the convolution in a ring per
-    slot. Build with `new`.
-
-    The kernel advances a slot in place, with convolution, gate and output in one launch
-    (kernels/kda/decode.py). The token at position p stands in row p mod R of the ring, so to read or set taps
-    one must know how many tokens the slot holds.
-    """
-
-    def __init__(self, cache: DecodeCache, width: int) -> None:
-        self.cache = cache
-        self.back = torch.arange(width - 1, 0, -1, device=cache.x_SRC.device)  # how far back every tap looks
-        super().__init__(cache.state_SGVK.transpose(2, 3), cache.x_SRC[:, : width - 1])
-
-    @classmethod
-    def new(cls, slots: int, heads: int, dim: int, width: int, like: Tensor) -> RingSlots:
-        """Empty slots on the device and in the dtype of `like` (states in fp32)."""
-        cache = DecodeCache.new(
-            slots, heads, heads, dim, dim, width=width, dtype=like.dtype, device=like.device
-        )
-        return cls(cache, width)
-
-    def _rings(self, length_N: Tensor) -> Tensor:
-        """Rows of the taps of slots that hold so many tokens. Rows before the first token are still empty."""
-        return (length_N[:, None] - self.back) % self.cache.x_SRC.shape[1]
-
-    def read(self, plan: PooledPlan) -> tuple[Tensor | None, Tensor | None]:
-        if plan.fresh:
-            return None, None
-        state_NHKV = self.state_SHKV.index_select(0, plan.slots_N).contiguous()
-        taps_NWC = self.cache.x_SRC[plan.slots_N[:, None], self._rings(plan.last_NW[:, 0])]
-        return state_NHKV, taps_NWC.transpose(1, 2)
-
-    def write(self, plan: PooledPlan, state_NHKV: Tensor, taps_NCW1: Tensor) -> None:
-        self.cache.state_SGVK.index_copy_(0, plan.slots_N, state_NHKV.transpose(2, 3).contiguous())
-        rings_NW = self._rings(plan.last_NW[:, -1] + 1)
-        self.cache.x_SRC[plan.slots_N[:, None], rings_NW] = taps_NCW1.transpose(1, 2).to(
-            self.cache.x_SRC.dtype
-        )
-
-    def decode(
-        self, plan: PooledPlan, qkv: Tensor, f: Tensor, b: Tensor, weight: Tensor, layer: Any
-    ) -> Tensor | None:
-        """One token of every sequence through the kernel; zeros for padding rows (slot 0)."""
-        _, heads, dim, _ = self.cache.state_SGVK.shape
-        rows, position_N = qkv.shape[0], plan.last_NW[:, 0].contiguous()
-        slots_N = plan.slots_N.masked_fill(plan.slots_N == 0, -1)
-        return decode(
-            qkv.contiguous(),
-            f.reshape(rows, heads, dim).contiguous(),
-            b.contiguous(),
-            weight.contiguous(),
-            layer.A_log,
-            layer.dt_bias.view(heads, dim),
-            self.cache,
-            slots_N,
-            position_N,
-            lower_bound=layer.lower_bound,
-        )
-
-    def taken(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        rows = self._rings(torch.tensor([length], device=self.back.device))[0]
-        return self.state_SHKV[slot], self.cache.x_SRC[slot, rows]
-
-    def put(self, slot: int, length: int, state_HKV: Tensor, taps_WC: Tensor) -> None:
-        self.state_SHKV[slot].copy_(state_HKV)
-        rows = self._rings(torch.tensor([length], device=self.back.device))[0]
-        self.cache.x_SRC[slot, rows] = taps_WC.to(self.cache.x_SRC)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.cache.state_SGVK, self.cache.x_SRC
-
-
-class MlaPages:
-    """Memory of one MLA layer over all pages: latents [P * page_size, R]."""
-
-    def __init__(self, latents_XR: Tensor, page_size: int) -> None:
-        self.latents_XR, self.page_size = latents_XR, page_size
-
-    @property
-    def pages_PSR(self) -> Tensor:
-        return self.latents_XR.view(-1, self.page_size, self.latents_XR.shape[1])
-
-    def append(self, new_TR: Tensor, plan: PooledPlan) -> None:
-        self.latents_XR.index_copy_(0, plan.rows_T, new_TR.to(self.latents_XR.dtype))
-
-    def latents(self, plan: PooledPlan) -> Tensor:
-        assert plan.reads is not None
-        return self.latents_XR.index_select(0, plan.reads.rows_L)
-
-    def attend(self, query_THR: Tensor, plan: PooledPlan, rank: int, scale: float) -> Tensor:
-        """Absorbed attention over the pages: single tokens by `mla_decode`, chunks in the same tiles."""
-        heads = query_THR.shape[1]
-        if plan.places_T is None:
-            live = slice(0, plan.live)
-            mixed_NHR, _ = resolve("mla_decode", query_THR)(
-                query_THR[live].contiguous(),
-                self.pages_PSR,
-                plan.pages_NP[live].contiguous(),
-                plan.last_NW[live, 0] + 1,
-                rank,
-                scale,
-            )
-            padding = query_THR.shape[0] - mixed_NHR.shape[0]
-            return torch.nn.functional.pad(mixed_NHR, (0, 0, 0, 0, 0, padding))
-
-        # Every sequence's queries side by side, those of a shorter chunk filled up.
-        sequences, width = plan.last_NW.shape
-        query = query_THR.new_zeros(sequences * width, *query_THR.shape[1:])
-        query_NXR = query.index_copy_(0, plan.places_T, query_THR).view(sequences, width * heads, -1)
-        last_NX1 = plan.last_NW.repeat_interleave(heads, dim=1).unsqueeze(-1)
-        length, keys = plan.pages_NP.shape[1] * self.page_size, pages_of(self.pages_PSR, plan.pages_NP)
-        mixed_NXR, _ = attend_in_tiles(query_NXR, last_NX1, length, keys, rank, scale)
-        return mixed_NXR.view(-1, heads, rank).index_select(0, plan.places_T)
-
-
-@dataclass
-class PooledCache:
-    """The pools as `Decoder.forward` wants a cache; the engine keeps the lengths."""
-
-    layers: Sequence[KdaSlots | MlaPages]
-    plan: PooledPlan
-
-
-class Pending:
-    """Copies (target -> source) of rows of memory and rows to be cleared, done together.
-
-    Forking sixteen samples, or writing into pages they share, asks for many small copies: on a GPU each would
-    be launches of its own in every layer. Noted here, they become one gather and one scatter per tensor. What
-    is noted happens as if it had been done at once, in order, as long as `settle` comes before anything else
-    reads or writes the rows.
-    """
-
-    def __init__(self) -> None:
-        self.copies: dict[int, int] = {}
-        self.cleared: set[int] = set()
-
-    def clear(self, row: int) -> None:
-        """The row will hold zeros."""
-        self.copies.pop(row, None)
-        self.cleared.add(row)
-
-    def copy(self, source: int, target: int) -> None:
-        """The target will hold what the source holds now, that is with everything noted before."""
-        if source in self.cleared:
-            self.clear(target)
-        else:
-            self.cleared.discard(target)
-            self.copies[target] = self.copies.get(source, source)
-
-    def settle(self, tensors: Iterable[Tensor]) -> None:
-        """Do it in every tensor, whose first axis are the rows, and forget it."""
-        if not self.copies and not self.cleared:
-            return
-        every = list(tensors)
-        if every:
-            device = every[0].device
-            rows = torch.tensor([*self.copies, *self.copies.values(), *self.cleared], dtype=torch.long).to(
-                device
-            )
-            targets, sources, cleared = rows.split([len(self.copies), len(self.copies), len(self.cleared)])
-            for tensor in every:
-                if self.copies:
-                    tensor.index_copy_(0, targets, tensor.index_select(0, sources))
-                if self.cleared:
-                    tensor.index_fill_(0, cleared, 0)
-        self.copies.clear()
-        self.cleared.clear()
-
-
-@dataclass
 class Pools:
     """Slots and pages of one engine, and who holds them. Build with `Pools.allocate`.
 
-    free_slots, free_pages: given out smallest first. references: page -> holders. reserved: pages promised to
-    admitted requests and not yet taken; an admitted request never fails for memory. Slots and pages are
-    cleared and copied when `settle` is called, which the runner does before every forward pass.
+    free_slots, free_pages: given out smallest first. references: page -> holders.
     """
 
-    layers: list[KdaSlots | MlaPages]
-    page_size: int
-    num_slots: int
-    num_pages: int
-    free_slots: list[int] = field(default_factory=list)
-    free_pages: list[int] = field(default_factory=list)
-    references: Counter[int] = field(default_factory=Counter)
-    reserved: int = 0
-    slot_work: Pending = field(default_factory=Pending)
-    page_work: Pending = field(default_factory=Pending)
+    def __init__(self, layers: list[KdaSlots | MlaPages], page_size: int, slots: int, pages: int) -> None:
+        self.layers, self.page_size, self.num_slots, self.num_pages = layers, page_size, slots, pages
+        self.free_slots, self.free_pages = list(range(slots, 0, -1)), list(range(pages, 0, -1))
+        self.references: Counter[int] = Counter()
 
     @classmethod
     def allocate(cls, config: ModelConfig, slots: int, pages: int, page_size: int, like: Tensor) -> Pools:
         """Pools for `slots` sequences and `pages` pages (one more of each for padding) on the device of
         `like`, in its dtype (the state in fp32 or fp64)."""
         linear = config.linear_attn_config
-        channels, width = 3 * linear.num_heads * linear.head_dim, linear.short_conv_kernel_size
-        size = config.kv_lora_rank + config.qk_rope_head_dim
+        heads, dim, width = linear.num_heads, linear.head_dim, linear.short_conv_kernel_size
         layers: list[KdaSlots | MlaPages] = []
         for kind in config.plan():
-            if kind == "kda":
-                if has_kernel("kda", like) and like.dtype != torch.float64:
-                    layers.append(RingSlots.new(slots + 1, linear.num_heads, linear.head_dim, width, like))
-                    continue
-                shape = (slots + 1, linear.num_heads, linear.head_dim, linear.head_dim)
-                state = like.new_zeros(shape, dtype=accumulate_dtype(like.dtype))
-                layers.append(KdaSlots(state, like.new_zeros(slots + 1, width - 1, channels)))
+            if kind == "mla":
+                rows, size = (pages + 1) * page_size, config.kv_lora_rank + config.qk_rope_head_dim
+                layers.append(MlaPages(like.new_zeros(rows, size), page_size))
+            elif has_kernel("kda", like) and like.dtype != torch.float64:
+                ring = DecodeCache.new(
+                    slots + 1, heads, heads, dim, dim, width=width, dtype=like.dtype, device=like.device
+                )
+                layers.append(RingSlots(ring, width))
             else:
-                layers.append(MlaPages(like.new_zeros((pages + 1) * page_size, size), page_size))
+                # The state sums over the whole text: half precision would lose it.
+                state = like.new_zeros(slots + 1, heads, dim, dim, dtype=accumulate_dtype(like.dtype))
+                layers.append(KdaSlots(state, like.new_zeros(slots + 1, width - 1, 3 * heads * dim)))
+        return cls(layers, page_size, slots, pages)
 
-        # Slot 0 and page 0 are padding's own.
-        free_slots, free_pages = list(range(slots, 0, -1)), list(range(pages, 0, -1))
-        return cls(layers, page_size, slots, pages, free_slots, free_pages)
+    def _slot_tensors(self) -> Iterator[Tensor]:
+        for layer in self.layers:
+            if isinstance(layer, KdaSlots):
+                yield from layer.tensors()
 
-    def _kda(self) -> Iterator[KdaSlots]:
-        return (layer for layer in self.layers if isinstance(layer, KdaSlots))
-
-    def _mla(self) -> Iterator[MlaPages]:
-        return (layer for layer in self.layers if isinstance(layer, MlaPages))
-
-    @property
-    def unreserved_pages(self) -> int:
-        return len(self.free_pages) - self.reserved
+    def _page_tensors(self) -> Iterator[Tensor]:
+        return (layer.pages_PSR for layer in self.layers if isinstance(layer, MlaPages))
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def rows(self, pages: Sequence[int], length: int) -> Tensor:
+        """Latent rows of positions 0 .. length - 1."""
+        within = torch.arange(self.page_size)
+        return (torch.tensor(pages, dtype=torch.long)[:, None] * self.page_size + within).flatten()[:length]
+
+    # ---- slots
 
     def take_slot(self, far: bool = False) -> int:
         """An empty slot; the caller has checked `free_slots`. far: from the other end, away from running
         sequences."""
         slot = self.free_slots.pop(0 if far else -1)
-        self.slot_work.clear(slot)
+        for tensor in self._slot_tensors():
+            tensor[slot] = 0
         return slot
 
     def free_slot(self, slot: int) -> None:
@@ -340,25 +96,21 @@ class Pools:
 
     def copy_slot(self, source: int, targets: Sequence[int]) -> None:
         """Give the target slots the state of the source."""
-        for target in targets:
-            self.slot_work.copy(source, target)
+        for tensor in self._slot_tensors():
+            tensor[list(targets)] = tensor[[source]]
 
-    def settle(self) -> None:
-        """Clear and copy what has been taken and copied since the last call."""
-        self.slot_work.settle(tensor for layer in self._kda() for tensor in layer.tensors())
-        self.page_work.settle(layer.latents_XR.unflatten(0, (-1, self.page_size)) for layer in self._mla())
+    # ---- pages
 
     def take_page(self) -> int:
-        """A page out of the reservation, zeroed: a masked key must be finite."""
+        """A page that nobody holds, zeroed: a masked key must be finite, even after a model that made NaN."""
         page = self.free_pages.pop()
-        self.reserved -= 1
         self.references[page] = 1
-        self.page_work.clear(page)
+        for tensor in self._page_tensors():
+            tensor[page] = 0
         return page
 
     def share(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self.references[page] += 1
+        self.references.update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -368,30 +120,26 @@ class Pools:
                 self.free_pages.append(page)
 
     def own_page(self, page: int) -> int:
-        """The page itself if this holder is its only one, else a copy (copy-on-write), taken out of the
-        reservation."""
+        """The page itself if this holder is its only one, else a copy (copy-on-write)."""
         if self.references[page] == 1:
             return page
         copy = self.take_page()
-        self.page_work.copy(page, copy)
+        for tensor in self._page_tensors():
+            tensor[copy] = tensor[page]
         self.release([page])
         return copy
 
-    def rows(self, pages: Sequence[int], length: int) -> Tensor:
-        """Latent rows of positions 0 .. length - 1."""
-        within = torch.arange(self.page_size)
-        return (torch.tensor(pages, dtype=torch.long)[:, None] * self.page_size + within).flatten()[:length]
+    # ---- states that leave and come back
 
     def export(self, slot: int, pages: Sequence[int], length: int) -> dict[str, Tensor]:
         """State of one sequence as host tensors, by layer: `kda.{i}.state`, `kda.{i}.taps`,
         `mla.{i}.latents`."""
-        self.settle()
         found = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
-                state_HKV, taps_WC = layer.taken(slot, length)
-                found[f"kda.{index}.state"] = state_HKV.cpu().clone(memory_format=torch.contiguous_format)
-                found[f"kda.{index}.taps"] = taps_WC.cpu().clone()
+                state_1HKV, taps_1CW = layer.load(*self._at(slot, length, layer.state_SHKV))
+                found[f"kda.{index}.state"] = state_1HKV[0].cpu()
+                found[f"kda.{index}.taps"] = taps_1CW[0].T.cpu().contiguous()
             else:
                 rows = self.rows(pages, length).to(layer.latents_XR.device)
                 found[f"mla.{index}.latents"] = layer.latents_XR.index_select(0, rows).cpu()
@@ -399,26 +147,111 @@ class Pools:
 
     def check(self, saved: dict[str, Tensor], length: int) -> None:
         """Raises ValueError if `saved` is not the state of a sequence of `length` tokens of this model."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, KdaSlots):
-                state_HKV, taps_WC = layer.taken(0, 0)
-                wanted = {f"kda.{index}.state": state_HKV.shape, f"kda.{index}.taps": taps_WC.shape}
-            else:
-                wanted = {f"mla.{index}.latents": torch.Size((length, layer.latents_XR.shape[1]))}
-            for name, shape in wanted.items():
-                if name not in saved or saved[name].shape != shape:
-                    got = tuple(saved[name].shape) if name in saved else "nothing"
-                    raise ValueError(
-                        f"saved state {name}: got {got}, this model needs {tuple(shape)}; it comes from"
-                        " another model. Resume with keep_state=False to read the text again"
-                    )
+        for name, tensor in self.export(0, [0] * self.pages_for(length), length).items():
+            found = saved.get(name)
+            if found is None or found.shape != tensor.shape:
+                got = "nothing" if found is None else tuple(found.shape)
+                raise ValueError(
+                    f"saved state {name}: got {got}, this model needs {tuple(tensor.shape)}; it comes from"
+                    " another model. Resume with keep_state=False to read the text again"
+                )
 
     def restore(self, saved: dict[str, Tensor], slot: int, pages: Sequence[int], length: int) -> None:
         """The reverse of `export`, into a slot and pages that the caller holds; `saved` has been checked."""
-        self.settle()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KdaSlots):
-                layer.put(slot, length, saved[f"kda.{index}.state"], saved[f"kda.{index}.taps"])
+                slot_1, length_1 = self._at(slot, length, layer.state_SHKV)
+                state_HKV, taps_WC = saved[f"kda.{index}.state"], saved[f"kda.{index}.taps"]
+                layer.store(slot_1, length_1, state_HKV[None], taps_WC.T[None])
             else:
                 rows = self.rows(pages, length).to(layer.latents_XR.device)
                 layer.latents_XR.index_copy_(0, rows, saved[f"mla.{index}.latents"].to(layer.latents_XR))
+
+    @staticmethod
+    def _at(slot: int, length: int, like: Tensor) -> Tensor:
+        """(slot, length) as tensors [1]."""
+        return torch.tensor([[slot], [length]], device=like.device)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State after `length` tokens. `pages` hold them, the last one perhaps in part."""
+
+    length: int
+    slot: int
+    pages: tuple[int, ...]
+
+
+class PrefixCache:
+    """At most `limit` checkpoints in slots of the pools, by a digest of the ids they cover. 0: none.
+
+    Raises ValueError if `every` is not a multiple of the page size: only whole pages are shared while they
+    are filled.
+    """
+
+    def __init__(self, pools: Pools, limit: int, every: int) -> None:
+        if limit and (every < 1 or every % pools.page_size):
+            raise ValueError(f"checkpoint_every={every} must be a multiple of page_size={pools.page_size}")
+        self.pools, self.limit, self.every = pools, limit, every
+        self.hits = self.hit_tokens = self.evictions = 0
+        self._entries: OrderedDict[bytes, Checkpoint] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def pages(self) -> set[int]:
+        """Pages that some checkpoint refers to."""
+        return {page for entry in self._entries.values() for page in entry.pages}
+
+    def borders(self, prompt: int) -> list[int]:
+        """Where reading a prompt of so many tokens stops for a checkpoint: sparse positions, and the last
+        whole page."""
+        if not self.limit:
+            return []
+        last = (prompt - 1) // self.pools.page_size * self.pools.page_size
+        return sorted({*range(self.every, prompt, self.every), last} - {0})
+
+    def find(self, key_ids: np.ndarray, most: int, least: int = 1) -> Checkpoint | None:
+        """The longest known beginning of `least` to `most` tokens, now the most recently used."""
+        # One digest is fed on from length to length, so a long prompt is hashed once.
+        state, done, best = hashlib.blake2b(digest_size=16), 0, None
+        for length in sorted({entry.length for entry in self._entries.values() if entry.length <= most}):
+            state.update(key_ids[done:length].tobytes())
+            done, digest = length, state.digest()
+            if length >= least and digest in self._entries:
+                best = digest
+        if best is None:
+            return None
+        self._entries.move_to_end(best)
+        return self._entries[best]
+
+    def insert(self, key_ids: np.ndarray, length: int, slot: int, pages: list[int]) -> None:
+        """Remember the state in `slot` as that of the first `length` ids."""
+        if not self.limit or length == 0:
+            return
+        digest = hashlib.blake2b(key_ids[:length].tobytes(), digest_size=16).digest()
+        if digest in self._entries:
+            self._entries.move_to_end(digest)
+            return
+        if len(self._entries) >= self.limit:
+            self.evict_one()
+
+        # The slot is copied, the pages are shared.
+        own = self.pools.take_slot(far=True)
+        self.pools.copy_slot(slot, [own])
+        held = tuple(pages[: self.pools.pages_for(length)])
+        self.pools.share(held)
+        self._entries[digest] = Checkpoint(length, own, held)
+
+    def evict_one(self) -> None:
+        """Drop the least recently used checkpoint."""
+        _, entry = self._entries.popitem(last=False)
+        self.pools.release(entry.pages)
+        self.pools.free_slot(entry.slot)
+        self.evictions += 1
+
+    def clear(self) -> None:
+        """Drop everything; the weights have changed."""
+        while self._entries:
+            self.evict_one()

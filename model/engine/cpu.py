@@ -17,6 +17,7 @@ experts.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from torch import Tensor
 from earlyfusion.kernels.cpu import program as cpp
 from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.kda.naive import L2_EPS
+from earlyfusion.model.cache import KdaSlots, MlaPages, RingSlots
 from earlyfusion.model.decoder import Decoder, DecoderLayer
-from earlyfusion.model.engine.cache import KdaSlots, MlaPages, Pools
+from earlyfusion.model.engine.batch import TokenRows
+from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.kda import KimiDeltaAttention
 from earlyfusion.model.mla import MultiHeadLatentAttention
 from earlyfusion.model.mlp import SwiGLU
@@ -42,12 +45,13 @@ SHARE_OF_MEMORY = 0.5
 
 def can_compile(decoder: Decoder, pools: Pools) -> bool:
     """float32 on a CPU, states by slot, a library, and memory for a copy of the weights."""
-    weights = list(decoder.parameters())
-    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
+    needed = 0
+    for weight in decoder.parameters():
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            return False
+        needed += weight.nbytes
+    if any(isinstance(memory, RingSlots) for memory in pools.layers):
         return False
-    if any(isinstance(memory, KdaSlots) and type(memory) is not KdaSlots for memory in pools.layers):
-        return False
-    needed = 4 * sum(weight.numel() for weight in weights)
     return library() is not None and needed <= SHARE_OF_MEMORY * free_memory()
 
 
@@ -55,11 +59,11 @@ def free_memory() -> int:
     """Bytes that a process may take without pushing others out; all of the machine's where it does not
     say."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        told = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
-        pass
+        told = None
+    if told is not None:
+        return int(told[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -169,7 +173,7 @@ class CompiledDecoder:
                 bias=keep(layer.dt_bias.detach()),
                 rate=keep(rate_C),
                 state=keep(memory.state_SHKV),
-                past=keep(memory.taps_SWC),
+                past=keep(memory.taps_SRC),
             )
         )
 
@@ -268,35 +272,35 @@ class CompiledDecoder:
         """Next-token logits [R, V] of hidden states."""
         return self.program.logits(self.head, hidden_RD.contiguous(), torch.get_num_threads())
 
-    def run(
-        self,
-        x_TD: Tensor,
-        slots_T: Tensor,
-        positions_T: Tensor,
-        places_T: Tensor,
-        starts: Sequence[int],
-        table_SP: Tensor,
-        results: int,
-    ) -> Tensor:
+    def run(self, x_TD: Tensor, rows: TokenRows, table_SP: Tensor) -> Tensor:
         """Hidden states [results, D] after the final norm, those that no row has a place for zero.
 
-        The rows of a sequence stand together in the order of its tokens. int64: slots_T; positions_T, tokens
-        before each in its sequence; places_T, rows of the result (-1: not asked for). starts: first row of
-        every sequence and the number of rows. table_SP: pages by slot.
+        table_SP: pages by slot.
         """
-        arguments = (table_SP, self.pools.page_size, x_TD)
-        if not any(router.recorded is not None for router in self.routers):
-            step, out_RD = cpp.step_of(slots_T, positions_T, places_T, *arguments, results)
-            self.program.run(step, starts, torch.get_num_threads())
+        # While routing is recorded, all rows go through all layers.
+        recording = any(router.recorded is not None for router in self.routers)
+        places_T, results, chosen_LTJ = rows.places_T, rows.results, None
+        if recording:
+            results = len(x_TD)
+            places_T = torch.arange(results)
+            chosen_LTJ = torch.zeros(len(self.routers), results, self.routers[0].top_k, dtype=torch.long)
+        step, out_RD = cpp.step_of(
+            rows.slots_T,
+            rows.positions_T,
+            places_T,
+            table_SP,
+            self.pools.page_size,
+            x_TD,
+            results,
+            chosen_LTJ,
+        )
+        self.program.run(step, rows.starts, torch.get_num_threads())
+        if chosen_LTJ is None:
             return out_RD
 
-        # While routing is recorded, all rows go through all layers.
-        rows = x_TD.shape[0]
-        chosen_LTJ = torch.zeros(len(self.routers), rows, self.routers[0].top_k, dtype=torch.long)
-        step, out_TD = cpp.step_of(slots_T, positions_T, torch.arange(rows), *arguments, rows, chosen_LTJ)
-        self.program.run(step, starts, torch.get_num_threads())
         for router, chosen_TJ in zip(self.routers, chosen_LTJ):
             if router.recorded is not None:
                 router.recorded.append(chosen_TJ)
-        asked = places_T >= 0
-        return out_TD.new_zeros(results, out_TD.shape[1]).index_copy_(0, places_T[asked], out_TD[asked])
+        wanted = rows.places_T >= 0
+        kept_RD = out_RD.new_zeros(rows.results, out_RD.shape[1])
+        return kept_RD.index_copy_(0, rows.places_T[wanted], out_RD[wanted])

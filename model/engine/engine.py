@@ -18,17 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from earlyfusion.kernels.attention.tiles import FIRST_TILE
-from earlyfusion.model.engine import transfer
-from earlyfusion.model.engine.batch import Part
-from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.engine.cache import Pools, PrefixCache
 from earlyfusion.model.engine.images import ImageMemory
-from earlyfusion.model.engine.prefix import PrefixCache
 from earlyfusion.model.engine.requests import (
     Completion,
     EngineFull,
@@ -41,16 +38,16 @@ from earlyfusion.model.engine.requests import (
     ScoreRequest,
 )
 from earlyfusion.model.engine.runner import Runner
-from earlyfusion.model.engine.scheduler import Scheduler
+from earlyfusion.model.engine.scheduler import Part, Scheduler
 from earlyfusion.model.engine.score import Scorer
-from earlyfusion.model.engine.state import Decodes, RequestState, Sample, new_state, token_rules
-from earlyfusion.model.engine.table import RequestTable
-from earlyfusion.model.engine.transfer import PausedRequest
+from earlyfusion.model.engine.state import WRITTEN, Decodes, RequestState, Sample, new_state, token_rules
+from earlyfusion.model.engine.transfer import PausedRequest, narrow
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.moe import moe_layers, recording_routing
 
 TakeRouting = Callable[[], Tensor]
 """Of `recording_routing`: experts [T, L, J] chosen since the last call."""
+Policy = Literal["keep", "reprefill"]
 RUN_AHEAD = 16
 """Tokens that a sample may get on the device before the host looks at them."""
 
@@ -58,16 +55,10 @@ RUN_AHEAD = 16
 class Engine:
     """Serves requests from one model on one device.
 
-    max_slots: samples at a time. page_size: tokens of a latent page (a power of two from 4 to 128),
-    max_pages: how many (default: 1024 tokens per slot). prefill_chunk: prompt tokens read per step.
-    max_waiting: requests that may wait for a slot. prefix_cache: checkpoints of beginnings that are kept (0:
-    off; each takes a slot's memory), one every checkpoint_every tokens of a prompt. image_cache: pictures
-    whose features are kept. tokenizer: for texts, stop strings and the ids that may not be chosen (None:
-    texts stay empty, only the image placeholder is banned). version: of the weights. run_ahead: with CUDA
-    graphs, the most tokens a sample gets before the host looks at them (see `_steps_ahead`); events then hold
-    several.
-
-    Raises ValueError for sizes that cannot work.
+    max_slots: samples at once. max_pages: pages of `page_size` tokens (None: 1,024 tokens a slot).
+    prefill_chunk: most prompt tokens read in one step. max_waiting: length of the waiting line. prefix_cache:
+    checkpoints kept (0: none), every `checkpoint_every` tokens of a prompt. image_cache: pictures whose
+    features are kept. version: of the weights. run_ahead: see `_steps_ahead`.
     """
 
     def __init__(
@@ -86,37 +77,21 @@ class Engine:
         version: int = 0,
         run_ahead: int = RUN_AHEAD,
     ) -> None:
-        for name, value, least in (
-            ("max_slots", max_slots, 1),
-            ("page_size", page_size, 4),
-            ("prefill_chunk", prefill_chunk, 4),
-            ("max_waiting", max_waiting, 1),
-            ("prefix_cache", prefix_cache, 0),
-            ("image_cache", image_cache, 1),
-            ("run_ahead", run_ahead, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value}: must be at least {least}")
-        if page_size & (page_size - 1) or page_size > FIRST_TILE:
-            raise ValueError(f"page_size={page_size}: must be a power of two, at most {FIRST_TILE}")
+        if max_slots < 1 or prefill_chunk < 4:
+            raise ValueError(f"max_slots={max_slots}, prefill_chunk={prefill_chunk}: at least 1 and 4")
+        if page_size & (page_size - 1) or not 4 <= page_size <= FIRST_TILE:
+            raise ValueError(f"page_size={page_size}: must be a power of two in 4..{FIRST_TILE}")
 
         self.model, self.tokenizer = model, tokenizer
         self.max_waiting, self.run_ahead = max_waiting, run_ahead
         self.rules, self.has_moe = token_rules(model, tokenizer), bool(moe_layers(model))
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
-        text = model.config.text
-        like = model.decoder.norm.weight
-        self.pools = Pools.allocate(text, max_slots + prefix_cache, pages, page_size, like)
+        slots, like = max_slots + prefix_cache, model.decoder.norm.weight
+        self.pools = Pools.allocate(model.config.text, slots, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
-        self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk)
+        self.scheduler = Scheduler(self.pools, self.prefix, max_slots, prefill_chunk, version)
         self.runner = Runner(model, self.pools, sorted(self.rules.banned_ids), pages)
         self.images = ImageMemory(model, image_cache)
-        self.table = RequestTable(self.scheduler, self.prefix, self.runner, version)
-
-    @property
-    def version(self) -> int:
-        """Of the weights that choose now."""
-        return self.table.version
 
     # ---- requests
 
@@ -124,52 +99,68 @@ class Engine:
         """Take a request. after: what a sample left behind (`Event.left`) whose prompt and tokens the prompt
         begins with: only what follows them is read. Raises RequestError (it can never be served) or
         EngineFull (not now)."""
-        if len(self.scheduler.waiting) >= self.max_waiting:
-            raise EngineFull(self.max_waiting)
         state = self._new_state(request)
         if after is not None:
-            transfer.go_on(self.pools, state, after)
-        self.scheduler.check(state)
-        self.table.states[request.id] = state
+            if request.params.n > 1 or not 0 < after.length < len(state.ids):
+                raise RequestError(
+                    f"request {request.id!r} goes on after {after.length} tokens: expected one sample (has"
+                    f" {request.params.n}) and a longer prompt (has {len(state.ids)})"
+                )
+            if request.capture_routing and after.routing is None:
+                raise RequestError(
+                    f"request {request.id!r}: capture_routing, but the state it goes on from knows no routing"
+                )
+            self._keep_state(state.samples[0], after)
+            state.cached_tokens = after.length
+        self.scheduler.submit(state)
         if request.params.max_new_tokens == 0:
+            self.scheduler.waiting.remove(state)
             for sample in state.samples:
-                self.table.finish(sample, "length")
-        else:
-            self.scheduler.waiting.append(state)
+                self.scheduler.finish(sample, "length")
         return state.handle
 
     def _new_state(self, request: Request) -> RequestState:
-        if request.id in self.table.states:
+        if len(self.scheduler.waiting) >= self.max_waiting:
+            raise EngineFull(self.max_waiting)
+        if request.id in self.scheduler.states:
             raise RequestError(f"request id {request.id!r} is in use; give every unfinished request its own")
         if request.capture_routing and not self.has_moe:
             raise RequestError(f"request {request.id!r}: capture_routing, but the model has no MoE layer")
-        return new_state(request, self.rules)
+        state = new_state(request, self.rules)
+        state.borders = self.prefix.borders(len(state.ids))
+        return state
+
+    def _keep_state(self, sample: Sample, paused: PausedSample) -> None:
+        """The sample's exported state is put back when it is admitted. Raises RequestError for another
+        model's."""
+        try:
+            self.pools.check(paused.state, paused.length)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        sample.keep_state(paused)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now; its unfinished samples complete as "cancelled" (in the next step's events).
         False: unknown."""
-        state = self.table.states.get(request_id)
+        state = self.scheduler.states.get(request_id)
         if state is None:
             return False
-        self.table.leave_scheduler(state)
+        self.scheduler.withdraw(state)
         for sample in state.alive:
-            self.table.finish(sample, "cancelled")
+            self.scheduler.finish(sample, "cancelled")
         return True
 
-    def end_sample(self, request_id: str, index: int) -> bool:
-        """End one sample that is being written; it completes as "cancelled" with what it has (in the next
-        step's events). False: there is none such."""
-        state = self.table.states.get(request_id)
-        for sample in state.alive if state is not None else ():
-            if sample.index == index and sample in self.scheduler.running:
-                self.table.finish(sample, "cancelled")
-                return True
-        return False
+    def end_sample(self, request_id: str, index: int) -> None:
+        """End one sample that is being written, if there is such; it completes as "cancelled" with what it
+        has (in the next step's events)."""
+        for sample in list(self.scheduler.running):
+            if sample.parent.request.id == request_id and sample.index == index:
+                self.scheduler.finish(sample, "cancelled")
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or report something."""
-        return bool(self.table.states or self.table.events)
+        return bool(self.scheduler.states or self.scheduler.events)
 
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Serve these requests and return their completions: in the given order, samples of a request in
@@ -210,7 +201,7 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("score() needs an idle engine: other requests are unfinished")
-        scorer = Scorer(self.table, self.rules, states, banned_ids)
+        scorer = Scorer(self.scheduler, self.runner, self.rules, states, banned_ids)
         with self._inference():
             return scorer.score(requests, self._begin)
 
@@ -223,30 +214,33 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Advance everything by one forward pass of each kind; what became known, in no particular order."""
+        scheduler = self.scheduler
         with self._inference():
-            self._begin(self.scheduler.admit())
-            samples = self.scheduler.running + self.scheduler.reading
+            self._begin()
+            samples = scheduler.running + scheduler.reading
             capture = any(sample.parent.request.capture_routing for sample in samples)
             with recording_routing(self.model) if capture else nullcontext() as take:
                 # Each entry: samples, what was chosen for them, whether their last token was fed for it.
                 chosen: list[tuple[list[Sample], Tensor, bool]] = []
-                running = list(self.scheduler.running)
+                running = list(scheduler.running)
                 if running:
                     chosen.append((running, self._decode(running, take), True))
-                parts = self.scheduler.next_parts()
+                parts = scheduler.next_parts()
                 if parts:
                     starting, chosen_13N = self._read(parts, take)
-                    if chosen_13N is not None:
+                    if starting:
                         chosen.append((starting, chosen_13N, False))
 
+            # The only wait for the device in a step: one copy of everything that was chosen.
             if chosen:
-                self.table.counts["host_syncs"] += 1
-                self.table.counts["steps"] += 1
-                known = torch.cat([chosen_K3N.reshape(-1) for _, chosen_K3N, _ in chosen]).cpu().numpy()
-                for samples, chosen_K3N, fed in chosen:
-                    own, known = known[: chosen_K3N.numel()], known[chosen_K3N.numel() :]
-                    self.table.accept(samples, own.reshape(chosen_K3N.shape), fed)
-        return self.table.take_events()
+                scheduler.counts["host_syncs"] += 1
+                scheduler.counts["steps"] += 1
+                known = torch.cat([chosen_K3N.flatten() for _, chosen_K3N, _ in chosen]).cpu()
+                sizes = [chosen_K3N.numel() for _, chosen_K3N, _ in chosen]
+                for (samples, chosen_K3N, fed), part in zip(chosen, known.split(sizes)):
+                    scheduler.accept(samples, part.view(chosen_K3N.shape).numpy(), fed)
+        events, scheduler.events = scheduler.events, []
+        return events
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -262,15 +256,18 @@ class Engine:
             if was_training:
                 self.model.train()
 
-    def _begin(self, states: list[RequestState]) -> None:
-        """Requests have slots now: encode their pictures, seat the samples whose state was put back."""
-        self.images.attach(states, self.scheduler.reading)
-        for state in states:
-            self.runner.seat([sample for sample in state.alive if self.scheduler.runs(sample)])
+    def _begin(self) -> None:
+        """Give slots to what waits: encode pictures, seat the samples whose state was put back."""
+        states = self.scheduler.admit()
+        if states:
+            self.images.attach(states)
+            self.runner.seat([each for each in self.scheduler.running if each.parent in states])
 
     def _decode(self, running: list[Sample], take: TakeRouting | None) -> Tensor:
         """One token for every running sample (with graphs, several): [steps, 3, N]."""
-        steps = 1 if take is not None or self.runner.graphs is None else self._steps_ahead(running)
+        steps = 1
+        if take is None and self.runner.graphs is not None:
+            steps = self._steps_ahead(running)
         moved = []
         for sample in running:
             if self.scheduler.make_room(sample, sample.length + min(steps, sample.left)):
@@ -279,7 +276,7 @@ class Engine:
 
         chosen_K3N = self.runner.decode(running, steps, recording=take is not None)
         if take is not None:
-            for sample, row in zip(running, transfer.narrow(take().cpu().numpy())):
+            for sample, row in zip(running, narrow(take().cpu().numpy())):
                 sample.routing.append(row[None])
         return chosen_K3N
 
@@ -297,53 +294,34 @@ class Engine:
         written = sum(len(each.ids) for each in running) // (4 * len(running))
         return max(1, min(self.run_ahead, max(left), max(certain, written)))
 
-    def _read(self, parts: Sequence[Part], take: TakeRouting | None) -> tuple[list[Sample], Tensor | None]:
+    def _read(self, parts: Sequence[Part], take: TakeRouting | None) -> tuple[list[Sample], Tensor]:
         """Read parts of prompts: the samples that start to decode, and their first tokens [1, 3, N]."""
-        ends, total = [], 0
+        ends, lengths = [], []
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
-            total += part.stop - part.start
+            lengths.append(part.stop - part.start)
             if part.completes:
-                ends.append(total - 1)
+                ends.append(sum(lengths) - 1)
         hidden_ND = self.runner.read(parts, ends)
-        self.table.counts["read_tokens"] += total
         if take is not None:
-            routing, start = transfer.narrow(take().cpu().numpy()), 0
-            for part in parts:
-                part.sample.routing.append(routing[start : start + part.stop - part.start])
-                start += part.stop - part.start
+            for part, routing in zip(parts, take().cpu().split(lengths)):
+                part.sample.routing.append(narrow(routing.numpy()))
 
-        # Keep what was read for others, and let those begin that have read to their end.
+        # Those begin that have read to their end; a group starts from one hidden state.
         starting: list[Sample] = []
         rows: list[int] = []
         completed = 0
         for part in parts:
-            sample, completes = part.sample, part.completes
-            sample.length = part.stop
-            if self.prefix.worth_keeping(part.stop, len(sample.parent.ids)):
-                self.prefix.insert(sample.parent.key_ids, part.stop, sample.slot, sample.pages)
-            if completes:
-                group = self._read_to_the_end(sample)
-                starting += group
-                rows += [completed] * len(group)
-                completed += 1
-        self.runner.seat(starting)
-        if not starting:
-            return starting, None
-        return starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0)
-
-    def _read_to_the_end(self, lead: Sample) -> list[Sample]:
-        """Fork the lead; samples that go on reading what they had generated before stay behind, the rest
-        start."""
-        self.scheduler.reading.remove(lead)
-        starting = []
-        for sample in self.scheduler.fork(lead):
-            if sample.length < sample.context:
-                self.scheduler.reading.append(sample)
-            else:
+            completes = part.completes
+            for sample in self.scheduler.advance(part):
                 self.scheduler.run(sample)
                 starting.append(sample)
-        return starting
+                rows.append(completed)
+            completed += completes
+        self.runner.seat(starting)
+        if not starting:
+            return starting, hidden_ND
+        return starting, self.runner.choose_first(hidden_ND, starting, rows).unsqueeze(0)
 
     # ---- pause, resume, new weights
 
@@ -352,7 +330,20 @@ class Engine:
 
         Raises RequestError for an id that is not unfinished here.
         """
-        return transfer.pause(self.table, self.pools, request_id)
+        scheduler = self.scheduler
+        state = scheduler.states.pop(request_id, None)
+        if state is None:
+            raise RequestError(f"request {request_id!r} is not unfinished here")
+        samples: list[PausedSample] = []
+        for sample in state.alive:
+            saved = sample.saved or {}
+            if sample in scheduler.running:
+                saved = self.pools.export(sample.slot, sample.pages, sample.length)
+            samples.append(sample.paused(saved))
+        scheduler.withdraw(state)
+        scheduler.counts["paused"] += 1
+        finished = list(state.handle.completions)
+        return PausedRequest(state.request, samples, finished, scheduler.version, state.cached_tokens)
 
     def resume(self, paused: PausedRequest, keep_state: bool = True) -> Handle:
         """Go on with a paused request, here or elsewhere.
@@ -362,26 +353,71 @@ class Engine:
         again in any case. What was chosen stands in `Completion.resumes` and `stats()`. Raises RequestError
         or EngineFull as `submit`, and RequestError for a state of another model.
         """
-        if len(self.scheduler.waiting) >= self.max_waiting:
-            raise EngineFull(self.max_waiting)
-        return transfer.resume(self.table, self.pools, paused, keep_state, self._new_state)
+        state = self._new_state(paused.request)
+        by_index = {sample.index: sample for sample in paused.samples}
+        done = {completion.index for completion in paused.finished}
+        if done | set(by_index) != set(range(len(state.samples))):
+            raise RequestError(
+                f"paused request {paused.request.id!r} lacks some of its {len(state.samples)} samples"
+            )
+        state.handle.completions, state.cached_tokens = list(paused.finished), paused.cached_tokens
+        for sample in state.samples:
+            sample.finished = sample.index in done
+            if sample.finished:
+                continue
+            before = by_index[sample.index]
+            for name in WRITTEN:
+                setattr(sample, name, list(getattr(before, name)))
+            for token in sample.ids:
+                sample.stream.push([token])
+            policy: Policy = "reprefill"
+            if keep_state and before.state:
+                policy = "keep"
+                self._keep_state(sample, before)
+            self._log_resume(sample, policy)
+        self.scheduler.submit(state)
+        return state.handle
 
-    def load_weights(
-        self, state_dict: Mapping[str, Tensor], version: int, paused: transfer.Policy = "keep"
-    ) -> None:
+    def _log_resume(self, sample: Sample, policy: Policy) -> None:
+        sample.resumes.append(f"{policy}@{self.scheduler.version}")
+        self.scheduler.counts[f"resumed_{policy}"] += 1
+
+    @torch.no_grad()
+    def load_weights(self, state_dict: Mapping[str, Tensor], version: int, paused: Policy = "keep") -> None:
         """Copy new weights into the model between two steps; tokens from here on carry `version`.
 
         paused: what becomes of unfinished requests, as in `resume`: "keep" goes on from states of the old
         weights, "reprefill" reads everything again. Prefix cache and image features are forgotten. Raises
         ValueError, with nothing changed, for names or shapes that are not the model's.
         """
-        transfer.load_weights(self.table, self.model, state_dict, version, paused)
+        own, scheduler = self.model.state_dict(), self.scheduler
+        wrong = sorted(set(own) ^ set(state_dict))
+        wrong += [name for name in own if name not in wrong and own[name].shape != state_dict[name].shape]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state_dict[name])
+        scheduler.version = version
+        self.runner.refresh()
+        self.prefix.clear()
         self.images.clear()
+
+        # What was read with the old weights goes on from there, or is read again, first in line.
+        for state in reversed(list(scheduler.states.values())):
+            begun = [sample for sample in state.alive if sample.length or sample in scheduler.reading]
+            for sample in begun:
+                self._log_resume(sample, paused)
+            if paused == "reprefill" and begun:
+                scheduler.withdraw(state)
+                for sample in state.alive:
+                    sample.saved, sample.length, sample.routing = None, 0, []
+                state.cached_tokens = 0
+                scheduler.waiting.appendleft(state)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and who holds what now."""
-        return {
-            **self.table.stats(self.pools),
-            "images_encoded": self.images.encoded,
-            "image_hits": self.images.hits,
-        }
+        stats = self.scheduler.stats()
+        stats.update(images_encoded=self.images.encoded, image_hits=self.images.hits)
+        return stats

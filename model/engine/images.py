@@ -9,17 +9,16 @@ together.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from earlyfusion.model.engine.batch import exact_rows
-from earlyfusion.model.engine.state import RequestState, Sample
+from earlyfusion.model.engine.state import RequestState
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.vision.patches import num_tokens
+from earlyfusion.vision.patches import num_patches, num_tokens
 
-Grid = tuple[int, int, int]
 TOGETHER = 65_536
 """Patches in one pass of the tower, but for a picture that has more."""
 
@@ -37,55 +36,50 @@ class ImageMemory:
         """Forget everything; the weights have changed."""
         self._features.clear()
 
-    def attach(self, states: Sequence[RequestState], reading: Sequence[Sample]) -> None:
-        """Give features to those requests that have pictures still to be read."""
-        waiting = set()
-        for sample in reading:
-            positions = sample.parent.media_positions
-            if positions and sample.length <= positions[-1]:
-                waiting.add(sample.parent)
-        asked = [state for state in states if state in waiting]
-        for state, features in zip(asked, self.features(asked)):
-            state.features = features
-
     @torch.no_grad()
-    def features(self, asked: Sequence[RequestState]) -> list[Tensor]:
-        """Features of every request's pictures in order."""
-        pictures: dict[bytes, tuple[Grid, Tensor]] = {}
-        for state in asked:
+    def attach(self, states: Sequence[RequestState]) -> None:
+        """Give features to requests that have pictures still to be read."""
+        states = [state for state in states if self._waits(state)]
+        known: dict[bytes, Tensor] = {}
+        batch: dict[bytes, Tensor] = {}
+        grids: list[tuple[int, int, int]] = []
+        for state in states:
             prompt = state.request.prompt
             assert prompt.patches is not None
-            parts = prompt.patches.split([t * h * w for t, h, w in prompt.grids])
-            pictures |= zip(state.digests, zip(prompt.grids, parts))
+            parts = prompt.patches.split([num_patches(grid) for grid in prompt.grids])
+            for name, grid, patches in zip(state.digests, prompt.grids, parts):
+                if name in self._features:
+                    known[name] = self._features.pop(name)
+                if name in known or name in batch:
+                    self.hits += 1
+                    continue
+                # A pass that is full goes first.
+                if batch and sum(map(len, batch.values())) + len(patches) > self.together:
+                    known |= self._encode(batch, grids)
+                    batch, grids = {}, []
+                batch[name] = patches
+                grids.append(grid)
+        if batch:
+            known |= self._encode(batch, grids)
 
-        # What is remembered becomes the most recently used; the rest goes through the tower.
-        found = {name: self._features.pop(name) for name in pictures if name in self._features}
-        missing = {name: picture for name, picture in pictures.items() if name not in found}
-        self.encoded += len(missing)
-        self.hits += sum(len(state.digests) for state in asked) - len(missing)
-        for some in self._passes(missing):
-            found |= zip(some, self._encode([missing[name] for name in some]))
-        self._features |= found
+        # What was just used is kept longest.
+        self._features |= known
         while len(self._features) > self.limit:
             self._features.popitem(last=False)
-        return [torch.cat([found[name] for name in state.digests]) for state in asked]
+        for state in states:
+            state.features = torch.cat([known[name] for name in state.digests])
 
-    def _passes(self, pictures: Mapping[bytes, tuple[Grid, Tensor]]) -> Iterator[list[bytes]]:
-        """Names of the pictures that go through the tower together."""
-        some: list[bytes] = []
-        total = 0
-        for name, (_, patches) in pictures.items():
-            if some and total + patches.shape[0] > self.together:
-                yield some
-                some, total = [], 0
-            some.append(name)
-            total += patches.shape[0]
-        if some:
-            yield some
+    @staticmethod
+    def _waits(state: RequestState) -> bool:
+        """Whether a sample that has a slot still has to read a picture (a resumed one has not)."""
+        last = max(state.media_positions, default=-1)
+        return any(sample.slot and sample.length <= last for sample in state.alive)
 
-    def _encode(self, pictures: Sequence[tuple[Grid, Tensor]]) -> Sequence[Tensor]:
-        """One pass of the tower."""
-        grids = [grid for grid, _ in pictures]
-        patches = torch.cat([patches for _, patches in pictures]).to(self.device)
+    def _encode(
+        self, batch: dict[bytes, Tensor], grids: Sequence[tuple[int, int, int]]
+    ) -> dict[bytes, Tensor]:
+        """Features by digest, in one pass of the tower."""
+        self.encoded += len(batch)
+        features = self.model.encode_images(torch.cat(list(batch.values())).to(self.device), grids)
         merge = self.model.config.vision.merge_kernel_size
-        return self.model.encode_images(patches, grids).split([num_tokens(grid, merge) for grid in grids])
+        return dict(zip(batch, features.split([num_tokens(grid, merge) for grid in grids])))

@@ -197,7 +197,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     routing: np.ndarray | None = None
-    resumes: tuple[str, ...] = ()
+    resumes: list[str] = field(default_factory=list)
     """One entry per resume or weight swap it lived through: "keep@3" (state kept) or "reprefill@3", with the
     version of the weights that went on."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from earlyfusion.model.engine.cache import KdaSlots
+from earlyfusion.model.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.sampler import Needs
 from earlyfusion.pipeline.bench.peer import our_model

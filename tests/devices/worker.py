@@ -108,7 +108,8 @@ def layers(folder: Path) -> dict[str, Any]:
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
     from earlyfusion.model.engine.batch import Part, prefill_plan
-    from earlyfusion.model.engine.cache import MlaPages, Pools
+    from earlyfusion.model.cache import MlaPages
+    from earlyfusion.model.engine.cache import Pools
     from earlyfusion.model.mla import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text
 

@@ -18,7 +18,7 @@ import torch
 from engine_cases import SHAPE, TOKENIZER, drawn, model, tokens
 
 from earlyfusion.kernels import dispatch
-from earlyfusion.model.engine import cache
+from earlyfusion.model import cache
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request
 from earlyfusion.model.engine.transfer import PausedRequest

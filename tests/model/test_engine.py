@@ -109,8 +109,8 @@ def test_streamed_pieces_add_up_to_the_text(net):
 def test_no_half_character_is_streamed(text):
     ids = list(TOKENIZER.encode(text))
     stream = TextStream(TOKENIZER, ())
-    pieces = [stream.push(token) for token in ids]
-    assert "".join(pieces) + stream.close() == text
+    pieces = [stream.push([token]) for token in ids]
+    assert "".join(pieces) + stream.push([], final=True) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -120,10 +120,10 @@ def test_a_stop_string_is_never_streamed_in_part(stop):
     stream = TextStream(TOKENIZER, (stop,))
     given = ""
     for token in TOKENIZER.encode(text):
-        given += stream.push(token)
+        given += stream.push([token])
         if stream.stopped:
             break
-    given += stream.close()
+    given += stream.push([], final=True)
     assert given == (text[: text.find(stop)] if stop in text else text)
 
 
@@ -280,7 +280,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
         for event in engine.step():
             if event.completion is not None:
                 ends[event.completion.finish_reason] = ends.get(event.completion.finish_reason, 0) + 1
-        alive &= set(engine.table.states)
+        alive &= set(engine.scheduler.states)
         roll = rng.random()
         if alive and roll < 0.25:
             engine.cancel(rng.choice(sorted(alive)))

@@ -106,7 +106,7 @@ def test_a_forked_group_is_its_samples_one_by_one(length):
         ticket = alone.scheduler.waiting[0]
         for sample in ticket.samples:
             if sample.index != index:
-                alone.table.finish(sample, "cancelled")
+                alone.scheduler.finish(sample, "cancelled")
         while not handle.done:
             alone.step()
         got = {("g", index): handle.completions[index]}

@@ -6,7 +6,8 @@ import torch
 from engine_cases import CONFIG, model, tokens
 
 from earlyfusion.kernels.attention.tiles import attend_in_tiles, tiles
-from earlyfusion.model.engine.cache import KdaSlots, MlaPages, PooledPlan, Pools
+from earlyfusion.model.cache import CachePlan, KdaSlots, MlaPages
+from earlyfusion.model.engine.cache import Pools
 
 
 def pools(slots: int = 3, pages: int = 6, page_size: int = 4) -> Pools:
@@ -19,22 +20,18 @@ def latents(pools: Pools) -> torch.Tensor:
 
 def test_pages_are_shared_copied_on_write_and_counted():
     some = pools()
-    some.reserved = 3
     page = some.take_page()
-    some.settle()
     latents(some)[page * 4 : page * 4 + 4] = 7.0
     some.share([page])
     copy = some.own_page(page)
-    some.settle()
     assert copy != page and (latents(some)[copy * 4 : copy * 4 + 4] == 7.0).all()
     latents(some)[copy * 4] = 1.0
     assert (latents(some)[page * 4 : page * 4 + 4] == 7.0).all()
     assert some.own_page(page) == page  # the only holder writes in place
-    assert some.unreserved_pages == 6 - 2 - 1
+    assert len(some.free_pages) == 6 - 2
     some.release([page])
     some.release([copy])
-    some.reserved -= 1
-    assert some.unreserved_pages == 6 and not some.references
+    assert len(some.free_pages) == 6 and not some.references
 
 
 def test_taken_pages_and_slots_are_empty_whatever_stood_there():
@@ -44,9 +41,7 @@ def test_taken_pages_and_slots_are_empty_whatever_stood_there():
     for layer in some.layers:
         for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
             tensor.fill_(float("nan"))
-    some.reserved = 1
     page, slot = some.take_page(), some.take_slot()
-    some.settle()
     assert (latents(some)[page * 4 : page * 4 + 4] == 0).all()
     state = some.export(slot, [page], 3)
     assert all((tensor == 0).all() for tensor in state.values())
@@ -60,25 +55,21 @@ def test_states_are_float32_whatever_the_weights_are():
 
 def test_padding_slot_and_page_are_never_given_out():
     some = pools()
-    some.reserved = 6
     assert 0 not in {some.take_page() for _ in range(6)} | {some.take_slot() for _ in range(3)}
 
 
 def test_states_survive_export_and_restore_at_another_place():
     some = pools()
-    some.reserved = 6
     generator = torch.Generator().manual_seed(0)
     for layer in some.layers:
         for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     slot, pages = some.take_slot(), [some.take_page() for _ in range(3)]
-    some.settle()
     latents(some)[pages[1] * 4 : pages[1] * 4 + 4] = torch.randn(
         4, latents(some).shape[1], generator=generator
     )
     saved = some.export(slot, pages, 10)
     other = pools(page_size=8)
-    other.reserved = 2
     there = other.take_slot(), [other.take_page() for _ in range(2)]
     other.check(saved, 10)
     other.restore(saved, *there, 10)
@@ -117,8 +108,8 @@ def test_paged_attention_equals_attention_over_gathered_keys(lengths):
     tables = order.view(len(lengths), -1)
     queries = draw(len(lengths) * width, heads, size)
     last = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths])
-    plan = PooledPlan(
-        False, False, torch.zeros(0), torch.zeros(0), tables, last, torch.arange(len(lengths) * width)
+    plan = CachePlan(
+        False, torch.zeros(0), torch.zeros(0), tables, last, torch.arange(len(lengths) * width)
     )
     got = memory.attend(queries, plan, rank, 0.3).view(len(lengths), width, heads, rank)
     for n in range(len(lengths)):
