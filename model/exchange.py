@@ -10,7 +10,7 @@ beyond one picture.
 
 The splits of both all-to-alls are known to the host beforehand (`gather_grids`, then vision/balance.py), so
 the forward pass has no host sync. The gather is one per optimizer step, before the forward pass; over gloo it
-does not touch the device, over nccl it waits for it once.
+does not touch the device.
 
 Legend: W ranks, P patches, M merged vision tokens, D hidden size of the decoder.
 """
@@ -28,8 +28,6 @@ from torch import Tensor
 
 from earlyfusion.vision.balance import Exchange
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
-
-COMPLAINTS = {1: "patches, but its grids hold", 2: "<|media_pad|> positions, but its grids give"}
 
 
 class RanksDisagree(ValueError):
@@ -70,22 +68,18 @@ class Route:
     def bring_home(self, features: Tensor) -> Tensor:
         """Features [M, D] of the pictures in `held` -> those of the own pictures in packed order;
         differentiable."""
-        leaving = tuple(row[self.rank] for row in self.plan.features)
+        leaving = [row[self.rank] for row in self.plan.features]
         home = _AllToAll.apply(features, leaving, self.plan.features[self.rank], self.group, self.direct)
-        merge, own = self.plan.merge, self.plan.grids[self.rank]
-        sizes = [num_tokens(own[i], merge) for i in self._order]
-        place = sorted(
-            range(len(own)), key=self._order.__getitem__
-        )  # where picture i stands in what came home
+        own, order = self.plan.grids[self.rank], self._order
+        sizes = [num_tokens(own[i], self.plan.merge) for i in order]
+        place = sorted(range(len(own)), key=order.__getitem__)  # where picture i stands in what came home
         return _in_order(home, sizes, place)
 
 
 def _in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
     """Stretches of `rows` of these sizes, put into another order."""
-    if list(order) == list(range(len(order))):
-        return rows
-    pieces = rows.split(list(sizes))
-    return torch.cat([pieces[i] for i in order])
+    pieces = rows.split(sizes)
+    return torch.cat([rows[:0], *(pieces[i] for i in order)])
 
 
 class _AllToAll(torch.autograd.Function):
@@ -140,59 +134,39 @@ def supports_all_to_all(group: Any, device: torch.device) -> bool:
     return True
 
 
-def complaint(batches: Sequence[Any], merge: tuple[int, int]) -> tuple[int, int, int, int]:
-    """The first thing wrong with these micro-batches: (kind, micro-batch, given, expected), zeros where all
-    is well."""
+def complaint(batches: Sequence[Any], merge: tuple[int, int]) -> str:
+    """The first thing wrong with these micro-batches, "" where all is well."""
     for k, batch in enumerate(batches):
-        wanted = sum(num_patches(grid) for grid in batch.grids)
-        if batch.patches.shape[0] != wanted:
-            return 1, k, batch.patches.shape[0], wanted
-        wanted = sum(num_tokens(grid, merge) for grid in batch.grids)
-        if batch.media_positions.shape[0] != wanted:
-            return 2, k, batch.media_positions.shape[0], wanted
-    return 0, 0, 0, 0
+        patches = sum(num_patches(grid) for grid in batch.grids)
+        tokens = sum(num_tokens(grid, merge) for grid in batch.grids)
+        if len(batch.patches) != patches:
+            return f"micro-batch {k}: {len(batch.patches)} patches, but its grids hold {patches}"
+        if len(batch.media_positions) != tokens:
+            positions = len(batch.media_positions)
+            return f"micro-batch {k}: {positions} <|media_pad|> positions, but its grids give {tokens}"
+    return ""
 
 
 def gather_grids(
-    own: Sequence[Sequence[Grid]],
-    group: Any,
-    device: torch.device,
-    digest: int = 0,
-    wrong: tuple[int, int, int, int] = (0, 0, 0, 0),
+    own: Sequence[Sequence[Grid]], group: Any, settings: str = "", wrong: str = ""
 ) -> list[list[list[Grid]]]:
     """Grids of every rank: result[r][k] are those of micro-batch k of rank r; `own[k]` those of this rank.
 
-    Two small collectives of int64 (the counts, then (k, t, h, w) of each picture, padded), one where no rank
-    has a picture. device: where the group's backend wants tensors. digest: anything that must be equal on all
-    ranks. wrong: `complaint`. Raises RanksDisagree, on all ranks alike, for other digests or numbers of
-    micro-batches and for any complaint.
+    settings: anything that must be equal on all ranks. wrong: `complaint`. Raises RanksDisagree, on all ranks
+    alike, for other settings or numbers of micro-batches and for any complaint.
     """
-    rows = [(k, *grid) for k, grids in enumerate(own) for grid in grids]
-    heads = _gather([len(own), digest, len(rows), *wrong], group, device)
-    for rank, (_, _, _, kind, k, given, expected) in enumerate(heads):
-        if kind:
-            raise RanksDisagree(f"rank {rank}, micro-batch {k}: {given} {COMPLAINTS[kind]} {expected}")
-    for what, column in (("micro-batches in this step", 0), ("settings", 1)):
-        others = [rank for rank, head in enumerate(heads) if head[column] != heads[0][column]]
-        if others:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (list(map(list, own)), settings, wrong), group=group)
+    for rank, (grids, known, found) in enumerate(everyone):
+        if found:
+            raise RanksDisagree(f"rank {rank}, {found}")
+        what = ""
+        if len(grids) != len(everyone[0][0]):
+            what = "micro-batches in this step"
+        elif known != everyone[0][1]:
+            what = "settings"
+        if what:
             raise RanksDisagree(
-                f"rank {others[0]} has other {what} than rank 0 ({len(others)} of {len(heads)} ranks differ):"
-                " start all ranks with the same recipe and version"
+                f"rank {rank} has other {what} than rank 0: start all ranks with the same recipe and version"
             )
-    counts = [head[2] for head in heads]
-    result: list[list[list[Grid]]] = [[[] for _ in own] for _ in heads]
-    if not max(counts):
-        return result
-    flat = [number for row in rows for number in row]
-    for rank, numbers in enumerate(_gather(flat + [0] * (4 * max(counts) - len(flat)), group, device)):
-        for at in range(0, 4 * counts[rank], 4):
-            k, t, h, w = numbers[at : at + 4]
-            result[rank][k].append((t, h, w))
-    return result
-
-
-def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return torch.stack(parts).tolist()
+    return [grids for grids, _, _ in everyone]

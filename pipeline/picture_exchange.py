@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,9 +55,7 @@ class PictureExchange:
     def _open(self, device: torch.device) -> None:
         self.group = dist.new_group()
         # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
-        over_gloo = dist.is_gloo_available()
-        self.planning = dist.new_group(backend="gloo") if over_gloo else self.group
-        self.planning_device = torch.device("cpu") if over_gloo else device
+        self.planning = dist.new_group(backend="gloo") if dist.is_gloo_available() else self.group
         self.direct = supports_all_to_all(self.group, device)
 
     def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
@@ -76,8 +73,8 @@ class PictureExchange:
             grids = gather_grids(
                 [batch.grids for batch in batches],
                 self.planning,
-                self.planning_device,
-                self._digest(max_patches),
+                # everything that plan and tensors depend on beside the grids
+                repr((self.setting, self.above, max_patches, self.vision)),
                 complaint(batches, merge),
             )
         except RanksDisagree as error:
@@ -98,8 +95,3 @@ class PictureExchange:
             for batch, route in zip(batches, routes, strict=True)
         )
         return own, done
-
-    def _digest(self, max_patches: int | None) -> int:
-        """63 bits of everything that plan and tensors depend on beside the grids."""
-        text = repr((self.setting, self.above, max_patches, self.vision.model_dump(mode="json")))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

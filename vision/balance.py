@@ -11,15 +11,13 @@ Legend: N pictures (or clips), W ranks, n patches of one picture.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
-
-Table: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -46,55 +44,28 @@ class VisionCost:
 
 
 def assign(
-    costs: Sequence[float],
-    ranks: int,
-    home: Sequence[int] | None = None,
-    sizes: Sequence[int] | None = None,
-    room: int | None = None,
+    costs: Sequence[float], ranks: int, sizes: Sequence[int] | None = None, limit: float = float("inf")
 ) -> list[int]:
     """The rank of every item, longest processing time first: the costliest goes to the least loaded rank, and
     so on.
 
-    The largest load is at most 4/3 - 1/(3 ranks) of the best possible (Graham 1969). `home[i]`, the rank that
-    holds item i, takes it where loads are equal. Ranks may come out empty: with fewer items than ranks they
-    must. With `sizes` and `room` a rank takes items of at most `room` together; an item that fits nowhere
-    goes to the least loaded rank all the same, so the caller looks.
-
-    Raises ValueError for a negative cost, no rank, or a home that is no rank.
+    The largest load is at most 4/3 - 1/(3 ranks) of the best possible (Graham 1969). Ranks may come out
+    empty: with fewer items than ranks they must. With `sizes` a rank takes items of at most `limit` together;
+    an item that fits nowhere goes to the least loaded rank all the same, so the caller looks.
     """
-    if ranks < 1 or any(cost < 0 for cost in costs):
-        raise ValueError(
-            f"assign: {ranks} ranks and costs {list(costs)[:4]}: expected at least 1 rank and costs >= 0"
-        )
-    if home is not None and (len(home) != len(costs) or any(not 0 <= rank < ranks for rank in home)):
-        raise ValueError(
-            f"assign: home names {len(home)} ranks for {len(costs)} items; expected one of 0..{ranks - 1}"
-            " each"
-        )
-    load, held = [0.0] * ranks, [0] * ranks
-    heap = [
-        (0.0, rank) for rank in range(ranks)
-    ]  # an entry whose load is no longer the rank's is passed over
-    chosen = [0] * len(costs)
-
-    def fits(rank: int, item: int) -> bool:
-        return sizes is None or room is None or held[rank] + sizes[item] <= room
-
+    heap = [(0.0, rank) for rank in range(ranks)]
+    chosen, held = [0] * len(costs), [0] * ranks
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        full: list[tuple[float, int]] = []
-        while heap and (heap[0][0] != load[heap[0][1]] or not fits(heap[0][1], item)):
-            entry = heapq.heappop(heap)
-            if entry[0] == load[entry[1]]:
-                full.append(entry)
-        rank = (heap or full)[0][1]
-        if home is not None and load[home[item]] == load[rank] and fits(home[item], item):
-            rank = home[item]
+        size = 0 if sizes is None else sizes[item]
+        full = []
+        while heap and held[heap[0][1]] + size > limit:
+            full.append(heapq.heappop(heap))
+        load, rank = heapq.heappop(heap) if heap else full.pop(0)
         for entry in full:
             heapq.heappush(heap, entry)
+        heapq.heappush(heap, (load + costs[item], rank))
         chosen[item] = rank
-        load[rank] += costs[item]
-        held[rank] += 0 if sizes is None else sizes[item]
-        heapq.heappush(heap, (load[rank], rank))
+        held[rank] += size
     return chosen
 
 
@@ -109,46 +80,44 @@ def loads(costs: Sequence[float], owner: Sequence[int], ranks: int) -> list[floa
 def imbalance(work: Sequence[float]) -> float:
     """Largest over mean load, 1 at best; 1 as well when there is no work at all. A step takes as long as its
     slowest rank."""
-    mean = sum(work) / max(1, len(work))
-    return max(work) / mean if mean > 0 else 1.0
+    total = sum(work)
+    return max(work) * len(work) / total if total > 0 else 1.0
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Who encodes which picture of a micro-batch, for the ranks that hold them.
 
-    grids[r][i]: (t, h, w) of picture i of rank r. owner[r][i]: rank that encodes it.
+    grids[r][i]: (t, h, w) of picture i of rank r. owner[r][i]: rank that encodes it. work: FLOPs of every
+    rank under this plan. before, after: largest over mean FLOPs where the pictures lie, and under this plan.
     """
 
     grids: tuple[tuple[Grid, ...], ...]
-    owner: Table
+    owner: tuple[tuple[int, ...], ...]
     merge: tuple[int, int]
     work: tuple[float, ...]
-    """FLOPs of every rank under this plan."""
     before: float
-    """Largest over mean FLOPs where the pictures lie."""
     after: float
-    """The same under this plan."""
 
     @cached_property
-    def patches(self) -> Table:
+    def patches(self) -> list[list[int]]:
         """[r][o]: patches that r sends to o."""
         return self._counted([[num_patches(grid) for grid in row] for row in self.grids])
 
     @cached_property
-    def features(self) -> Table:
+    def features(self) -> list[list[int]]:
         """[r][o]: merged vision tokens that o sends back to r. (Gradients go the ways of both tables
         backwards.)"""
         return self._counted([[num_tokens(grid, self.merge) for grid in row] for row in self.grids])
 
-    def _counted(self, sizes: Sequence[Sequence[int]]) -> Table:
+    def _counted(self, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
         rows = []
-        for owners, counts in zip(self.owner, sizes, strict=True):
+        for owners, counts in zip(self.owner, sizes):
             row = [0] * len(self.grids)
-            for rank, count in zip(owners, counts, strict=True):
+            for rank, count in zip(owners, counts):
                 row[rank] += count
-            rows.append(tuple(row))
-        return tuple(rows)
+            rows.append(row)
+        return rows
 
     @property
     def moves(self) -> bool:
@@ -157,7 +126,8 @@ class Exchange:
 
     def order(self, rank: int) -> list[int]:
         """Pictures of `rank` in the order to send them: by receiving rank, own order within."""
-        return sorted(range(len(self.owner[rank])), key=lambda i: (self.owner[rank][i], i))
+        owners = self.owner[rank]
+        return sorted(range(len(owners)), key=owners.__getitem__)
 
     def held(self, owner: int) -> list[tuple[int, int]]:
         """(home rank, picture) of everything `owner` encodes, in the order it arrives; may be empty."""
@@ -175,16 +145,16 @@ def exchange(
     max_patches: most patches of one rank, whose activations must fit its memory. Where no plan keeps to it,
     or none is better than the pictures' own places, they stay at home.
     """
-    ranks = len(grids)
-    items = [(r, grid) for r, row in enumerate(grids) for grid in row]
-    costs, home = [cost.of([grid]) for _, grid in items], [r for r, _ in items]
-    sizes = [num_patches(grid) for _, grid in items]
-    chosen = _kept_at_home(assign(costs, ranks, home, sizes, max_patches), home, sizes, ranks)
-    full = max_patches is not None and max(loads(sizes, chosen, ranks), default=0) > max_patches
-    if full or max(loads(costs, chosen, ranks)) >= max(loads(costs, home, ranks)):
+    ranks, limit = len(grids), float("inf") if max_patches is None else max_patches
+    home = [r for r, row in enumerate(grids) for _ in row]
+    items = [grid for row in grids for grid in row]
+    costs, sizes = [cost.of([grid]) for grid in items], [num_patches(grid) for grid in items]
+    chosen = _near_home(assign(costs, ranks, sizes, limit), home, sizes, ranks)
+    too_much = max(loads(sizes, chosen, ranks)) > limit
+    if too_much or max(loads(costs, chosen, ranks)) >= max(loads(costs, home, ranks)):
         chosen = home
-    taken = iter(chosen)
-    work = loads(costs, chosen, ranks)
+
+    taken, work = iter(chosen), loads(costs, chosen, ranks)
     return Exchange(
         grids=tuple(tuple(row) for row in grids),
         owner=tuple(tuple(next(taken) for _ in row) for row in grids),
@@ -195,21 +165,21 @@ def exchange(
     )
 
 
-def _kept_at_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
+def _near_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int], ranks: int) -> list[int]:
     """The same shares under other rank numbers: which rank takes a share does not matter to the loads, but a
     share lies partly on one rank or another already. Shares go, in the order of the patches saved, to the
     rank that saves most."""
-    stays: dict[tuple[int, int], int] = {}
-    for share, rank, size in zip(chosen, home, sizes, strict=True):
-        stays[share, rank] = stays.get((share, rank), 0) + size
+    stays: Counter[tuple[int, int]] = Counter()
+    for share, rank, size in zip(chosen, home, sizes):
+        stays[share, rank] += size
     place: dict[int, int] = {}
-    used: set[int] = set()
+    free = dict.fromkeys(range(ranks))
     for share, rank in sorted(stays, key=lambda pair: (-stays[pair], pair)):
-        if share not in place and rank not in used:
+        if share not in place and rank in free:
             place[share] = rank
-            used.add(rank)
-    free = (rank for rank in range(ranks) if rank not in used)
-    place |= {share: next(free) for share in range(ranks) if share not in place}
+            del free[rank]
+    for share in set(chosen) - set(place):
+        place[share] = free.popitem()[0]
     return [place[share] for share in chosen]
 
 
@@ -240,9 +210,8 @@ def plan_step(
 ) -> StepPlan:
     """The plan of a step from grids[r][k], the pictures of micro-batch k of rank r. Every rank has as many
     micro-batches."""
-    ranks = len(grids)
     parts = tuple(exchange(part, cost, merge, max_patches) for part in zip(*grids, strict=True))
     home = [sum(cost.of(part) for part in rank) for rank in grids]
-    mean = sum(home) / max(1, ranks)
     slowest = sum(max(part.work) for part in parts)
+    mean = sum(home) / len(home)
     return StepPlan(parts, before=imbalance(home), after=slowest / mean if mean > 0 else 1.0)

@@ -79,7 +79,6 @@ class PausedRequest:
         try:
             found = load_tensors(tensors)
 
-
             def whole(fields: dict[str, Any]) -> Any:
                 if TENSOR in fields:
                     return found[fields[TENSOR]]

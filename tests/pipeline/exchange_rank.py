@@ -38,7 +38,7 @@ def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: in
 
 def refusals(runtime: Runtime, group) -> dict[str, str]:
     """What every rank is told when one of them brings something else."""
-    rank, cpu, said = runtime.rank, torch.device("cpu"), {}
+    rank, said = runtime.rank, {}
 
     def note(name: str, call) -> None:
         try:
@@ -47,8 +47,8 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
         except (RanksDisagree, UserError) as error:
             said[name] = str(error)
 
-    note("micro-batches", lambda: gather_grids([[(1, 2, 2)]] * (1 + rank), group, cpu))
-    note("digest", lambda: gather_grids([[]], group, cpu, digest=7 + rank))
+    note("micro-batches", lambda: gather_grids([[(1, 2, 2)]] * (1 + rank), group))
+    note("digest", lambda: gather_grids([[]], group, str(rank)))
     fusion = cases.config()
     note(
         "setting",
