@@ -14,9 +14,8 @@ sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -184,9 +183,12 @@ class MlaPages:
         return mixed_NXR.view(-1, heads, rank).index_select(0, plan.places_T)
 
 
-@dataclass(frozen=True)
-class Cache:
-    """What `Decoder.forward` takes: a memory for every layer, and where the call's tokens stand in them."""
+AnyMemory = TypeVar("AnyMemory", KdaSlots, MlaPages)
 
-    layers: Sequence[KdaSlots | MlaPages]
+
+@dataclass(frozen=True)
+class Past(Generic[AnyMemory]):
+    """What a layer is given beside the new tokens: its memory, and where the call's tokens stand in it."""
+
+    memory: AnyMemory
     plan: CachePlan

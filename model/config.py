@@ -6,9 +6,18 @@ ModelConfig are the published Kimi-Linear-48B-A3B configuration, so `ModelConfig
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from earlyfusion.vision.config import VisionConfig
 
@@ -16,26 +25,29 @@ MOST_EXPERTS = 1 << 18
 """Experts of all layers together; with the limits of the fields, what a configuration may ask for before it
 is built on the meta device. Each is several times what the largest public models have."""
 LayerKind = Literal["kda", "mla"]
+Width = Annotated[int, Field(ge=1, le=1 << 20)]
+Heads = Annotated[int, Field(ge=1, le=4096)]
+HeadDim = Annotated[int, Field(ge=1, le=1 << 14)]
+Rank = Annotated[int, Field(ge=1, le=1 << 16)]
 
 
 class LinearAttnConfig(BaseModel):
     """Kimi Delta Attention. Layer numbers are 1-based, as in the public config.json."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    num_heads: int = Field(32, ge=1, le=4096)
-    head_dim: int = Field(128, ge=1, le=1 << 14, description="key and value width of one head")
+    num_heads: Heads = 32
+    head_dim: HeadDim = 128
+    """key and value width of one head"""
     short_conv_kernel_size: int = Field(4, ge=2, le=256)
-    kda_layers: list[int] | None = Field(
-        None, description="1-based; None: three KDA, one MLA, and the last is MLA"
-    )
-    full_attn_layers: list[int] | None = Field(
-        None, description="1-based MLA layers; None: those kda_layers leaves"
-    )
-    gate_lower_bound: float | None = Field(
-        None, lt=0, description="None: softplus gate; -5.0: K3's bounded gate"
-    )
-    full_rank_output_gate: bool = Field(False, description="one g_proj (K3) instead of g_a_proj, g_b_proj")
+    kda_layers: list[int] | None = None
+    """1-based; None: three KDA, one MLA, and the last is MLA"""
+    full_attn_layers: list[int] | None = None
+    """1-based MLA layers; None: those kda_layers leaves"""
+    gate_lower_bound: float | None = Field(None, lt=0)
+    """None: softplus gate; -5.0: K3's bounded gate"""
+    full_rank_output_gate: bool = False
+    """one g_proj (K3) instead of g_a_proj, g_b_proj"""
 
 
 class ModelConfig(BaseModel):
@@ -44,51 +56,53 @@ class ModelConfig(BaseModel):
     Raises pydantic's ValidationError (a ValueError) for a contradictory shape, naming the field to change.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     vocab_size: int = Field(163840, ge=1, le=1 << 22)
-    hidden_size: int = Field(2304, ge=1, le=1 << 18)
+    hidden_size: Width = 2304
     num_hidden_layers: int = Field(27, ge=1, le=256)
-    intermediate_size: int = Field(
-        9216, ge=1, le=1 << 20, description="width of the dense feed-forward layers"
-    )
-    rms_norm_eps: float = Field(1e-5, gt=0)
-    initializer_range: float = Field(0.02, gt=0)
+    intermediate_size: Width = 9216
+    """width of the dense feed-forward layers"""
+    rms_norm_eps: PositiveFloat = 1e-5
+    initializer_range: PositiveFloat = 0.02
     tie_word_embeddings: bool = False
     bos_token_id: int = 163584
     eos_token_id: int = 163586
     pad_token_id: int = 163839
 
     # multi-head latent attention, without positions (NoPE): the "rope" part exists but is never rotated
-    num_attention_heads: int = Field(32, ge=1, le=4096)
-    q_lora_rank: int | None = Field(None, ge=1, le=1 << 16)
-    kv_lora_rank: int = Field(512, ge=1, le=1 << 16)
-    qk_nope_head_dim: int = Field(128, ge=1, le=1 << 14)
+    num_attention_heads: Heads = 32
+    q_lora_rank: Rank | None = None
+    kv_lora_rank: Rank = 512
+    qk_nope_head_dim: HeadDim = 128
     qk_rope_head_dim: int = Field(64, ge=0, le=1 << 14)
-    v_head_dim: int = Field(128, ge=1, le=1 << 14)
-    kv_norm_eps: float = Field(
-        1e-6, gt=0, description="q_a_layernorm and kv_a_layernorm; transformers uses 1e-6"
-    )
-    mla_output_gate: bool = Field(False, description="K3: o_proj reads attention * sigmoid(g_proj(x))")
+    v_head_dim: HeadDim = 128
+    kv_norm_eps: PositiveFloat = 1e-6
+    """q_a_layernorm and kv_a_layernorm; transformers uses 1e-6"""
+    mla_output_gate: bool = False
+    """K3: o_proj reads attention * sigmoid(g_proj(x))"""
 
     linear_attn_config: LinearAttnConfig = Field(default_factory=LinearAttnConfig)
 
     # mixture of experts
-    num_experts: int = Field(256, ge=0, le=1 << 14, description="0: every feed-forward layer is dense")
-    num_experts_per_token: int = Field(8, ge=1)
+    num_experts: int = Field(256, ge=0, le=1 << 14)
+    """0: every feed-forward layer is dense"""
+    num_experts_per_token: PositiveInt = 8
     num_shared_experts: int = Field(1, ge=0, le=1024)
-    moe_intermediate_size: int = Field(1024, ge=1, le=1 << 20)
-    first_k_dense_replace: int = Field(1, ge=0)
-    moe_layer_freq: int = Field(1, ge=1)
+    moe_intermediate_size: Width = 1024
+    first_k_dense_replace: NonNegativeInt = 1
+    moe_layer_freq: PositiveInt = 1
     moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
     moe_renormalize: bool = True
-    routed_scaling_factor: float = Field(2.446, gt=0)
+    routed_scaling_factor: PositiveFloat = 2.446
     router_balance: Literal["sign", "quantile", "none"] = "sign"
-    router_bias_update_rate: float = Field(1e-3, ge=0, description="gamma of the sign rule")
+    router_bias_update_rate: NonNegativeFloat = 1e-3
+    """gamma of the sign rule"""
 
     # attention residuals
     attn_res: Literal["none", "full", "block"] = "none"
-    attn_res_block_size: int = Field(3, ge=1, description="TRANSFORMER layers per block (K3's unit)")
+    attn_res_block_size: PositiveInt = 3
+    """TRANSFORMER layers per block (K3's unit)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,11 +133,7 @@ class ModelConfig(BaseModel):
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts};"
                 " lower it"
             )
-        if (
-            self.num_experts
-            and self.router_balance == "quantile"
-            and self.num_experts_per_token == self.num_experts
-        ):
+        if self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
             raise ValueError(
                 f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below"
                 f" num_experts ({self.num_experts}); use router_balance='none' when every expert is always"
@@ -174,9 +184,8 @@ class FusionConfig(BaseModel):
 
     text: ModelConfig
     vision: VisionConfig
-    media_token_id: int = Field(
-        ge=0, description="id of <|media_pad|>, whose embeddings the image features replace"
-    )
+    media_token_id: NonNegativeInt
+    """id of <|media_pad|>, whose embeddings the image features replace"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

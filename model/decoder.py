@@ -12,8 +12,9 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial as bind
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.attnres import Mix, MixRecorder, mix_sources, run_block
-from earlyfusion.model.cache import Cache, CachePlan, KdaSlots, MlaPages
+from earlyfusion.model.cache import Past
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Embedding, Linear
 from earlyfusion.model.kda import KimiDeltaAttention
@@ -31,13 +32,11 @@ from earlyfusion.model.mlp import SwiGLU
 from earlyfusion.model.moe import MixtureOfExperts
 from earlyfusion.model.norm import RMSNorm
 
-Memory = KdaSlots | MlaPages
-
 
 class DecoderLayer(nn.Module):
-    """One transformer layer. Its two sub-layers, each with its pre-norm, are `attend` and `feed_forward`.
+    """One transformer layer. Its two sub-layers, each behind its pre-norm, are `attend` and `feed_forward`.
 
-    With Attention Residuals the decoder calls `attend_normed` and `feed_forward_normed` by themselves, so a
+    With Attention Residuals the decoder calls both by themselves, so a
     sharding wrapper must know both as forward methods. It must leave the pseudo-queries, their norms and the
     two pre-norms in the root group: a block reads the queries of all its layers at its start, and the kernel
     in front of a sub-layer takes its pre-norm with it.
@@ -79,41 +78,26 @@ class DecoderLayer(nn.Module):
 
     def attend(
         self,
-        h_TD: Tensor,
-        segments: Segments,
-        memory: Memory | None = None,
-        plan: CachePlan | None = None,
-        counted_T: Tensor | None = None,
-    ) -> Tensor:
-        return self.attend_normed(self.input_layernorm(h_TD), segments, memory, plan, counted_T)
-
-    def attend_normed(
-        self,
         x_TD: Tensor,
         segments: Segments,
-        memory: Memory | None = None,
-        plan: CachePlan | None = None,
+        past: Past[Any] | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
-        return self.self_attn(x_TD, segments, memory, plan, counted_T)  # type: ignore[arg-type]
+        return self.self_attn(x_TD, segments, past, counted_T)
 
-    def feed_forward(self, h_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
-        return self.feed_forward_normed(self.post_attention_layernorm(h_TD), counted_T)
-
-    def feed_forward_normed(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
+    def feed_forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
         return self.block_sparse_moe(x_TD, counted_T) if self.sparse else self.mlp(x_TD)
 
     def forward(
         self,
         x_TD: Tensor,
         segments: Segments,
-        memory: Memory | None = None,
-        plan: CachePlan | None = None,
+        past: Past[Any] | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """The plain residual form. x keeps its dtype (fp32 embeddings make an fp32 stream under autocast)."""
-        x_TD = x_TD + self.attend(x_TD, segments, memory, plan, counted_T)
-        return x_TD + self.feed_forward(x_TD, counted_T)
+        x_TD = x_TD + self.attend(self.input_layernorm(x_TD), segments, past, counted_T)
+        return x_TD + self.feed_forward(self.post_attention_layernorm(x_TD), counted_T)
 
     def mixes(self) -> tuple[Mix, Mix]:
         """The AttnRes mixes in front of the two sub-layers."""
@@ -157,14 +141,15 @@ class Decoder(nn.Module):
         self,
         x_TD: Tensor,
         segments: Segments,
-        cache: Cache | None = None,
+        past: Sequence[Past[Any]] | None = None,
         *,
         counted_T: Tensor | None = None,
         recorder: MixRecorder | None = None,
     ) -> Tensor:
         """Embeddings x_TD -> hidden states h_TD after the final norm.
 
-        segments: the packed documents, or with a cache the new tokens of each of its sequences, in order.
+        segments: the packed documents, or with a past (of every layer) the new tokens of each of its
+        sequences, in order.
         counted_T: bool, tokens that count for expert load and QK-Clip's maximum (None: all).
         recorder: collects AttnRes weights.
         Raises ValueError when x and segments disagree.
@@ -175,13 +160,31 @@ class Decoder(nn.Module):
                 "build Segments from the same packed row"
             )
 
-        plan, memories = (None, [None] * len(self.layers)) if cache is None else (cache.plan, cache.layers)
+        pasts = past or [None] * len(self.layers)
         if self.config.attn_res == "none":
-            for layer, memory in zip(self.layers, memories):
-                x_TD = self._maybe_recompute(layer, x_TD, segments, memory, plan, counted_T)
-        else:
-            x_TD = self._attention_residuals(x_TD, segments, memories, plan, counted_T, recorder)
-        return self.norm(x_TD)
+            for layer, own in zip(self.layers, pasts):
+                x_TD = self._maybe_recompute(layer, x_TD, segments, own, counted_T)
+            return self.norm(x_TD)
+
+        # Norm and body of a sub-layer go apart: a kernel may take the norm together with the mix.
+        sublayers: list[tuple[Mix, SubLayer]] = []
+        for layer, own in zip(self.layers, pasts):
+            assert isinstance(layer, DecoderLayer)
+            attend = bind(layer.attend, segments=segments, past=own, counted_T=counted_T)
+            feed_forward = bind(layer.feed_forward, counted_T=counted_T)
+            before_attention, before_mlp = layer.mixes()
+            sublayers.append((before_attention, SubLayer(layer.input_layernorm, attend)))
+            sublayers.append((before_mlp, SubLayer(layer.post_attention_layernorm, feed_forward)))
+
+        # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
+        size = self.config.sublayers_per_block()
+        sources: tuple[Tensor, ...] = (x_TD,)
+        for start in range(0, len(sublayers), size):
+            sources = self._maybe_recompute(run_block, sources, sublayers[start : start + size], recorder)
+
+        # The final norm reads a mix of its own of all of them.
+        final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
+        return self.norm(mix_sources(sources, final, recorder))
 
     def attnres_weights(self, x_TD: Tensor, segments: Segments, masks: dict[str, Tensor]) -> MixRecorder:
         """Mean AttnRes weights per mix and source over the tokens of each mask (for example image and text).
@@ -201,41 +204,3 @@ class Decoder(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
-
-    def _sublayers(
-        self,
-        segments: Segments,
-        memories: Sequence[Memory | None],
-        plan: CachePlan | None,
-        counted_T: Tensor | None,
-    ) -> Iterator[tuple[Mix, SubLayer]]:
-        for layer, memory in zip(self.layers, memories):
-            assert isinstance(layer, DecoderLayer)
-            before_attention, before_mlp = layer.mixes()
-            # Norm and body go apart: a kernel may take the norm together with the mix.
-            attend = bind(
-                layer.attend_normed, segments=segments, memory=memory, plan=plan, counted_T=counted_T
-            )
-            yield before_attention, SubLayer(layer.input_layernorm, attend)
-            feed_forward = bind(layer.feed_forward_normed, counted_T=counted_T)
-            yield before_mlp, SubLayer(layer.post_attention_layernorm, feed_forward)
-
-    def _attention_residuals(
-        self,
-        x_TD: Tensor,
-        segments: Segments,
-        memories: Sequence[Memory | None],
-        plan: CachePlan | None,
-        counted_T: Tensor | None,
-        recorder: MixRecorder | None,
-    ) -> Tensor:
-        # Every block reads the sources before it and leaves one more: the sum of its sub-layers' outputs.
-        sublayers = list(self._sublayers(segments, memories, plan, counted_T))
-        size = self.config.sublayers_per_block()
-        sources: tuple[Tensor, ...] = (x_TD,)
-        for start in range(0, len(sublayers), size):
-            sources = self._maybe_recompute(run_block, sources, sublayers[start : start + size], recorder)
-
-        # The final norm reads a mix of its own of all of them.
-        final = Mix("output", self.output_attn_res_query, self.output_attn_res_norm)
-        return mix_sources(sources, final, recorder)

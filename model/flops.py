@@ -21,9 +21,9 @@ from earlyfusion.model.decoder import Decoder
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.patches import Grid, num_tokens
 
 ROOMS = ("embedding", "kda", "mla", "moe", "dense", "attnres", "norm", "head", "vision", "projector")
-_BACKWARD = 3  # forward plus twice as much
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,33 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     by_room = dict.fromkeys(ROOMS, 0)
     idle = 0
     for name, parameter in model.named_parameters():
-        room = _room(name.removeprefix("decoder."), config)
-        by_room[room] += parameter.numel()
+        by_room[_room(name.removeprefix("decoder."), config)] += parameter.numel()
         if ".experts." in name:
-            idle += (
-                parameter.numel() * (config.num_experts - config.num_experts_per_token) // config.num_experts
-            )
+            idle += parameter[config.num_experts_per_token :].numel()
     total = sum(by_room.values())
     return ParameterCount(total, total - idle - by_room["vision"] - by_room["projector"], by_room)
 
 
+PARTS = {
+    "vision_tower": "vision",
+    "mm_projector": "projector",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "block_sparse_moe": "moe",
+    "mlp": "dense",
+}
+"""Where a parameter counts, by the first or third part of its name; what stands nowhere is a norm."""
+
+
 def _room(name: str, config: ModelConfig) -> str:
-    parts = name.split(".")
-    if parts[0] in ("vision_tower", "mm_projector"):
-        return "vision" if parts[0] == "vision_tower" else "projector"
+    part = name.split(".")[0]
     if "_res_" in name:
         return "attnres"
-    if parts[0] == "layers":
-        kind = {"self_attn": config.plan()[int(parts[1])], "block_sparse_moe": "moe", "mlp": "dense"}
-        return kind.get(parts[2], "norm")
-    return {"embed_tokens": "embedding", "lm_head": "head"}.get(parts[0], "norm")
+    if part == "layers":
+        _, layer, part, *_ = name.split(".")
+        if part == "self_attn":
+            return config.plan()[int(layer)]
+    return PARTS.get(part, "norm")
 
 
 def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
@@ -121,23 +128,21 @@ def _attnres_flops(config: ModelConfig, tokens: float) -> float:
     return 4 * tokens * config.hidden_size * (mixed + final)
 
 
-def vision_flops(
-    config: VisionConfig, hidden_size: int, grids: Sequence[tuple[int, int, int]]
-) -> dict[str, float]:
+def vision_flops(config: VisionConfig, hidden_size: int, grids: Sequence[Grid]) -> dict[str, float]:
     """Forward FLOPs of tower and projector for images (clips) of these (t, h, w) grids, in patches."""
-    features = float(sum(h * w for _, h, w in grids)) / config.merge_size
+    features = sum(num_tokens(grid, config.merge_kernel_size) for grid in grids)
     merged = config.hidden_size * config.merge_size
     return {
         "vision": VisionCost.from_config(config).of(grids),
-        "projector": 2 * features * merged * (merged + hidden_size),
+        "projector": 2.0 * features * merged * (merged + hidden_size),
     }
 
 
 def training_flops(
-    config: FusionConfig, lengths: Sequence[int], grids: Sequence[tuple[int, int, int]] = ()
+    config: FusionConfig, lengths: Sequence[int], grids: Sequence[Grid] = ()
 ) -> dict[str, float]:
     """Forward plus backward FLOPs by room of one packed batch; their sum over the step time is the achieved
     rate."""
     rooms = decoder_flops(config.text, lengths)
     rooms.update(vision_flops(config.vision, config.text.hidden_size, grids))
-    return {room: _BACKWARD * flops for room, flops in rooms.items()}
+    return {room: 3 * flops for room, flops in rooms.items()}  # forward plus twice as much

@@ -49,16 +49,12 @@ class Prompt(Protocol):
     def media_positions(self) -> Tensor: ...
 
 
-class Labelled(Prompt, Protocol):
-    """A prompt with labels int64 [T], the id to predict at each position (-100: none)."""
+class Packed(Prompt, Protocol):
+    """A training row: labels int64 [T], the id to predict at each position (-100: none), and loss_weights
+    fp32 [T]."""
 
     @property
     def labels(self) -> Tensor: ...
-
-
-class Packed(Labelled, Protocol):
-    """A training row: also loss_weights fp32 [T]."""
-
     @property
     def loss_weights(self) -> Tensor: ...
 
@@ -140,18 +136,6 @@ class NativeFusion(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
-
-    def token_log_probs(self, batch: Labelled, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's
-        entropy.
-
-        Both [T] in nats, fp32, 0 where the label is -100; the first is differentiable, the second detached.
-        Never holds [T, V]. Raises ValueError for a temperature that is not positive.
-        """
-        hidden_TD = self.hidden(batch)
-        return resolve("token_log_probs", hidden_TD.device)(
-            hidden_TD, self.decoder.head_weight(), batch.labels, temperature=temperature
-        )
 
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from earlyfusion.model.engine.requests import Prompt, Request, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 
 MOST_SLOTS = 64
+PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,23 @@ class Row:
 
 def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
     """One packed row on the model's device. Raises ValueError for an empty prompt, or no prompt at all."""
-    if not prompts:
-        raise ValueError("no prompts given; pass at least one")
-    lengths = [int(prompt.ids.shape[0]) for prompt in prompts]
-    if min(lengths) == 0:
-        raise ValueError(f"prompt {lengths.index(0)} has no tokens; a prompt needs at least [BOS]")
+    vision, device = model.config.vision, model.decoder.embed_tokens.weight.device
+    lengths = [len(prompt.ids) for prompt in prompts]
+    if not min(lengths, default=0):
+        raise ValueError(f"{len(prompts)} prompts of {lengths} tokens; give at least one, each with [BOS]")
     segments = Segments.from_lengths(lengths)
-    vision = model.config.vision
-    none = torch.empty(0, vision.in_channels, vision.patch_size, vision.patch_size, dtype=torch.uint8)
-    patches = [prompt.patches for prompt in prompts if prompt.patches is not None]
-    places = [
-        torch.as_tensor(p.media_positions).long() + start for p, start in zip(prompts, segments.offsets)
-    ]
-    device = model.decoder.embed_tokens.weight.device
+    patches = [torch.empty(0, vision.in_channels, vision.patch_size, vision.patch_size, dtype=torch.uint8)]
+    places, grids = [], []
+    for prompt, start in zip(prompts, segments.offsets):
+        places.append(torch.as_tensor(prompt.media_positions).long() + start)
+        grids += prompt.grids
+        if prompt.patches is not None:
+            patches.append(prompt.patches)
     return Row(
         ids=torch.cat([prompt.ids.long() for prompt in prompts]).to(device),
         segments=segments,
-        patches=torch.cat(patches).to(device) if patches else none.to(device),
-        grids=[(t, h, w) for prompt in prompts for t, h, w in prompt.grids],
+        patches=torch.cat(patches).to(device),
+        grids=grids,
         media_positions=torch.cat(places).to(device),
     )
 
@@ -92,16 +92,12 @@ def generate(
     `special_ids` (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for
     options out of range, no prompt or an empty one.
     """
-    params = SamplingParams(
-        max_new_tokens,
-        temperature,
-        top_p,
-        seed=seed,
-        stop_ids=() if stop_ids is None else tuple(stop_ids),
-        ignore_eos=stop_ids is not None,
-    )
+    params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
+    if stop_ids is not None:
+        params = replace(params, stop_ids=tuple(stop_ids), ignore_eos=True)
     engine = engine_for(model, tokenizer, prompts, max_new_tokens)
-    return [done.text for done in engine.generate(_requests(prompts, params))]
+    requests = [Request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+    return [done.text for done in engine.generate(requests)]
 
 
 def engine_for(
@@ -115,22 +111,16 @@ def engine_for(
     prompt."""
     if not prompts:
         raise ValueError("no prompts given; pass at least one")
-    page = 16
     slots = min(len(prompts), most_slots)
-    needs = sorted(
-        (-(-(int(p.ids.shape[0]) + max(0, max_new_tokens)) // page) for p in prompts), reverse=True
-    )
+    longest = sorted(len(prompt.ids) + max(0, max_new_tokens) for prompt in prompts)[-slots:]
     return Engine(
         model,
         tokenizer,
         max_slots=slots,
-        page_size=page,
-        max_pages=sum(needs[:slots]) + slots,  # a forked group may hold one page more than its samples apart
+        page_size=PAGE,
+        # Whole pages for each; a forked group may hold one page more than its samples apart.
+        max_pages=sum(-(-tokens // PAGE) + 1 for tokens in longest),
         prefill_chunk=2048,
         max_waiting=len(prompts),
         image_cache=max(1, sum(len(prompt.grids) for prompt in prompts)),
     )
-
-
-def _requests(prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
-    return [Request(str(index), prompt, params) for index, prompt in enumerate(prompts)]

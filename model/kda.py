@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CachePlan, KdaSlots
+from earlyfusion.model.cache import KdaSlots, Past
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear, decay_rate_, normal_, time_step_bias_
 from earlyfusion.model.norm import GatedRMSNorm
@@ -105,28 +105,27 @@ class KimiDeltaAttention(nn.Module):
         self,
         x_TD: Tensor,
         segments: Segments,
-        memory: KdaSlots | None = None,
-        plan: CachePlan | None = None,
+        past: Past[KdaSlots] | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
-        """x_TD normed input -> y_TD. With a memory (and the call's plan) the state is read, advanced and
-        kept. counted_T: as for MLA, unused here."""
+        """x_TD normed input -> y_TD. With a past the state is read, advanced and kept. counted_T: as for MLA,
+        unused here."""
         heads = (self.num_heads, self.head_dim)
-        if memory is None or plan is None:
+        if past is None:
             joint, weight = self.joined_weights()
         else:
-            memory.joined = memory.joined or self.joined_weights()
-            joint, weight = memory.joined
+            past.memory.joined = past.memory.joined or self.joined_weights()
+            joint, weight = past.memory.joined
         qkv, f, gate, beta = self._project(x_TD, joint)
 
-        if memory is not None and plan is not None and plan.single:
-            o_THV = memory.step(self, plan, qkv, f, beta, weight)
+        if past is not None and past.plan.single:
+            o_THV = past.memory.step(self, past.plan, qkv, f, beta, weight)
         else:
             # Documents from their beginnings, or new tokens of sequences after the state they left.
             state = taps = None
-            if memory is not None and plan is not None:
-                state, taps = memory.read(plan)
-            keep = memory is not None
+            if past is not None:
+                state, taps = past.memory.read(past.plan)
+            keep = past is not None
             qkv, taps = resolve("short_conv", x_TD)(
                 qkv, weight, segments, initial_taps_NCW1=taps, output_taps=keep
             )
@@ -141,8 +140,8 @@ class KimiDeltaAttention(nn.Module):
                 initial_state_NGKV=state,
                 output_final_state=keep,
             )
-            if memory is not None and plan is not None:
-                memory.write(plan, state, taps)
+            if past is not None:
+                past.memory.write(past.plan, state, taps)
 
         # Each head's output is normed and gated by the token itself.
         return self.o_proj(self.o_norm(o_THV, gate.unflatten(1, heads)).flatten(1))

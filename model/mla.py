@@ -22,7 +22,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import CachePlan, MlaPages
+from earlyfusion.model.cache import CachePlan, MlaPages, Past
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.init import Linear
 from earlyfusion.model.norm import Fp32State, RMSNorm
@@ -82,11 +82,10 @@ class MultiHeadLatentAttention(Fp32State):
         self,
         x_TD: Tensor,
         segments: Segments,
-        memory: MlaPages | None = None,
-        plan: CachePlan | None = None,
+        past: Past[MlaPages] | None = None,
         counted_T: Tensor | None = None,
     ) -> Tensor:
-        """x_TD normed input -> y_TD. With a memory (and the call's plan) latents are appended and attended.
+        """x_TD normed input -> y_TD. With a past the latents are appended and all of them attended.
 
         counted_T: bool, tokens whose logits enter `max_logit` (None: all); filler must not make QK-Clip
         shrink a head.
@@ -102,17 +101,15 @@ class MultiHeadLatentAttention(Fp32State):
         )
         c_TR = self.kv_a_layernorm(c_TR)
 
-        if memory is None or plan is None:
+        if past is not None:
+            past.memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), past.plan)
+        if past is None or past.plan.fresh:
             o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
+        elif past.plan.past is not None:
+            key_segments, rows_L = past.plan.past
+            o_THV = self._attend_expanded(q_THQ, past.memory.latents_XR[rows_L], segments, key_segments)
         else:
-            memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), plan)
-            if plan.fresh:
-                o_THV = self._attend(q_THQ, c_TR, rope_T1, segments)
-            elif plan.past is not None:
-                key_segments, rows_L = plan.past
-                o_THV = self._attend_expanded(q_THQ, memory.latents_XR[rows_L], segments, key_segments)
-            else:
-                o_THV = self._attend_cached(q_THQ, memory, plan)
+            o_THV = self._attend_cached(q_THQ, past.memory, past.plan)
 
         y = o_THV.flatten(1)
         if self.g_proj is not None:

@@ -75,7 +75,13 @@ class Router(Fp32State):
                 biased_TE = scores_TE + self.e_score_correction_bias
                 ids_TJ = torch.topk(biased_TE, self.top_k, dim=-1, sorted=False)[1]
                 if self.replayed_TJ is not None:
-                    ids_TJ = self._replay(ids_TJ)
+                    if self.replayed_TJ.shape != ids_TJ.shape:
+                        raise ValueError(
+                            f"routing to replay is {tuple(self.replayed_TJ.shape)} for a layer that routes"
+                            f" {tuple(ids_TJ.shape)} [tokens, experts per token]; give the routing of exactly"
+                            " this packed row"
+                        )
+                    ids_TJ = torch.where(self.replayed_TJ < 0, ids_TJ, self.replayed_TJ)
                 if self.recorded is not None:
                     self.recorded.append(ids_TJ)
 
@@ -83,16 +89,6 @@ class Router(Fp32State):
             if self.renormalize:
                 weights_TJ = weights_TJ / (weights_TJ.sum(-1, keepdim=True) + 1e-20)
             return ids_TJ, weights_TJ * self.scaling, scores_TE
-
-    def _replay(self, chosen_TJ: Tensor) -> Tensor:
-        assert self.replayed_TJ is not None
-        if self.replayed_TJ.shape != chosen_TJ.shape:
-            raise ValueError(
-                f"routing to replay is {tuple(self.replayed_TJ.shape)} for a layer that routes"
-                f" {tuple(chosen_TJ.shape)} [tokens, experts per token]; give the routing of exactly this"
-                " packed row"
-            )
-        return torch.where(self.replayed_TJ < 0, chosen_TJ, self.replayed_TJ)
 
 
 class Experts(nn.Module):
@@ -136,10 +132,9 @@ class MixtureOfExperts(Fp32State):
 
         # Since the last optimizer step: tokens per expert, and what the quantile rule looks at.
         self.register_buffer("load", torch.empty(config.num_experts, dtype=torch.float32), persistent=False)
-        bins = (
-            torch.empty(config.num_experts, BINS, dtype=torch.float32) if self.balance == "quantile" else None
-        )
-        self.register_buffer("histogram", bins, persistent=False)
+        histogram = torch.empty(config.num_experts, BINS, dtype=torch.float32)
+        kept = histogram if config.router_balance == "quantile" else None
+        self.register_buffer("histogram", kept, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -177,7 +172,7 @@ class MixtureOfExperts(Fp32State):
         self.histogram.view(-1).scatter_add_(0, flat.flatten(), weight_T1.expand(-1, experts).flatten())
 
     @torch.no_grad()
-    def _apply_rule(self) -> None:
+    def apply_rule(self) -> None:
         bias = self.gate.e_score_correction_bias
         if self.balance == "sign":
             # no tokens: load equals its mean, sign(0) = 0
@@ -262,9 +257,9 @@ def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dic
     """Balance all MoE layers of `module`; call once per optimizer step, after the last micro-batch.
 
     reduce: sums a flat fp32 tensor over ranks and returns it (None: one rank). It is called once for all
-    layers. Returns, as device tensors (no sync): load_share [layers, E] (rows sum to 1), max_violation and
-    mean_violation [layers] = max and mean over experts of |load / mean load - 1|; an empty dict without MoE
-    layers. Counts start again from zero.
+    layers. Returns, as device tensors (no sync): load_share [layers, E] (rows sum to 1) and max_violation
+    [layers] = max over experts of |load / mean load - 1|; an empty dict without MoE layers. Counts start
+    again from zero.
     """
     layers = moe_layers(module)
     if not layers:
@@ -280,12 +275,9 @@ def update_router_biases(module: nn.Module, reduce: Reduce | None = None) -> dic
     # Move every bias, and tell what it had to mend.
     shares = []
     for layer in layers:
-        layer._apply_rule()
+        layer.apply_rule()
         shares.append(layer.load / layer.load.sum().clamp(min=1.0))
         layer.reset_counts()
-    violation = [(share * share.numel() - 1.0).abs() for share in shares]
-    return {
-        "load_share": torch.stack(shares),
-        "max_violation": torch.stack([v.max() for v in violation]),
-        "mean_violation": torch.stack([v.mean() for v in violation]),
-    }
+    share_LE = torch.stack(shares)
+    violation_LE = (share_LE * share_LE.shape[1] - 1.0).abs()
+    return {"load_share": share_LE, "max_violation": violation_LE.amax(1)}

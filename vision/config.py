@@ -6,9 +6,9 @@ section 4.2, Kimi K3 report section 2.4); `VisionConfig.preset` gives each with 
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from earlyfusion.kernels.errors import did_you_mean
 
@@ -16,6 +16,8 @@ from earlyfusion.kernels.errors import did_you_mean
 # another function in float32 (1.2e-7) than in bfloat16 (2^-7), where its weights were trained. The preset
 # fixes the latter.
 BF16_EPS = 2.0**-7
+Count = Annotated[int, Field(ge=1, le=4096)]
+Channel = Annotated[int, Field(ge=0, le=255)]
 
 
 class VisionConfig(BaseModel):
@@ -26,53 +28,50 @@ class VisionConfig(BaseModel):
     frame to about `in_patch_limit_each_frame` (padding and rounding may add some: `patches.navit_size`).
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     # patches
-    patch_size: int = Field(14, ge=1, le=1024, description="side of a square patch in pixels")
+    patch_size: int = Field(14, ge=1, le=1024)
+    """side of a square patch in pixels"""
     in_channels: int = Field(3, ge=1, le=64)
-    merge_kernel_size: tuple[int, int] = Field(
-        (2, 2), description="(rows, columns) of patches that become one token"
-    )
-    max_patches_per_side: int = Field(
-        512, ge=1, le=1 << 14, description="longest side in patches; also the range of the 2-D RoPE"
-    )
-    in_patch_limit: int = Field(65536, ge=1, description="patches of one image, before padding")
-    in_patch_limit_each_frame: int = Field(
-        4096, ge=1, description="patches of one video frame before padding"
-    )
-    alpha_background: tuple[int, int, int] = Field(
-        (255, 255, 255), description="RGB put behind transparent pixels"
-    )
+    merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
+    """(rows, columns) of patches that become one token"""
+    max_patches_per_side: int = Field(512, ge=1, le=1 << 14)
+    """longest side in patches; also the range of the 2-D RoPE"""
+    in_patch_limit: PositiveInt = 65536
+    """patches of one image, before padding"""
+    in_patch_limit_each_frame: PositiveInt = 4096
+    """patches of one video frame before padding"""
+    alpha_background: tuple[Channel, Channel, Channel] = (255, 255, 255)
+    """RGB put behind transparent pixels"""
 
     # tower
-    tower: str = Field("moonvit", description='a registered tower, or "package.module:Class" of your own')
+    tower: str = "moonvit"
+    """a registered tower, or "package.module:Class" of your own"""
     hidden_size: int = Field(1024, ge=1, le=1 << 18)
     num_hidden_layers: int = Field(27, ge=0, le=256)
-    num_attention_heads: int = Field(12, ge=1, le=4096)
-    head_dim: int = Field(
-        128, ge=4, le=1 << 14, description="multiple of 4; qkv width is heads * head_dim, free of hidden_size"
-    )
+    num_attention_heads: Count = 12
+    head_dim: int = Field(128, ge=4, le=1 << 14)
+    """multiple of 4; qkv width is heads * head_dim, free of hidden_size"""
     intermediate_size: int = Field(4096, ge=1, le=1 << 20)
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = Field(BF16_EPS, gt=0, description="always explicit: see BF16_EPS")
-    bias: bool = Field(False, description="biases of patch embedding, attention and MLP")
-    pos_emb_height: int = Field(64, ge=1, le=4096)
-    pos_emb_width: int = Field(64, ge=1, le=4096)
-    pos_emb_time: int = Field(
-        4, ge=1, le=4096, description="frames that share one item (and its tokens); 1 means images only"
-    )
+    norm_eps: PositiveFloat = BF16_EPS
+    """always explicit: see BF16_EPS"""
+    bias: bool = False
+    """biases of patch embedding, attention and MLP"""
+    pos_emb_height: Count = 64
+    pos_emb_width: Count = 64
+    pos_emb_time: Count = 4
+    """frames that share one item (and its tokens); 1 means images only"""
     pos_emb_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    rope_theta: float = Field(1e4, gt=0)
-    initializer_range: float = Field(0.02, gt=0)
+    rope_theta: PositiveFloat = 1e4
+    initializer_range: PositiveFloat = 0.02
 
     # projector
-    projector: Literal["v1", "v2"] = Field(
-        "v2", description="v1 LayerNorm before and biases; v2 RMSNorm after, none"
-    )
-    projector_ln_eps: float = Field(
-        1e-5, gt=0, description="of the projector's norm in every release, V2 included"
-    )
+    projector: Literal["v1", "v2"] = "v2"
+    """v1 LayerNorm before and biases; v2 RMSNorm after, none"""
+    projector_ln_eps: PositiveFloat = 1e-5
+    """of the projector's norm in every release, V2 included"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -81,8 +80,6 @@ class VisionConfig(BaseModel):
                 f"head_dim={self.head_dim}: the 2-D RoPE turns pairs for x and y in equal number, "
                 f"so head_dim must be a multiple of 4 (nearest: {max(4, round(self.head_dim / 4) * 4)})"
             )
-        if min(self.merge_kernel_size) < 1:
-            raise ValueError(f"merge_kernel_size={self.merge_kernel_size}: both sides must be at least 1")
         if any(self.max_patches_per_side % side for side in self.merge_kernel_size):
             raise ValueError(
                 f"max_patches_per_side={self.max_patches_per_side} must be a multiple of merge_kernel_size="
@@ -90,8 +87,6 @@ class VisionConfig(BaseModel):
             )
         if self.hidden_size % 2 and self.pos_emb_time > 1:
             raise ValueError(f"hidden_size={self.hidden_size} must be even for the sine/cosine time table")
-        if not all(0 <= channel <= 255 for channel in self.alpha_background):
-            raise ValueError(f"alpha_background={self.alpha_background}: RGB values must lie in 0..255")
         return self
 
     @property

@@ -16,7 +16,7 @@ from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.grid import Geometry, GridTensors, VisionGrid
+from earlyfusion.vision.grid import GridTensors, VisionGrid, same_geometry
 from earlyfusion.vision.towers import tower
 
 
@@ -124,10 +124,6 @@ class PatchEmbed(nn.Module):
         self.proj = PatchProjection(cfg)
         self.pos_emb = PositionTable(cfg)
 
-    def reset_parameters(self) -> None:
-        self.proj.reset_parameters()
-        self.pos_emb.reset_parameters()
-
     def forward(self, patches: torch.Tensor, at: GridTensors) -> torch.Tensor:
         x = self.proj(patches)
         # Under autocast the projection is bfloat16 while parameters
@@ -168,15 +164,11 @@ class EncoderBlock(nn.Module):
         self.wqkv = Linear(cfg.hidden_size, 3 * cfg.qkv_width, bias=cfg.bias)
         self.wo = Linear(cfg.qkv_width, cfg.hidden_size, bias=cfg.bias)
         self.mlp = EncoderMLP(cfg)
-        init_linear(self.wqkv, self.std)
-        init_linear(self.wo, self.std)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self.norm0.reset_parameters()
-        self.norm1.reset_parameters()
         init_linear(self.wqkv, self.std)
         init_linear(self.wo, self.std)
-        self.mlp.reset_parameters()
 
     def attend(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
         """Attention branch on normed input [P, C] -> [P, C]."""
@@ -202,12 +194,6 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList([EncoderBlock(cfg) for _ in range(cfg.num_hidden_layers)])
         self.final_layernorm = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
 
-    def reset_parameters(self) -> None:
-        for block in self.blocks:
-            assert isinstance(block, EncoderBlock)
-            block.reset_parameters()
-        self.final_layernorm.reset_parameters()
-
     def forward(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
         """[P, C] in merge order -> [P / merge size, merge size, C]."""
         for block in self.blocks:
@@ -229,14 +215,14 @@ class VisionTower(nn.Module):
     def __init__(self, cfg: VisionConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.geometry = Geometry.of(cfg)
         self.patch_embed = PatchEmbed(cfg)
         self.encoder = Encoder(cfg)
 
     def reset_parameters(self) -> None:
         """N(0, initializer_range^2) for matrices and the position table, ones for norms, zeros for biases."""
-        self.patch_embed.reset_parameters()
-        self.encoder.reset_parameters()
+        for module in [*self.patch_embed.modules(), *reversed(list(self.encoder.modules()))]:
+            if hasattr(module, "reset_parameters"):  # children before parents, which have the last word
+                module.reset_parameters()
 
     def zero_anchor(self) -> torch.Tensor:
         """Scalar 0 through which every parameter receives a gradient of zeros."""
@@ -274,8 +260,8 @@ class VisionTower(nn.Module):
             raise ValueError(
                 f"patches {list(patches.shape)} do not fit grids {grid.grids}: expected {list(expected)}"
             )
-        if grid.geometry is not self.geometry and grid.geometry != self.geometry:
+        if not same_geometry(grid.cfg, cfg):
             raise ValueError(
-                f"the VisionGrid was built for {grid.geometry}, the tower is {self.geometry}; "
+                f"the VisionGrid was built for {grid.cfg}, the tower is {cfg}; "
                 "build it with VisionGrid.from_grids(grids, tower.cfg)"
             )

@@ -22,33 +22,26 @@ from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 from earlyfusion.vision.position import resample_taps, rope_turns, time_table
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """The part of a VisionConfig that positions depend on."""
-
-    merge: tuple[int, int]
-    table: tuple[int, int, int]  # height, width, frames
-    interpolation: str
-    sides: int
-    head_dim: int
-    hidden_size: int
-    rope_theta: float
-
-    @classmethod
-    def of(cls, cfg: VisionConfig) -> Geometry:
-        return cls(
-            merge=cfg.merge_kernel_size,
-            table=(cfg.pos_emb_height, cfg.pos_emb_width, cfg.pos_emb_time),
-            interpolation=cfg.pos_emb_interpolation,
-            sides=cfg.max_patches_per_side,
-            head_dim=cfg.head_dim,
-            hidden_size=cfg.hidden_size,
-            rope_theta=cfg.rope_theta,
-        )
+GEOMETRY = (
+    "merge_kernel_size",
+    "pos_emb_height",
+    "pos_emb_width",
+    "pos_emb_time",
+    "pos_emb_interpolation",
+    "max_patches_per_side",
+    "head_dim",
+    "hidden_size",
+    "rope_theta",
+)
+"""The fields of a VisionConfig that positions depend on."""
 
 
-@dataclass(frozen=True)
+def same_geometry(one: VisionConfig, other: VisionConfig) -> bool:
+    """Whether a grid built for one configuration serves a tower of the other."""
+    return one is other or all(getattr(one, name) == getattr(other, name) for name in GEOMETRY)
+
+
+@dataclass
 class GridTensors:
     """Device side of a VisionGrid. Optional fields are None when the pack does not need them."""
 
@@ -56,11 +49,13 @@ class GridTensors:
     turns_PK: torch.Tensor  # complex64: 2-D RoPE
     position_index_UW: torch.Tensor  # int64: taps into the flattened position table
     position_weight_UW: torch.Tensor  # float32
-    position_row_P: torch.Tensor | None  # int64: which of the U rows a patch adds; None when that is 0..P-1
-    time_row_P: torch.Tensor | None  # int64: row of the time table
-    time_TC: torch.Tensor | None  # float32: the time table
-    frame_rows_FM: torch.Tensor | None  # int64: f-th frame of token m, as a row of the unpooled tokens
-    frame_weight_FM: torch.Tensor | None  # float32: 1 / t, or 0 past the last frame
+    position_row_P: torch.Tensor | None = (
+        None  # int64: which of the U rows a patch adds; None when that is 0..P-1
+    )
+    time_row_P: torch.Tensor | None = None  # int64: row of the time table
+    time_TC: torch.Tensor | None = None  # float32: the time table
+    frame_rows_FM: torch.Tensor | None = None  # int64: f-th frame of token m, as a row of the unpooled tokens
+    frame_weight_FM: torch.Tensor | None = None  # float32: 1 / t, or 0 past the last frame
 
 
 @lru_cache(maxsize=512)
@@ -69,24 +64,6 @@ def merge_order(h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
     rows, cols = merge
     index = np.arange(h * w, dtype=np.int64).reshape(h // rows, rows, w // cols, cols)
     return index.transpose(0, 2, 1, 3).reshape(-1)
-
-
-def _check(grid: Grid, geometry: Geometry) -> None:
-    t, h, w = grid
-    rows, cols = geometry.merge
-    if min(grid) < 1 or h % rows or w % cols:
-        raise ValueError(
-            f"grid {grid}: h and w must be positive multiples of the merge kernel {geometry.merge}"
-        )
-    if max(h, w) > geometry.sides:
-        raise ValueError(
-            f"grid {grid}: at most {geometry.sides} patches a side; resize with patches.navit_size"
-        )
-    if t > geometry.table[2]:
-        raise ValueError(
-            f"grid {grid}: at most {geometry.table[2]} frames share an item (pos_emb_time); "
-            "cut longer clips with patches.prepare_frames"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +75,7 @@ class VisionGrid:
     """
 
     grids: tuple[Grid, ...]
-    geometry: Geometry
+    cfg: VisionConfig
     segments: Segments
     tokens: tuple[int, ...]  # per item
 
@@ -108,12 +85,20 @@ class VisionGrid:
 
         Raises ValueError for sizes that are not whole tokens, too long a side, or too many frames.
         """
-        geometry = Geometry.of(cfg)
-        items = tuple((int(t), int(h), int(w)) for t, h, w in grids)
-        for grid in items:
-            _check(grid, geometry)
-        segments = Segments.from_lengths([num_patches(grid) for grid in items])
-        return cls(items, geometry, segments, tuple(num_tokens(grid, geometry.merge) for grid in items))
+        rows, cols = cfg.merge_kernel_size
+        for t, h, w in grids:
+            complaint = ""
+            if min(t, h, w) < 1 or h % rows or w % cols:
+                complaint = f"h and w must be positive multiples of the merge kernel {(rows, cols)}"
+            elif max(h, w) > cfg.max_patches_per_side:
+                complaint = f"at most {cfg.max_patches_per_side} patches a side; resize with navit_size"
+            elif t > cfg.pos_emb_time:
+                complaint = f"at most {cfg.pos_emb_time} frames share an item; cut clips with prepare_frames"
+            if complaint:
+                raise ValueError(f"grid {(t, h, w)}: {complaint}")
+        segments = Segments.from_lengths([num_patches(grid) for grid in grids])
+        tokens = tuple(num_tokens(grid, cfg.merge_kernel_size) for grid in grids)
+        return cls(tuple(grids), cfg, segments, tokens)
 
     @property
     def num_patches(self) -> int:
@@ -131,14 +116,14 @@ class VisionGrid:
         return self.segments.cached(("vision.grid", str(device)), lambda: self._build(torch.device(device)))
 
     def _build(self, device: torch.device) -> GridTensors:
-        g = self.geometry
+        cfg = self.cfg
         order, rows, cols, position_row, times = [], [], [], [], []
         index, weight, first_row = [], [], {}
         offset = known = 0
         for t, h, w in self.grids:
-            merged = merge_order(h, w, g.merge)
-            if (h, w) not in first_row:
-                taps = resample_taps(h, w, *g.table[:2], g.interpolation)
+            merged = merge_order(h, w, cfg.merge_kernel_size)
+            if (h, w) not in first_row:  # a size is resampled once, whatever images share it
+                taps = resample_taps(h, w, cfg.pos_emb_height, cfg.pos_emb_width, cfg.pos_emb_interpolation)
                 index.append(taps[0][merged])
                 weight.append(taps[1][merged])
                 first_row[h, w] = known
@@ -150,27 +135,35 @@ class VisionGrid:
             times.append(np.repeat(np.arange(t) + (t > 1), h * w))
             offset += t * h * w
 
-        def put(
-            parts: list[np.ndarray], empty: tuple[int, ...] = (0,), dtype: type = np.int64
-        ) -> torch.Tensor:
-            joined = np.concatenate(parts) if parts else np.zeros(empty, dtype)
-            return torch.from_numpy(joined).to(device, non_blocking=True)
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
 
-        moving = any(t > 1 for t, _, _ in self.grids)
-        frame_rows, frame_weight = self._frames() if moving else (None, None)
-        return GridTensors(
-            order_P=put(order),
-            turns_PK=rope_turns(put(rows), put(cols), sides=g.sides, head_dim=g.head_dim, theta=g.rope_theta),
-            position_index_UW=put(index, (0, 1)),
-            position_weight_UW=put(weight, (0, 1), np.float32),
-            position_row_P=None if known == offset else put(position_row),
-            time_row_P=put(times) if moving else None,
-            time_TC=time_table(g.table[2], g.hidden_size).to(device) if moving else None,
-            frame_rows_FM=None if frame_rows is None else frame_rows.to(device, non_blocking=True),
-            frame_weight_FM=None if frame_weight is None else frame_weight.to(device, non_blocking=True),
+        def joined(parts: list[np.ndarray]) -> torch.Tensor:
+            return put(np.concatenate([np.zeros(0, np.int64), *parts]))
+
+        at = GridTensors(
+            order_P=joined(order),
+            turns_PK=rope_turns(
+                joined(rows),
+                joined(cols),
+                sides=cfg.max_patches_per_side,
+                head_dim=cfg.head_dim,
+                theta=cfg.rope_theta,
+            ),
+            position_index_UW=put(np.concatenate(index or [np.zeros((0, 1), np.int64)])),
+            position_weight_UW=put(np.concatenate(weight or [np.zeros((0, 1), np.float32)])),
         )
+        if known != offset:
+            at.position_row_P = joined(position_row)
+        if any(t > 1 for t, _, _ in self.grids):
+            at.time_row_P, at.time_TC = (
+                joined(times),
+                time_table(cfg.pos_emb_time, cfg.hidden_size).to(device),
+            )
+            at.frame_rows_FM, at.frame_weight_FM = map(put, self._frames())
+        return at
 
-    def _frames(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _frames(self) -> tuple[np.ndarray, np.ndarray]:
         """For each token the rows of its frames and their weights; clips of different length share the
         pack."""
         longest = max(t for t, _, _ in self.grids)
@@ -182,5 +175,4 @@ class VisionGrid:
             rows.append(offset + np.where(frame < t, frame, 0) * tokens + np.arange(tokens))
             weights.append(np.broadcast_to(np.where(frame < t, 1.0 / t, 0.0), (longest, tokens)))
             offset += t * tokens
-        joined = np.concatenate(weights, axis=1).astype(np.float32)
-        return torch.from_numpy(np.concatenate(rows, axis=1)), torch.from_numpy(joined)
+        return np.concatenate(rows, axis=1), np.concatenate(weights, axis=1).astype(np.float32)

@@ -10,9 +10,8 @@ Legend: t frames, h rows and w columns of patches, p patch side in pixels, P = t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import sqrt
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ from earlyfusion.vision.config import VisionConfig
 Grid: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Resize:
+class Resize(NamedTuple):
     """Outcome of the resize rule, in pixels: resize to (new_w, new_h), then add pad_w columns and pad_h
     rows."""
 
@@ -194,18 +192,17 @@ def fit(
     (tests/vision/test_patches.py). `extent` (not for `exact`): the picture's true width and height in these
     pixels, where a decoder has rounded them up.
     """
-    width, height = frames.size if isinstance(frames, Image.Image) else (frames.shape[2], frames.shape[1])
-    if (width, height) == (size.new_w, size.new_h):
-        resized = np.asarray(frames)
+    pixels = np.asarray(frames)
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])
+    height, width, new = pixels.shape[1], pixels.shape[2], (size.new_w, size.new_h)
+    if (width, height) == new:
+        resized = pixels
     elif exact:
-        images = [frames] if isinstance(frames, Image.Image) else [Image.fromarray(frame) for frame in frames]
-        resized = np.stack(
-            [np.asarray(im.resize((size.new_w, size.new_h), Image.Resampling.BICUBIC)) for im in images]
-        )
+        images = [Image.fromarray(frame).resize(new, Image.Resampling.BICUBIC) for frame in pixels]
+        resized = np.stack([np.asarray(image) for image in images])
     else:
         # A copy when the memory is read-only (PIL's is): torch takes writable arrays only.
-        pixels = torch.from_numpy(np.require(frames, requirements=["C", "W"]))
-        planes = pixels.view(-1, height, width, 3).permute(0, 3, 1, 2)
+        planes = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(0, 3, 1, 2)
         if extent is None or extent == (width, height):
             smaller = interpolate(planes, (size.new_h, size.new_w), mode="bicubic", antialias=True)
         else:
@@ -213,7 +210,6 @@ def fit(
             smaller = interpolate(planes, scale_factor=factors, mode="bicubic", antialias=True)
             smaller = smaller[:, :, : size.new_h, : size.new_w]
         resized = smaller.permute(0, 2, 3, 1).numpy()
-    resized = resized.reshape(-1, size.new_h, size.new_w, 3)
     if not size.pad_w and not size.pad_h:
         return resized
     canvas = np.zeros((len(resized), size.height, size.width, 3), dtype=np.uint8)

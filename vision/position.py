@@ -30,7 +30,7 @@ def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]
     if mode == "bilinear":
         weights = np.stack([1.0 - u, u], axis=1)
         first = 0
-    elif mode == "bicubic":
+    else:  # bicubic
         a = CUBIC_A
 
         def near(d: np.ndarray) -> np.ndarray:  # distance 0..1
@@ -41,8 +41,6 @@ def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]
 
         weights = np.stack([far(u + 1.0), near(u), near(1.0 - u), far(2.0 - u)], axis=1)
         first = -1
-    else:
-        raise ValueError(f"interpolation mode {mode!r}: expected 'bilinear' or 'bicubic'")
     index = left.astype(np.int64)[:, None] + np.arange(first, first + weights.shape[1])
     return np.clip(index, 0, table - 1), weights
 

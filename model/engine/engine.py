@@ -304,7 +304,7 @@ class Engine:
                 ends.append(sum(lengths) - 1)
         hidden_ND = self.runner.read(parts, ends)
         if take is not None:
-            for part, routing in zip(parts, take().cpu().split(lengths)):
+            for part, routing in zip(parts, take().cpu()[: sum(lengths)].split(lengths)):
                 part.sample.routing.append(narrow(routing.numpy()))
 
         # Those begin that have read to their end; a group starts from one hidden state.

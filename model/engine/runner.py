@@ -21,7 +21,7 @@ from torch import Tensor
 from earlyfusion.kernels.attention.tiles import FIRST_TILE, tiles
 from earlyfusion.kernels.dispatch import has_kernel
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.cache import Cache, CachePlan, KdaSlots
+from earlyfusion.model.cache import CachePlan, KdaSlots, Past
 from earlyfusion.model.engine.batch import ROWS, TokenRows, embed, exact_rows, prefill_plan, whole_rows
 from earlyfusion.model.engine.cache import Pools
 from earlyfusion.model.engine.cpu import CompiledDecoder, can_compile
@@ -156,7 +156,10 @@ class Runner:
         plan = CachePlan(
             False, slots_B, page_B * size + last_B % size, pages_BP, last_B.unsqueeze(1), live=live
         )
-        return self.model.logits(self.model.decoder(x_BD, _singles(rows), Cache(self.pools.layers, plan)))
+        return self.model.logits(self.model.decoder(x_BD, _singles(rows), self._past(plan)))
+
+    def _past(self, plan: CachePlan) -> list[Past[Any]]:
+        return [Past(memory, plan) for memory in self.pools.layers]
 
     def graph_step(self, slots_B: Tensor, length: int, needs: Needs) -> Tensor:
         """A step as a graph holds it, all on the device: samples that have ended stand still, on padding
@@ -208,7 +211,7 @@ class Runner:
             return self.compiled.run(embed(parts, about.starts[-1], self.model), about, self.table_SP)
         segments, plan = prefill_plan(parts, self.pools, self.device)
         x_TD = embed(parts, segments.total, self.model)
-        hidden_TD = self.model.decoder(x_TD, segments, Cache(self.pools.layers, plan))
+        hidden_TD = self.model.decoder(x_TD, segments, self._past(plan))
         return hidden_TD[torch.tensor(rows, dtype=torch.long, device=self.device)]
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ tags:
 
 # {{ facts.name or "earlyfusion model" }}
 
-A natively multimodal model of {{ amount }} parameters, trained jointly on text and images from the first step \
-with [earlyfusion](https://github.com/earlyfusion/earlyfusion): MoonViT patches at native resolution, a Kimi \
-Linear decoder (KDA and NoPE MLA), Attention Residuals and a mixture of experts.
+A natively multimodal model of {{ amount }} parameters, trained jointly on text and images from the first \
+step with [earlyfusion](https://github.com/earlyfusion/earlyfusion): MoonViT patches at native \
+resolution, a \
+Kimi Linear decoder (KDA and NoPE MLA), Attention Residuals and a mixture of experts.
 
 With the project installed (`make setup` in a checkout of its repository):
 

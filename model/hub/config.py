@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
@@ -14,9 +14,9 @@ from earlyfusion.model.config import FusionConfig
 MODEL_TYPE = "earlyfusion"
 ARCHITECTURE = "NativeFusion"
 MEDIA_PAD = "<|media_pad|>"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-
-_MOST_BYTES = 48 << 20
+MOST_BYTES = 48 << 20
 """Most bytes of a JSON file of a model directory: the index of half a million tensors."""
 
 
@@ -58,13 +58,13 @@ def read_json(path: Path) -> dict[str, Any]:
     large."""
     try:
         with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        found = json.loads(raw.decode("utf-8")) if len(raw) <= _MOST_BYTES else None
+            raw = file.read(MOST_BYTES + 1)
+        found = json.loads(raw.decode("utf-8")) if len(raw) <= MOST_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
     if not isinstance(found, dict):
         raise ModelDirectoryError(
-            f"{path}: damaged ({type(found).__name__}, expected an object of at most {_MOST_BYTES >> 20}"
+            f"{path}: damaged ({type(found).__name__}, expected an object of at most {MOST_BYTES >> 20}"
             " MiB); copy the directory again"
         )
     return found
@@ -78,28 +78,27 @@ def load_config(directory: str | Path) -> FusionConfig:
             f"{directory}: not a model directory (no config.json); expected one written by training, such as"
             " RUN/model"
         )
+    raw = read_json(path)
+    if raw.get("model_type") != MODEL_TYPE:
+        raise ModelDirectoryError(
+            f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
+            "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
+        )
     try:
-        raw = read_json(path)
-        if raw.get("model_type") != MODEL_TYPE:
-            raise ModelDirectoryError(
-                f"{path}: model_type is {raw.get('model_type')!r}, expected {MODEL_TYPE!r}; "
-                "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
-            )
-        text, vision = dict(raw["text_config"]), dict(raw["vision_config"])
-        text.pop("model_type", None)
-        vision.pop("model_type", None)
+        parts: dict[str, Any] = {"media_token_id": raw["media_placeholder_token_id"]}
+        for name in ("text", "vision"):
+            parts[name] = {**raw[f"{name}_config"]}
+            parts[name].pop("model_type", None)
+        vision = parts["vision"]
         if "projector_ln_eps" not in vision and vision.get("projector") == "v2" and "norm_eps" in vision:
             # Directories from before this key: their projector was trained with the tower's eps.
             vision["projector_ln_eps"] = vision["norm_eps"]
-        parts: Any = {"text": text, "vision": vision}
-        return FusionConfig(**parts, media_token_id=raw["media_placeholder_token_id"])
+        return FusionConfig(**parts)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ModelDirectoryError(f"{path}: {where}: {first['msg']} (given {first['input']!r:.60})") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ModelDirectoryError):
-            raise
+    except (KeyError, TypeError) as error:
         raise ModelDirectoryError(
             f"{path}: damaged ({type(error).__name__}: {error!s:.200}); copy the directory again"
         ) from None
@@ -107,17 +106,13 @@ def load_config(directory: str | Path) -> FusionConfig:
 
 def config_dict(config: FusionConfig, dtype: str) -> dict[str, Any]:
     """The content of config.json. dtype: name of the torch dtype of the embedding."""
-    text, vision = _dump(config.text), _dump(config.vision)
+    text, vision = (part.model_dump(mode="json") for part in (config.text, config.vision))
     return {
         "architectures": [ARCHITECTURE],
         "model_type": MODEL_TYPE,
         "dtype": dtype,
         "media_placeholder_token_id": config.media_token_id,
-        "vocab_size": config.text.vocab_size,
-        "bos_token_id": config.text.bos_token_id,
-        "eos_token_id": config.text.eos_token_id,
-        "pad_token_id": config.text.pad_token_id,
-        "tie_word_embeddings": config.text.tie_word_embeddings,
+        **{name: text[name] for name in ("vocab_size", *TOKEN_IDS, "tie_word_embeddings")},
         "text_config": {"model_type": "kimi_linear", **text},
         "vision_config": {"model_type": "moonvit", **vision},
     }
@@ -146,17 +141,8 @@ def preprocessor_dict(config: FusionConfig) -> dict[str, Any]:
 
 
 def generation_dict(config: FusionConfig) -> dict[str, Any]:
-    text = config.text
-    ids = {
-        "bos_token_id": text.bos_token_id,
-        "eos_token_id": text.eos_token_id,
-        "pad_token_id": text.pad_token_id,
-    }
+    ids = {name: getattr(config.text, name) for name in TOKEN_IDS}
     return {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]}
-
-
-def _dump(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(mode="json")
 
 
 def check_vocabulary(folder: Path, config: FusionConfig) -> None:

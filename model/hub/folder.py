@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,7 @@ from earlyfusion.model.hub.names import PublicTensor, keeps_fp32, public_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LISTED = 8  # names an error message spells out
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def save_model(
@@ -63,21 +62,18 @@ def save_model(
     ModelDirectoryError when the place is taken by other files or the vocabulary does not fit; an OSError
     (disk full) leaves nothing behind.
     """
-    directory = Path(directory)
+    directory, config = Path(directory), model.config
     with _fresh_directory(directory) as folder:
         tokenizer.save(folder)
-        check_vocabulary(folder, model.config)
-        tensors = dict(model.state_dict() if state is None else state)
-        if model.config.text.tie_word_embeddings:
-            tensors.pop("decoder.lm_head.weight", None)
-        _write_weights(folder, tensors, max_shard_bytes)
+        check_vocabulary(folder, config)
+        _write_weights(folder, model.state_dict() if state is None else state, max_shard_bytes)
         dtype = str(model.decoder.embed_tokens.weight.dtype).removeprefix("torch.")
-        write_json(folder / "config.json", config_dict(model.config, dtype), indent=2)
-        write_json(folder / "preprocessor_config.json", preprocessor_dict(model.config), indent=2)
-        write_json(folder / "generation_config.json", generation_dict(model.config), indent=2)
-        parameters = sum(p.numel() for p in model.parameters())
+        write_json(folder / "config.json", config_dict(config, dtype), indent=2)
+        write_json(folder / "preprocessor_config.json", preprocessor_dict(config), indent=2)
+        write_json(folder / "generation_config.json", generation_dict(config), indent=2)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         card = folder / "README.md"
-        card.write_text(model_card(model.config, facts or {}, parameters), encoding="utf-8")
+        card.write_text(model_card(config, facts or {}, parameters), encoding="utf-8")
         for file in folder.iterdir():  # safetensors writes 600, whatever the umask
             shutil.copymode(card, file)
     return directory
@@ -89,26 +85,36 @@ def load_model(
     """Read a model directory into a NativeFusion in eval mode.
 
     dtype None keeps every tensor as stored; otherwise all are cast but those that stay fp32
-    (public_names.keeps_fp32). Raises ModelDirectoryError: no model directory, unreadable configuration,
-    missing or unexpected tensors, a shape that differs, a vocabulary that does not fit.
+    (names.keeps_fp32). Raises ModelDirectoryError: no model directory, unreadable configuration, missing or
+    unexpected tensors, a shape that differs, a vocabulary that does not fit.
     """
     folder = Path(directory)
     config = load_config(folder)
     if (folder / "tokenizer.json").is_file():
         check_vocabulary(folder, config)
-    files = _weight_files(folder)
     with torch.device("meta"):
         model = NativeFusion(config)
-    plan = list(public_tensors(model.state_dict(keep_vars=True).items()))
-    headers = _check_tensors(folder, plan, model, files)
-    _set_dtypes(model, plan, headers, dtype)
+    ours = model.state_dict(keep_vars=True)
+    plan = {tensor.name: tensor for tensor in public_tensors(ours.items())}
+    files = _weight_files(folder)
+    stored = _check_tensors(folder, plan, ours, files)
+
+    # Memory is taken once, in the dtype that each tensor will hold.
+    if dtype is not None:
+        cast(model, dtype)
+    else:
+        for name, tensor in plan.items():
+            ours[tensor.ours].data = ours[tensor.ours].data.to(stored[name])
     model.to_empty(device=device)
     for module in model.modules():  # counters and the like are not in the file
-        if module._non_persistent_buffers_set and callable(
-            reset := getattr(module, "reset_parameters", None)
-        ):
-            reset()
-    _fill(model, plan, files)
+        if module._non_persistent_buffers_set and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    ours = model.state_dict()
+    with torch.no_grad():
+        for path in files:
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():
+                    plan[name].view(ours[plan[name].ours]).copy_(file.get_tensor(name))
     return model.eval()
 
 
@@ -122,49 +128,45 @@ def _fresh_directory(target: Path) -> Iterator[Path]:
         raise ModelDirectoryError(
             f"{target}: holds files but no model; give an empty or new directory, nothing was changed"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.resolve().name
-    temporary, old = (target.parent / f".{name}.{os.getpid()}.{kind}" for kind in ("new", "old"))
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    beside = target.resolve()
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (beside.with_name(f".{beside.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
     try:
-        yield temporary
+        yield new
         if target.is_dir():
             os.replace(target, old)
-        try:
-            os.replace(temporary, target)
-        except OSError:
-            if old.is_dir():
-                os.replace(old, target)
-            raise
+        os.replace(new, target)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if target.is_dir():
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+        if old.is_dir() and not target.is_dir():  # the last step failed: as it was before
+            os.replace(old, target)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
+    # Shards are filled one after another; a tensor larger than a shard has one of its own.
     shards: list[list[PublicTensor]] = [[]]
-    room = max_shard_bytes
-    total = 0
+    filled = total = 0
     for item in public_tensors(tensors.items()):
-        part = item.view(tensors[item.ours])
-        size = part.numel() * part.element_size()
-        if size > room and shards[-1]:
+        size = item.view(tensors[item.ours]).nbytes
+        if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
-            room = max_shard_bytes
+            filled = 0
         shards[-1].append(item)
-        room, total = room - size, total + size
-    names = (
-        [WEIGHTS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    )
+        filled, total = filled + size, total + size
+
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    where = {}
     for name, shard in zip(names, shards):
-        # clones are separate, dense and short-lived: at most one shard is held twice
-        content = {
-            item.name: item.view(tensors[item.ours].detach()).cpu().clone().contiguous() for item in shard
-        }
+        content = {}
+        for item in shard:
+            # clones are separate, dense and short-lived: at most one shard is held twice
+            content[item.name] = item.view(tensors[item.ours].detach()).cpu().clone().contiguous()
+            where[item.name] = name
         try:
             save_file(content, str(folder / name), metadata={"format": "pt"})
         except SafetensorError as error:
@@ -172,11 +174,11 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
                 f"{folder.parent}: the model cannot be written ({error}); free disk space"
             ) from None
     if len(shards) > 1:
-        where = {item.name: name for name, shard in zip(names, shards) for item in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where}, indent=2)
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    names = [WEIGHTS]
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
@@ -188,8 +190,6 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelDirectoryError(
                 f"{folder / INDEX}: shards must be plain file names inside the directory, got {names}"
             )
-    else:
-        names = [WEIGHTS]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelDirectoryError(
@@ -199,56 +199,43 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_tensors(
-    folder: Path, plan: list[PublicTensor], model: nn.Module, files: list[Path]
+    folder: Path, plan: Mapping[str, PublicTensor], ours: Mapping[str, Tensor], files: Sequence[Path]
 ) -> dict[str, torch.dtype]:
     """Compare the files' headers with the plan; returns the stored dtype of every tensor."""
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    shapes: dict[str, list[int]] = {}
+    dtypes: dict[str, str] = {}
     for path in files:
         try:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():
                     header = file.get_slice(name)
-                    found[name] = (tuple(header.get_shape()), header.get_dtype())
+                    shapes[name], dtypes[name] = header.get_shape(), header.get_dtype()
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
-    expected = {item.name: item for item in plan}
-    if missing := [name for name in expected if name not in found]:
-        raise ModelDirectoryError(
-            f"{folder}: {len(missing)} tensor(s) missing from the weights: {_some(missing)}"
-        )
-    if unexpected := [name for name in found if name not in expected]:
-        raise ModelDirectoryError(
-            f"{folder}: {len(unexpected)} tensor(s) that config.json has no place for: {_some(unexpected)}"
-        )
-    ours = model.state_dict(keep_vars=True)
-    for name, item in expected.items():
-        shape = tuple(item.view(ours[item.ours]).shape)
-        if found[name][0] != shape:
-            raise ModelDirectoryError(
-                f"{folder}: {name} has shape {list(found[name][0])}, config.json asks for {list(shape)}"
-            )
-        if found[name][1] not in _DTYPES:
-            raise ModelDirectoryError(
-                f"{folder}: {name} is stored as {found[name][1]}; expected one of {sorted(_DTYPES)}"
-            )
-    return {name: _DTYPES[stored] for name, (_, stored) in found.items()}
 
-
-def _set_dtypes(
-    model: nn.Module, plan: list[PublicTensor], headers: dict[str, torch.dtype], dtype: torch.dtype | None
-) -> None:
-    """Give the meta tensors the dtype they will hold: as stored, or the one asked for."""
-    if dtype is not None:
-        cast(model, dtype)
-        return
-    wanted = {item.ours: headers[item.name] for item in plan}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in wanted:
-            tensor.data = tensor.data.to(wanted[name])
+    missing = [name for name in plan if name not in shapes]
+    unexpected = [name for name in shapes if name not in plan]
+    if missing:
+        found = f"{len(missing)} tensor(s) missing from the weights: {_some(missing)}"
+        raise ModelDirectoryError(f"{folder}: {found}")
+    if unexpected:
+        found = f"{len(unexpected)} tensor(s) that config.json has no place for: {_some(unexpected)}"
+        raise ModelDirectoryError(f"{folder}: {found}")
+    for name, item in plan.items():
+        shape = list(item.view(ours[item.ours]).shape)
+        if shapes[name] != shape:
+            raise ModelDirectoryError(
+                f"{folder}: {name} has shape {shapes[name]}, config.json asks for {shape}"
+            )
+        if dtypes[name] not in DTYPES:
+            raise ModelDirectoryError(
+                f"{folder}: {name} is stored as {dtypes[name]}; expected one of {sorted(DTYPES)}"
+            )
+    return {name: DTYPES[dtype] for name, dtype in dtypes.items()}
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same model with its floating tensors in `dtype`, those that stay fp32 (public_names.keeps_fp32) in
+    """The same model with its floating tensors in `dtype`, those that stay fp32 (names.keeps_fp32) in
     float32."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
@@ -256,16 +243,6 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def _fill(model: nn.Module, plan: list[PublicTensor], files: list[Path]) -> None:
-    ours, items = model.state_dict(), {item.name: item for item in plan}
-    for path in files:
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():
-                item = items[name]
-                item.view(ours[item.ours]).copy_(file.get_tensor(name))
-
-
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -42,47 +44,38 @@ class PublicTensor:
     view: Callable[[Tensor], Tensor]
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _expert(index: int, part: str) -> Callable[[Tensor], Tensor]:
-    def view(tensor: Tensor) -> Tensor:
-        half = tensor.shape[1] // 2
-        return {"w1": lambda t: t[index, :half], "w3": lambda t: t[index, half:], "w2": lambda t: t[index]}[
-            part
-        ](tensor)
-
-    return view
-
-
 def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTensor]:
     """The public tensors behind (our name, our tensor) pairs; tensors may be on the meta device.
 
     Raises KeyError for a name outside the text model, the vision tower and the projector.
     """
     for ours, tensor in shapes:
-        prefix = next((pair for pair in PREFIXES if ours.startswith(pair[0])), None)
-        if prefix is None:
+        prefix, public = next((pair for pair in PREFIXES if ours.startswith(pair[0])), ("", ""))
+        if not prefix:
             raise KeyError(
                 f"{ours}: no public name is known for it; add its module to PREFIXES in model/hub/names.py"
             )
-        name = prefix[1] + ours.removeprefix(prefix[0])
-        if name.endswith(".experts.gate_up_proj"):
-            for e in range(tensor.shape[0]):
-                for part in ("w1", "w3"):
-                    yield PublicTensor(
-                        f"{name.removesuffix('gate_up_proj')}{e}.{part}.weight", ours, _expert(e, part)
-                    )
-        elif name.endswith(".experts.down_proj"):
-            for e in range(tensor.shape[0]):
-                yield PublicTensor(f"{name.removesuffix('down_proj')}{e}.w2.weight", ours, _expert(e, "w2"))
-        elif name.endswith("_res_query"):
-            yield PublicTensor(name.removesuffix("_query") + "_proj.weight", ours, lambda t: t.view(1, -1))
-        elif name.endswith(".A_log"):
-            yield PublicTensor(name, ours, lambda t: t.view(1, 1, -1, 1))
+        name = public + ours.removeprefix(prefix)
+        module, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for e in range(len(tensor)):
+                # gate rows first, then those of the up projection
+                for half, part in enumerate(("w1", "w3")):
+                    view = partial(_half, expert=e, half=half)
+                    yield PublicTensor(f"{module}.{e}.{part}.weight", ours, view)
+        elif module.endswith(".experts"):
+            for e in range(len(tensor)):
+                yield PublicTensor(f"{module}.{e}.w2.weight", ours, itemgetter(e))
+        elif last.endswith("_res_query"):
+            yield PublicTensor(name.removesuffix("_query") + "_proj.weight", ours, itemgetter(None))
+        elif last == "A_log":
+            yield PublicTensor(name, ours, itemgetter((None, None, slice(None), None)))
         else:
-            yield PublicTensor(name, ours, _whole)
+            yield PublicTensor(name, ours, itemgetter(...))
+
+
+def _half(tensor: Tensor, expert: int, half: int) -> Tensor:
+    return tensor[expert].chunk(2)[half]
 
 
 def keeps_fp32(name: str) -> bool:

@@ -50,7 +50,7 @@ def test_ranks_without_pictures_and_steps_without_pictures_are_ordinary():
     plan = exchange([[], [], []], V2)
     assert plan.owner == ((), (), ()) and plan.after == 1.0 and plan.held(1) == []
     plan = exchange([[(1, 8, 8)], [], []], V2)
-    assert plan.owner == ((0,), (), ()) and plan.patches == ((64, 0, 0), (0, 0, 0), (0, 0, 0))
+    assert plan.owner == ((0,), (), ()) and plan.patches == [[64, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

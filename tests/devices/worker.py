@@ -107,8 +107,8 @@ def layers(folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(TESTS.parent))
     from earlyfusion.kernels.dispatch import resolve
     from earlyfusion.kernels.segments import Segments
+    from earlyfusion.model.cache import MlaPages, Past
     from earlyfusion.model.engine.batch import Part, prefill_plan
-    from earlyfusion.model.cache import MlaPages
     from earlyfusion.model.engine.cache import Pools
     from earlyfusion.model.mla import MultiHeadLatentAttention
     from tests.model.tiny import tiny_text
@@ -134,7 +134,7 @@ def layers(folder: Path) -> dict[str, Any]:
         for start, stop in pairwise(edges):
             segments, how = plan(start, stop)
             new = torch.nn.functional.pad(y[start:stop], (0, 0, 0, segments.total - (stop - start)))
-            parts.append(layer(new, segments, memory, how)[: stop - start])
+            parts.append(layer(new, segments, Past(memory, how))[: stop - start])
         return torch.cat(parts)
 
     pages, pools = MlaPages(y.new_zeros(20 * 16, 40), 16), Pools([], 16, 1, 19)

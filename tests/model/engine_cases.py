@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from PIL import Image as PilImage
 
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text
@@ -11,20 +14,15 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Completion, Request, SamplingParams, TokenPrompt
 from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import Row
 
 # widths are multiples of 4: what the engine's bit-exactness on a CPU asks of a model
-SHAPE = dict(
-    num_attention_heads=4, linear_attn_config=dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)
-)
-K3 = dict(
-    SHAPE,
-    linear_attn_config={
-        **SHAPE["linear_attn_config"],
-        "gate_lower_bound": -5.0,
-        "full_rank_output_gate": True,
-    },
-)
+LINEAR = dict(num_heads=4, head_dim=16, short_conv_kernel_size=4)
+SHAPE: dict[str, Any] = dict(num_attention_heads=4, linear_attn_config=LINEAR)
+K3 = dict(SHAPE, linear_attn_config={**LINEAR, "gate_lower_bound": -5.0, "full_rank_output_gate": True})
 PLAIN = dict(SHAPE, attn_res="none", mla_output_gate=False, q_lora_rank=12)
+SHAPES = {"block_attnres": SHAPE, "k3_options": K3, "no_attnres_low_rank_query": PLAIN}
+ROUNDING = 2e-5  # fp32, other sums of the same numbers
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = tiny_config(TOKENIZER, **SHAPE)
@@ -39,14 +37,17 @@ def tokens(length: int, seed: int = 0) -> TokenPrompt:
     return TokenPrompt(torch.randint(12, TOKENIZER.vocab_size, (length,), generator=generator))
 
 
+def joined(*parts: Any) -> TokenPrompt:
+    """Prompts and lists of ids, one after another."""
+    return TokenPrompt(torch.cat([torch.as_tensor(getattr(part, "ids", part)).long() for part in parts]))
+
+
 def pictured(
     seed: int,
     text: str = "\nQ: what color is the shape?\nA:",
     size: tuple[int, int] = (40, 24),
     images: int = 1,
 ):
-    from PIL import Image as PilImage
-
     generator = torch.Generator().manual_seed(seed)
     segments: list = []
     for _ in range(images):
@@ -67,12 +68,29 @@ def requests(lengths, params: SamplingParams | None = None, seed: int = 0, **opt
     return [Request(f"r{i}", tokens(n, seed), params, **options) for i, n in enumerate(lengths)]
 
 
+def engine_of(net: NativeFusion, kind: type[Engine] = Engine, **options) -> Any:
+    return kind(net, TOKENIZER, **{"max_slots": 8, "page_size": 8, "prefill_chunk": 32, **options})
+
+
+def drain(engine: Engine) -> list:
+    """Steps until nothing is left; all events."""
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    all_returned(engine)
+    return events
+
+
 def serve(model: NativeFusion, given: list[Request], **options) -> dict[tuple[str, int], Completion]:
     """Completions by (request, sample); everything has been given back afterwards."""
-    engine = Engine(model, TOKENIZER, **{"max_slots": 8, "page_size": 8, "prefill_chunk": 32, **options})
-    done = {(c.request_id, c.index): c for c in engine.generate(given)}
+    engine = engine_of(model, **options)
+    done = by_sample(engine.generate(given))
     all_returned(engine)
     return done
+
+
+def by_sample(completions) -> dict[tuple[str, int], Completion]:
+    return {(completion.request_id, completion.index): completion for completion in completions}
 
 
 def equal_bits(one, other) -> None:
@@ -84,18 +102,58 @@ def equal_bits(one, other) -> None:
         assert completion.logprobs1 == other[key].logprobs1, key
 
 
+def equal_tokens(one, other) -> None:
+    """Equal tokens, and log-probabilities equal but for rounding."""
+    assert one.keys() == other.keys()
+    for key, completion in one.items():
+        assert completion.ids == other[key].ids, key
+        for name in ("logprobs", "logprobs1"):
+            pair = [torch.tensor(getattr(each, name)) for each in (completion, other[key])]
+            torch.testing.assert_close(*pair, atol=ROUNDING, rtol=0)
+
+
 def all_returned(engine: Engine) -> None:
     """Every slot and page is free or held by the prefix cache, and held as often as the cache says."""
     stats = engine.stats()
-    kept = stats["prefix_checkpoints"]
-    assert stats["free_slots"] == stats["slots"] - kept
+    assert stats["free_slots"] == stats["slots"] - stats["prefix_checkpoints"]
     assert stats["free_pages"] == stats["pages"] - stats["prefix_pages"]
-    assert stats["reserved_pages"] == 0 and stats["running"] == stats["reading"] == stats["waiting"] == 0
+    assert stats["reserved_pages"] == stats["running"] == stats["reading"] == stats["waiting"] == 0
     assert engine.scheduler.active == 0
-    references = engine.pools.references
-    assert set(references) == engine.prefix.pages
-    assert sorted(engine.pools.free_slots) == sorted(set(engine.pools.free_slots))
-    assert sorted(engine.pools.free_pages) == sorted(set(engine.pools.free_pages))
+    assert set(engine.pools.references) == engine.prefix.pages
+    for free in (engine.pools.free_slots, engine.pools.free_pages):
+        assert len(free) == len(set(free))
+
+
+class Watched(Engine):
+    """Keeps the logits that chose every token."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.seen: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self.head = self.runner.compiled or self.model
+        logits_of, last = self.head.logits, []
+
+        def logits(hidden):
+            last.append(logits_of(hidden))
+            return last[-1].clone()  # the sampler may overwrite what it gets
+
+        def watched(plain, which):
+            def choose(*arguments, **options):
+                chosen = plain(*arguments, **options)
+                for sample, row in zip(arguments[which], last.pop()):
+                    self.seen.setdefault((sample.parent.request.id, sample.index), []).append(row.clone())
+                return chosen
+
+            return choose
+
+        object.__setattr__(self.head, "logits", logits)
+        self.runner.decode = watched(self.runner.decode, 0)
+        self.runner.choose_first = watched(self.runner.choose_first, 1)
+
+    def generate(self, given) -> list[Completion]:
+        done = super().generate(given)
+        del self.head.logits
+        return done
 
 
 def trained_logprobs(model: NativeFusion, prompt, ids: list[int]) -> torch.Tensor:
@@ -107,14 +165,12 @@ def trained_logprobs(model: NativeFusion, prompt, ids: list[int]) -> torch.Tenso
 def trained_logits(model: NativeFusion, prompt, ids: list[int]) -> torch.Tensor:
     """Logits [len(ids), V] that choose `ids`, from one uncached forward over the whole text with gradients on
     (the kernels of training)."""
-    from earlyfusion.model.generate import Row
-
-    whole = torch.cat([torch.as_tensor(prompt.ids).long(), torch.tensor(ids, dtype=torch.long)])
-    vision = model.config.vision
-    none = torch.empty(0, 3, vision.patch_size, vision.patch_size, dtype=torch.uint8)
-    patches = none if prompt.patches is None else prompt.patches
+    whole, vision = joined(prompt, ids).ids, model.config.vision
+    patches = prompt.patches
+    if patches is None:
+        patches = torch.empty(0, 3, vision.patch_size, vision.patch_size, dtype=torch.uint8)
     positions = torch.as_tensor(prompt.media_positions).long()
     row = Row(whole, Segments((len(whole),)), patches, list(prompt.grids), positions)
     with torch.enable_grad():
         hidden = model.hidden(row)
-    return model.logits(hidden)[len(prompt.ids) - 1 : -1].detach().float()
+    return model.logits(hidden)[len(prompt.ids) - 1 : -1].detach()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.attnres import run_block
+from earlyfusion.model.fusion import NativeFusion
 from tests.model.tiny import build, document, pack, text_documents, tiny_fusion
 
 TOLERANCE = 1e-10  # fp64; online softmax against one softmax
@@ -28,22 +26,18 @@ def paper_forward(decoder, x, segments, layers_per_block):
     blocks, partial = [x], None
     weights = []
     for index, layer in enumerate(decoder.layers):
-        for query, norm, sublayer in (
-            (
-                layer.self_attention_res_query,
-                layer.self_attention_res_norm,
-                functools.partial(layer.attend, segments=segments),
-            ),
-            (layer.mlp_res_query, layer.mlp_res_norm, layer.feed_forward),
-        ):
-            boundary = layers_per_block == 0 or (
-                index % layers_per_block == 0 and sublayer != layer.feed_forward
-            )
+        for part in ("self_attention", "mlp"):
+            first = part == "self_attention"
+            boundary = layers_per_block == 0 or (index % layers_per_block == 0 and first)
             if boundary and partial is not None:
                 blocks, partial = [*blocks, partial], None
+            query, norm = getattr(layer, f"{part}_res_query"), getattr(layer, f"{part}_res_norm")
             h, p = mix(blocks if partial is None else [*blocks, partial], query, norm)
             weights.append(p)
-            out = sublayer(h)
+            if first:
+                out = layer.attend(layer.input_layernorm(h), segments)
+            else:
+                out = layer.feed_forward(layer.post_attention_layernorm(h))
             partial = out if partial is None else partial + out
     h, p = mix([*blocks, partial], decoder.output_attn_res_query, decoder.output_attn_res_norm)
     return decoder.norm(h), [*weights, p]
@@ -84,67 +78,31 @@ def test_decoder_equals_the_papers_loop(mode, size, paper, layers, seed):
         torch.testing.assert_close(means["first"], p[:, :7].mean(1), atol=TOLERANCE, rtol=0)
 
 
-def test_full_is_blocks_of_one_sublayer():
-    """The block schedule with every sub-layer its own block (N = L) gives the full form."""
-    model = build(tiny_fusion(attn_res="full"), dtype=torch.float64)
-    decoder, segments = model.decoder, Segments((11,))
-    x = torch.randn(11, 24, dtype=torch.float64)
-    sources = (x,)
-    for sublayer in decoder._sublayers(segments, [None] * 4, None, None):
-        sources = run_block(sources, [sublayer])
-    h, _ = mix(sources, decoder.output_attn_res_query, decoder.output_attn_res_norm)
-    torch.testing.assert_close(decoder(x, segments), decoder.norm(h), atol=TOLERANCE, rtol=0)
-    assert len(sources) == 1 + 2 * 4
-
-
-def test_block_and_full_differ():
-    a = build(tiny_fusion(attn_res="full"), dtype=torch.float64)
-    b = build(tiny_fusion(attn_res="block", attn_res_block_size=2), dtype=torch.float64)
-    b.load_state_dict(a.state_dict())
-    batch = text_documents([20], a.config)
-    assert (a(batch).loss_sum - b(batch).loss_sum).abs() > 1e-3
-
-
 def test_off_is_the_plain_residual_stream():
     model = build(tiny_fusion(attn_res="none"), dtype=torch.float64)
     decoder, segments = model.decoder, Segments((9, 4))
     x = torch.randn(13, 24, dtype=torch.float64)
     stream = x
     for layer in decoder.layers:
-        stream = stream + layer.attend(stream, segments)
-        stream = stream + layer.feed_forward(stream)
+        stream = stream + layer.attend(layer.input_layernorm(stream), segments)
+        stream = stream + layer.feed_forward(layer.post_attention_layernorm(stream))
     assert torch.equal(decoder(x, segments), decoder.norm(stream))
     assert not any("_res_" in name for name, _ in model.named_parameters())
     with pytest.raises(ValueError, match="no mixing weights"):
         decoder.attnres_weights(x, segments, {})
 
 
-@pytest.mark.parametrize("mode", ["full", "block"])
-def test_zero_queries_start_as_a_uniform_average(mode):
-    from earlyfusion.model.fusion import NativeFusion
-
-    torch.manual_seed(0)
-    model = NativeFusion(tiny_fusion(attn_res=mode, attn_res_block_size=2))
-    recorder = model.decoder.attnres_weights(
-        torch.randn(5, 24), Segments((5,)), {"all": torch.ones(5, dtype=torch.bool)}
-    )
-    for _, means in recorder.rows:
-        torch.testing.assert_close(means["all"], torch.full_like(means["all"], 1 / len(means["all"])))
-
-
-def test_queries_learn_from_zero_and_the_single_source_query_gets_exact_zeros():
-    from earlyfusion.model.fusion import NativeFusion
-
+def test_zero_queries_start_as_a_uniform_average_and_learn():
+    """But for the query of a single source, whose mix is the identity: exact zeros."""
     torch.manual_seed(0)
     model = NativeFusion(tiny_fusion(attn_res="block", attn_res_block_size=2))
+    every = {"all": torch.ones(5, dtype=torch.bool)}
+    for _, means in model.decoder.attnres_weights(torch.randn(5, 24), Segments((5,)), every).rows:
+        torch.testing.assert_close(means["all"], torch.full_like(means["all"], 1 / len(means["all"])))
     model(text_documents([40], model.config)).loss_sum.backward()
     for name, parameter in model.named_parameters():
-        if not name.endswith("_res_query"):
-            continue
-        if "layers.0.self_attention" in name:
-            assert not parameter.grad.any(), name  # one source: the mix is the identity whatever the query
-        else:
-            assert parameter.grad.abs().max() > 0, name
+        if name.endswith("_res_query"):
+            assert (parameter.grad.abs().max() > 0) == ("layers.0.self_attention" not in name), name
 
 
 def test_recorder_names_and_splits_image_from_text():
@@ -154,17 +112,8 @@ def test_recorder_names_and_splits_image_from_text():
     image = batch.ids == config.media_token_id
     x = model.embed(batch).detach()
     recorder = model.decoder.attnres_weights(x, batch.segments, {"image": image, "text": ~image})
-    assert [name for name, _ in recorder.rows] == [
-        "layers.0.kda",
-        "layers.0.mlp",
-        "layers.1.kda",
-        "layers.1.moe",
-        "layers.2.kda",
-        "layers.2.moe",
-        "layers.3.mla",
-        "layers.3.moe",
-        "output",
-    ]
+    names = "0.kda 0.mlp 1.kda 1.moe 2.kda 2.moe 3.mla 3.moe".split()
+    assert [name for name, _ in recorder.rows] == [*(f"layers.{name}" for name in names), "output"]
     assert recorder.has_partial == [False, True, True, True, False, True, True, True, False]
     assert [len(means["image"]) for _, means in recorder.rows] == [1, 2, 2, 2, 2, 3, 3, 3, 3]
     for _, means in recorder.rows[1:]:

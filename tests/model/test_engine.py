@@ -5,7 +5,20 @@ import random
 
 import pytest
 import torch
-from engine_cases import SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, serve, tokens
+from engine_cases import (
+    TOKENIZER,
+    all_returned,
+    drain,
+    drawn,
+    engine_of,
+    joined,
+    model,
+    pictured,
+    requests,
+    serve,
+    tokens,
+)
+from fusion_cases import tiny_tokenizer
 
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import EngineFull, Request, RequestError, SamplingParams, TokenPrompt
@@ -17,10 +30,6 @@ def net():
     return model()
 
 
-def engine_of(net, **options) -> Engine:
-    return Engine(net, TOKENIZER, **{"max_slots": 4, "page_size": 8, "prefill_chunk": 32, **options})
-
-
 # ---- what may be said
 
 
@@ -29,38 +38,23 @@ def test_image_placeholders_and_other_input_tokens_are_never_sampled(temperature
     """Even when they are by far the likeliest, and even as a stop id."""
     net = model()
     media = net.config.media_token_id
-    silent = [
-        TOKENIZER.bos_id,
-        TOKENIZER.pad_id,
-        TOKENIZER.media_begin_id,
-        TOKENIZER.media_content_id,
-        TOKENIZER.media_end_id,
-        media,
-    ]
+    inputs = ("media_begin", "media_content", "media_end", "bos", "pad")
+    silent = [media, *(getattr(TOKENIZER, f"{name}_id") for name in inputs)]
     with torch.no_grad():
         net.decoder.lm_head.weight[silent] *= 40
-    given = requests([4, 9], SamplingParams(30, temperature, ignore_eos=True))
-    given.append(
-        Request(
-            "image", pictured(0), SamplingParams(30, temperature, stop_ids=(media,), n=2, ignore_eos=True)
-        )
-    )
+    params = SamplingParams(30, temperature, stop_ids=(media,), ignore_eos=True)
+    given = [*requests([4, 9], params), Request("image", pictured(0), params)]
     for completion in serve(net, given).values():
         assert len(completion.ids) == 30 and not set(completion.ids) & set(silent)
     without = Engine(net, None, max_slots=4)  # no tokenizer: the placeholder is banned all the same
-    assert (
-        media not in without.generate(requests([4], SamplingParams(30, temperature, ignore_eos=True)))[0].ids
-    )
+    assert media not in without.generate(requests([4], params))[0].ids
 
 
 def test_a_request_bans_its_own_tokens_only(net):
     free = serve(net, requests([6, 6], drawn(30)))
     common = max(set(free["r0", 0].ids), key=free["r0", 0].ids.count)
-    given = [
-        Request("r0", tokens(6), drawn(30, banned_ids=(common, 10**9))),
-        *requests([6, 6], drawn(30))[1:],
-    ]
-    done = serve(net, given)
+    held = Request("r0", tokens(6), drawn(30, banned_ids=(common, 10**9)))
+    done = serve(net, [held, *requests([6, 6], drawn(30))[1:]])
     assert common in free["r0", 0].ids and common not in done["r0", 0].ids
     assert done["r1", 0].ids == free["r1", 0].ids
 
@@ -75,11 +69,9 @@ def test_stop_ids_end_a_text_and_are_left_out_of_it(net):
     with torch.no_grad():
         net_eos.decoder.lm_head.weight.zero_()
     greedy = lambda **o: serve(net_eos, requests([6], SamplingParams(5, 0.0, **o)))["r0", 0]
-    assert greedy(banned_ids=(0,)).ids == [TOKENIZER.eos_id] and greedy().finish_reason == "stop"
-    assert (
-        greedy(ignore_eos=True).ids == [TOKENIZER.eos_id] * 5
-        and greedy(ignore_eos=True).finish_reason == "length"
-    )
+    ended, going_on = greedy(banned_ids=(0,)), greedy(ignore_eos=True)
+    assert ended.ids == [TOKENIZER.eos_id] and ended.finish_reason == "stop" and ended.text == ""
+    assert going_on.ids == [TOKENIZER.eos_id] * 5 and going_on.finish_reason == "length"
 
 
 # ---- streaming
@@ -92,14 +84,13 @@ def test_streamed_pieces_add_up_to_the_text(net):
     pieces: dict[tuple[str, int], str] = {}
     ids: dict[tuple[str, int], list[int]] = {}
     done = {}
-    while engine.has_work:
-        for event in engine.step():
-            key = (event.request_id, event.index)
-            assert key not in done  # nothing follows a completion
-            pieces[key] = pieces.get(key, "") + event.text
-            ids.setdefault(key, []).extend(token.id for token in event.tokens)
-            if event.completion is not None:
-                done[key] = event.completion
+    for event in drain(engine):
+        key = (event.request_id, event.index)
+        assert key not in done  # nothing follows a completion
+        pieces[key] = pieces.get(key, "") + event.text
+        ids.setdefault(key, []).extend(token.id for token in event.tokens)
+        if event.completion is not None:
+            done[key] = event.completion
     assert len(done) == 6
     for key, completion in done.items():
         assert pieces[key] == completion.text and ids[key] == completion.ids
@@ -131,7 +122,7 @@ def test_a_stop_string_is_never_streamed_in_part(stop):
 
 
 def test_mistakes_are_named(net):
-    engine = engine_of(net, max_pages=10)
+    engine = engine_of(net, max_slots=4, max_pages=10)
     engine.submit(Request("a", tokens(5)))
     cases = [
         (Request("a", tokens(5)), "'a' is in use"),
@@ -151,46 +142,33 @@ def test_mistakes_are_named(net):
     for request, message in cases:
         with pytest.raises(RequestError, match=message):
             engine.submit(request)
-    for options in (
-        {"temperature": -1.0},
-        {"top_p": 0.0},
-        {"min_p": 2.0},
-        {"n": 0},
-        {"max_new_tokens": -1},
-        {"stop": ("",)},
-        {"stop": "x"},
-    ):
-        with pytest.raises(RequestError, match=next(iter(options))):
-            SamplingParams(**options)
-    for options in (
-        {"max_slots": 0},
-        {"page_size": 3},
-        {"page_size": 24},
-        {"page_size": 256},
-        {"prefill_chunk": 1},
-    ):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            engine_of(net, **options)
+    wrong = {"temperature": -1.0, "top_p": 0.0, "min_p": 2.0, "n": 0, "max_new_tokens": -1, "stop": ("",)}
+    for name, value in [*wrong.items(), ("stop", "x")]:
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(**{name: value})
+    for name, value in (("max_slots", 0), ("page_size", 3), ("page_size", 24), ("page_size", 256)):
+        with pytest.raises(ValueError, match=name):
+            engine_of(net, **{name: value})
     with pytest.raises(ValueError, match="checkpoint_every"):
         engine_of(net, prefix_cache=2, checkpoint_every=12)
+    larger = tiny_tokenizer(TOKENIZER.vocab_size + 20)
+    with pytest.raises(ValueError, match=rf"ids up to {larger.vocab_size - 1}, the model embeds"):
+        Engine(net, larger)
     with pytest.raises(RuntimeError, match="idle engine"):
         engine.generate([])
 
 
 def test_a_full_line_refuses_and_serves_again_later(net):
     engine = engine_of(net, max_slots=1, max_waiting=2)
-    handles = [
-        engine.submit(Request("0", tokens(4), drawn(3))),
-        engine.submit(Request("1", tokens(4), drawn(3))),
-    ]
+    first, second, third = requests([4, 4, 4], drawn(3))
+    handles = [engine.submit(first), engine.submit(second)]
     with pytest.raises(EngineFull, match="2 requests waiting"):
-        engine.submit(Request("2", tokens(4), drawn(3)))
+        engine.submit(third)
     engine.step()
-    handles.append(engine.submit(Request("2", tokens(4), drawn(3))))
-    while engine.has_work:
-        engine.step()
+    handles.append(engine.submit(third))
+    drain(engine)
     assert all(handle.done for handle in handles)
-    assert len(engine.generate([Request(str(i), tokens(4), drawn(2)) for i in range(7)])) == 7  # feeds itself
+    assert len(engine.generate(requests([4] * 7, drawn(2)))) == 7  # feeds itself
 
 
 def test_nothing_to_generate_completes_at_once(net):
@@ -254,7 +232,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
     """Mixed requests (groups, pictures, shared beginnings, stops), cancelled, paused and resumed at
     random."""
     rng = random.Random(seed)
-    shared = tokens(24).ids
+    shared = tokens(24)
     images = [pictured(i, " x", (16, 16)) for i in range(3)]
     submitted, parked, ends = 0, [], {}
     alive: set[str] = set()
@@ -263,7 +241,7 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
             kind = rng.random()
             prompt = tokens(rng.choice([1, 2, 5, 9, 16, 30]), rng.randrange(5))
             if kind < 0.2:
-                prompt = TokenPrompt(torch.cat([shared, prompt.ids]))
+                prompt = joined(shared, prompt)
             elif kind < 0.3:
                 prompt = rng.choice(images)
             params = SamplingParams(
@@ -303,17 +281,11 @@ def churn(engine: Engine, count: int, seed: int) -> dict[str, int]:
 def test_every_slot_and_page_comes_back(count, seed):
     """Mixed requests with cancellations, pauses and a prefix cache that must be evicted to make room."""
     thin = dict(
-        SHAPE,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        kv_lora_rank=8,
-        intermediate_size=16,
+        num_attention_heads=4, hidden_size=16, num_hidden_layers=2, kv_lora_rank=8, intermediate_size=16
     )
-    thin |= dict(
-        linear_attn_config=dict(num_heads=4, head_dim=4, kda_layers=[1]), num_experts=0, attn_res="none"
-    )
-    net = model(0, **thin)
+    heads = dict(num_heads=4, head_dim=4, kda_layers=[1])
+    thin["num_attention_heads"] = 4
+    net = model(0, **thin, num_experts=0, attn_res="none", linear_attn_config=heads)
     engine = engine_of(net, max_slots=6, max_pages=24, prefix_cache=3, checkpoint_every=8, prefill_chunk=64)
     ends = churn(engine, count, seed)
     assert min(ends[reason] for reason in ("stop", "length", "cancelled")) > count // 50
@@ -323,12 +295,3 @@ def test_every_slot_and_page_comes_back(count, seed):
     engine.prefix.clear()
     all_returned(engine)
     assert engine.stats()["free_pages"] == 24 and engine.stats()["free_slots"] == 9
-
-
-def test_a_tokenizer_with_ids_beyond_the_models_vocabulary_is_refused():
-    """Its ids would be banned and looked up outside the rows of the embedding."""
-    from fusion_cases import tiny_tokenizer
-
-    larger = tiny_tokenizer(TOKENIZER.vocab_size + 20)
-    with pytest.raises(ValueError, match=rf"ids up to {larger.vocab_size - 1}, the model embeds vocab_size="):
-        Engine(model(), larger, max_slots=2)

@@ -1,75 +1,81 @@
-"""Slots and pages by themselves: references, copies on write, promises; and latent attention against the
-dense cache."""
+"""Slots and pages by themselves: references, copies on write, states that leave and come back; latent
+attention against the dense cache; and the prefix cache: a hit gives what a reading from the start gives, only
+sooner, and never another text's state."""
 
 import pytest
 import torch
-from engine_cases import CONFIG, model, tokens
+from engine_cases import (
+    CONFIG,
+    all_returned,
+    by_sample,
+    drawn,
+    engine_of,
+    equal_tokens,
+    joined,
+    model,
+    pictured,
+    serve,
+    tokens,
+)
 
 from earlyfusion.kernels.attention.tiles import attend_in_tiles, tiles
 from earlyfusion.model.cache import CachePlan, KdaSlots, MlaPages
 from earlyfusion.model.engine.cache import Pools
+from earlyfusion.model.engine.requests import Request, SamplingParams
 
 
-def pools(slots: int = 3, pages: int = 6, page_size: int = 4) -> Pools:
-    return Pools.allocate(CONFIG.text, slots, pages, page_size, torch.zeros(1))
+def pools(page_size: int = 4, dtype=torch.float32) -> Pools:
+    return Pools.allocate(CONFIG.text, 3, 6, page_size, torch.zeros(1, dtype=dtype))
 
 
-def latents(pools: Pools) -> torch.Tensor:
-    return next(layer for layer in pools.layers if isinstance(layer, MlaPages)).latents_XR
+def memory(some: Pools) -> list[torch.Tensor]:
+    """Every tensor of slots and pages."""
+    found = []
+    for layer in some.layers:
+        found += [layer.latents_XR] if isinstance(layer, MlaPages) else layer.tensors()
+    return found
+
+
+def pages_of(some: Pools) -> torch.Tensor:
+    return next(layer for layer in some.layers if isinstance(layer, MlaPages)).pages_PSR
 
 
 def test_pages_are_shared_copied_on_write_and_counted():
     some = pools()
     page = some.take_page()
-    latents(some)[page * 4 : page * 4 + 4] = 7.0
+    pages_of(some)[page] = 7.0
     some.share([page])
     copy = some.own_page(page)
-    assert copy != page and (latents(some)[copy * 4 : copy * 4 + 4] == 7.0).all()
-    latents(some)[copy * 4] = 1.0
-    assert (latents(some)[page * 4 : page * 4 + 4] == 7.0).all()
+    assert copy != page and (pages_of(some)[copy] == 7.0).all()
+    pages_of(some)[copy, 0] = 1.0
+    assert (pages_of(some)[page] == 7.0).all()
     assert some.own_page(page) == page  # the only holder writes in place
     assert len(some.free_pages) == 6 - 2
-    some.release([page])
-    some.release([copy])
+    some.release([page, copy])
     assert len(some.free_pages) == 6 and not some.references
 
 
-def test_taken_pages_and_slots_are_empty_whatever_stood_there():
+def test_taken_pages_and_slots_are_empty_whatever_stood_there_and_padding_is_never_given_out():
     """A masked key must be finite and a new sequence starts from nothing, even after a model that produced
-    NaN."""
-    some = pools()
-    for layer in some.layers:
-        for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
-            tensor.fill_(float("nan"))
-    page, slot = some.take_page(), some.take_slot()
-    assert (latents(some)[page * 4 : page * 4 + 4] == 0).all()
-    state = some.export(slot, [page], 3)
+    NaN. States are float32 whatever the weights are."""
+    some = pools(dtype=torch.bfloat16)
+    states = [layer.state_SHKV.dtype for layer in some.layers if isinstance(layer, KdaSlots)]
+    assert set(states) == {torch.float32} and pages_of(some).dtype == torch.bfloat16
+    for tensor in memory(some):
+        tensor.fill_(float("nan"))
+    pages, slots = [some.take_page() for _ in range(6)], [some.take_slot() for _ in range(3)]
+    assert (pages_of(some)[pages] == 0).all() and 0 not in {*pages, *slots}
+    state = some.export(slots[1], pages[2:3], 3)
     assert all((tensor == 0).all() for tensor in state.values())
 
 
-def test_states_are_float32_whatever_the_weights_are():
-    some = Pools.allocate(CONFIG.text, 1, 1, 4, torch.zeros(1, dtype=torch.bfloat16))
-    states = [layer.state_SHKV.dtype for layer in some.layers if isinstance(layer, KdaSlots)]
-    assert set(states) == {torch.float32} and latents(some).dtype == torch.bfloat16
-
-
-def test_padding_slot_and_page_are_never_given_out():
-    some = pools()
-    assert 0 not in {some.take_page() for _ in range(6)} | {some.take_slot() for _ in range(3)}
-
-
 def test_states_survive_export_and_restore_at_another_place():
-    some = pools()
-    generator = torch.Generator().manual_seed(0)
-    for layer in some.layers:
-        for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    some, other = pools(), pools(page_size=8)
     slot, pages = some.take_slot(), [some.take_page() for _ in range(3)]
-    latents(some)[pages[1] * 4 : pages[1] * 4 + 4] = torch.randn(
-        4, latents(some).shape[1], generator=generator
-    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in memory(some):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
     saved = some.export(slot, pages, 10)
-    other = pools(page_size=8)
     there = other.take_slot(), [other.take_page() for _ in range(2)]
     other.check(saved, 10)
     other.restore(saved, *there, 10)
@@ -101,34 +107,107 @@ def test_paged_attention_equals_attention_over_gathered_keys(lengths):
     """Scattered pages, several tiles, several queries; fp64 against one plain softmax."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
-    heads, size, rank, page, width = 3, 10, 7, 16, 2
+    heads, size, rank, page, width, count = 3, 10, 7, 16, 2, len(lengths)
     longest = tiles(max(lengths))[-1][1]
-    order = torch.randperm(len(lengths) * longest // page, generator=generator) + 1
-    memory = MlaPages(draw((len(order) + 1) * page, size), page)
-    tables = order.view(len(lengths), -1)
-    queries = draw(len(lengths) * width, heads, size)
+    order = torch.randperm(count * longest // page, generator=generator) + 1
+    layer, tables = MlaPages(draw((len(order) + 1) * page, size), page), order.view(count, -1)
+    queries = draw(count, width, heads, size)
     last = torch.tensor([[max(n - 2, 0), n - 1] for n in lengths])
-    plan = CachePlan(
-        False, torch.zeros(0), torch.zeros(0), tables, last, torch.arange(len(lengths) * width)
-    )
-    got = memory.attend(queries, plan, rank, 0.3).view(len(lengths), width, heads, rank)
-    for n in range(len(lengths)):
-        keys = memory.latents_XR.view(-1, page, size)[tables[n]].flatten(0, 1)
+    none = torch.zeros(0)
+    plan = CachePlan(False, none, none, tables, last, torch.arange(count * width))
+    got = layer.attend(queries.flatten(0, 1), plan, rank, 0.3).view(count, width, heads, rank)
+    for n in range(count):
         for w in range(width):
-            seen = keys[: int(last[n, w]) + 1]
-            p = (queries.view(len(lengths), width, heads, size)[n, w] @ seen.T * 0.3).softmax(-1)
-            torch.testing.assert_close(got[n, w], p @ seen[:, :rank], atol=1e-12, rtol=0)
+            keys = layer.pages_PSR[tables[n]].flatten(0, 1)[: int(last[n, w]) + 1]
+            p = (queries[n, w] @ keys.T * 0.3).softmax(-1)
+            torch.testing.assert_close(got[n, w], p @ keys[:, :rank], atol=1e-12, rtol=0)
 
 
 def test_the_padding_rows_of_a_step_leave_no_trace():
     """Slot 0 is fed again and again by steps of one sequence; nothing of it may grow or become a number that
     is none."""
-    from earlyfusion.model.engine.engine import Engine
-    from earlyfusion.model.engine.requests import Request, SamplingParams
-
-    engine = Engine(model(), None, max_slots=2, page_size=4, max_pages=60)
+    engine = engine_of(model(), max_slots=2, max_pages=60)
     engine.generate([Request("r", tokens(3), SamplingParams(200, ignore_eos=True))])
     assert int(engine.runner.length_S[0]) == 0
-    for layer in engine.pools.layers:
-        for tensor in (layer.latents_XR,) if isinstance(layer, MlaPages) else layer.tensors():
-            assert torch.isfinite(tensor).all() and tensor.abs().max() < 1e3
+    for tensor in memory(engine.pools):
+        assert torch.isfinite(tensor).all() and tensor.abs().max() < 1e3
+
+
+# ---- the prefix cache
+
+
+def cached(net, **options):
+    return engine_of(net, **{"prefill_chunk": 64, "prefix_cache": 6, "checkpoint_every": 16, **options})
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shared", [16, 37, 80])
+def test_a_hit_changes_no_token(shared, seed):
+    """Restored states of other cut points once made answers garbage elsewhere; here tokens must be those of
+    no cache."""
+    net, few_shot = model(seed), tokens(shared, seed)
+    given = []
+    for i, length in enumerate([3, 9, 14, 1, 25]):
+        given.append(Request(f"q{i}", joined(few_shot, tokens(length, i)), drawn(12, n=1 + i % 2)))
+    engine, done = cached(net), []
+    for request in given:
+        done += engine.generate([request])
+    equal_tokens(serve(net, given, prefill_chunk=64), by_sample(done))
+    hits = [completion.cached_tokens for completion in done if completion.index == 0]
+    assert hits == [0] + [shared // 16 * 16] * 4
+    assert engine.stats()["read_tokens"] < sum(len(request.prompt.ids) for request in given)
+    all_returned(engine)
+
+
+def test_the_next_turn_begins_where_the_answer_ended():
+    """And two turns that share an unaligned checkpoint at the same time never write into it."""
+    net = model()
+    engine = cached(net)
+    (answer,) = engine.generate([Request("turn 1", tokens(21), drawn(10))])
+    history = joined(tokens(21), answer.ids)
+    pair = [Request(f"turn 2.{i}", joined(history, tokens(5 + i, i)), drawn(10)) for i in range(2)]
+    expected = serve(net, pair)
+    for _ in range(2):
+        for got in engine.generate(pair):
+            assert got.cached_tokens >= len(history.ids) - 1  # the last token was never fed
+            assert got.ids == expected[got.request_id, 0].ids
+    branch = Request("branch", joined(history.ids[:-3], tokens(9)), drawn(10))
+    (other,) = engine.generate([branch])
+    assert other.cached_tokens == 16 and other.ids == serve(net, [branch])["branch", 0].ids
+    all_returned(engine)
+
+
+def test_other_pictures_are_another_beginning_and_new_weights_forget_all():
+    net, text = model(), "\nQ: what color is the shape, please?\nA:"
+    engine = cached(net)
+    for seed in (0, 1, 0):
+        request = Request(f"image {seed}", pictured(seed, text), drawn(6))
+        (got,) = engine.generate([request])
+        assert got.ids == serve(net, [request])[request.id, 0].ids
+    assert engine.stats()["prefix_hits"] == 1  # the picture seen before; its placeholders have the same ids
+    both = Request("two", pictured(0, text, images=2), drawn(6))
+    (got,) = engine.generate([both])
+    assert got.cached_tokens > 16 and got.ids == serve(net, [both])["two", 0].ids
+
+    engine.load_weights(model(1).state_dict(), version=1)
+    assert engine.stats()["prefix_checkpoints"] == 0
+    (got,) = engine.generate([both])
+    assert got.cached_tokens == 0 and got.versions == [1] * 6
+    assert got.ids == serve(model(1), [both])["two", 0].ids
+
+
+def test_checkpoints_make_room_when_pages_are_short():
+    engine = cached(model(), max_pages=12, max_slots=2)
+    for index in range(6):
+        engine.generate([Request(f"r{index}", tokens(60, index), drawn(8))])
+    assert engine.stats()["prefix_evictions"] >= 5
+    all_returned(engine)
+
+
+def test_captured_routing_does_without_hits():
+    """The experts of cached tokens were not recorded for this request."""
+    engine = cached(model())
+    request = Request("r", tokens(40), drawn(4), capture_routing=True)
+    for _ in range(2):
+        (got,) = engine.generate([request])
+        assert got.cached_tokens == 0 and got.routing.shape == (43, 3, 2)

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import TOKENIZER, all_returned, model, pictured, tokens, trained_logits
+from engine_cases import (
+    TOKENIZER,
+    all_returned,
+    drain,
+    engine_of,
+    joined,
+    model,
+    pictured,
+    tokens,
+    trained_logits,
+)
 
-from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Request, RequestError, SamplingParams, ScoreRequest, TokenPrompt
 
 FORMS = pytest.mark.usefixtures("way")
 TOLERANCE = 1.3e-5  # nats; fp32, two orders of summation
 
 
-def engine(seed: int = 0, **options) -> Engine:
-    sizes = {"max_slots": 4, "page_size": 8, "prefill_chunk": 32, "prefix_cache": 2, **options}
-    return Engine(model(seed), TOKENIZER, **sizes)
+def engine(**options):
+    return engine_of(model(), **{"max_slots": 4, "prefix_cache": 2, **options})
 
 
 def requests() -> list[ScoreRequest]:
     """Letters after prompts with a common beginning, longer answers, pictures, and an empty continuation."""
-    start = tokens(41).ids
     letters = [[20], [21], [22]]
-    asked = [
-        ScoreRequest(TokenPrompt(torch.cat([start, tokens(n, seed=1).ids])), letters, shared=40)
-        for n in (1, 9, 30, 17)
-    ]
+    asked = [ScoreRequest(joined(tokens(41), tokens(n, seed=1)), letters, shared=40) for n in (1, 9, 30, 17)]
     longer = [[30, 31, 32], [33], [], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49], [50, 51], [52, 53], [54, 55]]
     return [*asked, ScoreRequest(tokens(7), longer), ScoreRequest(pictured(3), longer[:2])]
 
@@ -83,6 +87,4 @@ def test_what_cannot_be_judged_is_refused_and_leaves_the_engine_idle():
     serving.submit(Request("r", tokens(5), SamplingParams(2)))
     with pytest.raises(RuntimeError, match="idle"):
         serving.score([])
-    while serving.has_work:
-        serving.step()
-    all_returned(serving)
+    drain(serving)

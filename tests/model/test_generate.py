@@ -1,5 +1,4 @@
-"""Generation: the cache changes nothing. (Neighbours, bans, stops: test_engine_invariance.py,
-test_engine.py.)"""
+"""Generation with pictures and clips: the cache changes nothing. (The rest: test_engine*.py.)"""
 
 import pytest
 import torch
@@ -34,12 +33,6 @@ def prompts(tokenizer, config, seed=0):
     ]
 
 
-@pytest.fixture(scope="module")
-def setup():
-    tokenizer = tiny_tokenizer()
-    return tokenizer, tiny_config(tokenizer)
-
-
 def slow_greedy(model, prompt, count, banned):
     """Greedy decoding by a full forward pass over the whole text for every new token; no cache."""
     row = pack_prompts(model, [prompt])
@@ -56,54 +49,26 @@ def slow_greedy(model, prompt, count, banned):
     return new
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    "text",
-    [
-        {},
-        {"attn_res": "none", "mla_output_gate": False, "q_lora_rank": 12},
-        {"attn_res": "full"},
-        {"linear_attn_config": BOUNDED, "tie_word_embeddings": True},
-    ],
+    "text", [{"attn_res": "full"}, {"linear_attn_config": BOUNDED, "tie_word_embeddings": True}]
 )
-def test_cached_greedy_equals_full_recomputation_token_for_token(setup, seed, text):
-    tokenizer, _ = setup
+def test_cached_greedy_equals_full_recomputation_token_for_token(text):
+    tokenizer = tiny_tokenizer()
     config = tiny_config(tokenizer, **text)
-    model = tiny_model(config, seed)
-    given = prompts(tokenizer, config, seed)
+    model = tiny_model(config)
+    given = prompts(tokenizer, config)
     cached = generate_ids(model, given, max_new_tokens=TOKENS)
     assert cached == [slow_greedy(model, p, TOKENS, [config.media_token_id]) for p in given]
     assert len({tuple(answer) for answer in cached}) > 1  # the prompts matter
 
 
-def test_the_picture_changes_the_answer(setup):
-    tokenizer, config = setup
-    model = tiny_model(config)
-    answers = {
-        tuple(generate_ids(model, [prompts(tokenizer, config, s)[1]], max_new_tokens=8)[0]) for s in range(6)
-    }
-    assert len(answers) > 1
-
-
-def test_generate_ends_at_eos(setup):
-    tokenizer, config = setup
-    model = tiny_model(config)
+def test_generate_ends_where_it_is_told_and_refuses_nothing():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tiny_config(tokenizer))
     with torch.no_grad():
         model.decoder.lm_head.weight.zero_()  # all logits equal: argmax is the lowest id that may be said
-    assert generate(
-        model, tokenizer, prompts(tokenizer, config)[:1], max_new_tokens=5, stop_ids=[tokenizer.bos_id]
-    ) == [""]
-    assert tokenizer.bos_id < tokenizer.eos_id < tokenizer.pad_id
-    assert generate(model, tokenizer, prompts(tokenizer, config)[:1], max_new_tokens=5) == [
-        ""
-    ]  # [BOS] banned, [EOS] next
-
-
-def test_no_prompt_and_empty_prompt_are_errors(setup):
-    tokenizer, config = setup
-    model = tiny_model(config)
+    given = prompts(tokenizer, model.config)[:1]
+    for stop_ids in (None, [tokenizer.bos_id]):  # [BOS] is banned but as a stop, [EOS] comes next
+        assert generate(model, tokenizer, given, max_new_tokens=5, stop_ids=stop_ids) == [""]
     with pytest.raises(ValueError, match="no prompts"):
-        generate_ids(model, [], max_new_tokens=1)
-    empty = encode(Sample([], "test", "0"), tokenizer, config.vision, bos=False, eos=False)
-    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
-        generate_ids(model, [empty], max_new_tokens=1)
+        generate(model, tokenizer, [])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from earlyfusion.kernels.dispatch import resolve
 from tests.model.tiny import build, document, pack, tiny_fusion
 
 EXACT = dict(atol=1e-10, rtol=1e-10)  # float64; sums in another order
@@ -57,7 +58,9 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperatur
     picked = logp.gather(1, batch.labels[labelled][:, None])[:, 0]
     upstream = torch.randn(picked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     want = gradients(model, (upstream * picked).sum())
-    got_T, entropy_T = model.token_log_probs(batch, temperature)
+    judge = resolve("token_log_probs", torch.device("cpu"))
+    head = model.decoder.head_weight()
+    got_T, entropy_T = judge(model.hidden(batch), head, batch.labels, temperature=temperature)
     torch.testing.assert_close(got_T[labelled], picked, **EXACT)
     torch.testing.assert_close(entropy_T[labelled], -(logp.exp() * logp).sum(-1), **EXACT)
     assert not got_T[~labelled].any() and not entropy_T[~labelled].any() and not entropy_T.requires_grad
@@ -67,9 +70,3 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperatur
         torch.testing.assert_close(
             got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-def test_a_temperature_of_zero_is_refused():
-    model, batch, _ = case(0)
-    with pytest.raises(ValueError, match=r"temperature is 0\.0; expected a positive number"):
-        model.token_log_probs(batch, 0.0)

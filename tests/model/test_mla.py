@@ -92,13 +92,3 @@ def test_max_logit_rests_outside_training():
     mla.track_max_logit = True
     mla(x, segments)
     assert torch.isfinite(mla.max_logit).all()
-
-
-def test_scale_counts_the_unrotated_part():
-    assert layer().scale == pytest.approx((8 + 4) ** -0.5)
-    assert layer(qk_rope_head_dim=0).scale == pytest.approx(8**-0.5)
-
-
-def test_without_a_shared_key_part_it_still_runs():
-    mla = layer(qk_rope_head_dim=0)
-    assert torch.isfinite(mla(torch.randn(6, 24), Segments((2, 4)))).all()

@@ -208,7 +208,6 @@ def test_all_layers_update_with_one_reduction(rule):
     torch.testing.assert_close(metrics["load_share"].sum(1), torch.ones(3))
     share = metrics["load_share"]
     torch.testing.assert_close(metrics["max_violation"], (share * 6 - 1).abs().amax(1))
-    assert metrics["mean_violation"].shape == (3,)
 
 
 @pytest.mark.parametrize("rule", ["sign", "quantile"])

@@ -2,6 +2,7 @@
 be."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,9 +75,8 @@ def test_draws_follow_the_distribution_whose_logprobs_are_returned(temperature, 
     assert (shares[~kept] == 0).all()
     assert (shares - expected).abs().max() < 0.016  # 4.5 standard errors of a share of 20,000 draws
     torch.testing.assert_close(chosen[1], expected.log()[chosen[0].long()], atol=1e-6, rtol=0)
-    torch.testing.assert_close(
-        chosen[2], logits.double().log_softmax(-1)[chosen[0].long()], atol=1e-6, rtol=0
-    )
+    plain = logits.double().log_softmax(-1)[chosen[0].long()]
+    torch.testing.assert_close(chosen[2], plain, atol=1e-6, rtol=0)
 
 
 def test_top_p_keeps_the_smallest_sufficient_set():
@@ -90,15 +90,7 @@ def test_top_p_keeps_the_smallest_sufficient_set():
 
 def test_greedy_rows_and_drawn_rows_share_a_batch():
     logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    mixed = controls(keys(6), 0)
-    mixed = Controls(
-        mixed.keys_B,
-        mixed.positions_B,
-        torch.tensor([0.0, 1, 0, 1, 0, 1]),
-        mixed.top_p_B,
-        mixed.min_p_B,
-        mixed.needs,
-    )
+    mixed = replace(controls(keys(6)), temperature_B=torch.tensor([0.0, 1, 0, 1, 0, 1]))
     chosen = choose(logits, mixed, NOTHING)
     drawn = choose(logits, controls(keys(6)), NOTHING)
     assert torch.equal(chosen[0, ::2], logits[::2].argmax(-1).double())
