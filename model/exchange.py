@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from earlyfusion.vision.balance import Exchange
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
@@ -39,15 +40,11 @@ class RanksDisagree(ValueError):
 class Route:
     """What `rank` sends and receives in one micro-batch under `plan`. Every rank of `group` must use its
     route.
-
-    direct: the group's backend has all_to_all_single (`supports_all_to_all`); else sends and receives in
-    pairs.
     """
 
     plan: Exchange
     rank: int
     group: Any = None
-    direct: bool = True
 
     @cached_property
     def held(self) -> tuple[Grid, ...]:
@@ -63,13 +60,13 @@ class Route:
         sizes = [num_patches(grid) for grid in self.plan.grids[self.rank]]
         ordered = _in_order(patches, sizes, self._order)
         arriving = [row[self.rank] for row in self.plan.patches]
-        return all_to_all(ordered, self.plan.patches[self.rank], arriving, self.group, self.direct)
+        return all_to_all(ordered, self.plan.patches[self.rank], arriving, self.group)
 
     def bring_home(self, features: Tensor) -> Tensor:
         """Features [M, D] of the pictures in `held` -> those of the own pictures in packed order;
         differentiable."""
         leaving = [row[self.rank] for row in self.plan.features]
-        home = _AllToAll.apply(features, leaving, self.plan.features[self.rank], self.group, self.direct)
+        home = all_to_all(features, leaving, self.plan.features[self.rank], self.group)
         own, order = self.plan.grids[self.rank], self._order
         sizes = [num_tokens(own[i], self.plan.merge) for i in order]
         place = sorted(range(len(own)), key=order.__getitem__)  # where picture i stands in what came home
@@ -82,56 +79,14 @@ def _in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tenso
     return torch.cat([rows[:0], *(pieces[i] for i in order)])
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to ranks by `leaving`, rows from ranks by `arriving`; the gradient goes back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, leaving: Any, arriving: Any, group: Any, direct: bool) -> Tensor:
-        ctx.way = (arriving, leaving, group, direct)
-        return all_to_all(x, leaving, arriving, group, direct)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return all_to_all(gradients[0], *ctx.way), None, None, None, None
-
-
-def all_to_all(
-    x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: Any, direct: bool = True
-) -> Tensor:
+def all_to_all(x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group: Any) -> Tensor:
     """Rows of x, `leaving[r]` of them to rank r one after another -> `arriving[r]` rows from each, in rank
-    order.
+    order; the gradient goes back the same way.
 
     A collective: every rank of the group calls it, also with nothing to send and nothing to receive.
     """
-    x = x.contiguous()
     out = x.new_empty((sum(arriving), *x.shape[1:]))
-    if direct:
-        dist.all_to_all_single(out, x, list(arriving), list(leaving), group=group)
-        return out
-    here = dist.get_rank(group)
-    sent, received = x.split(list(leaving)), out.split(list(arriving))
-    received[here].copy_(sent[here])
-    calls = []
-    for peer in range(len(leaving)):
-        place = peer if group is None else dist.get_global_rank(group, peer)
-        if peer != here and leaving[peer]:
-            calls.append(dist.P2POp(dist.isend, sent[peer], place, group))
-        if peer != here and arriving[peer]:
-            calls.append(dist.P2POp(dist.irecv, received[peer], place, group))
-    for work in dist.batch_isend_irecv(calls) if calls else ():
-        work.wait()
-    return out
-
-
-def supports_all_to_all(group: Any, device: torch.device) -> bool:
-    """Whether the group's backend has all_to_all_single; every rank calls it, and all get the same answer."""
-    ones = [1] * dist.get_world_size(group)
-    x = torch.zeros(len(ones), dtype=torch.uint8, device=device)
-    try:
-        dist.all_to_all_single(torch.empty_like(x), x, ones, ones, group=group)
-    except (RuntimeError, NotImplementedError):  # "Backend ... does not support alltoall_base"
-        return False
-    return True
+    return all_to_all_single(out, x.contiguous(), list(arriving), list(leaving), group or dist.group.WORLD)
 
 
 def complaint(batches: Sequence[Any], merge: tuple[int, int]) -> str:

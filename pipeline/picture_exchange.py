@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids, supports_all_to_all
+from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.vision.balance import VisionCost, plan_step
@@ -50,13 +49,10 @@ class PictureExchange:
                 " another: start all ranks with the same recipe"
             )
         if self.setting != "off":
-            self._open(runtime.device)
-
-    def _open(self, device: torch.device) -> None:
-        self.group = dist.new_group()
-        # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
-        self.planning = dist.new_group(backend="gloo") if dist.is_gloo_available() else self.group
-        self.direct = supports_all_to_all(self.group, device)
+            self.group = self.planning = dist.new_group()
+            if dist.is_gloo_available():
+                # Grids are host numbers: over gloo they reach the other hosts without a wait for the device.
+                self.planning = dist.new_group(backend="gloo")
 
     def routes(self, batches: Sequence[Any], max_patches: int | None = None) -> list[Route | None]:
         """A route for each of this rank's micro-batches; None: encode the own pictures.
@@ -85,7 +81,7 @@ class PictureExchange:
             return nothing
         # A micro-batch in which nothing moves needs no collective at all.
         rank = self.runtime.rank
-        return [Route(part, rank, self.group, self.direct) if part.moves else None for part in plan.parts]
+        return [Route(part, rank, self.group) if part.moves else None for part in plan.parts]
 
     def work(self, batches: Sequence[Any], routes: Sequence[Route | None]) -> tuple[float, float]:
         """Forward FLOPs of the tower in this rank's step: of its own pictures, and of those it encoded."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids, supports_all_to_all
+from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
@@ -18,18 +18,14 @@ from earlyfusion.pipeline.runtime import Runtime
 
 
 def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int) -> dict:
-    """One step plain, planned, and with every picture sent anywhere (direct, and by pairs of sends and
-    receives)."""
+    """One step plain, planned, and with every picture sent anywhere."""
     fusion = cases.model(seed, torch.float64)
     prepared = replicate(fusion, runtime)
     parts = cases.batches(step, runtime.rank, seed)
     routes = exchange.routes(parts, 4096)
     out = {"routes": [route is not None for route in routes], "work": exchange.work(parts, routes)}
     ways = {"plain": (), "planned": routes}
-    for direct in (True, False):
-        ways[f"scattered, direct {direct}"] = [
-            Route(plan, runtime.rank, exchange.group, direct) for plan in cases.scattered(step, seed)
-        ]
+    ways["scattered"] = [Route(plan, runtime.rank, exchange.group) for plan in cases.scattered(step, seed)]
     for name, way in ways.items():
         result, gradients = cases.gradients(runtime, prepared, fusion, parts, way)
         out[name] = (result, gradients)
@@ -75,7 +71,7 @@ def main(rank: int, world: int, port: str, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     runtime = Runtime(threads=1)
     exchange = PictureExchange(ParallelSection(exchange_pictures="on"), cases.config(), runtime)
-    out: dict = {"supported": supports_all_to_all(exchange.group, torch.device("cpu"))}
+    out: dict = {}
     for name in cases.names(world):
         out[name] = take(runtime, exchange, cases.step_of(world, name), len(name))
     if world == 2:

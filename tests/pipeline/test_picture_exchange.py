@@ -24,7 +24,7 @@ from earlyfusion.vision.balance import VisionCost, plan_step
 TOLERANCE = 1e-12
 WORLDS = (2, 3)
 ALL = [(world, name) for world in WORLDS for name in cases.names(world)]
-WAYS = ("planned", "scattered, direct True", "scattered, direct False")
+WAYS = ["planned", "scattered"]
 
 
 def free_port() -> str:
