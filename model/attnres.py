@@ -40,6 +40,7 @@ class Mix:
 
     def folded(self) -> Tensor:
         """w * g [D] in fp32: only the product matters to the weights."""
+        # Folded once per block: the kernels then read one vector where the paper has two.
         return at_least_fp32(self.query_D) * at_least_fp32(self.norm.weight)
 
 
@@ -58,6 +59,7 @@ class MixRecorder:
 
     @torch.no_grad()
     def note(self, mix: Mix, sources: Sequence[Tensor], partial_TD: Tensor | None) -> None:
+        # The running sum comes last, as the kernels see it; reports tell it apart by `has_partial`.
         every = list(sources) if partial_TD is None else [*sources, partial_TD]
         weights_nT = mixing_weights(every, mix.folded(), mix.norm.eps)
         means = {name: weights_nT[:, mask].mean(dim=1) for name, mask in self.masks.items()}
@@ -67,6 +69,7 @@ class MixRecorder:
 
 def mixing_weights(sources: Sequence[Tensor], qw_D: Tensor, eps: float) -> Tensor:
     """Softmax weights p [n, T] of the sources; sums to 1 over the sources. fp32."""
+    # Kept apart from the kernels on purpose: a report must not depend on what it reports about.
     logits = []
     for source_TD in sources:
         fp = at_least_fp32(source_TD)
@@ -78,6 +81,7 @@ def mix_sources(sources: Sequence[Tensor], mix: Mix, recorder: MixRecorder | Non
     """h [T, D] for one query over finished sources."""
     if recorder is not None:
         recorder.note(mix, sources, None)
+    # One query over finished sources is phase 1 of a block with a single sub-layer.
     qw_1D = mix.folded().unsqueeze(0)
     o_1TD, _ = resolve("attnres_phase1", qw_1D)(list(sources), qw_1D, mix.norm.eps)
     return o_1TD[0]
@@ -97,6 +101,7 @@ def run_block(
     bodies = [sublayer for _, sublayer in sublayers]
     qw_SD = torch.stack([mix.folded() for mix in mixes])
 
+    # A report looks at the sources before they are mixed, where the kernel hands them over.
     def watch(index: int, before: Sequence[Tensor], partial_TD: Tensor | None) -> None:
         assert recorder is not None
         recorder.note(mixes[index], before, partial_TD)

@@ -69,6 +69,7 @@ class KdaSlots:
 
     def load(self, slots_N: Tensor, length_N: Tensor) -> tuple[Tensor, Tensor]:
         """(state [N, H, K, V], taps [N, C, W - 1]) of slots that hold `length_N` tokens."""
+        # Copies, not views: the layer may compute in place while other slots are written.
         state_NHKV = self.state_SHKV.index_select(0, slots_N).contiguous()
         return state_NHKV, self.taps_SRC[self._taps_at(slots_N, length_N)].transpose(1, 2)
 
@@ -93,6 +94,7 @@ class KdaSlots:
         """One token of every sequence from the layer's projections (before the convolution, whose weight is
         given): heads' outputs [N, H, V]."""
         state, taps = self.load(plan.slots_N, plan.last_NW[:, 0])
+        # The convolution sees the projections before their activation, so its taps hold those.
         qkv, taps = conv_step(qkv, weight, taps)
         q, k, v = (part.unflatten(1, (layer.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
         gate = layer.gate(f, beta)
@@ -117,6 +119,7 @@ class RingSlots(KdaSlots):
     """
 
     def __init__(self, cache: DecodeCache, width: int) -> None:
+        # The base class sees K before V; only the strides tell that memory has it the other way round.
         super().__init__(cache.state_SGVK.transpose(2, 3), cache.x_SRC)
         self.cache = cache
         self.back = torch.arange(width - 1, 0, -1, device=cache.x_SRC.device)  # how far back every tap looks
@@ -129,6 +132,7 @@ class RingSlots(KdaSlots):
         self, layer: Any, plan: CachePlan, qkv: Tensor, f: Tensor, beta: Tensor, weight: Tensor
     ) -> Tensor:
         """One token of every sequence through the kernel; zeros for padding rows (slot 0)."""
+        # Kernels take what they are given by pointer and stride: every input dense, padding marked by -1.
         heads = (layer.num_heads, layer.head_dim)
         return decode(
             qkv.contiguous(),
@@ -160,6 +164,7 @@ class MlaPages:
         chunks in the same tiles of keys."""
         heads = query_THR.shape[1]
         if plan.places_T is None:
+            # Padding rows would attend to page 0 and cost as much as real ones.
             live = slice(0, plan.live)
             mixed_NHR, _ = resolve("mla_decode", query_THR)(
                 query_THR[live].contiguous(),
@@ -176,6 +181,7 @@ class MlaPages:
         sequences, width = plan.last_NW.shape
         query = query_THR.new_zeros(sequences * width, *query_THR.shape[1:])
         query_NXR = query.index_copy_(0, plan.places_T, query_THR).view(sequences, width * heads, -1)
+        # All heads of a query share its last key, so they go side by side as queries of one sequence.
         last_NX1 = plan.last_NW.repeat_interleave(heads, dim=1).unsqueeze(-1)
         length = plan.pages_NP.shape[1] * self.pages_PSR.shape[1]
         keys = pages_of(self.pages_PSR, plan.pages_NP)

@@ -116,6 +116,7 @@ class ModelConfig(BaseModel):
                     f" 1..{len(layers)} (num_hidden_layers); remove them or raise num_hidden_layers"
                 )
         if kda is not None and full is not None:
+            # Both lists are in public checkpoints; one that contradicts the other is a damaged file.
             twice, missing = sorted(set(kda) & set(full)), sorted(layers - set(kda) - set(full))
             if twice or missing:
                 raise ValueError(
@@ -123,6 +124,7 @@ class ModelConfig(BaseModel):
                     f" 1..{len(layers)}: in both {twice}, in neither {missing}; give only one to let the"
                     " other follow"
                 )
+        # Each expert is tensors on the meta device: a hostile configuration must fail before they are made.
         if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ValueError(
                 f"num_experts={self.num_experts} in num_hidden_layers={self.num_hidden_layers} layers are"
@@ -133,6 +135,7 @@ class ModelConfig(BaseModel):
                 f"num_experts_per_token={self.num_experts_per_token} exceeds num_experts={self.num_experts};"
                 " lower it"
             )
+        # The rule looks at the (k+1)-th score, which there must be.
         if self.router_balance == "quantile" and self.num_experts_per_token == self.num_experts:
             raise ValueError(
                 f"router_balance='quantile' needs num_experts_per_token ({self.num_experts_per_token}) below"
@@ -156,6 +159,7 @@ class ModelConfig(BaseModel):
         elif full is not None:
             mla = set(full)
         else:
+            # The published pattern, and a last layer that looks back at all tokens whatever the depth.
             mla = set(range(4, count + 1, 4)) | {count}
         return tuple("mla" if layer in mla else "kda" for layer in range(1, count + 1))
 
@@ -189,6 +193,7 @@ class FusionConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # An id outside would only show as an index error deep in the first batch.
         if self.media_token_id >= self.text.vocab_size:
             raise ValueError(
                 f"media_token_id={self.media_token_id} lies outside the vocabulary of {self.text.vocab_size};"

@@ -96,6 +96,7 @@ class DecoderLayer(nn.Module):
         counted_T: Tensor | None = None,
     ) -> Tensor:
         """The plain residual form. x keeps its dtype (fp32 embeddings make an fp32 stream under autocast)."""
+        # Pre-norm: the stream itself is never normed, so gradients reach the embedding unscaled.
         x_TD = x_TD + self.attend(self.input_layernorm(x_TD), segments, past, counted_T)
         return x_TD + self.feed_forward(self.post_attention_layernorm(x_TD), counted_T)
 
@@ -160,7 +161,9 @@ class Decoder(nn.Module):
                 "build Segments from the same packed row"
             )
 
-        pasts = past or [None] * len(self.layers)
+        pasts: Sequence[Past[Any] | None] = [None] * len(self.layers)
+        if past is not None:
+            pasts = past
         if self.config.attn_res == "none":
             for layer, own in zip(self.layers, pasts):
                 x_TD = self._maybe_recompute(layer, x_TD, segments, own, counted_T)

@@ -57,6 +57,7 @@ class Route:
 
     def send_patches(self, patches: Tensor) -> Tensor:
         """Own patches [P, 3, p, p] in packed order -> those of the pictures in `held`, in that order."""
+        # Ordered by receiving rank: all-to-all sends stretches, not rows.
         sizes = [num_patches(grid) for grid in self.plan.grids[self.rank]]
         ordered = _in_order(patches, sizes, self._order)
         arriving = [row[self.rank] for row in self.plan.patches]
@@ -69,12 +70,14 @@ class Route:
         home = all_to_all(features, leaving, self.plan.features[self.rank], self.group)
         own, order = self.plan.grids[self.rank], self._order
         sizes = [num_tokens(own[i], self.plan.merge) for i in order]
+        # The inverse of the order they were sent in.
         place = sorted(range(len(own)), key=order.__getitem__)  # where picture i stands in what came home
         return _in_order(home, sizes, place)
 
 
 def _in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
     """Stretches of `rows` of these sizes, put into another order."""
+    # The empty beginning keeps the result a tensor of the right shape where there are no pictures.
     pieces = rows.split(sizes)
     return torch.cat([rows[:0], *(pieces[i] for i in order)])
 
@@ -85,6 +88,7 @@ def all_to_all(x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group
 
     A collective: every rank of the group calls it, also with nothing to send and nothing to receive.
     """
+    # Also with nothing to send: a rank that stayed away would leave the others waiting.
     out = x.new_empty((sum(arriving), *x.shape[1:]))
     return all_to_all_single(out, x.contiguous(), list(arriving), list(leaving), group or dist.group.WORLD)
 
@@ -92,6 +96,7 @@ def all_to_all(x: Tensor, leaving: Sequence[int], arriving: Sequence[int], group
 def complaint(batches: Sequence[Any], merge: tuple[int, int]) -> str:
     """The first thing wrong with these micro-batches, "" where all is well."""
     for k, batch in enumerate(batches):
+        # A wrong batch would make the other ranks wait for rows that never come, so all are told first.
         patches = sum(num_patches(grid) for grid in batch.grids)
         tokens = sum(num_tokens(grid, merge) for grid in batch.grids)
         if len(batch.patches) != patches:
@@ -110,6 +115,7 @@ def gather_grids(
     settings: anything that must be equal on all ranks. wrong: `complaint`. Raises RanksDisagree, on all ranks
     alike, for other settings or numbers of micro-batches and for any complaint.
     """
+    # One small gather carries grids, settings and complaints: whoever disagrees, all raise alike.
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (list(map(list, own)), settings, wrong), group=group)
     for rank, (grids, known, found) in enumerate(everyone):

@@ -49,6 +49,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     idle = 0
     for name, parameter in model.named_parameters():
         by_room[_room(name.removeprefix("decoder."), config)] += parameter.numel()
+        # Of E experts a token passes k; routers and shared experts are always active.
         if ".experts." in name:
             idle += parameter[config.num_experts_per_token :].numel()
     total = sum(by_room.values())
@@ -80,11 +81,13 @@ def _room(name: str, config: ModelConfig) -> str:
 def decoder_flops(config: ModelConfig, lengths: Sequence[int]) -> dict[str, float]:
     """Forward FLOPs by room of one packed row of documents with these lengths (tokens)."""
     tokens = float(sum(lengths))
+    # Causal attention uses half the square; counting all of it would flatter long documents.
     pairs = float(sum(length * (length + 1) // 2 for length in lengths))
     rooms: dict[str, float] = defaultdict(float)
     for index, kind in enumerate(config.plan()):
         rooms[kind] += _kda_flops(config, tokens) if kind == "kda" else _mla_flops(config, tokens, pairs)
         if config.is_moe(index):
+            # Useful work only: the chosen and the shared experts, and the router's scores.
             width = config.moe_intermediate_size * (config.num_experts_per_token + config.num_shared_experts)
             rooms["moe"] += 2 * tokens * config.hidden_size * (3 * width + config.num_experts)
         else:
@@ -99,6 +102,7 @@ def _kda_flops(config: ModelConfig, tokens: float) -> float:
     linear, hidden = config.linear_attn_config, config.hidden_size
     heads, dim = linear.num_heads, linear.head_dim
     channels = heads * dim
+    # Two low-rank maps: the forget gate's, and the output gate's unless it is full rank.
     low_rank = dim * (hidden + channels)
     gate = hidden * channels if linear.full_rank_output_gate else low_rank
     projections = 4 * hidden * channels + low_rank + gate + hidden * heads
@@ -109,6 +113,7 @@ def _kda_flops(config: ModelConfig, tokens: float) -> float:
 def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     query = heads * config.qk_head_dim
+    # A low-rank query pays for both of its projections.
     query_weights = hidden * query
     if config.q_lora_rank is not None:
         query_weights = config.q_lora_rank * (hidden + query)
@@ -122,6 +127,7 @@ def _mla_flops(config: ModelConfig, tokens: float, pairs: float) -> float:
 
 def _attnres_flops(config: ModelConfig, tokens: float) -> float:
     """Each source of each mix costs a dot product and a weighted add: 4 D."""
+    # A sub-layer reads the finished blocks before it, and its own block's sum once that has begun.
     sublayers, size = 2 * config.num_hidden_layers, config.sublayers_per_block()
     mixed = sum(1 + i // size + (i % size > 0) for i in range(sublayers))
     final = 1 + -(-sublayers // size)

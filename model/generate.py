@@ -43,9 +43,11 @@ def pack_prompts(model: NativeFusion, prompts: Sequence[Prompt]) -> Row:
     if not min(lengths, default=0):
         raise ValueError(f"{len(prompts)} prompts of {lengths} tokens; give at least one, each with [BOS]")
     segments = Segments.from_lengths(lengths)
+    # The empty beginning gives a row without pictures the right shape and dtype.
     patches = [torch.empty(0, vision.in_channels, vision.patch_size, vision.patch_size, dtype=torch.uint8)]
-    places, grids = [], []
+    places, grids = [], list[tuple[int, int, int]]()
     for prompt, start in zip(prompts, segments.offsets):
+        # Positions count through the packed row, not through the prompt.
         places.append(torch.as_tensor(prompt.media_positions).long() + start)
         grids += prompt.grids
         if prompt.patches is not None:
@@ -92,6 +94,7 @@ def generate(
     `special_ids` (name -> id), `vocab_size` and `decode(ids, skip_special=...)`. Raises ValueError for
     options out of range, no prompt or an empty one.
     """
+    # Given stop ids replace the usual ones: who gives them knows what ends the text.
     params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
     if stop_ids is not None:
         params = replace(params, stop_ids=tuple(stop_ids), ignore_eos=True)
@@ -111,6 +114,7 @@ def engine_for(
     prompt."""
     if not prompts:
         raise ValueError("no prompts given; pass at least one")
+    # Memory for the longest ones that can run together: no prompt waits for pages.
     slots = min(len(prompts), most_slots)
     longest = sorted(len(prompt.ids) + max(0, max_new_tokens) for prompt in prompts)[-slots:]
     return Engine(
@@ -120,6 +124,7 @@ def engine_for(
         page_size=PAGE,
         # Whole pages for each; a forked group may hold one page more than its samples apart.
         max_pages=sum(-(-tokens // PAGE) + 1 for tokens in longest),
+        # Whole prompts at once: nobody waits for the first token here.
         prefill_chunk=2048,
         max_waiting=len(prompts),
         image_cache=max(1, sum(len(prompt.grids) for prompt in prompts)),

@@ -31,6 +31,7 @@ class Linear(nn.Linear):
     """nn.Linear without bias, drawn from N(0, std)."""
 
     def __init__(self, in_features: int, out_features: int, std: float) -> None:
+        # Before the base class, whose constructor already calls reset_parameters.
         self.std = std
         super().__init__(in_features, out_features, bias=False)
 
@@ -61,6 +62,7 @@ def normal_(weight: Tensor, std: float) -> Tensor:
 @torch.no_grad()
 def decay_rate_(A_log_H: Tensor, bounded: bool) -> Tensor:
     """log of the per-head decay rate: log U(1, 16) for the softplus gate, 0 for the bounded one."""
+    # A decay rate of 1 for the bounded gate, whose lower bound sets the scale.
     return A_log_H.zero_() if bounded else A_log_H.uniform_(1.0, 16.0).log_()
 
 
@@ -68,5 +70,6 @@ def decay_rate_(A_log_H: Tensor, bounded: bool) -> Tensor:
 def time_step_bias_(dt_bias: Tensor) -> Tensor:
     """softplus^-1 of a time step drawn log-uniformly from [1e-3, 1e-1]; stable form dt + log(1 -
     exp(-dt))."""
+    # Log-uniform: channels start with time constants over two decades, so some forget soon and some late.
     dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
     return dt_bias.add_(torch.log(-torch.expm1(-dt_bias)))

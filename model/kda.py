@@ -114,6 +114,7 @@ class KimiDeltaAttention(nn.Module):
         if past is None:
             joint, weight = self.joined_weights()
         else:
+            # In a decode step joining six weights would cost more than the product with them.
             past.memory.joined = past.memory.joined or self.joined_weights()
             joint, weight = past.memory.joined
         qkv, f, gate, beta = self._project(x_TD, joint)

@@ -102,6 +102,7 @@ class MultiHeadLatentAttention(Fp32State):
         c_TR = self.kv_a_layernorm(c_TR)
 
         if past is not None:
+            # Before attention: a token sees itself.
             past.memory.append(torch.cat([c_TR, rope_T1.to(c_TR.dtype)], dim=-1), past.plan)
         if past is None or past.plan.fresh:
             o_THV = self._attend(q_THQ, c_TR, rope_T1, segments, counted_T)
@@ -172,6 +173,7 @@ class MultiHeadLatentAttention(Fp32State):
         nope, rank = self.qk_nope_head_dim, self.kv_lora_rank
         weight = self.kv_b_proj.weight.view(self.num_heads, nope + self.v_head_dim, rank).to(q_THQ.dtype)
         k_up_HQR, v_up_HVR = weight.split([nope, self.v_head_dim], dim=1)
+        # The keys' up-projection goes to the query, once per new token in place of once per old one.
         absorbed = torch.einsum("thq,hqr->thr", q_THQ[..., :nope], k_up_HQR)
         query_THR = torch.cat([absorbed, q_THQ[..., nope:].to(absorbed.dtype)], dim=-1)
         mixed_THR = memory.attend(query_THR, plan, rank, self.scale)

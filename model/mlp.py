@@ -18,4 +18,5 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, std)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        # Two matrices and not one joined: the names and shapes of public checkpoints.
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))

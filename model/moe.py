@@ -56,6 +56,8 @@ class Router(Fp32State):
         self.std = config.initializer_range
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.empty(self.num_experts, dtype=torch.float32))
+        # Set from outside for a while (see recording_routing, replaying_routing); never part of a
+        # checkpoint.
         self.recorded: list[Tensor] | None = None
         self.replayed_TJ: Tensor | None = None
         self.reset_parameters()
@@ -148,6 +150,7 @@ class MixtureOfExperts(Fp32State):
     def forward(self, x_TD: Tensor, counted_T: Tensor | None = None) -> Tensor:
         """x_TD normed input -> y_TD. counted_T: bool, tokens that count for the load (None: all); all are
         computed."""
+        # Dropless: every token goes to all of its experts, however full they are.
         ids_TJ, weights_TJ, scores_TE = self.gate(x_TD)
         if self.training and torch.is_grad_enabled():
             self._count(ids_TJ, scores_TE.detach(), counted_T)
@@ -156,6 +159,7 @@ class MixtureOfExperts(Fp32State):
 
     @torch.no_grad()
     def _count(self, ids_TJ: Tensor, scores_TE: Tensor, counted_T: Tensor | None) -> None:
+        # Counts stay on the device; the host sees them once a step, after all micro-batches.
         weight_T1 = torch.ones_like(scores_TE[:, :1], dtype=torch.float32)
         if counted_T is not None:
             weight_T1 = weight_T1 * counted_T[:, None]
@@ -188,12 +192,14 @@ class MixtureOfExperts(Fp32State):
 def _bin_edges(bias_E: Tensor) -> tuple[Tensor, Tensor]:
     """(lower edge, bin width) of the histograms; depends on b only, which stands still between two
     updates."""
+    # Scores lie in 0..1, so every r lies within one of the biases.
     low, high = bias_E.min() - 1.0, bias_E.max() + 1.0
     return low, (high - low) / BINS
 
 
 def _histogram_quantile(histogram_EB: Tensor, share: float, low: Tensor, step: Tensor) -> Tensor:
     """Value below which `share` of each row's counts lie, linear inside its bin. [E]"""
+    # float64: cumulated counts of a step go beyond what float32 holds exactly.
     total_EB = histogram_EB.double().cumsum(1)
     rank_E1 = share * total_EB[:, -1:]
     bin_E1 = torch.searchsorted(total_EB, rank_E1).clamp_(max=histogram_EB.shape[1] - 1)

@@ -26,6 +26,7 @@ class Fp32State(nn.Module):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp32State:
+        # The base class casts; what it cast is put back from here, on the new device.
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in kept.items():
@@ -49,6 +50,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        # With weight one a norm starts as the plain division by the root mean square.
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,4 +65,5 @@ class GatedRMSNorm(RMSNorm):
     the end."""
 
     def forward(self, x_THV: Tensor, gate_THV: Tensor) -> Tensor:  # type: ignore[override]
+        # One operation for norm and gate: head outputs are read once.
         return resolve("rms_norm", x_THV)(x_THV, self.weight, gate_THV, self.eps)

@@ -32,6 +32,7 @@ class VisionCost:
     def from_config(cls, config: VisionConfig) -> VisionCost:
         """a = 2 (patch embedding + L (4 C Q + 2 C F)), b = 4 Q L, with C hidden, Q qkv width, F mlp, L
         layers."""
+        # From the configuration alone: the host plans before any tensor exists.
         width, qkv, layers = config.hidden_size, config.qkv_width, config.num_hidden_layers
         block = 4 * width * qkv + 2 * width * config.intermediate_size
         embed = width * config.in_channels * config.patch_size**2
@@ -39,6 +40,7 @@ class VisionCost:
 
     def of(self, grids: Sequence[Grid]) -> float:
         """FLOPs of pictures of these (t, h, w) grids, in patches."""
+        # Attention looks at all patches of one item and never across items: the square is per item.
         counts = [num_patches(grid) for grid in grids]
         return self.per_patch * sum(counts) + self.per_pair * sum(count * count for count in counts)
 
@@ -53,10 +55,12 @@ def assign(
     empty: with fewer items than ranks they must. With `sizes` a rank takes items of at most `limit` together;
     an item that fits nowhere goes to the least loaded rank all the same, so the caller looks.
     """
+    # Ties fall to the smaller rank and the earlier item, so that all ranks plan the same.
     heap = [(0.0, rank) for rank in range(ranks)]
     chosen, held = [0] * len(costs), [0] * ranks
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         size = 0 if sizes is None else sizes[item]
+        # Ranks without room are put aside for this item only; a smaller one may still fit.
         full = []
         while heap and held[heap[0][1]] + size > limit:
             full.append(heapq.heappop(heap))
@@ -126,6 +130,7 @@ class Exchange:
 
     def order(self, rank: int) -> list[int]:
         """Pictures of `rank` in the order to send them: by receiving rank, own order within."""
+        # sorted() is stable: own order within a receiving rank comes for free.
         owners = self.owner[rank]
         return sorted(range(len(owners)), key=owners.__getitem__)
 
@@ -149,7 +154,9 @@ def exchange(
     home = [r for r, row in enumerate(grids) for _ in row]
     items = [grid for row in grids for grid in row]
     costs, sizes = [cost.of([grid]) for grid in items], [num_patches(grid) for grid in items]
+    # Which rank takes which share is free: the one that has most of it already sends least.
     chosen = _near_home(assign(costs, ranks, sizes, limit), home, sizes, ranks)
+    # A plan that does not fit memory, or helps nobody, is worse than none: pictures stay.
     too_much = max(loads(sizes, chosen, ranks)) > limit
     if too_much or max(loads(costs, chosen, ranks)) >= max(loads(costs, home, ranks)):
         chosen = home
@@ -169,10 +176,12 @@ def _near_home(chosen: Sequence[int], home: Sequence[int], sizes: Sequence[int],
     """The same shares under other rank numbers: which rank takes a share does not matter to the loads, but a
     share lies partly on one rank or another already. Shares go, in the order of the patches saved, to the
     rank that saves most."""
+    # Patches of each share that lie on each rank already.
     stays: Counter[tuple[int, int]] = Counter()
     for share, rank, size in zip(chosen, home, sizes):
         stays[share, rank] += size
     place: dict[int, int] = {}
+    # A dictionary keeps the ranks' order, which a set would not promise.
     free = dict.fromkeys(range(ranks))
     for share, rank in sorted(stays, key=lambda pair: (-stays[pair], pair)):
         if share not in place and rank in free:
@@ -212,6 +221,7 @@ def plan_step(
     micro-batches."""
     parts = tuple(exchange(part, cost, merge, max_patches) for part in zip(*grids, strict=True))
     home = [sum(cost.of(part) for part in rank) for rank in grids]
+    # With an exchange all ranks meet in every micro-batch: each costs its slowest.
     slowest = sum(max(part.work) for part in parts)
     mean = sum(home) / len(home)
     return StepPlan(parts, before=imbalance(home), after=slowest / mean if mean > 0 else 1.0)

@@ -53,6 +53,7 @@ def zero_anchor(module: nn.Module) -> torch.Tensor:
     Sums empty slices, so it costs nothing and stays 0 whatever the parameters hold. Of sharded parameters it
     takes the local shard.
     """
+    # Summed over empty slices: no overflowed weight can turn the zero into NaN.
     total = torch.zeros(())
     for parameter in module.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -82,6 +83,7 @@ class PatchProjection(nn.Module):
         """Patches [P, 3, p, p], uint8 (normalised here: (x / 255 - 0.5) / 0.5) or float (already so) -> [P,
         C]."""
         x = patches.flatten(1)
+        # Bytes until here: a quarter of the memory and of the copy to the device.
         if x.dtype == torch.uint8:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             x = x.to(wide).mul_(2.0 / 255.0).sub_(1.0)
@@ -107,6 +109,7 @@ class PositionTable(nn.Module):
         """
         table = self.weight.flatten(0, 1)
         table = table.to(torch.promote_types(table.dtype, torch.float32))
+        # A weighted gather in place of interpolate: one call for images of all sizes.
         weight = at.position_weight_UW.to(table.dtype)
         x = F.embedding_bag(at.position_index_UW, table, per_sample_weights=weight, mode="sum")
         if at.position_row_P is not None:
@@ -172,6 +175,7 @@ class EncoderBlock(nn.Module):
 
     def attend(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
         """Attention branch on normed input [P, C] -> [P, C]."""
+        # One product for q, k and v: they read the same input.
         qkv_P3HD = self.wqkv(x_PC).view(-1, 3, self.num_heads, self.head_dim)
         if segments.total == 0:  # nothing to attend; the gradient path to the weights must still exist
             return self.wo(qkv_P3HD[:, 2].flatten(1))
@@ -220,9 +224,11 @@ class VisionTower(nn.Module):
 
     def reset_parameters(self) -> None:
         """N(0, initializer_range^2) for matrices and the position table, ones for norms, zeros for biases."""
+        # After `to_empty` nothing holds a value: every part draws its own again.
         for module in [*self.patch_embed.modules(), *reversed(list(self.encoder.modules()))]:
-            if hasattr(module, "reset_parameters"):  # children before parents, which have the last word
-                module.reset_parameters()
+            # children before parents, which have the last word
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     def zero_anchor(self) -> torch.Tensor:
         """Scalar 0 through which every parameter receives a gradient of zeros."""
@@ -236,6 +242,7 @@ class VisionTower(nn.Module):
         blocks and returns [0, merge size, C]: sharded training needs every rank in every block.
         Raises ValueError when patches and grid, or grid and configuration, do not belong together.
         """
+        # Order is undone by nobody: tokens come out in merge order, which is their order in the text.
         self._check(patches, grid)
         at = grid.on(patches.device)
         x_PC = self.patch_embed(patches.index_select(0, at.order_P), at)
@@ -255,6 +262,7 @@ class VisionTower(nn.Module):
 
     def _check(self, patches: torch.Tensor, grid: VisionGrid) -> None:
         cfg = self.cfg
+        # A wrong pack would run and give features of the wrong pictures.
         expected = (grid.num_patches, cfg.in_channels, cfg.patch_size, cfg.patch_size)
         if tuple(patches.shape) != expected:
             raise ValueError(

@@ -38,6 +38,7 @@ GEOMETRY = (
 
 def same_geometry(one: VisionConfig, other: VisionConfig) -> bool:
     """Whether a grid built for one configuration serves a tower of the other."""
+    # Usually the very same object; the comparison is for towers built from an equal file.
     return one is other or all(getattr(one, name) == getattr(other, name) for name in GEOMETRY)
 
 
@@ -62,6 +63,7 @@ class GridTensors:
 def merge_order(h: int, w: int, merge: tuple[int, int]) -> np.ndarray:
     """Row-major index of each patch of an h x w frame, in merge order; inside a token (dy, dx) row by row."""
     rows, cols = merge
+    # Attention does not see order, so the merge may be paid once, on the uint8 input.
     index = np.arange(h * w, dtype=np.int64).reshape(h // rows, rows, w // cols, cols)
     return index.transpose(0, 2, 1, 3).reshape(-1)
 
@@ -86,6 +88,7 @@ class VisionGrid:
         Raises ValueError for sizes that are not whole tokens, too long a side, or too many frames.
         """
         rows, cols = cfg.merge_kernel_size
+        # Sizes come from data: the message must name the picture's and not an index.
         for t, h, w in grids:
             complaint = ""
             if min(t, h, w) < 1 or h % rows or w % cols:
@@ -113,6 +116,7 @@ class VisionGrid:
     def on(self, device: torch.device | str) -> GridTensors:
         """Index tensors on `device`, built at the first call and kept. Call it ahead of the forward to hide
         the copy."""
+        # Kept with the segments: forward, recomputation and backward ask for the same tensors.
         return self.segments.cached(("vision.grid", str(device)), lambda: self._build(torch.device(device)))
 
     def _build(self, device: torch.device) -> GridTensors:
@@ -135,6 +139,7 @@ class VisionGrid:
             times.append(np.repeat(np.arange(t) + (t > 1), h * w))
             offset += t * h * w
 
+        # Not waited for: the copy runs beside the host's next work.
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
@@ -153,9 +158,11 @@ class VisionGrid:
             position_index_UW=put(np.concatenate(index or [np.zeros((0, 1), np.int64)])),
             position_weight_UW=put(np.concatenate(weight or [np.zeros((0, 1), np.float32)])),
         )
+        # Without a repeated size the gather would be the identity.
         if known != offset:
             at.position_row_P = joined(position_row)
         if any(t > 1 for t, _, _ in self.grids):
+            # Packs of single images skip time and the mean over frames altogether.
             at.time_row_P, at.time_TC = (
                 joined(times),
                 time_table(cfg.pos_emb_time, cfg.hidden_size).to(device),

@@ -53,6 +53,7 @@ def navit_size(width: int, height: int, cfg: VisionConfig, *, patch_limit: int |
     """
     if width < 1 or height < 1:
         raise ValueError(f"image of {width}x{height} pixels: both sides must be at least 1")
+    # Whole patches of the original count, as in the released code, so that sizes agree to the pixel.
     p = cfg.patch_size
     limit = cfg.in_patch_limit if patch_limit is None else patch_limit
     longest = cfg.max_patches_per_side * p
@@ -60,6 +61,7 @@ def navit_size(width: int, height: int, cfg: VisionConfig, *, patch_limit: int |
     s = min(1.0, sqrt(limit / patches), longest / width, longest / height)
     new_w = min(max(1, int(width * s)), longest)
     new_h = min(max(1, int(height * s)), longest)
+    # Negative modulo: what is missing to the next whole token.
     merge_h, merge_w = cfg.merge_kernel_size
     return Resize(new_w, new_h, -new_w % (p * merge_w), -new_h % (p * merge_h))
 
@@ -98,6 +100,7 @@ def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
         raise ValueError(
             f"{height}x{width} pixels are not whole patches of {p}; pad the image first (navit_size)"
         )
+    # One transpose: pixels of a patch become neighbours, channels first as the weights have them.
     cut = frames.reshape(t, height // p, p, width // p, p, channels).transpose(0, 1, 3, 5, 2, 4)
     return torch.from_numpy(np.ascontiguousarray(cut)).view(-1, channels, p, p)
 
@@ -153,9 +156,11 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255
     if getattr(image, "is_animated", False):
         image.seek(0)
     image.load()  # TIFF turns itself upright while loading
+    # Before anything else: sizes and colours are those of the picture as it is looked at.
     image = _turned(image)
     if image.mode == "La":  # premultiplied alpha: PIL converts it to LA and to nothing else
         image = image.convert("LA")
+    # The common case leaves without a copy.
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode.startswith("I"):
@@ -173,6 +178,7 @@ def _eight_bits(image: Image.Image, rows: int = 256) -> Image.Image:
     width, height = image.size
     small = np.empty((height, width), np.uint8)
     for top in range(0, height, rows):
+        # 257 = 65535 / 255: both ends of the range are kept.
         samples = np.asarray(image.crop((0, top, width, min(top + rows, height)))).astype(np.float64)
         small[top : top + rows] = (np.clip(samples, 0, 65535) / 257.0).round()
     return Image.fromarray(small)
@@ -212,6 +218,7 @@ def fit(
         resized = smaller.permute(0, 2, 3, 1).numpy()
     if not size.pad_w and not size.pad_h:
         return resized
+    # Zeros after resizing: an edge must not bleed into the padding.
     canvas = np.zeros((len(resized), size.height, size.width, 3), dtype=np.uint8)
     canvas[:, : size.new_h, : size.new_w] = resized
     return canvas
@@ -226,6 +233,7 @@ def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) 
 
 def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
     """One group of frames uint8 [t, H, W, 3] -> (uint8 patches [t*h*w, 3, p, p], (t, h, w))."""
+    # Every frame of a clip has the same size, so one rule serves the group.
     size = navit_size(frames.shape[2], frames.shape[1], cfg, patch_limit=cfg.in_patch_limit_each_frame)
     return patchify(fit(frames, size, exact=exact), cfg.patch_size), grid_of(size, cfg, len(frames))
 
@@ -243,6 +251,7 @@ def prepare_frames(
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise ValueError(f"frames of one video must share a size, got {sorted(sizes)}; resize them first")
+    # Whole groups: frames of one item attend to each other and share its tokens.
     groups = [images[start : start + cfg.pos_emb_time] for start in range(0, len(images), cfg.pos_emb_time)]
     return [
         prepare_clip(np.stack([np.asarray(image) for image in group]), cfg, exact=exact) for group in groups

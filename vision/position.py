@@ -41,6 +41,7 @@ def _axis_taps(out: int, table: int, mode: str) -> tuple[np.ndarray, np.ndarray]
 
         weights = np.stack([far(u + 1.0), near(u), near(1.0 - u), far(2.0 - u)], axis=1)
         first = -1
+    # Clipping repeats the border, as interpolate does without antialiasing.
     index = left.astype(np.int64)[:, None] + np.arange(first, first + weights.shape[1])
     return np.clip(index, 0, table - 1), weights
 
@@ -52,6 +53,7 @@ def resample_taps(h: int, w: int, table_h: int, table_w: int, mode: str) -> tupl
     order; taps is 4 (bilinear) or 16 (bicubic). Equals `F.interpolate(..., align_corners=False,
     antialias=False)`, and is the identity when the sizes agree.
     """
+    # Separable: two short lists make the taps of every patch.
     row_index, row_weight = _axis_taps(h, table_h, mode)
     col_index, col_weight = _axis_taps(w, table_w, mode)
     index = row_index[:, None, :, None] * table_w + col_index[None, :, None, :]
@@ -79,6 +81,7 @@ def rope_turns(
 
     Pair 2i carries the column (x) and pair 2i+1 the row (y), both with frequency i: x and y alternate.
     """
+    # Looked up, not computed: coordinates are integers up to the longest side.
     turns = _axial_turns(sides, head_dim, theta, row_P.device)
     return torch.stack((turns[col_P], turns[row_P]), dim=-1).flatten(1)
 

@@ -24,6 +24,7 @@ class Projector(nn.Module):
     def __init__(self, cfg: VisionConfig, hidden_size: int) -> None:
         super().__init__()
         self.std = cfg.initializer_range
+        # The generations differ in where the norm stands and whether there are biases.
         first = cfg.projector == "v1"
         width = cfg.hidden_size * cfg.merge_size
         self.pre_norm = make_norm("layer", cfg.hidden_size, cfg.projector_ln_eps) if first else None
@@ -48,6 +49,8 @@ class Projector(nn.Module):
 
     def forward(self, features_MGC: torch.Tensor) -> torch.Tensor:
         """[M, G, C] -> [M, D]; M may be 0."""
+        # v1 norms each patch by itself, before the patches of a token are joined.
         x = features_MGC if self.pre_norm is None else self.pre_norm(features_MGC)
         x = self.proj(x.flatten(1))
+        # v2 norms what the decoder reads, so that images arrive at the scale of text.
         return x if self.post_norm is None else self.post_norm(x)

@@ -35,6 +35,7 @@ def tower(name: str) -> Callable[[AnyTower], AnyTower]:
     """Register the decorated class as the tower `name`."""
 
     def register(cls: AnyTower) -> AnyTower:
+        # By name and not by class: configurations are plain text.
         TOWERS[name] = cls
         return cls
 
@@ -47,12 +48,14 @@ def import_tower(name: str) -> None:
     Recipes are code and may name such places; model directories are data and may not, so that reading one
     runs nothing. Raises UserError.
     """
+    # Importing runs code: only a recipe, which its user wrote, may ask for it.
     if ":" in name and name not in TOWERS:
         TOWERS[name] = function_at(name, "vision.tower")  # type: ignore[assignment]
 
 
 def build_tower(config: VisionConfig) -> Any:
     """The tower that `config.tower` names. Raises TowerError with the nearest name."""
+    # Configurations come from model directories too, so nothing is imported here.
     if config.tower in TOWERS:
         return TOWERS[config.tower](config)
     if ":" in config.tower:

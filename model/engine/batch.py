@@ -63,6 +63,7 @@ class TokenRows:
         starts = [0, *accumulate(lengths)]
         slots = torch.tensor([part.sample.slot for part in parts])
         positions = [torch.arange(part.start, part.stop) for part in parts]
+        # Results are computed only where somebody asks: the last layer skips the other rows.
         places_T = torch.full((starts[-1],), -1)
         places_T[list(rows)] = torch.arange(len(rows))
         slots_T = slots.repeat_interleave(torch.tensor(lengths))
@@ -82,6 +83,7 @@ def embed(parts: Sequence[Part], total: int, model: NativeFusion) -> Tensor:
         if inside and state.features is not None:
             places += [state.media_positions[i] + offset for i in inside]
             features.append(state.features[inside])
+    # Filler tokens stand on slot 0, which nobody reads.
     ids += [0] * (total - len(ids))
     x_TD = model.decoder.embed_tokens(torch.tensor(ids).to(device))
     if features:
@@ -102,10 +104,12 @@ def prefill_plan(parts: Sequence[Part], pools: Pools, device: torch.device) -> t
     # bits do not depend on which prompts are read together.
     fresh = not exact_rows(device) and parts[0].start == 0
     lengths = [stop - start for _, _, start, stop in spans]
+    # Queries in whole multiples of 32: few different shapes, and whole vectors on a CPU.
     width = -(-max(lengths) // 32) * 32
     pages = tiles(max(stop for *_, stop in spans))[-1][1] // pools.page_size
     rows, places, last, tables, past = [], [], [], [], []
     for row, (_, table, start, stop) in enumerate(spans):
+        # Filler may be longer than its one page; it wraps around, since nobody reads it.
         known = pools.rows(table, len(table) * pools.page_size)
         rows.append(known[torch.arange(start, stop) % len(known)])
         past.append(known[torch.arange(stop) % len(known)])

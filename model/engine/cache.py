@@ -40,6 +40,7 @@ class Pools:
     def __init__(self, layers: list[KdaSlots | MlaPages], page_size: int, slots: int, pages: int) -> None:
         self.layers, self.page_size, self.num_slots, self.num_pages = layers, page_size, slots, pages
         self.free_slots, self.free_pages = list(range(slots, 0, -1)), list(range(pages, 0, -1))
+        # Counted, not owned: a common beginning is held by every sequence that begins with it.
         self.references: Counter[int] = Counter()
 
     @classmethod
@@ -97,6 +98,7 @@ class Pools:
     def copy_slot(self, source: int, targets: Sequence[int]) -> None:
         """Give the target slots the state of the source."""
         for tensor in self._slot_tensors():
+            # One copy per tensor, however many samples a group has.
             tensor[list(targets)] = tensor[[source]]
 
     # ---- pages
@@ -147,6 +149,7 @@ class Pools:
 
     def check(self, saved: dict[str, Tensor], length: int) -> None:
         """Raises ValueError if `saved` is not the state of a sequence of `length` tokens of this model."""
+        # The padding slot has the shapes that a state of this model must have.
         for name, tensor in self.export(0, [0] * self.pages_for(length), length).items():
             found = saved.get(name)
             if found is None or found.shape != tensor.shape:
@@ -209,6 +212,7 @@ class PrefixCache:
         whole page."""
         if not self.limit:
             return []
+        # The last page boundary before the end: at least one token must be left to read.
         last = (prompt - 1) // self.pools.page_size * self.pools.page_size
         return sorted({*range(self.every, prompt, self.every), last} - {0})
 
@@ -231,6 +235,7 @@ class PrefixCache:
         if not self.limit or length == 0:
             return
         digest = hashlib.blake2b(key_ids[:length].tobytes(), digest_size=16).digest()
+        # Known already: it only becomes the most recently used.
         if digest in self._entries:
             self._entries.move_to_end(digest)
             return

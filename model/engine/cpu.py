@@ -45,6 +45,7 @@ SHARE_OF_MEMORY = 0.5
 
 def can_compile(decoder: Decoder, pools: Pools) -> bool:
     """float32 on a CPU, states by slot, a library, and memory for a copy of the weights."""
+    # The joined weights are copies in another layout: both stand in memory.
     needed = 0
     for weight in decoder.parameters():
         if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -81,6 +82,7 @@ class CompiledDecoder:
 
     def __init__(self, decoder: Decoder, pools: Pools) -> None:
         self.decoder, self.pools = decoder, pools
+        # Recording of routing goes around the modules, so the routers' lists are filled from here.
         self.routers = [layer.gate for layer in moe_layers(decoder)]
         self.refresh()
 
@@ -88,6 +90,7 @@ class CompiledDecoder:
         """Lay out the weights again."""
         decoder = self.decoder
         layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        # Queries depend on weights alone: folded once, not in every step.
         queries = self._queries(layers) if decoder.config.attn_res != "none" else []
         self.program = cpp.Program(decoder.config.hidden_size, max(1, len(queries)))
         last = self._attention_residuals(layers, queries) if queries else self._residual_stream(layers)
@@ -152,7 +155,9 @@ class CompiledDecoder:
     def _kda(self, norm: RMSNorm, layer: KimiDeltaAttention, memory: KdaSlots, place: cpp.Place) -> None:
         matrix, keep = self.program.matrix, self.program.keep
         joint, conv_CW = layer.joined_weights()
+        # One rate per channel, so that the C++ needs no head index in its inner loop.
         rate_C = layer.A_log.detach().exp().repeat_interleave(layer.head_dim)
+        # The head norm's weight goes into the output projection, repeated for every head.
         head_norm_C = _norm_weight(layer.o_norm).repeat(layer.num_heads)
         self.program.add(
             cpp.Kda(
@@ -182,6 +187,7 @@ class CompiledDecoder:
     ) -> None:
         heads, nope, rank = layer.num_heads, layer.qk_nope_head_dim, layer.kv_lora_rank
         norm_D = _norm_weight(norm)
+        # Views of one weight: keys' and values' up-projections of every head.
         up = layer.kv_b_proj.weight.detach().view(heads, nope + layer.v_head_dim, rank)
         k_up_HQR, v_up_HVR = up.split([nope, layer.v_head_dim], dim=1)
         latents = layer.kv_a_proj_with_mqa.weight
@@ -243,6 +249,7 @@ class CompiledDecoder:
     def _moe(self, norm: RMSNorm, layer: MixtureOfExperts, place: cpp.Place) -> None:
         gate, experts, shared = layer.gate, layer.experts, layer.shared_experts
         shared_down = None
+        # Router and shared experts read the same input: one product for both.
         joint: list[Tensor] = [gate.weight]
         if shared is not None:
             joint += [shared.gate_proj.weight, shared.up_proj.weight]

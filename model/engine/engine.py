@@ -86,6 +86,7 @@ class Engine:
         self.max_waiting, self.run_ahead = max_waiting, run_ahead
         self.rules, self.has_moe = token_rules(model, tokenizer), bool(moe_layers(model))
         pages = max_slots * -(-1024 // page_size) if max_pages is None else max_pages
+        # Checkpoints of the prefix cache live in slots of their own, beside those of samples.
         slots, like = max_slots + prefix_cache, model.decoder.norm.weight
         self.pools = Pools.allocate(model.config.text, slots, pages, page_size, like)
         self.prefix = PrefixCache(self.pools, prefix_cache, checkpoint_every)
@@ -110,9 +111,11 @@ class Engine:
                 raise RequestError(
                     f"request {request.id!r}: capture_routing, but the state it goes on from knows no routing"
                 )
+            # Checked before anything is queued: a refused request leaves no trace.
             self._keep_state(state.samples[0], after)
             state.cached_tokens = after.length
         self.scheduler.submit(state)
+        # Nothing to write: it ends here, without a slot.
         if request.params.max_new_tokens == 0:
             self.scheduler.waiting.remove(state)
             for sample in state.samples:
@@ -145,6 +148,7 @@ class Engine:
         state = self.scheduler.states.get(request_id)
         if state is None:
             return False
+        # Slots first: a finished sample must hold nothing.
         self.scheduler.withdraw(state)
         for sample in state.alive:
             self.scheduler.finish(sample, "cancelled")
@@ -177,6 +181,7 @@ class Engine:
         for request in requests:
             while len(self.scheduler.waiting) >= self.max_waiting:
                 self.step()
+            # Nobody listens to pieces here, so their text is decoded once, at the end.
             handles.append(self.submit(replace(request, pieces=False)))
         while self.has_work:
             self.step()
@@ -268,6 +273,7 @@ class Engine:
         steps = 1
         if take is None and self.runner.graphs is not None:
             steps = self._steps_ahead(running)
+        # Only samples whose pages changed send a new row of the page table.
         moved = []
         for sample in running:
             if self.scheduler.make_room(sample, sample.length + min(steps, sample.left)):
@@ -296,6 +302,7 @@ class Engine:
 
     def _read(self, parts: Sequence[Part], take: TakeRouting | None) -> tuple[list[Sample], Tensor]:
         """Read parts of prompts: the samples that start to decode, and their first tokens [1, 3, N]."""
+        # A prompt's last token is the only one whose hidden state chooses anything.
         ends, lengths = [], []
         for part in parts:
             self.scheduler.make_room(part.sample, part.stop)
@@ -397,6 +404,7 @@ class Engine:
             raise ValueError(
                 f"{len(wrong)} tensors are missing, unknown or of another shape: {', '.join(wrong[:8])}"
             )
+        # In place: captured graphs and the optimizer hold these very tensors.
         for name, tensor in own.items():
             tensor.copy_(state_dict[name])
         scheduler.version = version

@@ -39,6 +39,7 @@ class ImageMemory:
     @torch.no_grad()
     def attach(self, states: Sequence[RequestState]) -> None:
         """Give features to requests that have pictures still to be read."""
+        # A resumed answer has read its pictures; encoding them again would be work for nobody.
         states = [state for state in states if self._waits(state)]
         known: dict[bytes, Tensor] = {}
         batch: dict[bytes, Tensor] = {}
@@ -80,6 +81,7 @@ class ImageMemory:
     ) -> dict[bytes, Tensor]:
         """Features by digest, in one pass of the tower."""
         self.encoded += len(batch)
+        # One pass: the tower keeps pictures apart, whatever stands beside them.
         features = self.model.encode_images(torch.cat(list(batch.values())).to(self.device), grids)
         merge = self.model.config.vision.merge_kernel_size
         return dict(zip(batch, features.split([num_tokens(grid, merge) for grid in grids])))

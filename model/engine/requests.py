@@ -61,6 +61,7 @@ class Prompt(Protocol):
 class TokenPrompt:
     """A prompt of token ids alone."""
 
+    # Text alone by default; pictures come with their grids and the places of their placeholders.
     ids: Tensor
     patches: Tensor | None = None
     grids: tuple[tuple[int, int, int], ...] = ()
@@ -96,11 +97,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        # Lists come from JSON; tuples make the options hashable and safe to share.
         for name in ("stop", "stop_ids", "banned_ids"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise RequestError(f"{name}={value!r}: give a sequence of strings, such as ({value!r},)")
             object.__setattr__(self, name, tuple(value))
+        # Refused here, where the caller stands, and not steps later in the engine.
         for name, right, expected in (
             ("max_new_tokens", self.max_new_tokens >= 0, "must be at least 0"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "must be finite and at least 0 (greedy)"),
@@ -125,6 +128,7 @@ class Request:
     for a request that goes on from it.
     """
 
+    # The id is what a caller knows a request by, and (without `noise`) what its samples are drawn with.
     id: str
     prompt: Prompt
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -156,6 +160,7 @@ class Score:
     where they were asked for.
     """
 
+    # Filled token by token, as the parts of a continuation are read.
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[bool] = field(default_factory=list)
     states: Tensor | None = None
@@ -171,6 +176,7 @@ class Token(NamedTuple):
     bans; 0 when greedy). logprob1: at temperature 1 over the whole vocabulary, what a trainer computes. Both
     NaN unless the request asked for them. version: of the weights that computed its logits."""
 
+    # Two log-probabilities: what it was drawn with, and what a trainer computes of it.
     id: int
     logprob: float
     logprob1: float
@@ -186,6 +192,7 @@ class Completion:
     generated without the last one, which was never fed back), or None unless asked for.
     """
 
+    # Everything a trainer needs of a sample, without asking the engine again.
     request_id: str
     index: int
     ids: list[int]
@@ -224,6 +231,7 @@ class Event:
     an unfinished character and possible beginnings of a stop string are held back), and its completion when
     this was the end."""
 
+    # Small and slotted: a step makes one for every sample that streams.
     request_id: str
     index: int
     tokens: tuple[Token, ...]
@@ -237,6 +245,7 @@ class Event:
 class Handle:
     """What `submit` returns; filled as the request advances. `completions` is in sample order once `done`."""
 
+    # A handle is filled by the engine; who submitted keeps it and looks when it likes.
     id: str
     samples: int
     completions: list[Completion] = field(default_factory=list)

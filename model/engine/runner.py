@@ -62,6 +62,7 @@ class Runner:
     @torch.inference_mode()  # what is kept was made in it
     def refresh(self) -> None:
         """Read the model's weights again after they have changed in place."""
+        # The compiled form packs its weights anew; the modules read their own anyway.
         if self.compiled is not None:
             self.compiled.refresh()
         for layer, memory in zip(self.model.decoder.layers, self.pools.layers):
@@ -117,6 +118,7 @@ class Runner:
             self._batch = (list(running), torch.tensor(filled).to(self.device), needs_of(running))
         _, slots_B, needs = self._batch
 
+        # Known on the host: the number of key tiles is part of a graph's shape.
         longest = max(sample.length for sample in running)
         banned = self.banned_for(running, len(slots_B))
         if self.graphs is not None and banned.dtype != torch.bool and not recording:
@@ -224,6 +226,7 @@ class Runner:
     def choose_first(self, hidden_ND: Tensor, samples: Sequence[Sample], rows: Sequence[int]) -> Tensor:
         """Choose the next token of the samples, which are seated; sample i continues hidden row rows[i]. [3,
         N]."""
+        # Filled up with rows that are thrown away, so that bits do not depend on how many begin.
         missing = whole_rows(len(rows)) - len(rows)
         places_B = torch.tensor([*rows, *[rows[0]] * missing]).to(self.device)
         slots_B = torch.tensor([sample.slot for sample in samples] + [0] * missing).to(self.device)

@@ -28,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def _signed(value: int, bits: int = 64) -> int:
     """The two's complement number with the same bits, as torch integers want it."""
+    # torch has no unsigned 64-bit arithmetic; two's complement multiplies to the same bits.
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
@@ -64,6 +65,7 @@ def _mix32_(x: Tensor) -> Tensor:
 def gumbel(keys_B: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise [B, V] fp32 of the generated token at each position (0 is the first) of each
     sequence."""
+    # One word per sequence and position; the token id is mixed in afterwards, in 32 bits.
     word_B = _splitmix(keys_B + positions_B * _signed(_GOLDEN))
     low_B1 = word_B.to(torch.int32).unsqueeze(1)
     high_B1 = (word_B >> 32).to(torch.int32).unsqueeze(1)
@@ -118,6 +120,7 @@ def restrict(scaled_BV: Tensor, controls: Controls) -> Tensor:
         limited_BV = scaled_BV
     if not controls.needs.top_p:
         return limited_BV
+    # Stable: ties fall to smaller ids, on every device alike.
     ordered_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     p_BV = ordered_BV.double().softmax(-1)
     before_BV = p_BV.cumsum(-1) - p_BV  # mass of the likelier tokens; 0 for the first

@@ -86,6 +86,7 @@ class Scorer:
         most, size = self.scheduler.max_slots, self.scheduler.pools.page_size
         for start in range(0, max(1, len(longer)), most):
             read = longer[start : start + most]
+            # Pages are promised for the longest of them; the prompt's are shared.
             longest = max((len(ids) - 1 for _, ids in read), default=0)
             params = SamplingParams(longest, n=max(1, len(read)))
             state = new_state(Request(f"{name}, {start}", request.prompt, params), self.rules)
@@ -95,6 +96,7 @@ class Scorer:
             single = []
 
             shared = min(request.shared, len(state.ids) - 1) // size * size
+            # A hit of any other length would move the chunk borders, and with them the last bits.
             state.hits = range(0)
             if shared > 0 and self.scheduler.prefix.limit:
                 state.borders, state.hits = [shared], range(shared, shared + 1)
@@ -126,6 +128,8 @@ class Scorer:
                 judged, at = self.judged[state], position - last
                 for score, ids in judged if at == 0 else [judged[part.sample.index]]:
                     tokens.append((len(rows), score, ids[at]))
+                # Rows of other positions are computed for the state alone and never projected to the
+                # vocabulary.
                 rows.append(offset + position - part.start)
             offset += part.stop - part.start
 

@@ -60,8 +60,10 @@ class TokenRules:
 def token_rules(model: NativeFusion, tokenizer: Decodes | None) -> TokenRules:
     """Raises ValueError for a tokenizer that knows more ids than the model embeds."""
     text, media = model.config.text, model.config.media_token_id
+    # Without a tokenizer only what the configuration names is known.
     stop, banned = {text.eos_token_id}, {media}
     if tokenizer is not None:
+        # Ids beyond the embedding would be looked up outside its rows.
         special = tokenizer.special_ids
         largest = max([tokenizer.vocab_size - 1, *special.values()])
         if largest >= text.vocab_size:
@@ -133,6 +135,7 @@ class RequestState:
     device can tell by itself where a sample ends, by its length or at one of up to STOPS ids.
     """
 
+    # Facts of the prompt, checked once; samples add what they write.
     request: Request
     handle: Handle
     ids: list[int]
@@ -164,6 +167,7 @@ class Sample:
     promised and not taken. siblings: samples to be forked from this one when its prompt has been read.
     saved: state to be put back."""
 
+    # Host side only: tensors of a sample lie in the slot and the pages named here.
     parent: RequestState
     index: int
     stream: TextStream
@@ -191,6 +195,7 @@ class Sample:
     def target(self) -> int:
         """Where reading stops: the end of the prompt while siblings wait to be forked from there, else all
         that is known."""
+        # A fork copies the state at the prompt's end, so the lead must not read past it.
         return len(self.parent.ids) if self.siblings else self.context
 
     @property
@@ -218,6 +223,7 @@ class Sample:
         """What leaves the engine of it."""
         if not state:
             return PausedSample(index=self.index, **self.written(), length=0)
+        # Only with a state: what is read again is recorded again.
         routing = np.concatenate(self.routing) if self.routing else None
         return PausedSample(
             index=self.index, **self.written(), length=self.length, state=state, routing=routing
@@ -239,6 +245,7 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
         )
 
     positions = torch.as_tensor(prompt.media_positions).tolist()
+    # Text and pictures encoded with different merge sizes would shift every later feature.
     counts = [num_tokens(grid, rules.merge) for grid in prompt.grids]
     pads = [i for i, token in enumerate(ids) if token == rules.media_id]
     if pads != sorted(positions) or len(pads) != sum(counts):
@@ -255,6 +262,7 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
         key_ids[positions[start : start + count]] = -1 - (salt + np.arange(count))
         start += count
 
+    # A stop id is always allowed: a text must be able to end.
     stop_ids = frozenset(params.stop_ids)
     if not params.ignore_eos:
         stop_ids |= rules.stop_ids
@@ -272,6 +280,7 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
         hits=range(1, len(ids)),
     )
     for index in range(params.n):
+        # Keyed by the request and not by a stream: neighbours and order change no draw.
         key = sequence_key(params.seed, request.noise or request.id, index)
         state.samples.append(Sample(state, index, TextStream(rules.tokenizer, params.stop), key))
     return state
@@ -279,6 +288,7 @@ def new_state(request: Request, rules: TokenRules) -> RequestState:
 
 def _banned(request: Request, rules: TokenRules, stop_ids: frozenset[int]) -> Tensor | None:
     """bool [V] of a request that bans other tokens than all do; the image placeholder always is."""
+    # The placeholder stays banned even as a stop id: it stands for a picture that is not there.
     banned = ((rules.banned_ids | set(request.params.banned_ids)) - stop_ids) | {rules.media_id}
     if banned == rules.banned_ids:
         return None
@@ -301,6 +311,7 @@ def picture_digests(prompt: Prompt) -> list[bytes]:
     digests = []
     for grid, part in zip(prompt.grids, patches.split(counts)):
         digest = hashlib.blake2b(repr(tuple(grid)).encode(), digest_size=16)
+        # Content and not identity: the same picture in two requests is encoded once.
         digest.update(part.contiguous().cpu().numpy().tobytes())
         digests.append(digest.digest())
     return digests

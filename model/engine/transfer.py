@@ -39,6 +39,7 @@ class PausedRequest:
     """A request with its unfinished samples and the completions of the finished ones. version: of the
     engine's weights when it was paused."""
 
+    # Plain data: any process with the same model can go on with it.
     request: Request
     samples: list[PausedSample]
     finished: list[Completion]
@@ -47,6 +48,7 @@ class PausedRequest:
 
     def to_bytes(self) -> tuple[bytes, bytes]:
         """(JSON in UTF-8, safetensors)."""
+        # Tensors are numbered as they are met; the JSON says where each belongs.
         tensors: dict[str, Tensor] = {}
 
         def plain(value: Any) -> Any:
@@ -59,6 +61,7 @@ class PausedRequest:
                 return {TENSOR: name}
             return vars(value)
 
+        # Any document will do as a prompt; what comes back is a TokenPrompt.
         prompt = self.request.prompt
         facts = {
             **vars(self),
@@ -77,6 +80,7 @@ class PausedRequest:
     def from_bytes(cls, facts: bytes, tensors: bytes) -> PausedRequest:
         """The reverse of `to_bytes`. Raises RequestError for anything else."""
         try:
+            # Nothing here runs what it reads: JSON, safetensors, and constructors that check.
             found = load_tensors(tensors)
 
             def whole(fields: dict[str, Any]) -> Any:
@@ -91,13 +95,14 @@ class PausedRequest:
             prompt["grids"] = tuple(map(tuple, prompt["grids"]))
             params = SamplingParams(**known["request"].pop("params"))
             request = Request(**{**known["request"], "prompt": TokenPrompt(**prompt), "params": params})
+            # Experts travel as int32, which every reader of safetensors knows.
             for entry in [*known["samples"], *known["finished"]]:
                 if entry["routing"] is not None:
                     entry["routing"] = narrow(entry["routing"].numpy())
             samples = [PausedSample(**sample) for sample in known["samples"]]
             finished = [Completion(**completion) for completion in known["finished"]]
             return cls(request, samples, finished, known["version"], known["cached_tokens"])
-        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise RequestError(f"not a paused request: {type(error).__name__}: {error}") from None
 
 

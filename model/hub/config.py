@@ -37,6 +37,7 @@ def model_folder(given: str | Path) -> Path:
     Raises ModelDirectoryError for an unknown name.
     """
     if not str(given).startswith(PREFIX):
+        # A run's folder is what users have at hand; its model is one level down.
         path = Path(given)
         is_run = not (path / "config.json").exists() and (path / "model" / "config.json").is_file()
         return path / "model" if is_run else path
@@ -57,6 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in one of the JSON files. Raises ModelDirectoryError for anything else, however deep or
     large."""
     try:
+        # Read up to the limit and one byte more: a larger file is refused without being held.
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
         found = json.loads(raw.decode("utf-8")) if len(raw) <= MOST_BYTES else None
@@ -78,6 +80,7 @@ def load_config(directory: str | Path) -> FusionConfig:
             f"{directory}: not a model directory (no config.json); expected one written by training, such as"
             " RUN/model"
         )
+    # Foreign directories have files of the same name; this key tells ours.
     raw = read_json(path)
     if raw.get("model_type") != MODEL_TYPE:
         raise ModelDirectoryError(
@@ -85,6 +88,7 @@ def load_config(directory: str | Path) -> FusionConfig:
             "only directories that training wrote are read (RUN/model); evaluate others as hf:DIR"
         )
     try:
+        # Unknown keys are errors: a misspelt option must not fall back to a default.
         parts: dict[str, Any] = {"media_token_id": raw["media_placeholder_token_id"]}
         for name in ("text", "vision"):
             parts[name] = {**raw[f"{name}_config"]}
@@ -141,6 +145,7 @@ def preprocessor_dict(config: FusionConfig) -> dict[str, Any]:
 
 
 def generation_dict(config: FusionConfig) -> dict[str, Any]:
+    # A placeholder that is sampled would stand for a picture that is not there.
     ids = {name: getattr(config.text, name) for name in TOKEN_IDS}
     return {**ids, "do_sample": False, "suppress_tokens": [config.media_token_id]}
 
@@ -160,6 +165,7 @@ def check_vocabulary(folder: Path, config: FusionConfig) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ModelDirectoryError(f"{path}: not a tokenizers file ({error!s:.200}); copy it again") from None
+    # Such an id would read outside the embedding, on some devices without an error.
     largest = max(vocabulary.values(), default=-1)
     if largest >= config.text.vocab_size:
         raise ModelDirectoryError(

@@ -62,6 +62,7 @@ def save_model(
     ModelDirectoryError when the place is taken by other files or the vocabulary does not fit; an OSError
     (disk full) leaves nothing behind.
     """
+    # All files or none: a reader never sees half a directory.
     directory, config = Path(directory), model.config
     with _fresh_directory(directory) as folder:
         tokenizer.save(folder)
@@ -94,6 +95,7 @@ def load_model(
         check_vocabulary(folder, config)
     with torch.device("meta"):
         model = NativeFusion(config)
+    # On the meta device: everything is compared before a byte of weights is read.
     ours = model.state_dict(keep_vars=True)
     plan = {tensor.name: tensor for tensor in public_tensors(ours.items())}
     files = _weight_files(folder)
@@ -107,8 +109,9 @@ def load_model(
             ours[tensor.ours].data = ours[tensor.ours].data.to(stored[name])
     model.to_empty(device=device)
     for module in model.modules():  # counters and the like are not in the file
-        if module._non_persistent_buffers_set and hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if module._non_persistent_buffers_set and callable(reset):
+            reset()
     ours = model.state_dict()
     with torch.no_grad():
         for path in files:
@@ -124,10 +127,12 @@ def _fresh_directory(target: Path) -> Iterator[Path]:
     not."""
     if target.is_symlink() or target.is_file():
         raise ModelDirectoryError(f"{target}: is a file or link; give the name of a directory to create")
+    # Somebody's other files: a slip in a path must not cost them.
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ModelDirectoryError(
             f"{target}: holds files but no model; give an empty or new directory, nothing was changed"
         )
+    # Beside the target, so that the last step is a rename within one file system.
     beside = target.resolve()
     beside.parent.mkdir(parents=True, exist_ok=True)
     new, old = (beside.with_name(f".{beside.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
@@ -150,6 +155,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
     shards: list[list[PublicTensor]] = [[]]
     filled = total = 0
     for item in public_tensors(tensors.items()):
+        # Public tensors are parts of ours: a shard may end between two experts.
         size = item.view(tensors[item.ours]).nbytes
         if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
@@ -186,6 +192,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder / INDEX}: damaged (no weight_map of names); copy the directory again"
             )
         names = sorted(set(where.values()))
+        # An index from elsewhere may name files outside its directory.
         if any(Path(name).name != name for name in names):
             raise ModelDirectoryError(
                 f"{folder / INDEX}: shards must be plain file names inside the directory, got {names}"
@@ -213,6 +220,7 @@ def _check_tensors(
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelDirectoryError(f"{path}: damaged ({error}); copy the directory again") from None
 
+    # Every name, shape and dtype from the headers alone, before memory is taken.
     missing = [name for name in plan if name not in shapes]
     unexpected = [name for name in shapes if name not in plan]
     if missing:
@@ -238,6 +246,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The same model with its floating tensors in `dtype`, those that stay fp32 (names.keeps_fp32) in
     float32."""
     for name, tensor in model.state_dict(keep_vars=True).items():
+        # Counters and ids keep their dtype whatever the model's.
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(torch.float32 if keeps_fp32(name) else dtype)
     return model

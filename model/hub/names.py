@@ -50,6 +50,7 @@ def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTenso
     Raises KeyError for a name outside the text model, the vision tower and the projector.
     """
     for ours, tensor in shapes:
+        # Every name must be known: a tensor without a public name could be written but not read.
         prefix, public = next((pair for pair in PREFIXES if ours.startswith(pair[0])), ("", ""))
         if not prefix:
             raise KeyError(
@@ -67,6 +68,7 @@ def public_tensors(shapes: Iterable[tuple[str, Tensor]]) -> Iterator[PublicTenso
             for e in range(len(tensor)):
                 yield PublicTensor(f"{module}.{e}.w2.weight", ours, itemgetter(e))
         elif last.endswith("_res_query"):
+            # Public checkpoints hold a pseudo-query as a linear layer of one row.
             yield PublicTensor(name.removesuffix("_query") + "_proj.weight", ours, itemgetter(None))
         elif last == "A_log":
             yield PublicTensor(name, ours, itemgetter((None, None, slice(None), None)))

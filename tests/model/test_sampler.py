@@ -112,8 +112,3 @@ def test_banned_tokens_are_never_drawn_and_probabilities_are_renormalised():
     mask[::2, 2] = True
     chosen = choose(logits, controls(keys(3000)), mask)
     assert (chosen[0, 1::2] == 2).all() and (chosen[0, ::2] != 2).all()
-
-
-def test_probabilities_are_left_out_unless_asked_for():
-    chosen = choose(torch.randn(2, 8), controls(keys(2), logprobs=False), NOTHING)
-    assert torch.isnan(chosen[1:]).all() and not torch.isnan(chosen[0]).any()

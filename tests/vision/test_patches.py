@@ -82,26 +82,6 @@ def random_sizes(count=400, seed=0):
     ]
 
 
-@pytest.mark.parametrize("cfg", [K25, TINY, VisionConfig.preset("moonvit_v2")], ids=["k25", "tiny", "v2"])
-def test_resize_never_upscales_and_keeps_the_aspect_ratio(cfg):
-    for width, height in random_sizes():
-        size = navit_size(width, height, cfg)
-        assert size.new_w <= width and size.new_h <= height
-        if min(size.new_w, size.new_h) > 1:  # a side that would vanish is held at one pixel
-            scale = max(size.new_w / width, size.new_h / height)
-            assert abs(size.new_w - width * scale) <= 1 and abs(size.new_h - height * scale) <= 1
-        unit = cfg.patch_size * cfg.merge_kernel_size[0]
-        assert size.width % unit == 0 and size.height % unit == 0
-        assert 0 <= size.pad_w < unit and 0 <= size.pad_h < unit
-        _, h, w = grid_of(size, cfg)
-        assert max(h, w) <= cfg.max_patches_per_side
-        # The rule counts whole patches of the original, so the cut-off parts of its sides may come on top.
-        p = cfg.patch_size
-        excess = (width / p) * (height / p) / (max(1, width // p) * max(1, height // p))
-        if min(size.new_w, size.new_h) > 1:
-            assert (size.new_w / p) * (size.new_h / p) <= cfg.in_patch_limit * excess * (1 + 1e-9)
-
-
 def test_sizes_agree_with_transformers():
     spec = find_spec("transformers")
     source = Path(spec.origin).parent / "models/kimi_k25/image_processing_kimi_k25.py"

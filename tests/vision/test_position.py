@@ -54,14 +54,6 @@ def test_images_of_one_size_share_their_resampling():
     assert VisionGrid.from_grids([(1, 4, 6), (1, 6, 4)], cfg).on("cpu").position_row_P is None
 
 
-def test_grid_tensors_made_in_inference_mode_serve_training():
-    cfg = VisionConfig.preset("tiny")
-    grid = VisionGrid.from_grids([(1, 2, 2), (2, 2, 2)], cfg)
-    with torch.inference_mode():
-        grid.on("cpu")
-    PositionTable(cfg)(grid.on("cpu")).sum().backward()
-
-
 @pytest.mark.parametrize("head_dim", [8, 32, 72])
 def test_rope_equals_real_rotations_with_x_before_y(head_dim):
     torch.manual_seed(head_dim)
@@ -81,22 +73,6 @@ def test_rope_equals_real_rotations_with_x_before_y(head_dim):
             torch.testing.assert_close(got[..., 2 * pair + 1], a * s + b * c, rtol=0, atol=1e-12)
     single = rope_turns(rows, cols, sides=512, head_dim=head_dim, theta=1e4)
     assert (single - turns).abs().max() <= 1e-7  # one rounding to float32
-
-
-def test_scores_depend_on_offsets_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64).expand(2, 1, 2, 1, 16)
-
-    def score(query_yx, key_yx):
-        def turned(x, yx):
-            y, column = torch.tensor([yx[0]]), torch.tensor([yx[1]])
-            return apply_rope(x, rope_turns(y, column, sides=64, head_dim=16, theta=1e4))
-
-        return (turned(q, query_yx) * turned(k, key_yx)).sum().item()
-
-    # q and k stand in both places, so a score is twice the product
-    assert score((3, 4), (1, 9)) == pytest.approx(score((13, 24), (11, 29)), abs=1e-5)  # complex64 turns
-    assert abs(score((3, 4), (1, 9)) - score((4, 3), (9, 1))) > 1e-3
 
 
 def test_time_table_is_sines_then_cosines_after_a_zero_row():
