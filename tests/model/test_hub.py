@@ -96,9 +96,8 @@ def test_shards_are_written_and_read(tmp_path, tokenizer, model):
     assert_same(model, load_model(tmp_path / "m"))
 
 
-def test_names_and_shapes_are_those_of_public_checkpoints(tmp_path, tokenizer, model):
-    save_model(model, tokenizer, tmp_path / "m")
-    found = load_file(tmp_path / "m" / "model.safetensors")
+def test_names_and_shapes_are_those_of_public_checkpoints(saved, model):
+    found = load_file(saved / "model.safetensors")
     text, heads, hidden = "language_model.model.layers", 2, 48
     expected = {
         "language_model.lm_head.weight": [model.config.text.vocab_size, hidden],
@@ -181,9 +180,8 @@ def test_model_card_states_the_facts_and_only_those(tmp_path, tokenizer, model):
     )
 
 
-def test_other_dtypes_leave_gates_and_router_biases_in_fp32(tmp_path, tokenizer, model):
-    save_model(model, tokenizer, tmp_path / "m")
-    half = load_model(tmp_path / "m", dtype=torch.bfloat16)
+def test_other_dtypes_leave_gates_and_router_biases_in_fp32(saved, tmp_path, tokenizer, model):
+    half = load_model(saved, dtype=torch.bfloat16)
     for name, tensor in half.state_dict().items():
         keep = name.endswith(("A_log", "dt_bias", "e_score_correction_bias"))
         assert tensor.dtype == (torch.float32 if keep else torch.bfloat16), name
@@ -208,9 +206,7 @@ def test_saving_again_replaces_the_old_directory_whole(tmp_path, tokenizer, mode
     assert_same(other, load_model(tmp_path / "m"))
 
 
-def test_a_failed_save_leaves_the_old_directory_and_nothing_else(tmp_path, tokenizer, model, monkeypatch):
-    save_model(model, tokenizer, tmp_path / "m")
-
+def test_a_failed_save_leaves_the_old_directory_alone(saved, tmp_path, tokenizer, model, monkeypatch):
     def no_space(*arguments, **options):
         raise OSError(28, "No space left on device")
 
@@ -219,7 +215,7 @@ def test_a_failed_save_leaves_the_old_directory_and_nothing_else(tmp_path, token
         with pytest.raises(OSError, match="No space"):
             save_model(tiny_model(model.config, seed=4), tokenizer, tmp_path / target)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    assert_same(model, load_model(tmp_path / "m"))
+    assert_same(model, load_model(saved))
 
 
 def test_other_peoples_files_are_never_replaced(tmp_path, tokenizer, model):
@@ -232,8 +228,7 @@ def test_other_peoples_files_are_never_replaced(tmp_path, tokenizer, model):
         save_model(model, tokenizer, tmp_path / "mine" / "thesis.txt")
 
 
-# --------------------------------------------------------------------------------------------------- wrong
-# directories
+# ---- wrong directories
 
 
 @pytest.fixture
@@ -380,7 +375,7 @@ def test_a_run_s_folder_stands_for_its_model_directory_and_gives_it_its_name(tmp
 def test_every_file_of_a_model_directory_has_the_mode_of_the_umask(tmp_path, tokenizer, model):
     before = os.umask(0o027)
     try:
-        save_model(model, tokenizer, tmp_path / "m")
+        folder = save_model(model, tokenizer, tmp_path / "m")
     finally:
         os.umask(before)
-    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "m").iterdir()} == {"0o640"}
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o640"}
