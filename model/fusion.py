@@ -137,6 +137,17 @@ class NativeFusion(nn.Module):
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
 
+    def token_log_probs(self, batch: Packed, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's
+        entropy.
+
+        Both [T] in nats, fp32, 0 where the label is -100; the first is differentiable, the second detached.
+        Never holds [T, V]. Raises ValueError for a temperature that is not positive.
+        """
+        hidden_TD = self.hidden(batch)
+        judge = resolve("token_log_probs", hidden_TD.device)
+        return judge(hidden_TD, self.decoder.head_weight(), batch.labels, temperature=temperature)
+
     def forward(self, batch: Packed, route: Route | None = None) -> FusionOutput:
         """Weighted next-token loss of a packed batch, summed (not averaged) over positions. route: see
         `encode_images`."""

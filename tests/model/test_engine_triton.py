@@ -1,30 +1,21 @@
 """With the Triton backend the engine decodes by the kernels that work on its slots and pages in place
 (interpreted here)."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.model.tiny import interpreted
+
 pytest.importorskip("triton")
 
-REPO = Path(__file__).resolve().parents[2]
 CASES = ("softplus gate", "bounded gate, plain stream")
 ROUNDING = 2e-5  # fp32, sums in another order through two layers
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One process for all cases: interpreting is chosen when a kernel is defined, before its first import."""
-    path = tmp_path_factory.mktemp("triton") / "engine.pt"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.model.engine_triton_worker", str(path)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(path, weights_only=False)
+    """One process for all cases."""
+    return interpreted("engine_triton_worker", tmp_path_factory.mktemp("triton") / "engine.pt")
 
 
 def equal(got, expected) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from earlyfusion.kernels.dispatch import resolve
 from tests.model.tiny import build, document, pack, tiny_fusion
 
 EXACT = dict(atol=1e-10, rtol=1e-10)  # float64; sums in another order
@@ -58,9 +57,7 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperatur
     picked = logp.gather(1, batch.labels[labelled][:, None])[:, 0]
     upstream = torch.randn(picked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     want = gradients(model, (upstream * picked).sum())
-    judge = resolve("token_log_probs", torch.device("cpu"))
-    head = model.decoder.head_weight()
-    got_T, entropy_T = judge(model.hidden(batch), head, batch.labels, temperature=temperature)
+    got_T, entropy_T = model.token_log_probs(batch, temperature)
     torch.testing.assert_close(got_T[labelled], picked, **EXACT)
     torch.testing.assert_close(entropy_T[labelled], -(logp.exp() * logp).sum(-1), **EXACT)
     assert not got_T[~labelled].any() and not entropy_T[~labelled].any() and not entropy_T.requires_grad

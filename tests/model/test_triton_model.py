@@ -3,18 +3,14 @@ definitions."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.model.tiny import interpreted
 
 pytest.importorskip("triton")
 
 CASES = ("block", "one block, recomputed", "full, bounded gates", "plain stream, no image", "half precision")
-REPO = Path(__file__).resolve().parents[2]
 # Relative to the largest entry. Measured 2e-5 at worst over all
 # gradients; sums in another order, through two layers.
 FP32 = 5e-5
@@ -44,13 +40,8 @@ CALLED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One process for all cases: interpreting is chosen when a kernel is defined, before its first import."""
-    path = tmp_path_factory.mktemp("triton") / "results.pt"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.model.triton_worker", str(path)]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(path, weights_only=False)
+    """One process for all cases."""
+    return interpreted("triton_worker", tmp_path_factory.mktemp("triton") / "results.pt")
 
 
 def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -78,9 +78,7 @@ def step(case: dict[str, Any], backend: str) -> dict[str, Any]:
     try:
         with mixed:
             out = model(batch)
-            judge = dispatch.resolve("token_log_probs", torch.device("cpu"))
-            head = model.decoder.head_weight()
-            logp_T, entropy_T = judge(model.hidden(batch), head, batch.labels, temperature=0.7)
+            logp_T, entropy_T = model.token_log_probs(batch, temperature=0.7)
         (out.loss_sum - logp_T.square().sum()).backward()
     finally:
         dispatch.load = load
