@@ -115,7 +115,6 @@ def test_the_cases_hold_what_they_are_for(seen):
         "one picture in all",
     ]
     assert seen[2][0]["exchange in one micro-batch only"]["routes"] == [True, False]
-    assert seen[2][0]["supported"] and seen[3][0]["supported"], "gloo of this torch has all_to_all_single"
     for (world, name), moves in moved.items():
         gradients = seen[world][0][name]["plain"][1]
         vision = [g.norm() for n, g in gradients.items() if n.startswith(("vision_tower", "mm_projector"))]
