@@ -89,8 +89,8 @@ class PausedRequest:
                 return fields
 
             known = json.loads(facts, object_hook=whole)
-            if known["format"] != FORMAT:
-                raise ValueError(f"format {known['format']!r}, expected {FORMAT!r}")
+            if known.get("format") != FORMAT:
+                raise ValueError(f"format {known.get('format')!r}, expected {FORMAT!r}")
             prompt = known["prompt"]
             prompt["grids"] = tuple(map(tuple, prompt["grids"]))
             params = SamplingParams(**known["request"].pop("params"))
