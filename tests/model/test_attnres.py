@@ -7,7 +7,7 @@ import torch
 
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.fusion import NativeFusion
-from tests.model.tiny import build, document, pack, text_documents, tiny_fusion
+from tests.model.tiny import build, close, document, gradients, pack, text_documents, tiny_fusion
 
 TOLERANCE = 1e-10  # fp64; online softmax against one softmax
 
@@ -57,19 +57,12 @@ def test_decoder_equals_the_papers_loop(mode, size, paper, layers, seed):
     x = torch.randn(37, 24, dtype=torch.float64, requires_grad=True)
     target = torch.randn(37, 24, dtype=torch.float64)
     (decoder(x, segments) * target).sum().backward()
-    got = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
-    got["x"] = x.grad.clone()
-    decoder.zero_grad()
+    got = {**gradients(decoder), "x": x.grad}
     x.grad = None
     expected, weights = paper_forward(decoder, x, segments, paper)
     torch.testing.assert_close(decoder(x, segments), expected, atol=TOLERANCE, rtol=0)
     (expected * target).sum().backward()
-    grads = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
-    grads["x"] = x.grad
-    for name, gradient in grads.items():
-        torch.testing.assert_close(
-            got[name], gradient, atol=1e-8, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    close(got, {**gradients(decoder), "x": x.grad}, 1e-8, 1e-8)
     masks = {"first": segments.ids() == 0, "all": torch.ones(37, dtype=torch.bool)}
     recorder = decoder.attnres_weights(x.detach(), segments, masks)
     assert len(recorder.rows) == len(weights) == 2 * layers + 1

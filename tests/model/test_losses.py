@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.model.tiny import build, document, pack, tiny_fusion
+from tests.model.tiny import build, close, document, gradients, pack, tiny_fusion
 
 EXACT = dict(atol=1e-10, rtol=1e-10)  # float64; sums in another order
 
@@ -25,10 +25,9 @@ def case(seed):
     return model, batch, model.logits(model.hidden(batch))
 
 
-def gradients(model, scalar):
-    model.zero_grad()
+def gradients_of(model, scalar):
     scalar.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -37,15 +36,12 @@ def test_the_loss_is_the_weighted_sum_over_labelled_tokens(seed):
     counted = (batch.labels >= 0) & (batch.loss_weights != 0)
     nll = torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted], reduction="none")
     expected = (batch.loss_weights.double()[counted] * nll).sum()
-    want = gradients(model, expected)
+    want = gradients_of(model, expected)
     out = model(batch)
     torch.testing.assert_close(out.loss_sum, expected, **EXACT)
     torch.testing.assert_close(out.nll_T[counted], nll, **EXACT)
-    got = gradients(model, out.loss_sum)
-    for name, gradient in want.items():
-        torch.testing.assert_close(
-            got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    got = gradients_of(model, out.loss_sum)
+    close(got, want, 1e-9, 1e-8)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -56,14 +52,10 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_logits(seed, temperatur
     logp = torch.log_softmax(logits[labelled] / temperature, -1)
     picked = logp.gather(1, batch.labels[labelled][:, None])[:, 0]
     upstream = torch.randn(picked.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    want = gradients(model, (upstream * picked).sum())
+    want = gradients_of(model, (upstream * picked).sum())
     got_T, entropy_T = model.token_log_probs(batch, temperature)
     torch.testing.assert_close(got_T[labelled], picked, **EXACT)
     torch.testing.assert_close(entropy_T[labelled], -(logp.exp() * logp).sum(-1), **EXACT)
     assert not got_T[~labelled].any() and not entropy_T[~labelled].any() and not entropy_T.requires_grad
-    got = gradients(model, (upstream * got_T[labelled]).sum())
-    assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        torch.testing.assert_close(
-            got[name], gradient, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    got = gradients_of(model, (upstream * got_T[labelled]).sum())
+    close(got, want, 1e-9, 1e-8)

@@ -125,6 +125,22 @@ def text_documents(lengths: list[int], config: FusionConfig, seed: int = 0) -> T
     return pack([document(length, [], config, seed + i) for i, length in enumerate(lengths)])
 
 
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients by name, and the model ready for the next ones."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, rtol: float = 0.0) -> None:
+    """Every tensor near that of its name; atol: also relative to a tensor's largest entry above 1."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        bound = atol * max(1.0, tensor.abs().max().item())
+        message = lambda text, name=name: f"{name}: {text}"
+        torch.testing.assert_close(got[name], tensor, atol=bound, rtol=rtol, msg=message)
+
+
 def interpreted(worker: str, path: Path) -> Any:
     """What a worker of tests/model writes to the path, in a process of its own with TRITON_INTERPRET=1:
     interpreting is chosen when a kernel is defined, before its first import."""
