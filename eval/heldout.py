@@ -103,13 +103,39 @@ def measure(
     most_tokens: stop before the sample (but the first) with which the documents hold more tokens than this.
     """
     results: list[Loss | BadSample] = []
+    device = model.decoder.embed_tokens.weight.device
     with evaluating(model):
-        for batch in heldout_batches(model, tokenizer, samples, room, results, most_tokens):
-            _enter(model, batch, results, blind)
-    for loss in results:
-        if isinstance(loss, Loss) and loss.bytes:
-            loss.byte_nats = loss.nats
+        for packed in heldout_batches(model, tokenizer, samples, room, results, most_tokens):
+            batch = packed.to(device)
+            # In double precision: sums over thousands of tokens would lose digits in single.
+            nll_T = grey_T = model(batch).nll_T.double().cpu()
+            # The same row with grey pictures: what words and picture sizes alone give away.
+            if blind and batch.num_patches:
+                grey = replace(batch, patches=torch.full_like(batch.patches, GREY))
+                grey_T = model(grey).nll_T.double().cpu()
+            _enter(packed, nll_T, grey_T if blind else None, results)
     return results
+
+
+def _enter(
+    batch: PackedBatch, nll_T: Tensor, grey_T: Tensor | None, results: Sequence[Loss | BadSample]
+) -> None:
+    """Add a batch's losses to the sums of its samples."""
+    learned_T = (batch.labels >= 0) & (batch.loss_weights > 0)
+    # A document's key is the number of its sample; a piece of a long one adds to the same sums.
+    for key, (start, stop) in zip(batch.keys, pairwise(batch.segments.offsets)):
+        loss = results[int(key.removeprefix(":").partition("[")[0])]
+        assert isinstance(loss, Loss)
+        mask = learned_T[start:stop]
+        nats, tokens = float(nll_T[start:stop][mask].sum()), int(mask.sum())
+        loss.nats += nats
+        loss.tokens += tokens
+        if loss.bytes:
+            loss.byte_nats += nats
+        if grey_T is not None and batch.has_image[start]:
+            loss.seen_nats += nats
+            loss.seen_tokens += tokens
+            loss.blind_nats += float(grey_T[start:stop][mask].sum())
 
 
 def heldout_batches(
@@ -120,10 +146,34 @@ def heldout_batches(
     results: list[Loss | BadSample],
     most_tokens: int | None = None,
 ) -> Iterator[PackedBatch]:
-    """Samples packed in their own order; enters a Loss or BadSample for each as it is read (see
-    `measure`)."""
+    """Samples packed in their own order, the number of each as its documents' key; enters a Loss or BadSample
+    for each as it is read (see `measure`)."""
+
+    def documents() -> Iterator[Encoded]:
+        used = 0
+        for number, get in enumerate(samples):
+            try:
+                with one_sample(lambda: f"held-out sample {number}"):  # noqa: B023 (called in this turn)
+                    sample = get()
+                    document = encode(sample, tokenizer, model.config.vision, decode=room.decode)
+                if room.overlong == "skip":
+                    refuse_longer(document, room.length)
+                ranges = cuts(document, room.length, room.max_patches, tokenizer.ends_line)
+            except BadSample as error:
+                results.append(error)
+                continue
+
+            # The first sample is measured whatever its length: a source would have no number else.
+            if most_tokens is not None and used and used + len(document) > most_tokens:
+                return
+            used += len(document)
+            results.append(Loss(bytes=plain_bytes(sample)))
+            document = replace(document, source="", key=str(number))
+            for start, stop in ranges:
+                yield document.piece(start, stop)
+
     return pack_all(
-        _documents(model, tokenizer, samples, room, most_tokens, results),
+        documents(),
         tokens=room.tokens,
         max_patches=room.max_patches,
         pad_id=tokenizer.pad_id,
@@ -133,72 +183,12 @@ def heldout_batches(
     )
 
 
-def _documents(
-    model: NativeFusion,
-    tokenizer: Tokenizer,
-    samples: Iterable[Getter],
-    room: Room,
-    most_tokens: int | None,
-    results: list[Loss | BadSample],
-) -> Iterator[Encoded]:
-    """The pieces of every sample, its number as their key; enters a Loss or BadSample for each as it is
-    read."""
-    used = 0
-    for number, get in enumerate(samples):
-        try:
-            with one_sample(lambda: f"held-out sample {number}"):  # noqa: B023 (called in this turn)
-                sample = get()
-                document = encode(sample, tokenizer, model.config.vision, decode=room.decode)
-            if room.overlong == "skip":
-                refuse_longer(document, room.length)
-            ranges = cuts(document, room.length, room.max_patches, tokenizer.ends_line)
-        except BadSample as error:
-            results.append(error)
-            continue
-
-        # The first sample is measured whatever its length: a source would have no number else.
-        if most_tokens is not None and used and used + len(document) > most_tokens:
-            return
-        used += len(document)
-        results.append(Loss(bytes=plain_bytes(sample)))
-        document = replace(document, source="", key=str(number))
-        yield from (document.piece(start, stop) for start, stop in ranges)
-
-
-def _enter(model: NativeFusion, batch: PackedBatch, results: Sequence[Loss | BadSample], blind: bool) -> None:
-    """Add a batch's losses to the sums of its samples."""
-    learned_T = (batch.labels >= 0) & (batch.loss_weights > 0)
-    nll_T = _nll(model, batch)
-
-    # The same row with grey pictures: what words and picture sizes alone give away.
-    grey_T = nll_T
-    if blind and batch.num_patches:
-        grey_T = _nll(model, replace(batch, patches=torch.full_like(batch.patches, GREY)))
-    # A document's key is the number of its sample; a piece of a long one adds to the same sums.
-    for key, (start, stop) in zip(batch.keys, pairwise(batch.segments.offsets)):
-        loss = results[int(key.removeprefix(":").partition("[")[0])]
-        assert isinstance(loss, Loss)
-        mask = learned_T[start:stop]
-        nats, tokens = float(nll_T[start:stop][mask].sum()), int(mask.sum())
-        loss.add(Loss(nats=nats, tokens=tokens))
-        if blind and bool(batch.has_image[start]):
-            grey = float(grey_T[start:stop][mask].sum())
-            loss.add(Loss(seen_nats=nats, blind_nats=grey, seen_tokens=tokens))
-
-
-def _nll(model: NativeFusion, batch: PackedBatch) -> Tensor:
-    """float64 [T] on the CPU."""
-    # Sums over thousands of tokens: in double precision, where single would lose digits.
-    device = model.decoder.embed_tokens.weight.device
-    return model(batch.to(device)).nll_T.double().cpu()
-
-
 def plain_bytes(sample: Sample) -> int:
     """UTF-8 bytes of a sample that is learned text throughout; 0 for any other, whose bytes are not all paid
     for."""
-    if not all(isinstance(segment, Text) and segment.loss > 0 for segment in sample.segments):
-        return 0
-    return len(sample.text.encode("utf-8", "surrogatepass"))
+    if all(isinstance(segment, Text) and segment.loss > 0 for segment in sample.segments):
+        return len(sample.text.encode("utf-8", "surrogatepass"))
+    return 0
 
 
 def heldout_getters(source: Source, limit: int | None = None) -> Iterator[Getter]:
@@ -206,10 +196,9 @@ def heldout_getters(source: Source, limit: int | None = None) -> Iterator[Getter
     all."""
     # A permutation by the source's name: every evaluation of a run measures the same samples.
     count = source.heldout_len()
-    if count:
-        order = Permutation(count, "heldout", source.name)
-        for position in range(count if limit is None else min(limit, count)):
-            yield partial(source.heldout, order[position])
+    order = Permutation(count, "heldout", source.name) if count else ()
+    for position in range(count if limit is None else min(limit, count)):
+        yield partial(source.heldout, order[position])
 
 
 def summary(results: Iterable[Loss | BadSample]) -> dict[str, Any] | None:

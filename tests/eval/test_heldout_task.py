@@ -45,16 +45,8 @@ def photos(tmp_path_factory):
 def shards(photos, model, tmp_path_factory):
     out = tmp_path_factory.mktemp("shards")
     model.tokenizer.save(out / "tokenizer")
-    words = [
-        str(photos),
-        "--out",
-        str(out / "made"),
-        "--tokenizer",
-        str(out / "tokenizer"),
-        "--vision",
-        "tiny",
-    ]
-    assert cli(["prepare", *words, "--workers", "1", "--dedup", "none"]) == 0
+    words = [photos, "--out", out / "made", "--tokenizer", out / "tokenizer", "--vision", "tiny"]
+    assert cli(["prepare", *map(str, words), "--workers", "1", "--dedup", "none"]) == 0
     return out / "made"
 
 
@@ -72,11 +64,16 @@ def by_hand(model, samples) -> tuple[float, int]:
     return nats, tokens
 
 
-def captioned(colour_of) -> list[Sample]:
-    return [
-        Sample([Image(PILImage.new("RGB", (16, 16), colour_of(c))), Text(f"\na {c} shape")], "s", "0")
-        for c in (*COLOURS, *COLOURS)
-    ]
+def captioned(grey=False) -> list[Sample]:
+    samples = []
+    for colour in (*COLOURS, *COLOURS):
+        picture = PILImage.new("RGB", (16, 16), (128, 128, 128) if grey else colour)
+        samples.append(Sample([Image(picture), Text(f"\na {colour} shape")], "s", "0"))
+    return samples
+
+
+def texts(*given) -> list[Sample]:
+    return [Sample([Text(text)], "s", "0") for text in given]
 
 
 def heldout(data, **extra):
@@ -84,17 +81,19 @@ def heldout(data, **extra):
 
 
 def test_shards_and_their_folder_give_the_loss_of_a_loop_by_hand(model, photos, shards, tmp_path):
-    texts = [Sample([Text(f"the quick brown fox jumps {name}")], "s", "0") for name in ("one", "two")]
-    seen, grey = by_hand(model, captioned(lambda c: c)), by_hand(model, captioned(lambda c: (128, 128, 128)))
-    plain = by_hand(model, texts)
+    seen, grey = by_hand(model, captioned()), by_hand(model, captioned(grey=True))
+    plain = by_hand(model, texts(*(f"the quick brown fox jumps {name}" for name in ("one", "two"))))
+    expected = {
+        "loss": (seen[0] + plain[0]) / (seen[1] + plain[1]),
+        "seen_loss": seen[0] / seen[1],
+        "blind_loss": grey[0] / seen[1],
+        "text_loss": plain[0] / plain[1],
+    }
     for data in (shards, photos):
         summary = run_task(model, heldout(data), out=tmp_path / data.name)
         metrics = summary["metrics"]
         assert metrics["n"] == 8 and metrics["tokens"] == seen[1] + plain[1]
-        assert metrics["loss"] == pytest.approx((seen[0] + plain[0]) / (seen[1] + plain[1]), rel=1e-5)
-        assert metrics["seen_loss"] == pytest.approx(seen[0] / seen[1], rel=1e-5)
-        assert metrics["blind_loss"] == pytest.approx(grey[0] / seen[1], rel=1e-5)
-        assert metrics["text_loss"] == pytest.approx(plain[0] / plain[1], rel=1e-5)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
         assert metrics["score"] == -metrics["loss"] and "bits_per_byte" not in metrics
         assert "a grey one" in "".join(summary["explained"]) and "val_fraction" in summary["explained"][-1]
 
@@ -117,13 +116,10 @@ def test_answers_stand_in_records_and_page_and_a_second_run_asks_nothing(
 
 
 def test_texts_have_bits_per_byte(model, tmp_path):
-    (tmp_path / "lines.jsonl").write_text(
-        '{"text": "the quick brown fox"}\n{"text": "jumps over the lazy dog"}\n'
-    )
+    lines = ("the quick brown fox", "jumps over the lazy dog")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     metrics = run_task(model, heldout(tmp_path / "lines.jsonl"))["metrics"]
-    nats, _ = by_hand(
-        model, [Sample([Text(t)], "s", "0") for t in ("the quick brown fox", "jumps over the lazy dog")]
-    )
+    nats, _ = by_hand(model, texts(*lines))
     assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / 42, rel=1e-5)
 
 
@@ -169,32 +165,14 @@ def test_bits_per_byte_reads_shards_of_text_and_refuses_pictures(model, photos, 
 
 def test_a_score_of_nothing_is_explained(tmp_path):
     PILImage.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
-    rows = [
-        {
-            "id": f"own_{n}",
-            "question": "<image 1> Which?",
-            "options": "['red', 'blue']",
-            "answer": "A",
-            "image_1": "red.png",
-            "question_type": "multiple-choice",
-        }
-        for n in range(4)
-    ]
-    path = tmp_path / "own.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    task = build_task("mmmu", TaskOptions(data=path))
-    lines = "\n".join(run_task(Scripted(lambda request: "mumble"), task)["explained"])
-    for part in (
-        "none of 4 answers is right",
-        "read out of 100%",
-        "'mumble' where 'A'",
-        "chance 0.500",
-        "--chat",
-    ):
-        assert part in lines, part
-    lines = "\n".join(run_task(Scripted(lambda request: "B"), task)["explained"])
-    assert "read out of 0%" in lines and "right form and wrong" in lines
-    assert "explained" not in run_task(Scripted(lambda request: "A"), task)
+    asked = {"question": "<image 1> Which?", "options": "['red', 'blue']", "answer": "A"}
+    rows = [{**asked, "id": f"own_{n}", "image_1": "red.png"} for n in range(4)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = build_task("mmmu", TaskOptions(data=tmp_path / "own.jsonl"))
+    told = lambda said: "\n".join(run_task(Scripted(lambda request: said), task).get("explained", ()))
+    parts = ("none of 4 answers is right", "read out of 100%", "'mumble' where 'A'", "chance 0.500", "--chat")
+    assert all(part in told("mumble") for part in parts)
+    assert "read out of 0%" in told("B") and "right form and wrong" in told("B") and told("A") == ""
     task.private = True
     assert not any(
         "mumble" in line for line in explain(task, {"score": 0, "unextracted": 1.0}, [{"output": "mumble"}])

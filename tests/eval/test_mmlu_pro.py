@@ -1,10 +1,9 @@
 """MMLU-Pro: prompts, context rule, guess and score are the published ones."""
 
-import json
-
 import pytest
 from eval_cases import MMLU_PRO, Scripted, mmlu_pro_folder
 
+from earlyfusion.data.row_files import read_rows
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro, rescore
 from earlyfusion.eval.harness import run_task
 from earlyfusion.eval.protocol import EvalError, TaskOptions
@@ -15,6 +14,11 @@ needs_data = pytest.mark.skipif(
 PUBLISHED = MMLU_PRO / "published_outputs_mistral-7b-v0.1.jsonl.gz"
 
 
+@pytest.fixture
+def data(tmp_path):
+    return mmlu_pro_folder(tmp_path / "data")
+
+
 def task(folder, **options):
     return MmluPro(TaskOptions(data=folder, **options))
 
@@ -22,12 +26,9 @@ def task(folder, **options):
 @needs_data
 @pytest.mark.slow
 def test_published_outputs_give_the_published_predictions_and_total():
-    first = rescore(PUBLISHED, levels=1)
-    assert first["n"] == 12032
-    assert first["differences"] == 0
-    assert round(100 * first["score_strict"], 2) == 29.77
-    third = rescore(PUBLISHED, levels=3)
-    assert round(100 * third["score_strict"], 2) == 30.08
+    first, third = (rescore(PUBLISHED, levels=levels) for levels in (1, 3))
+    assert (first["n"], first["differences"]) == (12032, 0)
+    assert round(100 * first["score_strict"], 2) == 29.77 and round(100 * third["score_strict"], 2) == 30.08
 
 
 @needs_data
@@ -42,21 +43,17 @@ def test_published_baselines_are_found_in_the_data():
 @needs_data
 def test_prompts_are_lm_evals_but_for_the_newlines_after_the_introduction():
     utils = pytest.importorskip("lm_eval.tasks.mmlu_pro.utils")
-    ours = task(MMLU_PRO)
-    validation = [json.loads(line) for line in (MMLU_PRO / "validation.jsonl").read_text().splitlines()]
-    for question in list(ours.questions(14, None)):
-        row = question.meta["row"]
+    validation = read_rows(MMLU_PRO / "validation.jsonl")
+    for question in task(MMLU_PRO).questions(14, None):
         shots = [example for example in validation if example["category"] == question.category][:5]
         shown = "".join(utils.format_cot_example(example) for example in shots)
-        shown += utils.format_cot_example(row, including_answer=False)
+        shown += utils.format_cot_example(question.meta["row"], including_answer=False)
         intro, found, rest = question.prompt.partition("letter choice.\n\n\n\n")
-        assert found and question.category in intro
-        assert rest == shown
+        assert found and question.category in intro and rest == shown
 
 
-def test_the_prompt_is_written_out_as_published(tmp_path):
-    folder = mmlu_pro_folder(tmp_path)
-    question = next(iter(task(folder).questions(None, 1)))
+def test_the_prompt_is_written_out_as_published(data):
+    question = next(iter(task(data).questions(None, 1)))
     assert (
         question.prompt
         == "The following are multiple choice questions (with answers) about math. Think step by step and"
@@ -68,18 +65,11 @@ def test_the_prompt_is_written_out_as_published(tmp_path):
     assert len(question.choices) == 3  # "N/A" is gone, and so are the blanks around the right one
 
 
-def test_examples_are_dropped_until_the_prompt_fits(tmp_path):
-    folder = mmlu_pro_folder(tmp_path)
-    made = task(folder)
-
-    class Counting(Scripted):
-        def count_tokens(self, text):
-            return 500 * text.count("Question:\n")
-
-    model = Counting()
+def test_examples_are_dropped_until_the_prompt_fits(data):
+    model, made = Scripted(), task(data)
+    model.count_tokens = lambda text: 500 * text.count("Question:\n")
     made.prepare(model)
-    question = next(iter(made.questions(None, None)))
-    (request,) = made.requests(question, 0)
+    (request,) = made.requests(next(iter(made.questions(None, None))), 0)
     # five shots and the question are 3,000 tokens, four 2,500, three 2,000: the first below 4096 - 2048
     assert request.prompt.count("Question:\n") == 4
     assert request.prompt.startswith("The following") and request.prompt.endswith("step by step.")
@@ -87,76 +77,58 @@ def test_examples_are_dropped_until_the_prompt_fits(tmp_path):
     assert request.prompt[: request.shared].endswith("\n\n")
 
 
-def test_only_examples_of_the_own_category_are_shown(tmp_path):
-    for question in task(mmlu_pro_folder(tmp_path), form="mcf").questions(None, None):
+def test_only_examples_of_the_own_category_are_shown(data):
+    for question in task(data, form="mcf").questions(None, None):
         other = {"math": "computer science", "computer science": "math"}[question.category]
         assert f"of {question.category}?" in question.prompt and f"of {other}?" not in question.prompt
 
 
 @pytest.mark.parametrize("form", ["mcf", "cf"])
-def test_log_likelihood_forms_choose_the_likeliest(tmp_path, form):
-    folder = mmlu_pro_folder(tmp_path)
-    made = task(folder, form=form)
-    gold = {}
+def test_log_likelihood_forms_choose_the_likeliest(data, form):
+    made, gold = task(data, form=form), {}
     for question in made.questions(None, None):
-        index = "ABC".index(question.target)
-        answer = question.target if form == "mcf" else question.choices[index]
-        gold[question.prompt] = f" {answer}"
-    summary = run_task(Scripted(value=lambda r: -1.0 if gold[r.context] == r.continuation else -9.0), made)
-    assert summary["metrics"]["score"] == 1.0
-    summary = run_task(Scripted(value=lambda r: -9.0 if gold[r.context] == r.continuation else -1.0), made)
-    assert summary["metrics"]["score"] == 0.0
+        letter = question.target
+        gold[question.prompt] = letter if form == "mcf" else question.choices["ABC".index(letter)]
+    knows = lambda r: float(f" {gold[r.context]}" == r.continuation)
+    assert run_task(Scripted(value=knows), made)["metrics"]["score"] == 1.0
+    assert run_task(Scripted(value=lambda r: -knows(r)), made)["metrics"]["score"] == 0.0
 
 
-def test_unextracted_answers_get_the_published_guess_and_are_counted(tmp_path):
-    made = task(mmlu_pro_folder(tmp_path))
-    metrics = run_task(Scripted(say=lambda r: "no letter here"), made)["metrics"]
-    assert metrics["unextracted"] == 1.0 and metrics["score_strict"] == 0.0
-    assert metrics["n"] == 8 and metrics["chance"] == pytest.approx(sum([1 / 3, 1 / 4, 1 / 5, 1 / 6] * 2) / 8)
-    right = run_task(Scripted(say=lambda r: "The answer is (A)."), made)["metrics"]
+def test_unextracted_answers_get_the_published_guess_and_are_counted(data):
+    metrics = run_task(Scripted(say=lambda r: "no letter here"), task(data))["metrics"]
+    assert (metrics["n"], metrics["unextracted"], metrics["score_strict"]) == (8, 1.0, 0.0)
+    assert metrics["chance"] == pytest.approx(sum([1 / 3, 1 / 4, 1 / 5, 1 / 6] * 2) / 8)
+    right = run_task(Scripted(say=lambda r: "The answer is (A)."), task(data))["metrics"]
     assert right["score"] == right["score_strict"] == right["majority"] == 0.5
     assert right["by_category"]["math"]["n"] == 4
 
 
-def test_a_limit_takes_from_every_category_and_grows_in_place(tmp_path):
-    made = task(mmlu_pro_folder(tmp_path))
-    few = {q.id for q in made.questions(2, None)}
-    more = {q.id for q in made.questions(5, None)}
-    assert len(few) == 2 and few < more
-    assert {q.category for q in made.questions(2, None)} == {"math", "computer science"}
+def test_a_limit_takes_from_every_category_and_grows_in_place(data):
+    few, more = (list(task(data).questions(limit, None)) for limit in (2, 5))
+    assert len(few) == 2 and {q.id for q in few} < {q.id for q in more}
+    assert {q.category for q in few} == {"math", "computer science"}
 
 
-def test_parquet_and_jsonl_are_the_same_data(tmp_path):
+def test_parquet_and_jsonl_are_the_same_data(data, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    folder = mmlu_pro_folder(tmp_path / "a")
-    other = tmp_path / "b"
-    other.mkdir()
     for split in ("test", "validation"):
-        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
-        parquet.write_table(arrow.Table.from_pylist(rows), str(other / f"{split}-00000-of-00001.parquet"))
-    assert task(folder).data_hash() == task(other).data_hash()
+        rows = arrow.Table.from_pylist(read_rows(data / f"{split}.jsonl"))
+        parquet.write_table(rows, str(tmp_path / f"{split}-00000-of-00001.parquet"))
+    assert task(data).data_hash() == task(tmp_path).data_hash()
 
 
-def test_bad_data_is_named(tmp_path):
+def test_bad_data_is_named(data):
     with pytest.raises(EvalError, match="--data"):
         task(None).data_hash()
-    folder = mmlu_pro_folder(tmp_path)
-    (folder / "validation.jsonl").unlink()
+    (data / "validation.jsonl").unlink()
     with pytest.raises(EvalError, match="validation"):
-        list(task(folder).questions(None, None))
-    with pytest.raises(EvalError, match="form"):
-        task(folder, form="essay")
+        list(task(data).questions(None, None))
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_several_samples_are_drawn_with_seeds_of_their_own(tmp_path, samples):
-    made = task(mmlu_pro_folder(tmp_path), samples=samples)
-    model = Scripted(say=lambda r: "The answer is (B)." if r.seed % 2 else "The answer is (A).")
-    summary = run_task(
-        model,
-        made,
-    )
-    assert summary["metrics"]["samples"] == 8 * samples
+def test_several_samples_are_drawn_with_seeds_of_their_own(data, samples):
+    model = Scripted(say=lambda r: f"The answer is ({'AB'[r.seed % 2]}).")
+    assert run_task(model, task(data, samples=samples))["metrics"]["samples"] == 8 * samples
     assert len({request.seed for request in model.asked}) == 8 * samples
     assert {request.temperature for request in model.asked} == ({0.0} if samples == 1 else {1.0})

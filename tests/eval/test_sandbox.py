@@ -247,14 +247,14 @@ def test_every_wall_that_the_kernel_permits_stands(box):
 def test_a_program_ends_with_its_caller():
     """The caller is killed in the middle of a program: its server and the program go too."""
     script = (
-        "import sys, threading, time\nfrom earlyfusion.eval.sandbox.host import Limits, Sandbox\nbox ="
-        " Sandbox(Limits(wall_s=60, cpu_s=60), allow_weaker=True)\nbox.run('1')\nprint(box._server.pid,"
-        " flush=True)\nthreading.Thread(target=box.run, args=('while True: pass',)).start()\n"
+        "from earlyfusion.eval.sandbox.host import Limits, Sandbox\nbox = Sandbox(Limits(wall_s=60,"
+        " cpu_s=60), allow_weaker=True)\nbox.run('1')\nprint(box._server.pid, flush=True)\n"
+        "box.run('while True: pass')\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as caller:
         server = int(caller.stdout.readline())
         children = Path(f"/proc/{server}/task/{server}/children")
-        for _ in range(200):
+        for _ in range(600):
             if children.read_text().split():
                 break
             time.sleep(0.05)
