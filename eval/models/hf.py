@@ -45,6 +45,8 @@ WIDTH, ROWS, KEYS = 16, 8, 512
 POSITIONS = 1024
 """Positions whose logits over the vocabulary are held at once."""
 KEPT_PREFIXES = 2
+CPU_TOKENS = 512
+"""Tokens of prompts that keep a CPU busy: larger batches only add padding."""
 PLAIN_LAYERS = {"full_attention", "attention"}
 
 
@@ -254,26 +256,29 @@ class HfModel(TokenModel):
 
     # batches
 
-    def _fill(self, rows: Sequence[Any], lengths: Sequence[int]) -> Iterator[list[Any]]:
-        """Batches of rows, longest first: at most batch_size of them, at most batch_tokens when padded to the
+    def _fill(self, rows: Sequence[Any], lengths: Sequence[int], tokens: int) -> Iterator[list[Any]]:
+        """Batches of rows, longest first: at most batch_size of them, at most `tokens` when padded to the
         longest. Rows of about the same length are read together: less of a batch is padding."""
         order = sorted(range(len(rows)), key=lambda place: -lengths[place])
         while order:
             # What is padded counts as read: the first row, the longest, sets the width of all.
-            most = min(self.batch_size, max(1, self.batch_tokens // max(1, lengths[order[0]])))
+            most = min(self.batch_size, max(1, tokens // max(1, lengths[order[0]])))
             if self.one_by_one:
                 most = 1
             yield [rows[place] for place in order[:most]]
             del order[:most]
 
-    def _batches(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[int], Rows, list[Tensor]]]:
+    def _batches(
+        self, pieces: Sequence[Piece], tokens: int
+    ) -> Iterator[tuple[list[int], Rows, list[Tensor]]]:
         """(places of pieces, they as rows that were read, the states after what follows their prefix)."""
         # Only rows that begin with the same prefix can start from copies of one state.
         groups: dict[Ids, list[int]] = {}
         for place, piece in enumerate(pieces):
             groups.setdefault(piece.ids[: piece.shared if self.cached else 0], []).append(place)
         for prefix, places in groups.items():
-            for batch in self._fill(places, [len(pieces[place].ids) - len(prefix) for place in places]):
+            lengths = [len(pieces[place].ids) - len(prefix) for place in places]
+            for batch in self._fill(places, lengths, tokens):
                 if prefix:
                     rows = self.prefix(prefix).select([0] * len(batch))
                 else:
@@ -300,7 +305,10 @@ class HfModel(TokenModel):
     def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
         """See TokenModel."""
         results: dict[int, list[Scored]] = {}
-        for places, rows, states in self._batches([context.piece for context in contexts]):
+        tokens = self.batch_tokens
+        if self.device.type == "cpu":
+            tokens = min(tokens, CPU_TOKENS)
+        for places, rows, states in self._batches([context.piece for context in contexts], tokens):
             # The state after a context knows the first token of all its continuations.
             logp_NV = self._logits(torch.stack([own[-1] for own in states]), ROWS).log_softmax(-1)
             longer = []
@@ -312,7 +320,7 @@ class HfModel(TokenModel):
 
             # Longer ones are read on from copies of it.
             lengths = [len(contexts[place].continuations[c]) for _, place, c in longer]
-            for chunk in self._fill(longer, lengths):
+            for chunk in self._fill(longer, lengths, tokens):
                 own_ids = [contexts[place].continuations[c] for _, place, c in chunk]
                 read = rows.select([n for n, _, _ in chunk]).read([ids[:-1] for ids in own_ids])
                 for (_, place, c), ids, states_TD in zip(chunk, own_ids, read):
@@ -344,7 +352,7 @@ class HfModel(TokenModel):
     def write(self, openings: Sequence[Opening]) -> list[Generation]:
         """See TokenModel."""
         answers = [Answer(opening, self) for opening in openings]
-        for places, rows, states in self._batches([opening.piece for opening in openings]):
+        for places, rows, states in self._batches([opening.piece for opening in openings], self.batch_tokens):
             alive = [answers[place] for place in places]
             # The states at hand choose a token; what goes on reads it, finished answers leave at once.
             while True:

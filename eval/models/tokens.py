@@ -42,9 +42,6 @@ Encode = Callable[[str, bool], Sequence[int]]
 
 FIRST_CHECKS, THEN_EVERY = 16, 512
 REMEMBERED = 64
-PREFIX_STEP = 64
-"""Shared beginnings end where chunks of recurrent kernels do, so that results differ least from unshared
-reading; shorter ones are not worth keeping."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,8 @@ class TokenModel(ABC):
     max_length: int | None = None
     capabilities = frozenset({"text", "score", "generate"})
     one_by_one = False
+    prefix_step = 1
+    """Shared beginnings end at whole multiples of this."""
 
     def __init__(self, batch_size: int = 16, batch_tokens: int = 4096) -> None:
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
@@ -215,7 +214,7 @@ class TokenModel(ABC):
             return 0
         # The shared text is encoded once for all requests that begin with it.
         head = self.quick.part(text[:shared], True)
-        count = max(0, min(len(head) - 2, len(ids) - 1)) // PREFIX_STEP * PREFIX_STEP
+        count = max(0, min(len(head) - 2, len(ids) - 1)) // self.prefix_step * self.prefix_step
         return count if ids[:count] == head[:count] else 0
 
     def _score_pairs(

@@ -494,207 +494,295 @@ except ZeroDivisionError as error:
                 found.append(name)
 """
 """What is reached from a traceback: S0, and a list of refusals that could be emptied."""
-WHOLE = {
-    # name: (program, reasons, what must be true of the result)
-    "a hidden refusal": (
-        f"try: open('/etc/passwd')\nexcept Exception: pass\n{FRAMES}\n1",
-        "forbidden",
-        "r.refused",
-    ),
-    "a hidden import": (f"try: import socket\nexcept Exception: pass\n{FRAMES}\n1", "forbidden", "r.refused"),
-    "tools of the walls": (f"{FRAMES}\nfound", "ok", "r.value == '[]'"),
-    "a line before the end": (f"{OS}os.write(3, b'{LINE}\\n{{')\n1", "forbidden", "r.value == '1'"),
-    "a line and no end": (f"{OS}os.write(3, b'{LINE}\\n')\nos._exit(0)", "error forbidden", "r.value == ''"),
-    "a torn line": (f"{OS}os.write(3, b'{{')\n2", "forbidden", "r.value == '2'"),
-    "forged walls": (f"{OS}os.write(3, b'{LINE}')\n1", "forbidden", "'none' not in r.layers"),
-    "a forged refusal": (
-        "import random\nrandom._os.sys.audit('earlyfusion.refused', 'x' * 10**5)",
-        "forbidden",
-        "len(r.refused[0]) < 120",
-    ),
-    "an end that is none": (
-        "import random\nrandom._os.sys.audit('earlyfusion.end', 1, [], {})\n3",
-        "ok",
-        "r.value == '3'",
-    ),
-    "the channel closed": (f"{OS}\ntry: os.close(3)\nexcept OSError: pass\n4", "ok", "r.value == '4'"),
-    "the channel on stdout": (
-        f"{OS}\ntry: os.dup2(3, 1)\nexcept OSError: pass\n5",
-        "ok forbidden",
-        "r.value == '5'",
-    ),
-    "json replaced": (
-        "import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *_: 'FORGED'\n6",
-        "ok",
-        "r.value == '6'",
-    ),
-    "audit replaced": (
-        "import random\nrandom._os.sys.audit = print\nrandom._os._exit = print\n7",
-        "ok",
-        "r.value == '7'",
-    ),
-    "escapes on stdout": (f"print({ESCAPES!r})", "ok", "'title' in r.stdout"),
-    "escapes on stderr": (f"{OS}os.write(2, {ESCAPES.encode()!r})\n1", "ok", "'title' in r.stderr"),
-    "escapes in a value": (
-        f"class A:\n    def __repr__(self): return {ESCAPES!r}\nA()",
-        "ok",
-        "'title' in r.value",
-    ),
-    "escapes in an error": (f"raise ValueError({ESCAPES!r})", "error", "'title' in r.error"),
-    "escapes in an import": (f"__import__({ESCAPES!r})", "forbidden", "'title' in r.refused[0]"),
-    "half characters in an error": ("raise ValueError('\\udcff')", "error", "'udcff' in r.error"),
-    "half characters in a value": (
-        "class A:\n    def __repr__(self): return '\\ud800'\nA()",
-        "ok",
-        "'ud800' in r.value",
-    ),
-    "half characters in an import": ("__import__('a\\ud800')", "forbidden", "r.refused"),
-    "half characters in the program": ("x = '\ud800'\nprint(x)", "error", "True"),
-    "half characters in a class": (
-        "raise type('A', (Exception,), {'__str__': lambda s: '\\udfff'})()",
-        "error",
-        "True",
-    ),
-    "bytes that are no text": (f"{OS}os.write(1, bytes(range(256)))\n1", "ok", "len(r.stdout) > 256"),
-    "a null character": ("print('a\\0b')", "ok", "r.stdout == 'a\\\\x00b\\n'"),
-    "a string of its own class": (
-        (
-            "class S(str):\n    def __getitem__(self, i): return 5\n    def __str__(self): return 5\n"
-            "class A:\n    def __repr__(self): return S('own')\nA()"
-        ),
-        "ok",
-        "r.value == 'own'",
-    ),
-    "an error that cannot be told": (
-        "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E",
-        "error",
-        "True",
-    ),
-    "an error without end": (
-        "class E(Exception):\n    def __str__(self): return 'x' * 10**7\nraise E",
-        "error memory",
-        "len(r.error) < 1100",
-    ),
-    "an exit of its own class": (
-        "class E:\n    def __repr__(self): raise ValueError\nraise SystemExit(E())",
-        "error",
-        "True",
-    ),
-    "an exit with half a character": ("raise SystemExit('\\ud800')", "error", "True"),
-    "a generator's exit": ("raise GeneratorExit", "error", "True"),
-    "an interrupt": ("raise KeyboardInterrupt", "error", "True"),
-    "stdout that fails": (
-        f"{OS}class O:\n    def flush(self): raise SystemExit\nos.sys.stdout = O()\n8",
-        "ok",
-        "r.value == '8'",
-    ),
-    "deep folders": (
-        f"{OS}for i in range(1500):\n    os.mkdir('d'); os.chdir('d')",
-        "output_limit forbidden",
-        "True",
-    ),
-    "deep folders by full names": (
-        f"{OS}for i in range(900):\n    os.mkdir('d' * 200); os.chdir('d' * 200)",
-        "output_limit forbidden error",
-        "True",
-    ),
-    "folders that cannot be read": (
-        f"{OS}for i in range(99):\n    os.mkdir(str(i), 0)",
-        "ok output_limit",
-        "True",
-    ),
-    "many folders": (f"{OS}for i in range(10**5): os.mkdir(str(i))", "output_limit", "True"),
-    "many files": (
-        f"{OS}for i in range(10**5): os.close(os.open(str(i), 66))",
-        "forbidden output_limit",
-        "True",
-    ),
-    "much in many files": (
-        (
-            f"{OS}for i in range(64):\n    f = open(str(i), 'wb')\n    f.write(bytes(1 << 16))\n    f.close()"
-            "\nfor i in range(63): open('0', 'rb').read()"
-        ),
-        "ok output_limit",
-        "True",
-    ),
-    "signal 9 to itself": (f"{OS}os.kill(os.getpid(), 9)", "forbidden memory", "True"),
-    "a fault": (
-        "import numpy as np\nnp.lib.stride_tricks.as_strided(np.zeros(1), (10**12,), (8,)).sum()",
-        "error timeout",
-        "True",
-    ),
-    "an end by a fault": (
-        "def f(g):\n    return f((g, g))\nimport random\nrandom._os.sys.setrecursionlimit(10**9)\nf(0)",
-        "error memory timeout",
-        "True",
-    ),
-    "a value that is too deep": ("x = []\nfor i in range(10**5): x = [x]\nx", "error", "True"),
-    "another thread": (
-        "import random\nrandom._os.sys.modules.get('_thread').start_new_thread(print, ())",
-        "error forbidden",
-        "True",
-    ),
-    "numbers without end": ("10 ** 5000", "error ok", "True"),
+PARTS = {
+    "<FRAMES>": FRAMES,
+    "<LINE>": LINE,
+    "<REPR>": repr(ESCAPES),
+    "<BYTES>": repr(ESCAPES.encode()),
+    "<OS>\n": OS,
 }
-KERNEL_WHOLE = {
-    # Without the walls inside Python.
-    "shared memory beyond the limit": (
-        "import ctypes\nL = ctypes.CDLL(None)\n[L.shmget(0, 1 << 24, 0o1600) for _ in range(20)]",
-        "ok",
-        "set(eval(r.value)) == {-1}",
-    ),
-    "much in many files": (
-        "import os\nfor i in range(999): open(str(i), 'wb').write(bytes(60_000))",
-        "output_limit",
-        "True",
-    ),
-    "many files": ("import os\nfor i in range(10**6): os.close(os.open(str(i), 66))", "output_limit", "True"),
-    "many folders": ("import os\nfor i in range(10**6): os.mkdir(str(i))", "output_limit", "True"),
-    "folders and files without rights": (
-        "import os\nfor i in range(50):\n    os.mkdir(str(i), 0o300)\n    os.close(os.open(f'{i}/f', 66, 0))",
-        "ok output_limit",
-        "True",
-    ),
-    "deep folders": (
-        "import os\nfor i in range(10**5):\n    os.mkdir('d'); os.chdir('d')",
-        "output_limit",
-        "True",
-    ),
-    "memory in pieces": (
-        "import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range(99)]",
-        "error memory",
-        "True",
-    ),
-    "shared memory of its own": (
-        "import mmap\nx = [mmap.mmap(-1, 1 << 24, mmap.MAP_SHARED) for _ in range(99)]",
-        "error memory",
-        "True",
-    ),
-    "core files": (
-        (
-            "import os, signal\nsignal.signal(11, 0)\nos.kill(os.getpid(), 11)\nimport"
-            " ctypes\nctypes.string_at(0)"
-        ),
-        "error",
-        "True",
-    ),
-    "signals held back": (
-        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
-        "timeout",
-        "True",
-    ),
-    "calls of the 32-bit table": (
-        (
-            "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex("
-            "'b814000000cd80c3'))\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof("
-            "ctypes.c_char.from_buffer(m)))()"
-        ),
-        "forbidden error",
-        "not r.value",
-    ),
-    "calls of the x32 table": (
-        "import ctypes\nctypes.CDLL(None).syscall(0x40000000 | 39)",
-        "forbidden ok",
-        "r.value in ('', '-1')",
-    ),
-}
+"""What stands for longer parts of the programs below."""
+
+
+def programs(text):
+    """Blocks `name | reasons | claim`, below it a program, as name -> (program, reasons, claim)."""
+    found = {}
+    for block in text.strip().split("\n\n"):
+        head, *lines = block.split("\n")
+        name, *about = head.split(" | ")
+        program = "\n".join(line.removeprefix("    ") for line in lines)
+        for mark, part in PARTS.items():
+            program = program.replace(mark, part)
+        found[name] = (program, *about)
+    return found
+
+
+WHOLE = programs(r"""
+a hidden refusal | forbidden | r.refused
+    try: open('/etc/passwd')
+    except Exception: pass
+    <FRAMES>
+    1
+
+a hidden import | forbidden | r.refused
+    try: import socket
+    except Exception: pass
+    <FRAMES>
+    1
+
+tools of the walls | ok | r.value == '[]'
+    <FRAMES>
+    found
+
+a line before the end | forbidden | r.value == '1'
+    <OS>
+    os.write(3, b'<LINE>\n{')
+    1
+
+a line and no end | error forbidden | r.value == ''
+    <OS>
+    os.write(3, b'<LINE>\n')
+    os._exit(0)
+
+a torn line | forbidden | r.value == '2'
+    <OS>
+    os.write(3, b'{')
+    2
+
+forged walls | forbidden | 'none' not in r.layers
+    <OS>
+    os.write(3, b'<LINE>')
+    1
+
+a forged refusal | forbidden | len(r.refused[0]) < 120
+    import random
+    random._os.sys.audit('earlyfusion.refused', 'x' * 10**5)
+
+an end that is none | ok | r.value == '3'
+    import random
+    random._os.sys.audit('earlyfusion.end', 1, [], {})
+    3
+
+the channel closed | ok | r.value == '4'
+    <OS>
+    try: os.close(3)
+    except OSError: pass
+    4
+
+the channel on stdout | ok forbidden | r.value == '5'
+    <OS>
+    try: os.dup2(3, 1)
+    except OSError: pass
+    5
+
+json replaced | ok | r.value == '6'
+    import json
+    json.dumps = json.encoder.encode_basestring_ascii = lambda *_: 'FORGED'
+    6
+
+audit replaced | ok | r.value == '7'
+    import random
+    random._os.sys.audit = print
+    random._os._exit = print
+    7
+
+escapes on stdout | ok | 'title' in r.stdout
+    print(<REPR>)
+
+escapes on stderr | ok | 'title' in r.stderr
+    <OS>
+    os.write(2, <BYTES>)
+    1
+
+escapes in a value | ok | 'title' in r.value
+    class A:
+        def __repr__(self): return <REPR>
+    A()
+
+escapes in an error | error | 'title' in r.error
+    raise ValueError(<REPR>)
+
+escapes in an import | forbidden | 'title' in r.refused[0]
+    __import__(<REPR>)
+
+half characters in an error | error | 'udcff' in r.error
+    raise ValueError('\udcff')
+
+half characters in a value | ok | 'ud800' in r.value
+    class A:
+        def __repr__(self): return '\ud800'
+    A()
+
+half characters in an import | forbidden | r.refused
+    __import__('a\ud800')
+
+half characters in a class | error | True
+    raise type('A', (Exception,), {'__str__': lambda s: '\udfff'})()
+
+bytes that are no text | ok | len(r.stdout) > 256
+    <OS>
+    os.write(1, bytes(range(256)))
+    1
+
+a null character | ok | r.stdout == 'a\\x00b\n'
+    print('a\0b')
+
+a string of its own class | ok | r.value == 'own'
+    class S(str):
+        def __getitem__(self, i): return 5
+        def __str__(self): return 5
+    class A:
+        def __repr__(self): return S('own')
+    A()
+
+an error that cannot be told | error | True
+    class E(Exception):
+        def __str__(self): raise KeyboardInterrupt
+    raise E
+
+an error without end | error memory | len(r.error) < 1100
+    class E(Exception):
+        def __str__(self): return 'x' * 10**7
+    raise E
+
+an exit of its own class | error | True
+    class E:
+        def __repr__(self): raise ValueError
+    raise SystemExit(E())
+
+an exit with half a character | error | True
+    raise SystemExit('\ud800')
+
+a generator's exit | error | True
+    raise GeneratorExit
+
+an interrupt | error | True
+    raise KeyboardInterrupt
+
+stdout that fails | ok | r.value == '8'
+    <OS>
+    class O:
+        def flush(self): raise SystemExit
+    os.sys.stdout = O()
+    8
+
+deep folders | output_limit forbidden | True
+    <OS>
+    for i in range(1500):
+        os.mkdir('d'); os.chdir('d')
+
+deep folders by full names | output_limit forbidden error | True
+    <OS>
+    for i in range(900):
+        os.mkdir('d' * 200); os.chdir('d' * 200)
+
+folders that cannot be read | ok output_limit | True
+    <OS>
+    for i in range(99):
+        os.mkdir(str(i), 0)
+
+many folders | output_limit | True
+    <OS>
+    for i in range(10**5): os.mkdir(str(i))
+
+many files | forbidden output_limit | True
+    <OS>
+    for i in range(10**5): os.close(os.open(str(i), 66))
+
+much in many files | ok output_limit | True
+    <OS>
+    for i in range(64):
+        f = open(str(i), 'wb')
+        f.write(bytes(1 << 16))
+        f.close()
+    for i in range(63): open('0', 'rb').read()
+
+signal 9 to itself | forbidden memory | True
+    <OS>
+    os.kill(os.getpid(), 9)
+
+a fault | error timeout | True
+    import numpy as np
+    np.lib.stride_tricks.as_strided(np.zeros(1), (10**12,), (8,)).sum()
+
+an end by a fault | error memory timeout | True
+    def f(g):
+        return f((g, g))
+    import random
+    random._os.sys.setrecursionlimit(10**9)
+    f(0)
+
+a value that is too deep | error | True
+    x = []
+    for i in range(10**5): x = [x]
+    x
+
+another thread | error forbidden | True
+    import random
+    random._os.sys.modules.get('_thread').start_new_thread(print, ())
+
+numbers without end | error ok | True
+    10 ** 5000
+""")
+"""name | how it may end | what must be true of the result r"""
+WHOLE["half characters in the program"] = ("x = '\ud800'\nprint(x)", "error", "True")
+KERNEL_WHOLE = programs(r"""
+shared memory beyond the limit | ok | set(eval(r.value)) == {-1}
+    import ctypes
+    L = ctypes.CDLL(None)
+    [L.shmget(0, 1 << 24, 0o1600) for _ in range(20)]
+
+much in many files | output_limit | True
+    import os
+    for i in range(999): open(str(i), 'wb').write(bytes(60_000))
+
+many files | output_limit | True
+    import os
+    for i in range(10**6): os.close(os.open(str(i), 66))
+
+many folders | output_limit | True
+    import os
+    for i in range(10**6): os.mkdir(str(i))
+
+folders and files without rights | ok output_limit | True
+    import os
+    for i in range(50):
+        os.mkdir(str(i), 0o300)
+        os.close(os.open(f'{i}/f', 66, 0))
+
+deep folders | output_limit | True
+    import os
+    for i in range(10**5):
+        os.mkdir('d'); os.chdir('d')
+
+memory in pieces | error memory | True
+    import mmap
+    x = [mmap.mmap(-1, 1 << 24) for _ in range(99)]
+
+shared memory of its own | error memory | True
+    import mmap
+    x = [mmap.mmap(-1, 1 << 24, mmap.MAP_SHARED) for _ in range(99)]
+
+core files | error | True
+    import os, signal
+    signal.signal(11, 0)
+    os.kill(os.getpid(), 11)
+    import ctypes
+    ctypes.string_at(0)
+
+signals held back | timeout | True
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+    while True: pass
+
+calls of the 32-bit table | forbidden error | not r.value
+    import ctypes, mmap
+    m = mmap.mmap(-1, 4096, prot=7)
+    m.write(bytes.fromhex('b814000000cd80c3'))
+    ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()
+
+calls of the x32 table | forbidden ok | r.value in ('', '-1')
+    import ctypes
+    ctypes.CDLL(None).syscall(0x40000000 | 39)
+""")
+"""Without the walls inside Python."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from sandbox_probes import PARTS, programs
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.base import SourceConfig, build_source
@@ -24,8 +25,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 SHORT = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=128, file_bytes=1 << 16, output_bytes=1 << 14, max_chars=500)
 ESCAPED = Path(tempfile.gettempdir()) / f"escaped-{os.getpid()}"
 """Where everybody may write, but no program."""
-OS = "import random\nos = random._os\n"
-"""How a program gets at `os` in spite of the list of imports."""
 
 
 @pytest.fixture(scope="module")
@@ -90,81 +89,215 @@ def test_nothing_is_kept_from_one_program_to_the_next(box):
 
 # ---- hostile programs
 
-HOSTILE = {
-    "read": ("open('/etc/passwd').read()", "forbidden"),
-    "read by numpy": ("import numpy as np\nnp.fromfile('/etc/passwd', np.uint8)", "forbidden"),
-    "read by pillow": ("from PIL import Image\nImage.open('../../etc/passwd')", "forbidden"),
-    "read the process": ("open('/proc/self/environ').read()", "forbidden"),
-    "write": (f"open('{ESCAPED}', 'w').write('x')", "forbidden"),
-    "write above": ("open('../escaped', 'w').write('x')", "forbidden"),
-    "list": (OS + "os.listdir('/')", "forbidden"),
-    "link": (OS + "os.symlink('/etc/passwd', 'p')\nopen('p').read()", "forbidden"),
-    "rename out": (OS + f"open('a', 'w').close()\nos.rename('a', '{ESCAPED}')", "forbidden"),
-    "caught": ("try:\n    open('/etc/passwd')\nexcept BaseException:\n    pass\n'went on'", "forbidden"),
-    "import": ("import os", "forbidden"),
-    "import socket": ("import socket", "forbidden"),
-    "import by hand": ("__import__('subprocess').run(['id'])", "forbidden"),
-    "import by another's builtins": (
-        "import random\nrandom.__builtins__['__import__']('subprocess')",
-        "forbidden",
-    ),
-    "ctypes": ("import numpy.ctypeslib as c\nc.load_library('libc.so.6', '/lib')", "forbidden"),
-    "ctypes by another's builtins": (
-        "import random\nrandom.__builtins__['__import__']('ctypes').CDLL(None)",
-        "forbidden",
-    ),
-    "gc": ("import random\nrandom.__builtins__['__import__']('gc').get_objects()", "forbidden"),
-    "shell": (OS + f"os.system('touch {ESCAPED}')", "forbidden"),
-    "fork bomb": (OS + "while True: os.fork()", "forbidden"),
-    "exec": (OS + "os.execv('/bin/sh', ['sh'])", "forbidden"),
-    "kill the parent": (OS + "os.kill(os.getppid(), 9)", "forbidden"),
-    "abort": (OS + "os.abort()", "error"),
-    "exit": (OS + "os._exit(0)", "error"),
-    "delete the directory": (OS + "os.rmdir(os.getcwd())", "forbidden"),
-    "delete what is in it": (OS + "os.remove('image.png')\nos.listdir('.')", "ok"),
-    "code objects": (
-        "def f(): pass\nf.__code__.replace(co_code=b'\\x00' * 8)\nf.__code__ = f.__code__\n1",
-        "forbidden",
-    ),
-    "pickle": (
-        (
-            "import numpy as np\nnp.save('a.npy', np.array([print], object))\nnp.load('a.npy',"
-            " allow_pickle=True)"
-        ),
-        "forbidden",
-    ),
-    "many files": ("for i in range(10**6): open(str(i), 'w').close()", "forbidden"),
-    "a large file": ("open('a', 'wb').write(bytes(10**6))", "output_limit"),
-    "memory": ("x = bytearray(10**10)", "memory"),
-    "memory in steps": ("x = []\nwhile True: x.append(bytearray(10**6))", "memory"),
-    "memory by numpy": ("import numpy as np\nnp.ones(10**9)", "memory"),
-    "recursion": ("def f(): f()\nf()", "error"),
-    "loop": ("while True: pass", "timeout"),
-    "loop that catches all": (
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-        "timeout",
-    ),
-    "sleep": ("import time\ntime.sleep(60)", "timeout"),
-    "one long operation": ("x = 7 ** 10 ** 9", "timeout"),
-    "regular expression": ("import re\nre.match('(a+)+$', 'a' * 60 + 'b')", "timeout"),
-    "output": ("print('x' * 10**6)", "output_limit"),
-    "output for ever": ("while True: print('x' * 99)", "output_limit"),
-    "errors for ever": (OS + "while True: os.write(2, b'x' * 999)", "output_limit"),
-    "results for ever": (OS + "while True: os.write(3, b'x' * 9999)", "output_limit"),
-    "a forged result": (
-        OS + 'os.write(3, b\'\\n[1]\\n{"reason": [], "refused": 3, "layers": 1}\\n\')\nos._exit(0)',
-        "forbidden",
-    ),
-    "a long value": ("'x' * 10**6", "ok"),
-    "repr that fails": ("class A:\n    def __repr__(self): raise ValueError('no')\nA()", "error"),
-    "repr that hangs": ("class A:\n    def __repr__(self):\n        while True: pass\nA()", "timeout"),
-    "broken stdout": (OS + "os.sys.stdout = None\n1", "ok"),
-    "closed descriptors": (OS + "os.closerange(0, 3)\n1", "ok"),
-    "exit code": ("raise SystemExit(3)", "error"),
-    "null byte": ("x = '\\0'\nopen('\\0')", "error"),
-    "surrogates": ("print('\\ud800')\n'\\ud800'", "ok"),
-    "deep nesting": ("(" * 5000 + ")" * 5000, "error"),
-}
+PARTS["<ESCAPED>"] = str(ESCAPED)
+HOSTILE = programs(r"""
+read | forbidden
+    open('/etc/passwd').read()
+
+read by numpy | forbidden
+    import numpy as np
+    np.fromfile('/etc/passwd', np.uint8)
+
+read by pillow | forbidden
+    from PIL import Image
+    Image.open('../../etc/passwd')
+
+read the process | forbidden
+    open('/proc/self/environ').read()
+
+write | forbidden
+    open('<ESCAPED>', 'w').write('x')
+
+write above | forbidden
+    open('../escaped', 'w').write('x')
+
+list | forbidden
+    <OS>
+    os.listdir('/')
+
+link | forbidden
+    <OS>
+    os.symlink('/etc/passwd', 'p')
+    open('p').read()
+
+rename out | forbidden
+    <OS>
+    open('a', 'w').close()
+    os.rename('a', '<ESCAPED>')
+
+caught | forbidden
+    try:
+        open('/etc/passwd')
+    except BaseException:
+        pass
+    'went on'
+
+import | forbidden
+    import os
+
+import socket | forbidden
+    import socket
+
+import by hand | forbidden
+    __import__('subprocess').run(['id'])
+
+import by another's builtins | forbidden
+    import random
+    random.__builtins__['__import__']('subprocess')
+
+ctypes | forbidden
+    import numpy.ctypeslib as c
+    c.load_library('libc.so.6', '/lib')
+
+ctypes by another's builtins | forbidden
+    import random
+    random.__builtins__['__import__']('ctypes').CDLL(None)
+
+gc | forbidden
+    import random
+    random.__builtins__['__import__']('gc').get_objects()
+
+shell | forbidden
+    <OS>
+    os.system('touch <ESCAPED>')
+
+fork bomb | forbidden
+    <OS>
+    while True: os.fork()
+
+exec | forbidden
+    <OS>
+    os.execv('/bin/sh', ['sh'])
+
+kill the parent | forbidden
+    <OS>
+    os.kill(os.getppid(), 9)
+
+abort | error
+    <OS>
+    os.abort()
+
+exit | error
+    <OS>
+    os._exit(0)
+
+delete the directory | forbidden
+    <OS>
+    os.rmdir(os.getcwd())
+
+delete what is in it | ok
+    <OS>
+    os.remove('image.png')
+    os.listdir('.')
+
+code objects | forbidden
+    def f(): pass
+    f.__code__.replace(co_code=b'\x00' * 8)
+    f.__code__ = f.__code__
+    1
+
+pickle | forbidden
+    import numpy as np
+    np.save('a.npy', np.array([print], object))
+    np.load('a.npy', allow_pickle=True)
+
+many files | forbidden
+    for i in range(10**6): open(str(i), 'w').close()
+
+a large file | output_limit
+    open('a', 'wb').write(bytes(10**6))
+
+memory | memory
+    x = bytearray(10**10)
+
+memory in steps | memory
+    x = []
+    while True: x.append(bytearray(10**6))
+
+memory by numpy | memory
+    import numpy as np
+    np.ones(10**9)
+
+recursion | error
+    def f(): f()
+    f()
+
+loop | timeout
+    while True: pass
+
+loop that catches all | timeout
+    while True:
+        try:
+            while True: pass
+        except BaseException: pass
+
+sleep | timeout
+    import time
+    time.sleep(60)
+
+one long operation | timeout
+    x = 7 ** 10 ** 9
+
+regular expression | timeout
+    import re
+    re.match('(a+)+$', 'a' * 60 + 'b')
+
+output | output_limit
+    print('x' * 10**6)
+
+output for ever | output_limit
+    while True: print('x' * 99)
+
+errors for ever | output_limit
+    <OS>
+    while True: os.write(2, b'x' * 999)
+
+results for ever | output_limit
+    <OS>
+    while True: os.write(3, b'x' * 9999)
+
+a forged result | forbidden
+    <OS>
+    os.write(3, b'\n[1]\n{"reason": [], "refused": 3, "layers": 1}\n')
+    os._exit(0)
+
+a long value | ok
+    'x' * 10**6
+
+repr that fails | error
+    class A:
+        def __repr__(self): raise ValueError('no')
+    A()
+
+repr that hangs | timeout
+    class A:
+        def __repr__(self):
+            while True: pass
+    A()
+
+broken stdout | ok
+    <OS>
+    os.sys.stdout = None
+    1
+
+closed descriptors | ok
+    <OS>
+    os.closerange(0, 3)
+    1
+
+exit code | error
+    raise SystemExit(3)
+
+null byte | error
+    x = '\0'
+    open('\0')
+
+surrogates | ok
+    print('\ud800')
+    '\ud800'
+""")
+"""name | how it has to end"""
+HOSTILE["deep nesting"] = ("(" * 5000 + ")" * 5000, "error")
 
 
 @pytest.mark.parametrize("name", HOSTILE)

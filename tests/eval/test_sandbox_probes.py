@@ -2,7 +2,6 @@
 unasked."""
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -121,6 +120,15 @@ def drop(uid):
 # ---- the world outside
 
 
+def listening(family, kind, address):
+    listener = socket.socket(family, kind)
+    listener.bind(address)
+    listener.setblocking(False)
+    if kind == socket.SOCK_STREAM:
+        listener.listen()
+    return listener
+
+
 class World:
     """What a program should not reach, in a folder that everybody may write, and what arrived there."""
 
@@ -134,21 +142,12 @@ class World:
         os.mkfifo(self.folder / "fifo")
         with contextlib.suppress(OSError):
             os.setxattr(path, "user.a", b"1")
-        self.listeners = []
-        names = {"unix": str(self.folder / "unix"), "unix_datagram": str(self.folder / "datagram")}
+        unix, inet, stream, datagram = socket.AF_UNIX, socket.AF_INET, socket.SOCK_STREAM, socket.SOCK_DGRAM
+        names = {"unix": f"{self.folder}/unix", "unix_datagram": f"{self.folder}/datagram"}
         names["abstract"] = f"\0world-{os.getpid()}"
-        inet, unix, stream, datagram = socket.AF_INET, socket.AF_UNIX, socket.SOCK_STREAM, socket.SOCK_DGRAM
-        kinds = [(unix, stream, names["unix"]), (unix, datagram, names["unix_datagram"])]
-        kinds += [(unix, stream, names["abstract"])] + [
-            (inet, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)
-        ]
-        for family, kind, address in kinds:
-            listener = socket.socket(family, kind)
-            listener.bind(address)
-            listener.setblocking(False)
-            if kind == stream:
-                listener.listen()
-            self.listeners.append(listener)
+        kinds = dict(zip(names.values(), (stream, datagram, stream)))
+        self.listeners = [listening(unix, kind, name) for name, kind in kinds.items()]
+        self.listeners += [listening(inet, kind, ("127.0.0.1", 0)) for kind in (stream, datagram)]
         for name in ("secret", "fifo", "unix", "datagram"):
             (self.folder / name).chmod(0o666)
             os.chown(self.folder / name, owner, owner)
@@ -403,49 +402,29 @@ def test_the_filter_knows_both_architectures():
             else:
                 at += then if (held == value if kind == 0x15 else held >= value) else other
 
-    allow, die = 0x7FFF0000, 0x80000000
-    refuse = {code: 0x00050000 | code for code in (errno.EPERM, errno.ENOSYS, errno.EAGAIN)}
-    numbers = {
-        "x86_64": {
-            "read": 0,
-            "socket": 41,
-            "ptrace": 101,
-            "kill": 62,
-            "clone": 56,
-            "ioctl": 16,
-            "limit": 302,
-        },
-        "aarch64": {
-            "read": 63,
-            "socket": 198,
-            "ptrace": 117,
-            "kill": 129,
-            "clone": 220,
-            "ioctl": 29,
-            "limit": 261,
-        },
+    allow, die, low = 0x7FFF0000, 0x80000000, 0x00050000
+    calls = """read 0 63, socket 41 198, ptrace 101 117, kill 62 129, clone 56 220, clone3 435 435,
+        ioctl 16 29, limit 302 261"""
+    numbers = {row.split()[0]: row.split()[1:] for row in calls.split(",")}
+    expected = {
+        ("read",): allow,
+        ("socket",): low | errno.EPERM,
+        ("ptrace",): low | errno.EPERM,
+        ("clone",): low | errno.EAGAIN,
+        ("clone3",): low | errno.ENOSYS,
+        ("kill", 7): allow,
+        ("kill", 8): low | errno.EPERM,
+        ("ioctl", 1, 0x5401): allow,
+        ("ioctl", 1, 0x5412): low | errno.EPERM,
+        ("limit", 0, 1, 0, 9): allow,
+        ("limit", 0, 1, 1 << 40): low | errno.EPERM,
     }
-    for machine, arch in sandbox_seccomp.ARCHITECTURES.items():
-        code, of = sandbox_seccomp.build(machine, 7), numbers[machine]
-        assert run(code, of["read"], arch) == allow and run(code, of["read"], 0x40000003) == die
-        assert run(code, of["socket"], arch) == run(code, of["ptrace"], arch) == refuse[errno.EPERM]
-        assert (
-            run(code, of["clone"], arch) == refuse[errno.EAGAIN]
-            and run(code, 435, arch) == refuse[errno.ENOSYS]
-        )
-        assert (
-            run(code, of["kill"], arch, 7) == allow and run(code, of["kill"], arch, 8) == refuse[errno.EPERM]
-        )
-        assert (
-            run(code, of["ioctl"], arch, 1, 0x5401) == allow
-            and run(code, of["ioctl"], arch, 1, 0x5412) != allow
-        )
-        assert (
-            run(code, of["limit"], arch, 0, 1, 0, 9) == allow
-            and run(code, of["limit"], arch, 0, 1, 1 << 40) != allow
-        )
+    for column, (machine, arch) in enumerate(sandbox_seccomp.ARCHITECTURES.items()):
+        code = sandbox_seccomp.build(machine, 7)
+        for (name, *arguments), answer in expected.items():
+            assert run(code, int(numbers[name][column]), arch, *arguments) == answer, (machine, name)
+        assert run(code, int(numbers["read"][column]), 0x40000003) == die
     x86 = sandbox_seccomp.ARCHITECTURES["x86_64"]
     assert run(sandbox_seccomp.build("x86_64", 7), 0x40000000 | 1, x86) == die
     with pytest.raises(OSError, match="no table of system calls for riscv64"):
         sandbox_seccomp.build("riscv64", 1)
-    assert ctypes.sizeof(ctypes.c_void_p) == 8
