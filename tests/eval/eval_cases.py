@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from earlyfusion.eval.models.engine import EngineModel
-from earlyfusion.eval.models.hf import HfModel
+from earlyfusion.eval.models.hf import HfModel, load_hf
 from earlyfusion.eval.protocol import GenerateRequest, Generation, LogProb, RollingRequest, ScoreRequest
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
@@ -23,54 +24,34 @@ def own_model(seed: int = 0, **batch: int) -> EngineModel:
     return EngineModel(tiny_model(tiny_config(tokenizer), seed), tokenizer, **batch)
 
 
-def hf_folder(folder: Path, kind: str = "llama", seed: int = 0, vocab_size: int = 300) -> Path:
-    """A random transformers model with a byte-level tokenizer, saved as a checkpoint folder."""
-    import transformers as t
+HF_CASES = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "initializer_range": 0.2},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
 
-    tokenizer = tiny_tokenizer(vocab_size)
+
+def hf_folder(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
+    """A random transformers model with a byte-level tokenizer, saved as a checkpoint folder."""
+    tokenizer = tiny_tokenizer(300)
     tokenizer.save(folder)
     torch.manual_seed(seed)
-    special = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
-    }
-    size = tokenizer.vocab_size
-    if kind == "llama":
-        config = t.LlamaConfig(
-            vocab_size=size,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.2,
-            **special,
-        )
-        model = t.LlamaForCausalLM(config)
-    elif kind == "gpt2":
-        config = t.GPT2Config(
-            vocab_size=size,
-            n_embd=64,
-            n_layer=2,
-            n_head=4,
-            n_positions=2048,
-            initializer_range=0.2,
-            **special,
-        )
-        model = t.GPT2LMHeadModel(config)
-    else:
-        config = t.MambaConfig(vocab_size=size, hidden_size=32, num_hidden_layers=2, state_size=4, **special)
-        model = t.MambaForCausalLM(config)
-    model.float().eval().save_pretrained(folder)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
+    config = AutoConfig.for_model(kind, vocab_size=tokenizer.vocab_size, **ids, **HF_CASES[kind])
+    AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(folder)
     return folder
 
 
 def hf_model(folder: Path, **options: Any) -> HfModel:
     """The saved model through the adapter."""
-    from earlyfusion.eval.models.hf import load_hf
-
     return load_hf(str(folder), **options)
 
 
@@ -117,33 +98,15 @@ def mmlu_pro_folder(folder: Path, per_category: int = 4) -> Path:
     for c, category in enumerate(("math", "computer science")):
         for n in range(per_category):
             options = [f"option {c}{n}{k}" for k in range(3 + (n + c) % 4)]
-            gold = n % 3
-            options[gold] = f" {options[gold]} "
-            test.append(
-                {
-                    "question_id": 100 * c + n,
-                    "question": f"Which is number {n} of {category}?",
-                    "options": [*options, "N/A"],
-                    "answer": "ABC"[gold],
-                    "answer_index": gold,
-                    "cot_content": "",
-                    "category": category,
-                    "src": "made",
-                }
-            )
+            options[n % 3] = f" {options[n % 3]} "
+            row = {"question_id": 100 * c + n, "question": f"Which is number {n} of {category}?"}
+            row |= {"options": [*options, "N/A"], "answer": "ABC"[n % 3], "category": category}
+            test.append(row)
         for n in range(5):
-            validation.append(
-                {
-                    "question_id": 10 * c + n,
-                    "question": f"Example {n} of {category}?",
-                    "options": ["one", "two", "three"],
-                    "answer": "B",
-                    "answer_index": 1,
-                    "category": category,
-                    "src": "made",
-                    "cot_content": f"A: Let's think step by step. Because {n}. The answer is (B).",
-                }
-            )
+            worked = f"A: Let's think step by step. Because {n}. The answer is (B)."
+            row = {"question_id": 10 * c + n, "question": f"Example {n} of {category}?", "answer": "B"}
+            row |= {"options": ["one", "two", "three"], "category": category, "cot_content": worked}
+            validation.append(row)
     write_jsonl(folder / "test.jsonl", test)
     write_jsonl(folder / "validation.jsonl", validation)
     return folder

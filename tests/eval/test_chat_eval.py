@@ -1,11 +1,9 @@
 """A model directory of a chat stage is asked as it was taught: the prompt is the user's message, thoughts do
 not count."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
 from earlyfusion.data.chat.template import ChatTokenizer, Message
 from earlyfusion.data.chat.tokens import encode_chat
@@ -16,9 +14,6 @@ from earlyfusion.eval.protocol import GenerateRequest
 from earlyfusion.model.engine.requests import Request, SamplingParams
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import save_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

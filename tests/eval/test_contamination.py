@@ -88,19 +88,8 @@ def test_the_verb_reports_the_question_that_leaked_and_the_score_without_it(tmp_
         out=out,
     )
     capsys.readouterr()
-    arguments = [
-        "--contamination",
-        str(shards),
-        "--tasks",
-        "mmlu_pro",
-        "--data",
-        str(folder),
-        "--out",
-        str(out),
-        "--ngram",
-        "10",
-    ]
-    assert cli.main(["eval", *arguments]) == 0
+    words = ["--contamination", shards, "--tasks", "mmlu_pro", "--data", folder, "--out", out, "--ngram", 10]
+    assert cli.main(["eval", *map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "1 of 8 questions" in shown and "score 0.1250 on all, 0.0000" in shown
     told = json.loads((out / "mmlu_pro" / "contamination.json").read_text())

@@ -42,11 +42,7 @@ def test_the_reference_never_reaches_the_model(setup):
         open_document = encode(prompt, tokenizer, model.config.vision, eos=False)
         assert record["answer"] == generate(model, tokenizer, [open_document], max_new_tokens=6)[0].strip()
     assert records[0]["prompt"] == "Q: what color?\nA:"
-    assert (
-        records[0]["picture"].size == (24, 16)
-        and records[1]["picture"].size == (16, 16)
-        and records[2]["picture"] is None
-    )
+    assert [getattr(record["picture"], "size", None) for record in records] == [(24, 16), (16, 16), None]
 
 
 def test_saved_samples_can_be_read_back_and_seen(setup, tmp_path):
@@ -63,36 +59,36 @@ def test_saved_samples_can_be_read_back_and_seen(setup, tmp_path):
 
 
 @pytest.mark.parametrize("attn_res, size, blocks", [("block", 2, 2), ("block", 3, 2), ("full", 1, 8)])
-def test_attnres_rows_sum_to_one_over_the_sources_they_read(attn_res, size, blocks):
-    tokenizer = tiny_tokenizer()
+def test_attnres_rows_sum_to_one_over_the_sources_they_read(setup, attn_res, size, blocks):
+    tokenizer = setup[0]
     model = tiny_model(tiny_config(tokenizer, attn_res=attn_res, attn_res_block_size=size))
-    documents = [encode(sample, tokenizer, model.config.vision) for sample in samples()]
-    names = [d.source for d in documents]
-    batch = assemble(documents, tokens=160, pad_id=tokenizer.pad_id, sources=names, patch_size=8)
-    found = attnres_weights(model, batch)
+    found = attnres_weights(model, packed(model, tokenizer, samples(), 160))
     assert found["sources"] == ["embedding", *(f"block {n}" for n in range(1, blocks + 1)), "own block"]
     assert len(found["sublayers"]) == 2 * 4 + 1 and found["sublayers"][-1] == "output"
+    per_block = 1 if attn_res == "full" else 2 * size
     for kind in ("image", "text"):
         for number, row in enumerate(found[kind]):
-            read = [weight for weight in row if weight is not None]
-            assert len(row) == len(found["sources"]) and sum(read) == pytest.approx(1, abs=1e-5)
-            per_block = 1 if attn_res == "full" else 2 * size
             finished = blocks + 1 if number == 8 else 1 + number // per_block
             own = number < 8 and number % per_block != 0
             assert [w is not None for w in row] == [i < finished for i in range(blocks + 1)] + [own]
+            assert sum(weight or 0 for weight in row) == pytest.approx(1, abs=1e-5)
     assert found["image"] != found["text"]
 
 
-def test_zero_queries_read_all_sources_alike_and_filler_is_left_out():
-    tokenizer = tiny_tokenizer()
+def packed(model, tokenizer, given, tokens):
+    documents = [encode(sample, tokenizer, model.config.vision) for sample in given]
+    names = [document.source for document in documents]
+    return assemble(documents, tokens=tokens, pad_id=tokenizer.pad_id, sources=names, patch_size=8)
+
+
+def test_zero_queries_read_all_sources_alike_and_filler_is_left_out(setup):
+    tokenizer, _ = setup
     model = tiny_model(tiny_config(tokenizer))
-    document = encode(samples()[2], tokenizer, model.config.vision)
-    pack = dict(pad_id=tokenizer.pad_id, sources=["text"], patch_size=8)
-    short, long = assemble([document], tokens=len(document), **pack), assemble([document], tokens=90, **pack)
-    assert attnres_weights(model, short)["text"][5] == pytest.approx(
-        attnres_weights(model, long)["text"][5], abs=1e-5
-    )
-    assert "image" not in attnres_weights(model, short)  # the batch holds none
+    length = len(encode(samples()[2], tokenizer, model.config.vision))
+    short, long = (packed(model, tokenizer, samples()[2:], tokens) for tokens in (length, 90))
+    without, with_filler = attnres_weights(model, short), attnres_weights(model, long)
+    assert without["text"][5] == pytest.approx(with_filler["text"][5], abs=1e-5)
+    assert "image" not in without  # the batch holds none
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("_res_query"):
@@ -102,6 +98,5 @@ def test_zero_queries_read_all_sources_alike_and_filler_is_left_out():
         assert read == pytest.approx([1 / len(read)] * len(read), abs=1e-6)
 
 
-def test_a_model_without_attention_residuals_has_no_weights():
-    tokenizer = tiny_tokenizer()
-    assert attnres_weights(tiny_model(tiny_config(tokenizer, attn_res="none")), None) is None
+def test_a_model_without_attention_residuals_has_no_weights(setup):
+    assert attnres_weights(tiny_model(tiny_config(setup[0], attn_res="none")), None) is None

@@ -1,9 +1,11 @@
 """Playing conversations with the tool: marks of messages whose worth is known, and the summary's shares."""
 
+import json
 import sys
 from dataclasses import replace
 
 import pytest
+from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
 
 from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import Parsed
@@ -73,8 +75,6 @@ def test_each_mark_falls_where_it_should(box):
 
 
 def test_the_summary_counts_by_kind_and_the_transcript_is_json(box):
-    import json
-
     played = [play(talk, box, talk.messages[2], talk.messages[4]) for talk in talks("chat_scenes", 6)]
     played += [play(talk, box, Message("assistant", (Text("x"),))) for talk in talks("chat_scenes", 2)]
     found = summary(played)
@@ -87,9 +87,6 @@ def test_the_summary_counts_by_kind_and_the_transcript_is_json(box):
 
 
 def test_a_random_model_is_played_to_the_end_without_marks(box):
-    sys.path.insert(0, str(__import__("pathlib").Path(__file__).parents[1] / "model"))
-    from fusion_cases import tiny_config, tiny_model, tiny_tokenizer
-
     tokenizer = tiny_tokenizer()
     model = tiny_model(tiny_config(tokenizer), 0)
     played = play_talks(model, tokenizer, talks("chat_scenes", 3), box, max_new_tokens=12, slots=2)
