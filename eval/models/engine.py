@@ -77,6 +77,7 @@ class EngineModel(TokenModel):
         self.model, self.tokenizer, self.name, self.directory = model, tokenizer, name, directory
         self.chat = chat
         text = model.config.text
+        self.begin_id = text.bos_token_id
         self.stop_ids = {text.eos_token_id, tokenizer.special_ids.get(END_OF_MSG)}
         self._engine: Engine | None = None
         self._pages = 0
@@ -105,11 +106,6 @@ class EngineModel(TokenModel):
         """Whether a question is to stand as in pretraining ("Q: ... A:"), where no chat form says
         otherwise."""
         return not self.chat
-
-    @property
-    def begin_id(self) -> int:
-        """[BOS]."""
-        return self.model.config.text.bos_token_id
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights (of the files, or of the tensors in memory), tokenizer, dtype, size."""

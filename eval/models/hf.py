@@ -215,8 +215,9 @@ class HfModel(TokenModel):
         # Every token that ends an answer, of the tokenizer and of the generation config.
         ends = model.generation_config.eos_token_id
         self.stop_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        # The beginning token, or the end token where there is none (as lm-evaluation-harness).
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
-        self._begin_id = next(token for token in special if token is not None)
+        self.begin_id = next(token for token in special if token is not None)
         self.pad_id = tokenizer.pad_token_id or 0
         self.prefix = lru_cache(KEPT_PREFIXES)(self._read_prefix)
 
@@ -237,11 +238,6 @@ class HfModel(TokenModel):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of generated ids, special tokens left out."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    @property
-    def begin_id(self) -> int:
-        """The beginning token, or the end token where there is none (as lm-evaluation-harness)."""
-        return self._begin_id
 
     def identity(self) -> dict[str, Any]:
         """Path, sha256 of the weights, class, dtype, size, versions."""

@@ -87,6 +87,8 @@ class TokenModel(ABC):
     """
 
     name = ""
+    begin_id: int
+    """The token an empty context stands for."""
     max_length: int | None = None
     capabilities = frozenset({"text", "score", "generate"})
     one_by_one = False
@@ -102,11 +104,6 @@ class TokenModel(ABC):
     @abstractmethod
     def encode(self, text: str, begin: bool) -> Sequence[int]:
         """Ids of a text; begin: with the tokens the model wants at the beginning of a document."""
-
-    @property
-    @abstractmethod
-    def begin_id(self) -> int:
-        """The token an empty context stands for."""
 
     @abstractmethod
     def score(self, contexts: Sequence[Context]) -> list[list[Scored]]:
