@@ -101,6 +101,7 @@ def mmlu_pro_folder(folder: Path, per_category: int = 4) -> Path:
             options[n % 3] = f" {options[n % 3]} "
             row = {"question_id": 100 * c + n, "question": f"Which is number {n} of {category}?"}
             row |= {"options": [*options, "N/A"], "answer": "ABC"[n % 3], "category": category}
+            row["cot_content"] = ""
             test.append(row)
         for n in range(5):
             worked = f"A: Let's think step by step. Because {n}. The answer is (B)."
