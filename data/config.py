@@ -41,8 +41,6 @@ class DataConfig(BaseModel):
     max_bad_share: float = Field(0.1, ge=0, le=1)
     """on_bad_sample = "skip": largest share of bad samples before a process stops the run; looked at from 200
     samples on."""
-    max_bad: int | None = Field(None, ge=0)
-    """on_bad_sample = "skip": most bad samples of one process and stage; "null" means no limit."""
     prefetch: Literal["none", "thread", "process"] = "thread"
     """Who prepares the next steps: nobody, a thread, or processes."""
     prefetch_steps: PositiveInt = 2
@@ -51,9 +49,6 @@ class DataConfig(BaseModel):
     """Processes of prefetch = "process", for each rank; more than its lanes are of no use."""
     decode: DecodeConfig = DecodeConfig()
     """Limits of pictures and videos, the fast path, the video backend (data/decode_config.py)."""
-    stall_s: float | None = Field(600.0, gt=0)
-    """Seconds that a prefetch may spend on one sample before the run stops and names it; "null" waits for
-    ever."""
 
     @field_validator("sources")
     @classmethod

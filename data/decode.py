@@ -10,17 +10,29 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from PIL import Image as PILImage
 from PIL.JpegImagePlugin import JpegImageFile
 
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.picture import ADVICE, Picture, check_pixels, describe, load, open_header
+from earlyfusion.data.picture import ADVICE, Picture, check_pixels, describe, load, open_header, open_picture
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, fit, grid_of, navit_size, orientation, patchify, to_rgb
+from earlyfusion.vision.patches import (
+    Grid,
+    fit,
+    grid_of,
+    navit_size,
+    orientation,
+    patchify,
+    prepare_frames,
+    to_rgb,
+)
+
+JPEG_GAP = 2.0
+"""libjpeg may shrink a JPEG by 2, 4 or 8 as long as this many times the final size is left for the filter."""
 
 
 @dataclass(slots=True)
@@ -34,7 +46,7 @@ class Media:
     """(width, height) as stored, upright"""
     resized: tuple[int, int]
     """(width, height) that the model sees, without the padding"""
-    timestamps: list[float]
+    timestamps: Sequence[float] = field(default_factory=list)
     """Seconds of every frame from the start of the video; empty for a picture"""
 
 
@@ -45,14 +57,26 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
     """
     decode = decode or DecodeConfig()
     where = describe(picture)
+    # Nothing is decoded yet: the size decides how.
     image = open_header(picture, decode.max_pixels)
-    baseline = isinstance(image, JpegImageFile) and not image.info.get("progressive")
-    if not (decode.fast and baseline):
+
+    # A baseline JPEG may be stored larger than the limit: libjpeg shrinks it row by row.
+    jpeg = decode.fast and isinstance(image, JpegImageFile)
+    original, extent = None, None
+    if not jpeg or image.info.get("progressive"):
         check_pixels(image.size, where, decode.max_pixels)
-    original, extent = _shrink_on_load(image, cfg, decode) if decode.fast else (None, None)
-    check_pixels(
-        image.size, where, decode.max_pixels
-    )  # a JPEG that is shrunk row by row may be stored larger
+    if jpeg:
+        turned = orientation(image) >= 5
+        original = image.size[::-1] if turned else image.size
+        size = navit_size(*original, cfg)
+        wanted = (math.ceil(size.new_w * JPEG_GAP), math.ceil(size.new_h * JPEG_GAP))
+        drafted = image.draft(None, wanted[::-1] if turned else wanted)
+        # A side of 777 shrunk by 4 gives 195 pixels, of which 194.25 are picture.
+        if drafted is not None:
+            extent = drafted[1][2:]
+            extent = extent[::-1] if turned else extent
+    check_pixels(image.size, where, decode.max_pixels)
+
     load(image, where)
     try:
         with warnings.catch_warnings():
@@ -62,28 +86,23 @@ def decode_picture(picture: Picture, cfg: VisionConfig, decode: DecodeConfig | N
         raise BadSample(
             f"{where}: cannot be prepared ({str(error) or type(error).__name__}); {ADVICE}", "corrupt_image"
         ) from None
+    # Other formats are decoded in full; only then is it known how they are turned.
     original = original or rgb.size
     size = navit_size(*original, cfg)
     patches = patchify(fit(rgb, size, exact=not decode.fast, extent=extent), cfg.patch_size)
-    return Media([(patches, grid_of(size, cfg))], original, (size.new_w, size.new_h), [])
+    return Media([(patches, grid_of(size, cfg))], original, (size.new_w, size.new_h))
 
 
-def _shrink_on_load(
-    image: PILImage.Image, cfg: VisionConfig, decode: DecodeConfig
-) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
-    """Ask libjpeg for a smaller picture when the final one is much smaller.
-
-    Returns the upright size before that and the upright extent after it (a side of 777 shrunk by 4 gives 195
-    pixels, of which 194.25 are picture); (None, None) for other formats.
-    """
-    if not isinstance(image, JpegImageFile):
-        return None, None
-    turned = orientation(image) >= 5
-    width, height = image.size[::-1] if turned else image.size
-    size = navit_size(width, height, cfg)
-    wanted = (math.ceil(size.new_w * decode.jpeg_gap), math.ceil(size.new_h * decode.jpeg_gap))
-    drafted = image.draft(None, wanted[::-1] if turned else wanted)
-    if drafted is None:
-        return (width, height), None
-    extent = drafted[1][2:]
-    return (width, height), extent[::-1] if turned else extent
+def decode_frames(
+    frames: Sequence[Picture], timestamps: Sequence[float], cfg: VisionConfig, decode: DecodeConfig
+) -> Media:
+    """A video given as pictures of one size, with the seconds of each; raises BadSample."""
+    # A bad frame is named as the picture it is.
+    opened = [open_picture(frame, decode.max_pixels) for frame in frames]
+    try:
+        items = prepare_frames(opened, cfg, exact=not decode.fast)
+    except (ValueError, OSError) as error:
+        raise BadSample(f"the video cannot be prepared: {error}", "corrupt_video") from None
+    original = opened[0].size[::-1] if orientation(opened[0]) >= 5 else opened[0].size
+    size = navit_size(*original, cfg, patch_limit=cfg.in_patch_limit_each_frame)
+    return Media(items, original, (size.new_w, size.new_h), timestamps)

@@ -23,22 +23,13 @@ class DecodeConfig(BaseModel):
     """Resize with the vectorised uint8 bicubic filter and let libjpeg shrink large JPEGs while decoding them;
     false decodes in full and resizes with Pillow, at about a third of the speed (the difference:
     tests/data/test_decode.py)."""
-    jpeg_gap: float = Field(2.0, ge=1)
-    """The fast path lets libjpeg shrink a JPEG by 2, 4 or 8 as long as this many times the final size is
-    left."""
     max_pixels: int = Field(50_000_000, ge=1, le=MOST_PIXELS)
     """Most pixels of one picture, checked before it is decoded. Decoding takes up to 17 bytes a pixel (WebP),
     so the default stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a
     progressive one as stored, since libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
     video_backend: Literal["auto", "decord", "pyav"] = "auto"
     """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, pyav that is installed."""
-    video_fallback: bool = True
-    """Read with PyAV what the backend cannot open (decord knows neither AV1 nor some 10-bit files); false
-    counts such a file as corrupt_video."""
-    video_threads: PositiveInt = 1
-    """Threads of one video decoder; workers are parallel already."""
-    video_max_mb: PositiveFloat = 2048.0
-    """Largest video file, in MiB."""
+    # The limits of a video are the server's business (pipeline/serve/prepare.py has tighter ones than a run).
     video_max_seconds: PositiveFloat = 4 * 3600.0
     """Longest video."""
     video_max_pixels: PositiveInt = 8192 * 4608

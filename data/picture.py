@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -38,6 +39,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF", "J
 @cache
 def _formats() -> tuple[str, ...]:
     """FORMATS that this build of Pillow can read."""
+    # A build may lack AVIF or JPEG 2000; asking for them would fail.
     PILImage.init()
     return tuple(name for name in FORMATS if name in PILImage.OPEN)
 
@@ -61,62 +63,53 @@ _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """The next marker that ends a scan: not a stuffed byte, not a restart, not filling."""
 
 
-def ico_sizes(data: bytes) -> list[tuple[int, int]]:
-    """(width, height) of every picture in an icon, from its own header; [] for anything that is no icon.
+def hidden_sizes(data: bytes) -> Iterator[tuple[int, int]]:
+    """(width, height) of what Pillow would decode, whatever the outer header claims: of a PNG, of every
+    picture in an icon, of the code stream of a JPEG 2000 file.
 
-    An entry whose header cannot be read is left out: Pillow refuses it.
+    A part whose header cannot be read is left out: Pillow refuses it.
     """
+    if data[:8] == _PNG and len(data) >= 26:
+        yield struct.unpack_from(">II", data, 16)
+    # The container may claim any size; the code stream is what is decoded.
+    if data[:4] == _SIZ or data[4:8] == b"jP  ":
+        at = data.find(_SIZ)
+        if 0 <= at <= len(data) - 24:
+            right, bottom, left, top = struct.unpack_from(">IIII", data, at + 8)
+            yield max(right - left, 0), max(bottom - top, 0)
     if data[:4] != b"\0\0\1\0" or len(data) < 6:
-        return []
-    sizes = []
+        return
+
+    # An icon's directory says 16 x 16 in one byte each; the picture itself has its true size.
     for number in range(min(struct.unpack_from("<H", data, 4)[0], ICO_ENTRIES)):
         entry = data[6 + 16 * number : 22 + 16 * number]
         if len(entry) < 16:
-            break
-        head = data[(start := struct.unpack_from("<I", entry, 12)[0]) : start + 24]
-        if len(head) < 24:
-            continue
+            return
+        start = struct.unpack_from("<I", entry, 12)[0]
+        head = data[start : start + 26]
         if head[:8] == _PNG:
-            sizes.append(struct.unpack_from(">II", head, 16))
-        else:  # a bitmap and its mask, one above the other
+            yield from hidden_sizes(head)
+        elif len(head) >= 24:  # a bitmap and its mask, one above the other
             width, height = struct.unpack_from("<ii", head, 4)
-            sizes.append((abs(width), abs(height) // 2))
-    return sizes
-
-
-def png_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of a PNG; None for anything else."""
-    if data[:8] != _PNG or len(data) < 26:
-        return None
-    return struct.unpack_from(">II", data, 16)
+            yield abs(width), abs(height) // 2
 
 
 def png_is_short(data: bytes) -> bool:
     """Whether a PNG is smaller than its pixels can be packed: most of its rows are not there, which Pillow
     does not tell."""
-    width, height = png_size(data) or (0, 0)
-    if not height:
+    if data[:8] != _PNG or len(data) < 26:
         return False
-    depth, colour = data[24], data[25]
-    bits = depth * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(colour, 0)
-    return height * (1 + (width * bits + 7) // 8) > DEFLATE * len(data)
-
-
-def jpeg2000_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) of the code stream of a JPEG 2000 file, whatever its container claims; None where there
-    is none."""
-    if data[:4] != _SIZ and data[4:8] != b"jP  ":
-        return None
-    at = data.find(_SIZ)
-    if at < 0 or len(data) < at + 24:
-        return None
-    right, bottom, left, top = struct.unpack_from(">IIII", data, at + 8)
-    return max(right - left, 0), max(bottom - top, 0)
+    width, height = struct.unpack_from(">II", data, 16)
+    # Bits a pixel by colour type; palettes and grey have one sample.
+    bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(data[25], 0)
+    rows: int = height * (1 + (width * bits + 7) // 8)
+    return rows > DEFLATE * len(data)
 
 
 def jpeg_scans(data: bytes, most: int = JPEG_SCANS) -> int:
     """Scans of the first picture of a JPEG, counted no further than `most` + 1; 0 for anything that is no
     JPEG."""
+    # Counting bytes is quick, and enough for nearly every file.
     if data[:2] != b"\xff\xd8" or data.count(b"\xff\xda") <= most:
         return 0
     at, scans = 2, 0
@@ -148,6 +141,7 @@ def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Ima
     Raises BadSample with its reason when that fails, when pictures hidden inside are larger than
     `max_pixels`, and for a JPEG of more scans than any encoder writes.
     """
+    # Decoded already: whoever made it has paid for it.
     if isinstance(picture, PILImage.Image):
         return picture
     if isinstance(picture, np.ndarray):
@@ -167,6 +161,7 @@ def open_header(picture: Picture, max_pixels: int | None = None) -> PILImage.Ima
         raise BadSample(f"{where}: cannot be read ({error.strerror})", "unreadable") from None
     if not data:
         raise BadSample(f"{where}: empty file; {ADVICE}", "empty_file")
+    # Before Pillow sees the file: opening an icon decodes it.
     _check_hidden_work(data, where, DecodeConfig().max_pixels if max_pixels is None else max_pixels)
     try:
         image = PILImage.open(io.BytesIO(data), formats=_formats())
@@ -200,7 +195,7 @@ def open_picture(picture: Picture, max_pixels: int | None = None) -> PILImage.Im
 
 def _check_hidden_work(data: bytes, where: str, limit: int) -> None:
     """Raises BadSample (pixel_limit, corrupt_image) for what Pillow's header does not show."""
-    for size in (*ico_sizes(data), jpeg2000_size(data) or (0, 0), png_size(data) or (0, 0)):
+    for size in hidden_sizes(data):
         check_pixels(size, where, limit)
     if png_is_short(data):
         raise BadSample(f"{where}: cannot be decoded (rows are missing); {ADVICE}", "corrupt_image")
@@ -210,6 +205,7 @@ def _check_hidden_work(data: bytes, where: str, limit: int) -> None:
 
 def check_pixels(size: tuple[int, int], where: str, limit: int) -> None:
     """Raises BadSample (pixel_limit) for more than `limit` pixels."""
+    # Sides may be anything, also negative in a damaged file; the product is what costs.
     width, height = size
     if width * height > limit:
         raise BadSample(

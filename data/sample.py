@@ -45,6 +45,7 @@ MEDIA_BYTES = 2 << 30
 
 def within(size: int, limit: int, where: str) -> None:
     """Raise BadSample (too_large) for more than `limit` bytes; asked before anything is read."""
+    # Asked before reading: the bytes themselves would be the damage.
     if size > limit:
         raise BadSample(
             f"{where}: {size:,} bytes, more than {limit:,}: split it (text_files: chunk_bytes) or leave"
@@ -56,6 +57,7 @@ def within(size: int, limit: int, where: str) -> None:
 def utf8(raw: bytes, where: str = "") -> str:
     """Bytes as text, without a byte order mark; raises BadSample (encoding), `where` before the message."""
     try:
+        # A byte order mark is no part of the text.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         start = f"{where}: " if where else ""
@@ -68,6 +70,7 @@ def json_object(raw: bytes | str, where: str = "") -> dict[str, Any]:
     """A JSON object; raises BadSample (encoding, bad_json), `where` before the message."""
     start = f"{where}: " if where else ""
     try:
+        # Nested deeply enough, JSON ends in a RecursionError.
         entry = json.loads(utf8(raw, where) if isinstance(raw, bytes) else raw)
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadSample):
@@ -87,6 +90,7 @@ def file_below(root: Path, name: str | Path, where: str = "", outside: str = "mi
     """
     start = f"{where} " if where else ""
     try:
+        # Both sides with their links followed: the folder itself may be one.
         real = root.resolve()
         path = (real / name).resolve()
         found = path.is_file()
@@ -146,6 +150,7 @@ class Video:
     timestamps: Sequence[float]
 
     def __post_init__(self) -> None:
+        # The encoder writes the time of each item's first frame.
         if len(self.frames) != len(self.timestamps) or not self.frames:
             raise BadSample(
                 f"video with {len(self.frames)} frames and {len(self.timestamps)} timestamps: "
@@ -159,7 +164,7 @@ class VideoFile:
 
     Frames are sampled evenly at min(`fps`, native rate), at most `max_frames` of them. `suffix` (".mp4") is a
     hint for messages; the container is told by its first bytes. `backend` is decord or pyav; None
-    leaves the choice to the configuration (see data/video/read.py).
+    leaves the choice to the configuration (see data/video.py).
     """
 
     video: bytes | str | Path
@@ -167,14 +172,6 @@ class VideoFile:
     max_frames: int | None = None
     fps: float = 2.0
     backend: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.fps > 0 or (self.max_frames is not None and self.max_frames < 1):
-            raise BadSample(
-                f"video sampled at fps = {self.fps} with max_frames = {self.max_frames}: both must be"
-                " positive",
-                reason="video_limit",
-            )
 
 
 def question_text(question: str) -> str:
@@ -205,6 +202,7 @@ class Region:
     point: Point | None = None
 
     def __post_init__(self) -> None:
+        # One of two: a region with both would be written twice.
         if (self.box is None) == (self.point is None):
             raise BadSample(f"region {self.label!r}: give either a box or a point", reason="box_outside")
 

@@ -90,6 +90,7 @@ class Tokenizer:
 
     def __init__(self, backend: Backend, config: dict[str, Any] | None = None) -> None:
         self.config = dict(config or {})
+        # A foreign tokenizer keeps its own names for these three.
         names = [self._named("bos_token", BOS), self._named("eos_token", EOS), self._named("pad_token", PAD)]
         missing = [name for name in (*names, *SPECIAL_TOKENS[3:]) if backend.token_to_id(name) is None]
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in missing])
@@ -110,6 +111,7 @@ class Tokenizer:
         self.media_end_id, self.media_pad_id = self.id_of(MEDIA_END), self.id_of(MEDIA_PAD)
 
     def _named(self, role: str, default: str) -> str:
+        # Hugging Face writes a string or an object with its content.
         value = self.config.get(role) or default
         name = value.get("content") if isinstance(value, dict) else value
         if not isinstance(name, str) or not name:
@@ -147,6 +149,7 @@ class Tokenizer:
 
         Raises BadSample (encoding) for half a character: JSON may hold "\\ud83d" alone.
         """
+        # The library takes its lock for every text, however short.
         known = self._memory.get(text)
         if known is not None:
             return known
@@ -170,21 +173,15 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     @cached_property
-    def _entries(self) -> list[str]:
-        entries = [""] * self.vocab_size
-        for entry, index in self._backend.get_vocab(with_added_tokens=True).items():
-            entries[index] = entry
-        return entries
-
-    @cached_property
-    def _byte_level(self) -> bool:
-        return "ByteLevel" in json.dumps(json.loads(self._backend.to_str()).get("decoder") or {})
-
-    @cached_property
     def ends_line(self) -> np.ndarray:
         """bool [vocab_size]: the text of the id ends with a line feed."""
-        line_feed = "\u010a" if self._byte_level else "\n"
-        return np.array([entry.endswith((line_feed, "\n", "<0x0A>")) for entry in self._entries])
+        # Byte-level vocabularies write the byte 10 as the letter 266, others as it is or by its number.
+        decoder = json.loads(self._backend.to_str()).get("decoder")
+        line_feed = "\u010a" if "ByteLevel" in json.dumps(decoder) else "\n"
+        found = np.zeros(self.vocab_size, dtype=bool)
+        for entry, index in self._backend.get_vocab(with_added_tokens=True).items():
+            found[index] = entry.endswith((line_feed, "\n", "<0x0A>"))
+        return found
 
     @cached_property
     def hash(self) -> str:
@@ -193,6 +190,7 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> Path:
         """Write tokenizer.json and tokenizer_config.json as `transformers.AutoTokenizer` reads them."""
+        # Whole files only: a model directory may be read while it is written.
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         config = {
@@ -216,31 +214,27 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a Hugging Face tokenizer directory (or its tokenizer.json); raises DataError when it is not
         one."""
-        given = Path(path)
-        directory = given.parent if given.name == "tokenizer.json" else given
+        directory = Path(path)
+        if directory.name == "tokenizer.json":
+            directory = directory.parent
         source = directory / "tokenizer.json"
         if not source.is_file():
-            found = "no such directory" if not directory.is_dir() else "no tokenizer.json in it"
-            raise DataError(f"tokenizer {given}: {found}; give a directory that holds tokenizer.json")
-        config_file = directory / "tokenizer_config.json"
+            found = "no tokenizer.json in it" if directory.is_dir() else "no such directory"
+            raise DataError(f"tokenizer {path}: {found}; give a directory that holds tokenizer.json")
+        config_file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = _object(config_file) if config_file.is_file() else {}
-        template = directory / "chat_template.jinja"
         try:
             if "chat_template" not in config and template.is_file():
                 config["chat_template"] = template.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DataError(f"tokenizer {template}: cannot be read ({one_line(error)})") from None
-        _refuse_growth(source, _object(source))
-        try:
+            _refuse_growth(_object(source))
             made = cls(Backend.from_file(str(source)), config)
             made.encode("a")
-        except DataError as error:
-            raise DataError(f"tokenizer {source}: {error}") from None
-        except (
-            BaseException
-        ) as error:  # the Rust library raises bare Exception, and panics below BaseException
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # The Rust library raises bare Exception, and panics below BaseException.
+        except BaseException as error:
+            if isinstance(error, DataError):
+                raise DataError(f"tokenizer {source}: {error}") from None
             raise DataError(f"tokenizer {source}: not a tokenizers file ({one_line(error)})") from None
         if made.vocab_size > _MOST_IDS:
             raise DataError(
@@ -251,20 +245,24 @@ class Tokenizer:
 
 def _object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises DataError in one line for anything else."""
+    size = path.stat().st_size
+    found: Any = f"{size} bytes"
     try:
-        size = path.stat().st_size
-        found = json.loads(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
+        if size <= _MOST_BYTES:
+            found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"tokenizer {path}: not a tokenizers file, no valid JSON ({one_line(error)})"
         ) from None
     if not isinstance(found, dict):
-        what = type(found).__name__ if size <= _MOST_BYTES else f"{size} bytes"
-        raise DataError(f"tokenizer {path}: {what}, expected an object of at most {_MOST_BYTES >> 20} MiB")
+        raise DataError(
+            f"tokenizer {path}: {type(found).__name__} of {size} bytes, expected an object of at most"
+            f" {_MOST_BYTES >> 20} MiB"
+        )
     return found
 
 
-def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
+def _refuse_growth(found: Mapping[str, Any]) -> None:
     """Raise DataError when its replacements, one after the other, could make a text over _GROWTH times as
     long.
 
@@ -272,25 +270,25 @@ def _refuse_growth(path: Path, found: Mapping[str, Any]) -> None:
     stops it.
     """
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        # Steps of one part follow each other, so what they add multiplies.
         growth, waiting = 1.0, [found.get(part)]
         while waiting:
             step = waiting.pop()
             if isinstance(step, list):
                 waiting += step
             elif isinstance(step, Mapping):
-                content, pattern, front = step.get("content"), step.get("pattern"), step.get("prepend")
-                if isinstance(front, str):  # at most what it adds to a text of one letter
-                    growth *= 1 + len(front)
+                waiting += step.values()
+                content, pattern = step.get("content"), step.get("pattern")
+                # Replace: a pattern that is no plain string may match one letter, or nothing.
                 if isinstance(content, str):
                     literal = pattern.get("String") if isinstance(pattern, Mapping) else None
-                    growth *= max(
-                        1.0, len(content) / (len(literal) if isinstance(literal, str) and literal else 1)
-                    )
-                waiting += [value for value in step.values() if isinstance(value, list | Mapping)]
+                    replaced = len(literal) if isinstance(literal, str) else 0
+                    growth *= max(1.0, len(content) / max(1, replaced))
+                # Prepend: at most what it adds to a text of one letter.
+                if isinstance(step.get("prepend"), str):
+                    growth *= 1 + len(step["prepend"])
         if growth > _GROWTH:
-            raise DataError(
-                f"tokenizer {path}: its {part} makes texts up to {growth:.3g} times as long; not used"
-            )
+            raise DataError(f"its {part} makes texts up to {growth:.3g} times as long; not used")
 
 
 def _restore(text: str, config: dict[str, Any]) -> Tokenizer:

@@ -18,7 +18,7 @@ from PIL import Image as PilImage
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Sample, Text, Video, VideoFile, open_picture
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.video.read import decode_video
+from earlyfusion.data.video import decode_video
 from earlyfusion.eval.results import STEP_DIGITS
 from earlyfusion.kernels.files import write_json
 from earlyfusion.model.fusion import NativeFusion

@@ -128,7 +128,7 @@ class StageLoaders:
         own["vision_share"] = sum(stats["vision_tokens"].values())
         own["media_share"] = sum(stats["media_tokens"].values())
         own["positions"] = stats["positions"]
-        own |= {f"skipped/{reason}": stats["skipped_by_reason"].get(reason, 0) for reason in REASONS}
+        own |= {f"skipped/{reason}": stats["skipped"][reason] for reason in REASONS}
         own |= {f"epoch/{name}": stats["epochs"][name] / world for name in loader.sources}
         sums = self.runtime.sum_dict(own)
 

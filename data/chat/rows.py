@@ -18,10 +18,9 @@ Every mistake is a BadSample that names the row, what was found and what was exp
 from __future__ import annotations
 
 import base64
-import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,94 +52,95 @@ def messages_of(row: Any, where: str, media: Media) -> list[Message]:
         raise BadSample(
             f'{where}: expected an object with a list "messages" of at least one message', "bad_json"
         )
+    # All turns first: pictures without a place are dealt out over the whole row.
     read = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns)]
     _fill_places(read, row, where)
     messages = []
-    for number, (role, parts, turn) in enumerate(read):
-        here = f"{where}: message {number}"
-        content = tuple(_segment(kind, value, here, media) for kind, value in parts)
-        try:
+    try:
+        if row.get("tools"):
+            messages.append(tools_message(row["tools"]))
+        for number, ((role, parts), turn) in enumerate(zip(read, turns)):
+            here = f"{where}: message {number}"
+            content = tuple(_segment(kind, value, here, media) for kind, value in parts)
             messages.append(_message(role, content, turn, number))
-        except BadSample:
-            raise
-        except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise BadSample(f"{where}: {error}", "bad_json") from None
+    except BadSample:
+        raise
+    except (DataError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadSample(f"{where}: {error}", "bad_json") from None
+    # A row that teaches nothing would only take up room.
     if not any(message.role == "assistant" and message.weight > 0 for message in messages):
         raise BadSample(f"{where}: no message of the assistant with a weight: nothing to learn", "empty_text")
-    if not row.get("tools"):
-        return messages
-    try:
-        return [tools_message(row["tools"]), *messages]
-    except DataError as error:
-        raise BadSample(f"{where}: {error}", "bad_json") from None
+    return messages
 
 
-def _turn(turn: Any, here: str) -> tuple[str, list[Part], Mapping[str, Any]]:
+def _turn(turn: Any, here: str) -> tuple[str, list[Part]]:
+    """Role and content of a turn."""
     if not isinstance(turn, Mapping):
         raise BadSample(
             f"{here}: is {type(turn).__name__}, expected an object with role and content", "bad_json"
         )
-    given = turn.get("role", turn.get("from"))
-    role = ALIASES.get(str(given), str(given))
+    # ShareGPT and LLaVA say from and value.
+    name = str(turn.get("role", turn.get("from")))
+    role = ALIASES.get(name, name)
     if role not in ROLES:
-        raise BadSample(f"{here}: unknown role {given!r}; {did_you_mean(str(given), ROLES)}", "bad_json")
-    parts = list(_parts(turn.get("content", turn.get("value")), here))
-    spoken = parts or turn.get("tool_calls") or turn.get("reasoning_content") is not None
-    if not spoken and role in ("user", "assistant"):
+        raise BadSample(f"{here}: unknown role {name!r}; {did_you_mean(name, ROLES)}", "bad_json")
+    parts = _parts(turn.get("content", turn.get("value")), here)
+    says = parts or turn.get("tool_calls") or turn.get("reasoning_content") is not None
+    if not says and role in ("user", "assistant"):
         raise BadSample(f"{here}: an empty message of the {role}", "empty_text")
-    return role, parts, turn
+    return role, parts
 
 
-def _parts(content: Any, here: str) -> Iterator[Part]:
-    if content is None or isinstance(content, str):
-        position = 0
-        for match in _PLACE.finditer(content or ""):
-            if text := (content or "")[position : match.start()]:
-                yield "text", text
-            yield match[1], None
-            position = match.end()
-        if text := (content or "")[position:]:
-            yield "text", text
-        return
+def _parts(content: Any, here: str) -> list[Part]:
+    # A message of nothing but tool calls.
+    if content is None:
+        return []
+    if isinstance(content, str):
+        # Texts stand at even places, the kinds of media between them.
+        pieces: list[Part] = []
+        for i, text in enumerate(_PLACE.split(content)):
+            pieces.append((text, None) if i % 2 else ("text", text))
+        return [piece for piece in pieces if piece != ("text", "")]
     if not isinstance(content, list):
         raise BadSample(
             f"{here}: content is {type(content).__name__}, expected a string or a list of parts", "bad_json"
         )
+    parts: list[Part] = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            yield "text", part["text"]
+            parts.append(("text", part["text"]))
         elif kind in ("image", "video"):
-            yield kind, part.get(kind, part.get("path"))
+            parts.append((kind, part.get(kind, part.get("path"))))
         elif kind == "image_url":
-            url = part.get("image_url")
-            yield "image", url.get("url") if isinstance(url, Mapping) else url
+            parts.append(("image", part.get("image_url")))
         else:
             raise BadSample(
                 f"{here}: a part of type {kind!r}; known: text, image, image_url, video", "bad_json"
             )
+    return parts
 
 
-def _fill_places(read: Sequence[tuple[str, list[Part], Any]], row: Mapping[str, Any], where: str) -> None:
+def _fill_places(read: Sequence[tuple[str, list[Part]]], row: Mapping[str, Any], where: str) -> None:
     """Give every place without a name the next of the row's pictures; counts that differ are refused."""
     for kind in ("image", "video"):
-        listed = row.get(f"{kind}s", row.get(kind))
-        given = [] if listed is None else listed if isinstance(listed, list) else [listed]
-        open_places = [
-            (parts, i) for _, parts, _ in read for i, part in enumerate(parts) if part == (kind, None)
-        ]
-        if given and not open_places and not any(part[0] == kind for _, parts, _ in read for part in parts):
-            first = next((parts for role, parts, _ in read if role == "user"), read[0][1])
-            first[:0] = [(kind, None)] * len(given)  # nobody said where: before the first question
-            open_places = [(first, i) for i in range(len(given))]
-        if len(open_places) != len(given):
+        # One picture is often not in a list.
+        given = row.get(f"{kind}s", row.get(kind))
+        if not isinstance(given, list):
+            given = [] if given is None else [given]
+        named = any(part[0] == kind for _, parts in read for part in parts)
+        # Nobody said where: before the first question.
+        if given and not named:
+            first = next((parts for role, parts in read if role == "user"), read[0][1])
+            first[:0] = [(kind, None)] * len(given)
+        places = [(parts, i) for _, parts in read for i, part in enumerate(parts) if part == (kind, None)]
+        if len(places) != len(given):
             raise BadSample(
-                f"{where}: {len(open_places)} places for {kind}s (<{kind}> or a part without a name) and"
-                f" {len(given)} "
-                f'in "{kind}s"; give one for each',
+                f"{where}: {len(places)} places for {kind}s (<{kind}> or a part without a name) and"
+                f' {len(given)} in "{kind}s"; give one for each',
                 "missing_member",
             )
-        for (parts, i), reference in zip(open_places, given, strict=True):
+        for (parts, i), reference in zip(places, given):
             parts[i] = (kind, reference)
 
 
@@ -153,8 +153,12 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
         raise BadSample(f"{here}: {kind} {value!r:.60}; expected a path or a data: URI", "missing_member")
     found: bytes | Path
     if value.startswith("data:"):
-        found = _inline(value, here)
+        try:
+            found = base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError as error:
+            raise BadSample(f"{here}: a data: URI that is not base64 ({error})", "bad_json") from None
     elif re.match(r"[a-z][a-z0-9+.-]*://", value):
+        # A row must not make this machine ask another.
         raise BadSample(f"{here}: {kind} {value[:80]}; fetch it and name the file", "missing_member")
     else:
         found = file_below(media.folder, value, f"{here}: {kind}")
@@ -163,28 +167,21 @@ def _segment(kind: str, value: Any, here: str, media: Media) -> Segment:
     return VideoFile(found, max_frames=media.max_frames, fps=media.fps)
 
 
-def _inline(uri: str, here: str) -> bytes:
-    try:
-        return base64.b64decode(uri.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadSample(f"{here}: a data: URI that is not base64 ({error})", "bad_json") from None
-
-
 def _message(role: str, content: tuple[Segment, ...], turn: Mapping[str, Any], number: int) -> Message:
-    calls = turn.get("tool_calls") or []
+    # An empty thought is a thought: the channel is there and empty.
+    calls, thinking = turn.get("tool_calls") or [], turn.get("reasoning_content")
     if not isinstance(calls, list):
         raise DataError(f"message {number}: tool_calls is {type(calls).__name__}, expected a list")
-    thinking = turn.get("reasoning_content")
-    if thinking is not None and not isinstance(thinking, str):
+    if not isinstance(thinking, str | None):
         raise DataError(
             f"message {number}: reasoning_content is {type(thinking).__name__}, expected a string"
         )
-    message = Message(
+    return Message(
         role,
         content,
         thinking=thinking,
         calls=tuple(call_from(call, number) for call in calls),
         tool=str(turn.get("name") or "") if role == "tool" else "",
         index=int(turn.get("index") or 1),
+        weight=float(turn.get("weight", 1.0)),
     )
-    return replace(message, weight=float(turn["weight"])) if "weight" in turn else message

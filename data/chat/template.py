@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import (
     Image,
     Regions,
@@ -49,6 +49,14 @@ from earlyfusion.kernels.files import write_atomic
 Template = Literal["chat", "qa"]
 Wording = Literal["chat", "qa", "plain"]
 ROLES = ("system", "user", "assistant", "tool")
+JSON_TYPES = {
+    str: "string",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+}
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -60,6 +68,7 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Names stand in the markup as they are: a quotation mark in one could add an attribute.
         for name in (self.tool, *self.arguments):
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise DataError(
@@ -85,21 +94,18 @@ class Message:
     """Loss weight of an assistant's message; the other roles have none."""
 
     def __post_init__(self) -> None:
+        # Names go into the markup: a quotation mark in one would be markup of its own.
+        fault = ""
         if self.role not in ROLES:
-            raise DataError(f"message role {self.role!r}: expected one of {', '.join(ROLES)}")
-        if self.role != "assistant" and (self.calls or self.thinking is not None):
-            raise DataError(
-                f"a message of role {self.role!r} with thinking or tool calls: only an assistant's has them"
-            )
-        if self.tool and (self.role != "tool" or not _NAME.fullmatch(self.tool)):
-            raise DataError(
-                f"message of role {self.role!r} from tool {self.tool!r}: expected role 'tool' and a plain"
-                " name"
-            )
-        if not 0 <= self.weight < float("inf"):
-            raise DataError(
-                f"message of role {self.role!r} with the weight {self.weight}: expected 0 or more"
-            )
+            fault = f"expected one of {', '.join(ROLES)}"
+        elif self.role != "assistant" and (self.calls or self.thinking is not None):
+            fault = "only an assistant's has thinking or tool calls"
+        elif self.tool and (self.role != "tool" or not _NAME.fullmatch(self.tool)):
+            fault = f"tool {self.tool!r}; expected role 'tool' and a plain name"
+        elif not 0 <= self.weight < float("inf"):
+            fault = f"weight {self.weight}; expected 0 or more"
+        if fault:
+            raise DataError(f"a message of role {self.role!r}: {fault}")
 
     @property
     def text(self) -> str:
@@ -120,6 +126,7 @@ class ChatTokenizer:
 
     def save(self, directory: str | Path) -> Path:
         """Write the tokenizer's files and the template."""
+        # The file of its own is what transformers looks for first.
         folder = self.tokenizer.save(directory)
         write_atomic(folder / TEMPLATE_FILE, self.tokenizer.chat_template)
         return folder
@@ -144,33 +151,59 @@ def chat_sample(messages: Sequence[Message], *, source: str, key: str, template:
     segments: list[Segment] = []
     media = 0
     for message in messages:
-        parts = {"chat": _chat_parts, "qa": _qa_parts, "plain": _plain_parts}[template](message)
+        if template == "chat":
+            parts = _chat_parts(message)
+        elif message.calls or message.thinking is not None:
+            raise DataError(
+                f"the {template} form has no thinking and no tool calls; train the model on the chat form (a"
+                " chat stage)"
+            )
+        elif template == "qa":
+            parts = _qa_parts(message)
+        else:
+            parts = _content(message)
+
         # Regions count the media of their own message; in the document they count all before them too.
-        segments += [
-            replace(part, media=part.media + media) if isinstance(part, Regions) else part for part in parts
-        ]
-        media += sum(isinstance(part, Image | Video | VideoFile) for part in parts)
+        before = media
+        for part in parts:
+            if isinstance(part, Regions):
+                part = replace(part, media=part.media + before)
+            segments.append(part)
+            media += isinstance(part, Image | Video | VideoFile)
     return Sample(segments, source, key)
 
 
+def _loss(message: Message) -> float:
+    return message.weight if message.role == "assistant" else 0.0
+
+
+def _content(message: Message) -> list[Segment]:
+    """What is said, as it stands; only what the assistant says is learned."""
+    content: list[Segment] = []
+    for part in message.content:
+        if isinstance(part, Text | Regions):
+            part = replace(part, loss=_loss(message))
+        content.append(part)
+    return content
+
+
 def _chat_parts(message: Message) -> list[Segment]:
-    loss = message.weight if message.role == "assistant" else 0.0
-    content = [
-        replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content
-    ]
+    loss, body = _loss(message), _content(message)
     if message.thinking is not None or message.calls:
-        body = _element("think", [Text(message.thinking, loss)], loss) if message.thinking is not None else []
-        body += _element("response", content, loss)
-        if message.calls:
-            calls = [part for i, call in enumerate(message.calls) for part in _call(call, i + 1, loss)]
+        body = _element("response", body, loss)
+        if message.thinking is not None:
+            body = [*_element("think", [Text(message.thinking, loss)], loss), *body]
+        calls: list[Segment] = []
+        for i, call in enumerate(message.calls):
+            calls += _call(call, i + 1, loss)
+        if calls:
             body += _element("tools", calls, loss)
-    else:
-        body = content
     return [*opening(message), *body, *_end("message", loss), Special(END_OF_MSG, loss)]
 
 
 def opening(message: Message) -> list[Segment]:
     """What stands before the content of a message."""
+    # As K3 writes it: attributes in this order.
     header = f'message role="{message.role}"'
     if message.tool:
         header += f' tool="{message.tool}" index="{message.index}"'
@@ -179,13 +212,8 @@ def opening(message: Message) -> list[Segment]:
 
 def _element(name: str, content: Sequence[Segment], loss: float, attributes: str = "") -> list[Segment]:
     """A part of an assistant's message, markup included in what is learned."""
-    return [
-        Special(OPEN, loss),
-        Text(name + attributes, loss),
-        Special(SEP, loss),
-        *content,
-        *_end(name, loss),
-    ]
+    start: list[Segment] = [Special(OPEN, loss), Text(name + attributes, loss), Special(SEP, loss)]
+    return [*start, *content, *_end(name, loss)]
 
 
 def _end(name: str, loss: float) -> list[Segment]:
@@ -195,40 +223,15 @@ def _end(name: str, loss: float) -> list[Segment]:
 def _call(call: ToolCall, index: int, loss: float) -> list[Segment]:
     content: list[Segment] = []
     for key, value in call.arguments.items():
+        # Strings stand as they are: a program in quotation marks would be hard to learn.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        content += _element("argument", [Text(text, loss)], loss, f' key="{key}" type="{_json_type(value)}"')
+        kind = JSON_TYPES.get(type(value), "array")
+        content += _element("argument", [Text(text, loss)], loss, f' key="{key}" type="{kind}"')
     return _element("call", content, loss, f' tool="{call.tool}" index="{index}"')
 
 
-def _json_type(value: Any) -> str:
-    kinds = (
-        (str, "string"),
-        (bool, "boolean"),
-        (int | float, "number"),
-        (type(None), "null"),
-        (Mapping, "object"),
-    )
-    return next((name for kind, name in kinds if isinstance(value, kind)), "array")
-
-
-def _plain_parts(message: Message) -> list[Segment]:
-    _words_only(message, "plain")
-    loss = message.weight if message.role == "assistant" else 0.0
-    return [
-        replace(part, loss=loss) if isinstance(part, Text | Regions) else part for part in message.content
-    ]
-
-
-def _words_only(message: Message, form: str) -> None:
-    if message.calls or message.thinking is not None:
-        raise DataError(
-            f"the {form} form has no thinking and no tool calls; train the model on the chat form (a chat"
-            " stage)"
-        )
-
-
 def _qa_parts(message: Message) -> list[Segment]:
-    _words_only(message, "qa")
+    # Pictures first, as the sources of pretraining have them.
     media: list[Segment] = [segment for segment in message.content if not isinstance(segment, Text)]
     if message.role == "user":
         return [*media, Text(question_text(message.text.strip()), 0.0)]
@@ -240,7 +243,8 @@ def _qa_parts(message: Message) -> list[Segment]:
 def tools_message(tools: Sequence[Any]) -> Message:
     """Declarations of tools (the OpenAI form) as the system message that stands before all others."""
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadSample("tools: expected a list of objects, declarations in the OpenAI form", "bad_json")
+        raise DataError("tools: expected a list of objects, declarations in the OpenAI form")
+    # One declaration a line: short, and easy to cut.
     lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     return Message("system", (Text("\n".join(["# Tools", *lines])),))
 
@@ -251,6 +255,7 @@ def call_from(call: Any, number: int) -> ToolCall:
     inner = call.get("function", call) if isinstance(call, Mapping) else {}
     arguments = inner.get("arguments", {})
     try:
+        # OpenAI's own files hold JSON in a string, others an object.
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         arguments = None

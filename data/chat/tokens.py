@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from earlyfusion.data.chat.template import Message, Template, ToolCall, chat_sample, opening
@@ -49,6 +49,7 @@ def encode_chat(
     closed with [EOS], for training. Raises DataError without a message, BadSample for media that cannot be
     read.
     """
+    # By the same way as training documents, so that a prompt is a document's beginning.
     sample = chat_sample(messages, source="chat", key=key, template=template)
     if not add_generation_prompt:
         return encode(sample, tokenizer, vision, decode=decode)
@@ -75,10 +76,10 @@ class Parsed:
 
 @dataclass
 class _Element:
-    name: str
-    attributes: dict[str, str]
-    text: str
-    children: list[_Element]
+    name: str = ""
+    attributes: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    children: list[_Element] = field(default_factory=list)
 
 
 class _Broken(Exception):
@@ -87,92 +88,95 @@ class _Broken(Exception):
 
 def parse_assistant(ids: Sequence[int], tokenizer: Tokenizer) -> Parsed:
     """Ids that follow the opening of an assistant's message, with or without its end -> Parsed."""
-    given = [int(i) for i in ids]
-    ended = tokenizer.end_of_msg_id in given
-    end = given.index(tokenizer.end_of_msg_id) if ended else len(given)
+    # What comes after the end of the message was never said.
+    body, ended = [int(i) for i in ids], False
+    if tokenizer.end_of_msg_id in body:
+        body, ended = body[: body.index(tokenizer.end_of_msg_id)], True
     closing = [tokenizer.close_id, *tokenizer.encode("message"), tokenizer.sep_id]
-    body = given[:end]
     closed = body[-len(closing) :] == closing
-    body = body[: -len(closing)] if closed else body
+    if closed:
+        body = body[: -len(closing)]
     try:
-        root = _Reader(body, tokenizer).content(None)
-        return Parsed(_message(root), ended and closed)
+        return Parsed(_message(_tree(body, tokenizer)), ended and closed)
     except (_Broken, DataError):
         text = tokenizer.decode(body, skip_special=True)
         return Parsed(Message("assistant", (Text(text),)), False)
 
 
-class _Reader:
-    """Recursive descent over ids."""
-
-    def __init__(self, ids: list[int], tokenizer: Tokenizer) -> None:
-        self.ids, self.tokenizer, self.at = ids, tokenizer, 0
-        self.markup = {tokenizer.open_id, tokenizer.close_id, tokenizer.sep_id}
-
-    def _plain(self) -> str:
-        start = self.at
-        while self.at < len(self.ids) and self.ids[self.at] not in self.markup:
-            self.at += 1
-        return self.tokenizer.decode(self.ids[start : self.at])
-
-    def _take(self, wanted: int) -> None:
-        if self.at >= len(self.ids) or self.ids[self.at] != wanted:
+def _runs(ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[tuple[int | None, str]]:
+    """(None, text), (open_id, header) and (close_id, name) in order; raises _Broken."""
+    markup = (tokenizer.open_id, tokenizer.close_id)
+    kind, run = None, list[int]()
+    for token in ids:
+        if (kind is None and token in markup) or (kind is not None and token == tokenizer.sep_id):
+            yield kind, tokenizer.decode(run)
+            kind, run = token if kind is None else None, []
+        elif token in (*markup, tokenizer.sep_id):
             raise _Broken
-        self.at += 1
+        else:
+            run.append(token)
+    if kind is not None:
+        raise _Broken
+    yield None, tokenizer.decode(run)
 
-    def content(self, name: str | None, depth: int = 0) -> _Element:
-        """Text and elements up to the end of element `name` (None: up to the end of the ids)."""
-        found = _Element(name or "", {}, "", [])
-        while True:
-            found.text += self._plain()
-            if self.at == len(self.ids):
-                if name is not None:
-                    raise _Broken
-                return found
-            if self.ids[self.at] == self.tokenizer.open_id and depth < 4:
-                self.at += 1
-                header = self._plain()
-                self._take(self.tokenizer.sep_id)
-                child = self.content(header.partition(" ")[0], depth + 1)
-                child.attributes = dict(_ATTRIBUTE.findall(header))
-                found.children.append(child)
-                continue
-            self._take(self.tokenizer.close_id)
-            if name is None or self._plain() != name:
-                raise _Broken
-            self._take(self.tokenizer.sep_id)
-            return found
+
+def _tree(ids: Sequence[int], tokenizer: Tokenizer) -> _Element:
+    """The elements of a message as children of one without a name."""
+    # A stack and no recursion: a model may open any number of elements.
+    path = [_Element()]
+    for kind, text in _runs(ids, tokenizer):
+        if kind is None:
+            path[-1].text += text
+        elif kind == tokenizer.open_id:
+            child = _Element(text.partition(" ")[0], dict(_ATTRIBUTE.findall(text)))
+            path[-1].children.append(child)
+            path.append(child)
+        elif len(path) == 1 or path.pop().name != text:
+            raise _Broken
+    if len(path) > 1:
+        raise _Broken
+    return path[0]
 
 
 def _message(root: _Element) -> Message:
     if not root.children:
         return Message("assistant", (Text(root.text),))
     parts = {child.name: child for child in root.children}
-    order = [child.name for child in root.children]
-    if root.text or order != [name for name in ("think", "response", "tools") if name in parts]:
+    # In this order, and each at most once.
+    names = [name for name in CHANNELS if name in parts]
+    if root.text or [child.name for child in root.children] != names or "response" not in parts:
         raise _Broken
-    think, response, tools = (parts.get(name) for name in ("think", "response", "tools"))
-    if (think and think.children) or response is None or response.children:
+    # Only calls have parts of their own.
+    response, think = parts["response"], parts.get("think")
+    tools = parts.get("tools", _Element())
+    if (
+        response.children
+        or (think and think.children)
+        or tools.text
+        or ("tools" in parts and not tools.children)
+    ):
         raise _Broken
-    calls = tuple(_call(child) for child in tools.children) if tools else ()
-    if tools is not None and (tools.text or not calls):
-        raise _Broken
-    return Message("assistant", (Text(response.text),), thinking=think.text if think else None, calls=calls)
+    thinking = think.text if think else None
+    calls = tuple(_call(child) for child in tools.children)
+    return Message("assistant", (Text(response.text),), thinking=thinking, calls=calls)
 
 
 def _call(element: _Element) -> ToolCall:
-    if element.name != "call" or element.text or "tool" not in element.attributes:
+    if element.name != "call" or element.text:
         raise _Broken
     arguments: dict[str, Any] = {}
-    for child in element.children:
-        if child.name != "argument" or child.children or "key" not in child.attributes:
-            raise _Broken
-        try:
-            kind = child.attributes.get("type", "string")
-            arguments[child.attributes["key"]] = child.text if kind == "string" else json.loads(child.text)
-        except (ValueError, RecursionError):
-            raise _Broken from None
-    return ToolCall(element.attributes["tool"], arguments)
+    try:
+        for child in element.children:
+            if child.name != "argument" or child.children:
+                raise _Broken
+            # Only strings are written as they are; everything else is JSON.
+            value: Any = child.text
+            if child.attributes.get("type", "string") != "string":
+                value = json.loads(value)
+            arguments[child.attributes["key"]] = value
+        return ToolCall(element.attributes["tool"], arguments)
+    except (KeyError, ValueError, RecursionError):
+        raise _Broken from None
 
 
 Channel = Literal["content", "thinking", "tools"]
@@ -200,12 +204,13 @@ class ChatStream:
 
     def push(self, token: int) -> list[tuple[Channel, str]]:
         """Take one more id; returns the text that became certain, with its channel."""
+        # Markup is kept back until it is whole; text goes out as soon as it is certain.
         tokenizer = self.tokenizer
         if self.ended or token in (tokenizer.end_of_msg_id, tokenizer.eos_id):
             self.ended = True
-            return self._flush()
+            return self.finish()
         if token in (tokenizer.open_id, tokenizer.close_id):
-            given = self._flush()
+            given = self.finish()
             self._header, self._closing = [], token == tokenizer.close_id
             return given
         if token == tokenizer.sep_id:
@@ -215,6 +220,7 @@ class ChatStream:
             self._header.append(token)
             return []
         self._pending.append(token)
+        # A character may be cut between two tokens: its first half is no text yet.
         text = tokenizer.decode(self._pending, skip_special=True)
         if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_CHARACTER:
             return []
@@ -228,14 +234,14 @@ class ChatStream:
 
     def finish(self) -> list[tuple[Channel, str]]:
         """What was held back, when no more ids come."""
-        return self._flush()
-
-    def _flush(self) -> list[tuple[Channel, str]]:
-        text = self.tokenizer.decode(self._pending, skip_special=True) if self._pending else ""
+        text = ""
+        if self._pending:
+            text = self.tokenizer.decode(self._pending, skip_special=True)
         self._pending = []
         return [(self.channel, text)] if text else []
 
     def _enter(self) -> None:
+        # A broken header opens or closes something all the same; nothing here raises.
         name = self.tokenizer.decode(self._header or []).partition(" ")[0]
         if self._header is not None and not self._closing:
             self._path.append(name)

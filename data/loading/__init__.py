@@ -5,7 +5,7 @@ exact.
       |  Sample: text, pictures, regions in order
     encode        encode.py       ids, loss weights, uint8 patches; pictures decoded here       nothing
       |  Encoded: one document
-    Stream        stream.py       documents of one source in shuffled order,             cursor, first token
+    Stream        lane.py         documents of one source in shuffled order,             cursor, first token
       |  a piece of at most `length` tokens     long ones cut at line ends               of the next piece
     Lane          lane.py         one micro-batch of every step: sources by their        mixture account, pool
       |                           shares (mixture.py), a pool of pieces to choose from   as references

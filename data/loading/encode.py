@@ -14,33 +14,25 @@ Legend: n tokens, P patches, p patch side in pixels, M media pads (= merged visi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from earlyfusion.data.decode import Media, decode_picture
+from earlyfusion.data.decode import Media, decode_frames, decode_picture
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.grounding import write_regions
-from earlyfusion.data.sample import (
-    Image,
-    Regions,
-    Sample,
-    Segment,
-    Special,
-    Text,
-    Video,
-    VideoFile,
-    open_picture,
-)
+from earlyfusion.data.sample import Image, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.video.read import decode_video
+from earlyfusion.data.video import decode_video
 from earlyfusion.kernels.errors import did_you_mean
+from earlyfusion.vision.balance import VisionCost
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import Grid, navit_size, num_patches, num_tokens, orientation, prepare_frames
+from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
 MAX_TEXT_CHARS = 2_000_000
 """Most characters of text in one document: 0.5 million tokens; a tokenizer takes about 200 bytes of memory
@@ -72,7 +64,7 @@ class Encoded:
     @property
     def num_patches(self) -> int:
         """P."""
-        return 0 if self.patches is None else self.patches.shape[0]
+        return sum(map(num_patches, self.grids))
 
     def piece(self, start: int, stop: int) -> Encoded:
         """Tokens [start, stop) with the media inside; a piece from the middle begins with [BOS] of its own.
@@ -82,62 +74,64 @@ class Encoded:
         """
         if start == 0 and stop == len(self):
             return self
+        # The [BOS] that a later piece gets moves everything behind it by one.
         lead = int(start > 0)
+        shift = lead - start
         inside = [i for i, (a, b) in enumerate(self.spans) if start <= a and b <= stop]
+
         patches = None
         if inside and self.patches is not None:
+            # Patches of all media lie end to end; those of a piece are one stretch of them.
             edges = np.cumsum([0] + [num_patches(grid) for grid in self.grids])
             patches = self.patches[int(edges[inside[0]]) : int(edges[inside[-1] + 1])]
-        where, shift = self.media_positions, lead - start
+        pads = self.media_positions
         return Encoded(
             ids=torch.cat([self.ids[:lead], self.ids[start:stop]]),
             loss_weights=torch.cat([self.loss_weights[:lead], self.loss_weights[start:stop]]),
             patches=patches,
             grids=[self.grids[i] for i in inside],
             spans=[(self.spans[i][0] + shift, self.spans[i][1] + shift) for i in inside],
-            media_positions=where[(where >= start) & (where < stop)] + shift,
+            media_positions=pads[(pads >= start) & (pads < stop)] + shift,
             source=self.source,
             key=f"{self.key}[{start}:{stop}]",
         )
 
 
-class _Builder:
-    """Collects tokens and media in order."""
+@dataclass
+class _Writer:
+    """Collects tokens and media in order; lists, because a document is made of many short runs."""
 
-    def __init__(self, tokenizer: Tokenizer, cfg: VisionConfig) -> None:
-        self.tokenizer, self.cfg = tokenizer, cfg
-        self.ids: list[int] = []
-        self.weights: list[float] = []
-        self.patches: list[Tensor] = []
-        self.grids: list[Grid] = []
-        self.spans: list[tuple[int, int]] = []
-        self.media: list[range] = []
+    tokenizer: Tokenizer
+    merge: tuple[int, int]
+    ids: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    patches: list[Tensor] = field(default_factory=list)
+    grids: list[Grid] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    pads: list[int] = field(default_factory=list)
 
-    def add(self, ids: Sequence[int], weight: float) -> None:
+    def add(self, ids: Iterable[int], weight: float = 0.0) -> None:
         self.ids.extend(ids)
-        self.weights.extend([weight] * len(ids))
+        # As many weights as ids came, which may be an iterator.
+        self.weights.extend([weight] * (len(self.ids) - len(self.weights)))
 
-    def add_media(self, word: str, patches: Tensor, grid: Grid) -> None:
-        token = self.tokenizer
-        start, count = len(self.ids), num_tokens(grid, self.cfg.merge_kernel_size)
-        self.add([token.media_begin_id, *token.encode(word), token.media_content_id], 0.0)
-        self.media.append(range(len(self.ids), len(self.ids) + count))
-        self.add([token.media_pad_id] * count + [token.media_end_id], 0.0)
-        self.spans.append((start, len(self.ids)))
-        self.grids.append(grid)
-        self.patches.append(patches)
-
-    def build(self, source: str, key: str) -> Encoded:
-        return Encoded(
-            ids=torch.tensor(self.ids, dtype=torch.int64),
-            loss_weights=torch.tensor(self.weights, dtype=torch.float32),
-            patches=torch.cat(self.patches) if self.patches else None,
-            grids=self.grids,
-            spans=self.spans,
-            media_positions=torch.tensor([i for span in self.media for i in span], dtype=torch.int64),
-            source=source,
-            key=key,
-        )
+    def add_media(self, media: Media) -> None:
+        token, frame = self.tokenizer, 0
+        for patches, grid in media.items:
+            word = "image"
+            # Only a video has times; each item begins with that of its first frame.
+            if media.timestamps:
+                word = "video"
+                self.add(token.encode(timestamp(media.timestamps[frame])))
+                frame += grid[0]
+            # The span covers the markup too: a cut inside it would leave half a picture.
+            start = len(self.ids)
+            self.add([token.media_begin_id, *token.encode(word), token.media_content_id])
+            self.pads += range(len(self.ids), len(self.ids) + num_tokens(grid, self.merge))
+            self.add([token.media_pad_id] * num_tokens(grid, self.merge) + [token.media_end_id])
+            self.spans.append((start, len(self.ids)))
+            self.grids.append(grid)
+            self.patches.append(patches)
 
 
 def timestamp(seconds: float) -> str:
@@ -164,77 +158,72 @@ def encode(
     and reason, for media that cannot be read or are over a limit of `decode`, and for regions outside their
     picture.
     """
-    builder = _Builder(tokenizer, vision_cfg)
-    decode = decode or DecodeConfig()
+    writer = _Writer(tokenizer, vision_cfg.merge_kernel_size)
     try:
-        media = [
-            _decoded(s, vision_cfg, decode)
-            for s in sample.segments
-            if isinstance(s, Image | Video | VideoFile)
-        ]
-        _fill(builder, sample.segments, media, bos=bos, eos=eos)
+        _fill(writer, sample, vision_cfg, decode or DecodeConfig(), bos, eos)
+    # What went wrong is said once, with the name of the sample in front.
     except BadSample as error:
         raise BadSample(f"{sample.source} {sample.key}: {error}", error.reason) from None
-    return builder.build(sample.source, sample.key)
+    return Encoded(
+        ids=torch.tensor(writer.ids, dtype=torch.int64),
+        loss_weights=torch.tensor(writer.weights, dtype=torch.float32),
+        # None rather than an empty tensor: a text needs no patch size.
+        patches=torch.cat(writer.patches) if writer.patches else None,
+        grids=writer.grids,
+        spans=writer.spans,
+        media_positions=torch.tensor(writer.pads, dtype=torch.int64),
+        source=sample.source,
+        key=sample.key,
+    )
 
 
 def _fill(
-    builder: _Builder, segments: Sequence[Segment], media: list[Media], *, bos: bool, eos: bool
+    writer: _Writer, sample: Sample, cfg: VisionConfig, decode: DecodeConfig, bos: bool, eos: bool
 ) -> None:
-    token, last_weight = builder.tokenizer, 0.0
-    length = sum(len(segment.text) for segment in segments if isinstance(segment, Text))
-    if length > MAX_TEXT_CHARS:
+    if len(sample.text) > MAX_TEXT_CHARS:
         raise BadSample(
-            f"{length:,} characters of text, more than {MAX_TEXT_CHARS:,}: cut it into documents "
+            f"{len(sample.text):,} characters of text, more than {MAX_TEXT_CHARS:,}: cut it into documents "
             "(text_files does with chunk_bytes)",
             "too_large",
         )
-    following = iter(media)
+    tokenizer = writer.tokenizer
+    # Decoded first: a text may name regions of a picture that comes after it.
+    media: list[Media] = []
+    for segment in sample.segments:
+        if isinstance(segment, Image):
+            media.append(decode_picture(segment.image, cfg, decode))
+        elif isinstance(segment, VideoFile):
+            media.append(decode_video(segment, cfg, decode))
+        elif isinstance(segment, Video):
+            media.append(decode_frames(segment.frames, segment.timestamps, cfg, decode))
+
+    # The tokens in order; each medium takes the place where its segment stands.
+    following, last_weight = iter(media), 0.0
     if bos:
-        builder.add([token.bos_id], 0.0)
-    for segment in segments:
+        writer.add([tokenizer.bos_id])
+    for segment in sample.segments:
+        if isinstance(segment, Image | Video | VideoFile):
+            writer.add_media(next(following))
+            continue
         if isinstance(segment, Text):
-            builder.add(token.encode(segment.text), segment.loss)
-            last_weight = segment.loss
+            ids = tokenizer.encode(segment.text)
         elif isinstance(segment, Special):
-            builder.add([_special_id(segment, token)], segment.loss)
-            last_weight = segment.loss
-        elif isinstance(segment, Regions):
-            builder.add(token.encode(_regions_text(segment, media)), segment.loss)
-            last_weight = segment.loss
-        elif isinstance(segment, Image):
-            builder.add_media("image", *next(following).items[0])
+            ids = (_special_id(segment.token, tokenizer),)
         else:
-            _add_video(builder, next(following))
+            ids = tokenizer.encode(_regions_text(segment, media))
+        writer.add(ids, segment.loss)
+        last_weight = segment.loss
+    # The end of an answer is as much to be learned as the answer.
     if eos:
-        builder.add([token.eos_id], last_weight)
+        writer.add([tokenizer.eos_id], last_weight)
 
 
-def _special_id(segment: Special, token: Tokenizer) -> int:
+def _special_id(name: str, tokenizer: Tokenizer) -> int:
     """The id of a special token; those of media are refused, since only pictures and videos may make them."""
-    allowed = {name: i for name, i in token.special_ids.items() if not name.startswith("<|media")}
-    if segment.token not in allowed:
-        raise BadSample(
-            f"no special token {segment.token!r} for text; {did_you_mean(segment.token, allowed)}", "bad_json"
-        )
-    return allowed[segment.token]
-
-
-def _decoded(segment: Image | Video | VideoFile, cfg: VisionConfig, decode: DecodeConfig) -> Media:
-    if isinstance(segment, Image):
-        return decode_picture(segment.image, cfg, decode)
-    if isinstance(segment, VideoFile):
-        return decode_video(segment, cfg, decode)
-    try:
-        frames = [open_picture(frame, decode.max_pixels) for frame in segment.frames]
-        items = prepare_frames(frames, cfg, exact=not decode.fast)
-    except BadSample:
-        raise
-    except (ValueError, OSError) as error:
-        raise BadSample(f"the video cannot be prepared: {error}", "corrupt_video") from None
-    original = frames[0].size[::-1] if orientation(frames[0]) >= 5 else frames[0].size
-    size = navit_size(*original, cfg, patch_limit=cfg.in_patch_limit_each_frame)
-    return Media(items, original, (size.new_w, size.new_h), list(segment.timestamps))
+    allowed = {known: i for known, i in tokenizer.special_ids.items() if not known.startswith("<|media")}
+    if name not in allowed:
+        raise BadSample(f"no special token {name!r} for text; {did_you_mean(name, allowed)}", "bad_json")
+    return allowed[name]
 
 
 def _regions_text(regions: Regions, media: list[Media]) -> str:
@@ -245,76 +234,79 @@ def _regions_text(regions: Regions, media: list[Media]) -> str:
     return write_regions(regions, media[regions.media].original, media[regions.media].resized)
 
 
-def _add_video(builder: _Builder, media: Media) -> None:
-    frame = 0
-    for patches, grid in media.items:
-        builder.add(builder.tokenizer.encode(timestamp(media.timestamps[frame])), 0.0)
-        builder.add_media("video", patches, grid)
-        frame += grid[0]
-
-
-def next_cut(document: Encoded, start: int, length: int, max_patches: int, newline: np.ndarray) -> int:
-    """Where the piece that begins at `start` ends: at most `length` tokens ([BOS] counted) and `max_patches`
-    patches.
+def next_cut(
+    document: Encoded,
+    start: int,
+    length: int,
+    max_patches: int,
+    newline: np.ndarray,
+    cost: VisionCost | None = None,
+    max_cost: float = math.inf,
+) -> int:
+    """Where the piece that begins at `start` ends: at most `length` tokens ([BOS] counted), `max_patches`
+    patches and `max_cost` FLOPs of the vision tower.
 
     Never inside a media span. A short rest is shared by the last two pieces. Prefers the last line end in the
     second half of the window (`newline[id]`: the token ends with a line feed), else the latest allowed
     position. Raises BadSample when one media item alone is over a limit.
     """
     total = len(document)
+    # A piece from the middle begins with [BOS] of its own, which takes a place.
     limit = min(start + length - int(start > 0), total)
-    patches = 0
-    for (a, b), grid in zip(document.spans, document.grids):
-        if a < start:
+    patches, spent = 0, 0.0
+    for (first, stop), grid in zip(document.spans, document.grids):
+        if first < start:
             continue
         patches += num_patches(grid)
-        if b > limit or patches > max_patches:
-            limit = min(limit, a)
+        # Asked for only where there is a limit: the sum over a document of many pictures costs time.
+        if cost is not None and max_cost < math.inf:
+            spent += cost.of([grid])
+        if stop > limit or patches > max_patches or spent > max_cost:
+            limit = min(limit, first)
+            # A cut before the first token, or behind [BOS] alone, would never end.
+            if first <= max(start, 1):
+                raise BadSample(
+                    f"{document.source} {document.key}: an image takes {stop - first} tokens and"
+                    f" {num_patches(grid)} patches; length = {length} and max_patches = {max_patches}"
+                    f" allow less (or max_vision_flops = {max_cost:.3g}): raise them or lower"
+                    " vision.in_patch_limit",
+                    "over_budget",
+                )
             break
     if limit == total:
         return total
-    if limit <= start + int(start == 0):
-        _refuse(document, max(start, 1), length, max_patches)
+
+    def inside(cut: int) -> bool:
+        return any(a < cut < b for a, b in document.spans)
+
+    # A last piece of a few tokens would be nearly all filler: two halves instead.
     middle = (start + total) // 2
-    if middle < limit and total - limit < length // 4 and not _inside(document, middle):
+    if middle < limit and total - limit < length // 4 and not inside(middle):
         limit = middle
+    # A line end late in the window makes whole lines of both pieces.
     half = start + (limit - start) // 2
-    ends = np.flatnonzero(newline[document.ids[half:limit].numpy()])
-    return next((cut for end in ends[::-1] if not _inside(document, cut := half + int(end) + 1)), limit)
-
-
-def _inside(document: Encoded, cut: int) -> bool:
-    return any(a < cut < b for a, b in document.spans)
-
-
-def _refuse(document: Encoded, start: int, length: int, max_patches: int) -> None:
-    item = next(i for i, span in enumerate(document.spans) if span[0] == start)
-    a, b = document.spans[item]
-    raise BadSample(
-        f"{document.source} {document.key}: an image takes {b - a} tokens and"
-        f" {num_patches(document.grids[item])} patches; length = {length} and max_patches = {max_patches}"
-        " allow less: raise them or lower vision.in_patch_limit",
-        "over_budget",
-    )
+    for end in np.flatnonzero(newline[document.ids[half:limit].numpy()])[::-1]:
+        cut = half + int(end) + 1
+        if not inside(cut):
+            return cut
+    return limit
 
 
 def refuse_longer(document: Encoded, length: int) -> None:
     """Raises BadSample (over_budget) for a document of more than `length` tokens, for sources that are not to
     be cut."""
-    if len(document) <= length:
-        return
-    inside = next(((a, b) for a, b in document.spans if a < length < b), None)
-    where = f" and would be cut inside the image at tokens {inside[0]} to {inside[1]}" if inside else ""
-    raise BadSample(
-        f"{document.source} {document.key}: {len(document)} tokens are more than length = {length}{where};"
-        ' raise the stage\'s length, shorten the sample, or set data.overlong = "split"',
-        "over_budget",
-    )
+    if len(document) > length:
+        raise BadSample(
+            f"{document.source} {document.key}: {len(document)} tokens are more than length = {length};"
+            ' raise the stage\'s length, shorten the sample, or set data.overlong = "split"',
+            "over_budget",
+        )
 
 
 def cuts(document: Encoded, length: int, max_patches: int, newline: np.ndarray) -> list[tuple[int, int]]:
     """Token ranges within `length` and `max_patches` that together are the whole document (see
     `next_cut`)."""
+    # The same steps as a lane makes one at a time, with the document in memory.
     ranges, start = [], 0
     while start < len(document):
         stop = next_cut(document, start, length, max_patches, newline)

@@ -4,28 +4,258 @@ An optimizer step of the whole job takes one micro-batch of every lane. Lane j o
 from j on, of each source's shuffled epochs; rank r of W owns the lanes r, r + W, ... So what a step trains on
 depends on the number of lanes and on the seed, never on the number of ranks, processes or threads.
 
-The state of a lane is small JSON: cursors, account, and the pool as (source, epoch, index, start, stop,
-tokens, patches, FLOPs) references. A resume reads nothing before the cursor, and of the pool only what is
-about to be packed.
+The state of a lane is small JSON: cursors, account, counts, and the pool as (source, epoch, index, start,
+stop, tokens, patches, FLOPs) references. A resume reads nothing before the cursor, and of the pool only what
+is about to be packed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any, TypeAlias
 
-from earlyfusion.data.errors import DataError, DataExhausted, told
-from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.loading.mixture import Blend
-from earlyfusion.data.loading.pack import PackedBatch, assemble, choose
-from earlyfusion.data.loading.stream import Reference, Spec, Stream, Watch
-from earlyfusion.data.sources.base import Source
+from earlyfusion.data.config import DataConfig
+from earlyfusion.data.errors import BadSample, DataError, DataExhausted, one_sample, told
+from earlyfusion.data.loading.encode import Encoded, encode, next_cut, refuse_longer
+from earlyfusion.data.loading.mixture import Blend, Schedule
+from earlyfusion.data.loading.order import Permutation
+from earlyfusion.data.loading.pack import PackedBatch, Size, assemble, choose
+from earlyfusion.data.sources.base import Source, build_source
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import one_line
+from earlyfusion.vision.balance import VisionCost
+from earlyfusion.vision.config import VisionConfig
 
-_KEPT_WHOLE = 8
-"""Documents of a restored pool kept whole while their other pieces may still be wanted."""
+Reference: TypeAlias = tuple[str, int, int, int, int]
+"""(source, epoch, index, first token, end) of a piece."""
+_MARGIN = 1.1
+"""Documents passed over for a skip, relative to the mean."""
+_MOST_IN_A_ROW = 100_000
+"""Bad samples after which a source is given up, however many more its index claims to hold."""
+COUNTS = ("tokens", "media_tokens", "vision_tokens", "documents", "skipped", "positions")
+"""Tokens delivered, of which image features, of which in documents with a picture, and documents read, all by
+source; samples left out, by reason; positions of the micro-batches."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of the micro-batches and of the job."""
+
+    length: int
+    """Longest document in tokens."""
+    tokens: int
+    """Positions of one micro-batch: rows x length, laid end to end."""
+    max_patches: int
+    """Most patches of one micro-batch."""
+    max_vision_flops: float | None = None
+    """Most forward FLOPs of the vision tower in one micro-batch; None for no limit."""
+    lanes: int = 1
+    """Micro-batches of one optimizer step, over all ranks."""
+    stage: int = 0
+    """Number of the training stage; each stage has an order of its own."""
+
+    @property
+    def max_cost(self) -> float:
+        """`max_vision_flops`, infinity for no limit."""
+        return math.inf if self.max_vision_flops is None else self.max_vision_flops
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that makes the data of a stage; crosses process boundaries, and builds the same lanes
+    there."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    vision: VisionConfig
+    geometry: Geometry
+    weights: Mapping[str, float]
+    """Source -> mixture weight."""
+    schedule: Schedule | None = None
+    loss_weights: Mapping[str, float] = field(default_factory=dict)
+    """Source -> factor of the loss weights of its documents; 1 where not named."""
+
+    @cached_property
+    def cost(self) -> VisionCost:
+        """What a picture costs the tower."""
+        # Kept: asked for at every piece, and the same for the whole stage.
+        return VisionCost.from_config(self.vision)
+
+    def build_sources(self) -> dict[str, Source]:
+        """Name -> source, in the order of the config."""
+        # The order of the config is the order of the source ids in a batch.
+        sources = {}
+        for config in self.data.sources:
+            source = build_source(config, seed=self.data.seed, val_fraction=self.data.val_fraction)
+            sources[config.name] = source
+        return sources
+
+    def identity(self, sources: Mapping[str, Source]) -> dict[str, Any]:
+        """What a saved cursor belongs to; a resume with another identity is refused, naming the
+        differences."""
+        vision, decode = self.vision, self.data.decode
+        # Whatever changes the tokens of a document or the order they come in.
+        facts: dict[str, Any] = {
+            "seed": self.data.seed,
+            "lookahead": self.data.lookahead,
+            **asdict(self.geometry),
+            "order of the sources": list(sources),
+            "tokenizer": self.tokenizer.hash,
+            "patches": [vision.patch_size, *vision.merge_kernel_size, vision.in_patch_limit],
+            "patches a side": vision.max_patches_per_side,
+            "frames": [vision.pos_emb_time, vision.in_patch_limit_each_frame],
+            "decode": [decode.fast, decode.video_backend],
+        }
+        for name, source in sources.items():
+            facts[f"options or files of source {name!r}"] = source.fingerprint()
+            facts[f"max_epochs of {name!r}"] = source.config.max_epochs
+        return facts
+
+
+class Watch(ctypes.Structure):
+    """What a data worker is reading right now, legible to another process, also after the worker has died.
+
+    A line in fixed memory: ordinary, or shared (`multiprocessing.RawValue(Watch)`).
+    """
+
+    _fields_ = (("count", ctypes.c_uint64), ("line", ctypes.c_char * 512))
+
+    def note(self, text: str) -> None:
+        """Replace the line (cut at 512 bytes) and count the change: a worker whose count stands still is
+        stuck, or has nothing to do."""
+        # ctypes refuses more than the field holds.
+        self.line = text.encode("utf-8", "replace")[:512]
+        self.count += 1
+
+    @property
+    def text(self) -> str:
+        """The line; "starting" before the first note."""
+        return bytes(self.line).decode("utf-8", "replace") or "starting"
+
+
+@lru_cache(maxsize=64)
+def _order(size: int, seed: int, stage: int, name: str, epoch: int) -> Permutation:
+    return Permutation(size, seed, stage, name, epoch)
+
+
+class Stream:
+    """The documents of one source that one lane reads, piece by piece."""
+
+    def __init__(self, source: Source, spec: Spec, lane: int, watch: Watch) -> None:
+        self.source, self.spec, self.lane, self.watch = source, spec, lane, watch
+        self.cursor = self.start = 0
+        """Documents of this lane already finished; first token of the next piece inside the current one."""
+        self.documents = self.tokens = 0
+        """Documents read and their tokens, those left out not counted."""
+        self.skipped: list[dict[str, Any]] = []
+        """Samples left out and not yet taken for the log."""
+        self._document: Encoded | None = None
+
+    def _number(self) -> int:
+        return self.lane + self.spec.geometry.lanes * self.cursor
+
+    def where(self) -> tuple[int, int]:
+        """(epoch, index) of the current document."""
+        size = len(self.source)
+        epoch, position = divmod(self._number(), size)
+        # Kept between calls: its keys cost a few hashes.
+        order = _order(size, self.spec.data.seed, self.spec.geometry.stage, self.source.name, epoch)
+        return epoch, order[position]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the source has reached its `max_epochs` for this lane."""
+        limit = self.source.config.max_epochs
+        return limit is not None and self._number() >= limit * len(self.source)
+
+    def _described(self, index: int) -> str:
+        return " ".join(["source", repr(self.source.name), *self.source.locate(index)])
+
+    def encoded(self, epoch: int, index: int) -> Encoded:
+        """The whole document; raises BadSample."""
+        # Before anything is touched: a decoder may end the process here.
+        self.watch.note(f"reading {self._described(index)}, sample {index} of epoch {epoch}")
+        sample = self.source.get(index, epoch)
+        self.watch.note(
+            f"encoding source {self.source.name!r}, sample {index} of epoch {epoch}, {sample.key}"
+        )
+        return encode(sample, self.spec.tokenizer, self.spec.vision, decode=self.spec.data.decode)
+
+    def next_piece(self) -> tuple[Reference, Encoded] | None:
+        """(reference, piece) and step on; None when exhausted. Bad samples raise or are skipped, as
+        configured."""
+        # Counted in a row: one good sample shows that the source can still give.
+        failures = 0
+        while not self.exhausted:
+            epoch, index = self.where()
+            try:
+                with one_sample(partial(self._described, index)):
+                    document = self._document or self.encoded(epoch, index)
+                    stop = self._cut(document)
+            except BadSample as error:
+                if self.spec.data.on_bad_sample == "raise":
+                    raise
+                failures += 1
+                self._skip(error, epoch, index, failures)
+                continue
+
+            # The mean length of documents tells how many to pass over for a skip.
+            start = self.start
+            if start == 0:
+                self.documents += 1
+                self.tokens += len(document)
+            if stop == len(document):
+                self._move(1)
+            else:
+                self.start, self._document = stop, document
+            return (self.source.name, epoch, index, start, stop), document.piece(start, stop)
+        return None
+
+    def _cut(self, document: Encoded) -> int:
+        geometry = self.spec.geometry
+        if self.spec.data.overlong == "skip":
+            refuse_longer(document, geometry.length)
+        ends_line, cost = self.spec.tokenizer.ends_line, self.spec.cost
+        # A picture that no batch can hold is refused by the cut.
+        limits = (geometry.length, geometry.max_patches)
+        return next_cut(document, self.start, *limits, ends_line, cost, geometry.max_cost)
+
+    def _move(self, documents: int) -> None:
+        self.cursor, self.start, self._document = self.cursor + documents, 0, None
+
+    def _skip(self, error: BadSample, epoch: int, index: int, failures: int) -> None:
+        # Where it lies is asked only now: for shards it may read an index.
+        shard, key = self.source.locate(index)
+        entry = {"source": self.source.name, "shard": shard, "key": key, "epoch": epoch, "index": index}
+        self.skipped.append({**entry, "reason": error.reason, "message": str(error)})
+        self._move(1)
+        if failures > max(100, min(len(self.source), _MOST_IN_A_ROW)):
+            raise DataError(
+                f"source {self.source.name!r}: {failures} samples in a row cannot be used; last: {error}"
+            )
+
+    def pass_over(self, tokens: float) -> None:
+        """Move on, unread, by as many documents as hold `tokens` by the mean of those read, and a tenth more,
+        since lengths differ; the current one goes first."""
+        if self.documents and tokens > 0:
+            # Without a document read there is no length to go by, and the cursor stays.
+            mean = self.tokens / self.documents
+            self._move(max(1, math.ceil(_MARGIN * tokens / mean)))
+
+    def state_dict(self) -> dict[str, int]:
+        """Cursor and counters as JSON types."""
+        return {name: getattr(self, name) for name in ("cursor", "start", "documents", "tokens")}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where `state_dict` was taken; the current document is encoded again when it is needed."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.skipped, self._document = [], None
 
 
 @dataclass(slots=True)
@@ -33,54 +263,41 @@ class Held:
     """A piece that waits to be packed; `piece` is None after a resume until the packer takes it."""
 
     reference: Reference
-    tokens: int
-    num_patches: int
-    cost: float
+    size: Size
     piece: Encoded | None = None
-
-    def __len__(self) -> int:
-        return self.tokens
-
-    def saved(self) -> list[Any]:
-        """As JSON types."""
-        return [*self.reference, self.tokens, self.num_patches, self.cost]
 
 
 class Lane:
-    """Micro-batches of lane `index`; see the head of this file."""
+    """Micro-batches of lane `index`; see the head of this file. `watch` tells what is being read."""
 
-    def __init__(self, spec: Spec, sources: Mapping[str, Source], index: int) -> None:
-        self.spec, self.index = spec, index
-        self._watch = Watch()
-        self.streams = {name: Stream(source, spec, index, self._watch) for name, source in sources.items()}
+    def __init__(self, spec: Spec, sources: Mapping[str, Source], index: int, watch: Watch) -> None:
+        self.spec, self.index, self.watch = spec, index, watch
+        # Every lane has cursors of its own: the ranks share nothing.
+        self.streams = {name: Stream(source, spec, index, watch) for name, source in sources.items()}
         pictures = [config.name for config in spec.data.sources if config.has_pictures]
-        self.blend = Blend(
-            {config.name: config.weight for config in spec.data.sources}, pictures, spec.schedule
-        )
-        self.delivered = {name: [0, 0, 0] for name in sources}
-        """Source -> [tokens, of which image features, of which in documents with a picture]."""
-        self.positions, self.steps = 0, 0
-        """Positions of the micro-batches delivered; steps delivered or skipped."""
+        self.blend = Blend(spec.weights, pictures, spec.schedule)
+        self.steps = 0
+        """Steps delivered or skipped."""
         self.skips: list[list[int]] = []
         """Ranges of steps still to be left out, [first, end)."""
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
+        self.last_skipped = ""
+        """Message of the last sample left out."""
         self._pool: list[Held] = []
-        self._whole: dict[tuple[str, int, int], Encoded] = {}
+        # Pieces of one document of a restored pool are often wanted one after the other.
+        self._whole = lru_cache(maxsize=8)(self._encoded)
 
-    def watch_with(self, watch: Watch) -> None:
-        """Note every sample in `watch` before it is read."""
-        self._watch = watch
-        for stream in self.streams.values():
-            stream.watch = watch
+    def _encoded(self, name: str, epoch: int, index: int) -> Encoded:
+        return self.streams[name].encoded(epoch, index)
 
     def _refill(self) -> None:
         tokens = self.spec.geometry.tokens
-        target = self.spec.data.lookahead * tokens
-        held = sum(map(len, self._pool))
+        # Sources that end here are asked no more in this round.
+        held = self._pool_tokens()
         available = {name for name, stream in self.streams.items() if not stream.exhausted}
-        while held < target:
-            name = self.blend.pick(
-                available, self.steps + held / tokens
-            )  # the step in which the piece will be packed
+        while held < self.spec.data.lookahead * tokens:
+            # By the schedule of the step in which the piece will be packed, not of this one.
+            name = self.blend.pick(available, self.steps + held / tokens)
             if name is None:
                 return
             found = self.streams[name].next_piece()
@@ -88,119 +305,109 @@ class Lane:
                 available.discard(name)
                 continue
             reference, piece = found
-            cost = self.spec.cost.of(piece.grids)
-            self._pool.append(Held(reference, len(piece), piece.num_patches, cost, piece))
+            size = Size(len(piece), piece.num_patches, self.spec.cost.of(piece.grids))
+            self._pool.append(Held(reference, size, piece))
             self.blend.add(name, len(piece), bool(piece.grids))
             held += len(piece)
 
-    def next_batch(self) -> PackedBatch:
-        """The next micro-batch; raises DataExhausted when every source has reached its max_epochs."""
+    def _pool_tokens(self) -> int:
+        return sum(held.size.tokens for held in self._pool)
+
+    def next_batch(self) -> tuple[PackedBatch, list[dict[str, Any]]]:
+        """The next micro-batch, and the samples left out on the way (stats.py); raises DataExhausted when
+        every source has reached its max_epochs."""
+        # Order matters: a skip moves the cursors that the refill reads from.
         self._leave_out()
         self._refill()
+        skipped = self._take_skipped()
         if not self._pool:
+            lost = self.counts["skipped"]
+            why = f" ({lost.total()} samples left out: {told(lost)}; last: {one_line(self.last_skipped)})"
             raise DataExhausted(
                 "every source has reached its max_epochs; raise max_epochs or lower the number of steps"
-                + self._told_of_skipped()
+                + why * bool(lost)
             )
-        chosen = self._choose()
-        documents = [self._taken(self._pool[i]) for i in chosen]
-        taken = set(chosen)
-        self._pool = [held for i, held in enumerate(self._pool) if i not in taken]
-        self.positions += self.spec.geometry.tokens
-        self.steps += 1
-        for document in documents:
-            row, count = self.delivered[document.source], len(document)
-            row[0] += count
-            row[1] += len(document.media_positions)
-            row[2] += count if document.grids else 0
-        self._watch.note("packing")
-        return self.assemble(documents)
 
-    def _told_of_skipped(self) -> str:
-        """What was left out on the way: the reason why there is no more, when all samples of a source are
-        bad."""
-        lost = sum((Counter(stream.skipped) for stream in self.streams.values()), Counter[str]())
-        if not lost:
-            return ""
-        last = next(message for stream in self.streams.values() for message in stream.last)
-        return f" ({lost.total()} samples left out: {told(lost)}; one of them: {one_line(last)})"
-
-    def _choose(self) -> list[int]:
-        geometry = self.spec.geometry
-        costs = [held.cost for held in self._pool]
-        # With several lanes a step waits for the one with the most
-        # vision work: each keeps to the density of its pool.
-        aim = None
+        # With several lanes a step waits for the one with the most vision work: each keeps to its pool's
+        # density.
+        geometry, sizes, aim = self.spec.geometry, [held.size for held in self._pool], None
         if geometry.lanes > 1:
-            aim = sum(costs) * geometry.tokens / max(geometry.tokens, sum(map(len, self._pool)))
-        return choose(
-            self._pool,
-            geometry.tokens,
-            geometry.max_patches,
-            costs=costs,
-            max_cost=geometry.max_cost,
-            aim=aim,
-        )
+            costs = sum(size.cost for size in sizes)
+            aim = costs * geometry.tokens / max(geometry.tokens, self._pool_tokens())
+        chosen = choose(sizes, Size(geometry.tokens, geometry.max_patches, geometry.max_cost), aim)
+        documents = [self._piece(self._pool[i]) for i in chosen]
+        # From the end, so that the places of the others stay.
+        for i in reversed(chosen):
+            del self._pool[i]
+        self.steps += 1
 
-    def _taken(self, held: Held) -> Encoded:
+        # Counted as they go out, so that the counts are those of the checkpoint's step.
+        self.counts["positions"]["all"] += geometry.tokens
+        for document in documents:
+            self.counts["tokens"][document.source] += len(document)
+            if document.grids:
+                self.counts["vision_tokens"][document.source] += len(document)
+                self.counts["media_tokens"][document.source] += len(document.media_positions)
+        for name, stream in self.streams.items():
+            self.counts["documents"][name] = stream.documents
+        self.watch.note("packing")
+        batch = assemble(
+            documents,
+            tokens=geometry.tokens,
+            pad_id=self.spec.tokenizer.pad_id,
+            sources=list(self.streams),
+            patch_size=self.spec.vision.patch_size,
+            length=geometry.length,
+            factors=self.spec.loss_weights,
+        )
+        return batch, skipped
+
+    def _take_skipped(self) -> list[dict[str, Any]]:
+        """Samples left out since the last step, counted and with their place in the run."""
+        entries = []
+        place = {"stage": self.spec.geometry.stage, "lane": self.index, "step": self.steps + 1}
+        for stream in self.streams.values():
+            entries += [{**place, **entry} for entry in stream.skipped]
+            stream.skipped = []
+        # Counted here and not in the stream, so that the counts belong to the step.
+        for entry in entries:
+            self.counts["skipped"][entry["reason"]] += 1
+            self.last_skipped = entry["message"]
+        return entries
+
+    def _piece(self, held: Held) -> Encoded:
         """The piece itself; after a resume its document is read again now."""
         if held.piece is not None:
             return held.piece
         name, epoch, index, start, stop = held.reference
-        key = (name, epoch, index)
-        if key not in self._whole:
-            while len(self._whole) >= _KEPT_WHOLE:
-                self._whole.pop(next(iter(self._whole)))
-            self._whole[key] = self.streams[name].encoded(epoch, index)
-        return self._whole[key].piece(start, stop)
+        return self._whole(name, epoch, index).piece(start, stop)
 
     def _leave_out(self) -> None:
         """Pass over the ranges of `skips` that begin here: the pool goes, and every cursor moves on
         unread."""
         while self.skips and self.skips[0][0] <= self.steps:
-            first, end = self.skips.pop(0)
-            count = end - max(first, self.steps)
+            _, end = self.skips.pop(0)
+            count = end - self.steps
             if count <= 0:
                 continue
-            total = max(1, sum(row[0] for row in self.delivered.values()))
+            # Shares as they came out so far; before anything came out nothing can be told, and only the pool
+            # goes.
+            given = self.counts["tokens"]
             for name, stream in self.streams.items():
-                # shares as they came out so far; before anything came out
-                # nothing can be told, and only the pool goes
-                stream.pass_over(count * self.spec.geometry.tokens * self.delivered[name][0] / total)
-            self._pool, self._whole = [], {}
+                share = given[name] / max(1, given.total())
+                stream.pass_over(count * self.spec.geometry.tokens * share)
+            self._pool = []
             self.steps += count
-
-    def take_skipped(self) -> list[dict[str, Any]]:
-        """Samples left out since the last call, for the log."""
-        found = []
-        for stream in self.streams.values():
-            found += [
-                {"stage": self.spec.geometry.stage, "lane": self.index, "step": self.steps, **e}
-                for e in stream.noted
-            ]
-            stream.noted = []
-        return found
-
-    def assemble(self, documents: Sequence[Encoded]) -> PackedBatch:
-        """Documents as one micro-batch of this job's geometry."""
-        return assemble(
-            documents,
-            tokens=self.spec.geometry.tokens,
-            pad_id=self.spec.tokenizer.pad_id,
-            sources=list(self.streams),
-            patch_size=self.spec.vision.patch_size,
-            length=self.spec.geometry.length,
-            factors=self.spec.loss_weights,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next batch depends on, as JSON types."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "mixture": self.blend.state_dict(),
-            "pool": [held.saved() for held in self._pool],
-            "delivered": {name: list(row) for name, row in self.delivered.items()},
-            "positions": self.positions,
+            # References and sizes: enough to choose from without reading a sample.
+            "pool": [[*held.reference, *held.size] for held in self._pool],
+            "counts": {name: dict(counts) for name, counts in self.counts.items()},
+            "last_skipped": self.last_skipped,
             "steps": self.steps,
             "skips": [list(span) for span in self.skips],
         }
@@ -210,33 +417,36 @@ class Lane:
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
         self.blend.load_state_dict(state["mixture"])
-        self.delivered = {name: [int(n) for n in row] for name, row in state["delivered"].items()}
-        self.positions, self.steps = int(state["positions"]), int(state["steps"])
+        self._pool = [Held(tuple(row[:5]), Size(*row[5:])) for row in state["pool"]]
+        self.counts = {name: Counter(counts) for name, counts in state["counts"].items()}
+        self.last_skipped, self.steps = state["last_skipped"], state["steps"]
         self.skips = [list(span) for span in state["skips"]]
-        self._pool = [Held(tuple(row[:5]), int(row[5]), int(row[6]), float(row[7])) for row in state["pool"]]
-        self._whole = {}
 
 
 def add_skip(state: dict[str, Any], first: int, end: int) -> None:
     """Enter the range of steps [first, end) into a lane's state; overlapping ranges become one."""
-    if not 0 <= first < end:
-        raise DataError(f"skip of steps {first} to {end}: expected 0 <= first < end")
     spans: list[list[int]] = []
+    # Sorted by their beginnings, ranges that meet stand side by side.
     for a, b in sorted([*state["skips"], [first, end]]):
         if spans and a <= spans[-1][1]:
             spans[-1][1] = max(spans[-1][1], b)
         else:
             spans.append([a, b])
+    # What lies behind stays as it was.
     state["skips"] = [span for span in spans if span[1] > state["steps"]]
 
 
 def build_lanes(
-    spec: Spec, sources: Mapping[str, Source], states: Mapping[int, Mapping[str, Any] | None]
+    spec: Spec,
+    sources: Mapping[str, Source],
+    states: Mapping[int, Mapping[str, Any] | None],
+    watch: Watch | None = None,
 ) -> list[Lane]:
     """Lanes by index, each at its state (None: at the beginning)."""
     lanes = []
     for index, state in states.items():
-        lane = Lane(spec, sources, index)
+        # Lanes of one worker share a watch: it does one thing at a time.
+        lane = Lane(spec, sources, index, watch or Watch())
         if state is not None:
             lane.load_state_dict(state)
         lanes.append(lane)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.kernels.errors import did_you_mean
 
 VISION, TEXT = "vision", "text"
 _BLANK_LIMIT = 256
@@ -22,64 +21,45 @@ _BLANK_LIMIT = 256
 
 
 class Mixture:
-    """Weights of the named sources and the tokens each has given since the weights were last set.
-
-    Raises DataError for an unknown name, a negative weight, or weights that are all zero.
-    """
+    """Weights of the named sources and the tokens each has given since the weights were last set."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self.names = tuple(weights)
-        self.weights: dict[str, float] = {}
-        self.emitted: dict[str, int] = {}
-        self.owed: dict[str, float] = {}
+        # Tokens are counted, not documents: a long document is a large share.
+        self.weights = dict(weights)
+        self.emitted = dict.fromkeys(weights, 0)
+        self.owed = dict.fromkeys(weights, 0.0)
         """Tokens still due from the time before the weights last moved; negative: given in advance."""
-        self.set_weights(weights)
-
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """New weights from here on; a source not named gets 0. The account starts afresh."""
-        for name, weight in weights.items():
-            if name not in self.names:
-                raise DataError(
-                    f"mixture weight for {name!r}: no such source; {did_you_mean(name, self.names)}"
-                )
-            if not weight >= 0:
-                raise DataError(f"mixture weight of {name!r} is {weight}; expected 0 or more")
-        if not any(weight > 0 for weight in weights.values()):
-            raise DataError("every mixture weight is 0; give at least one source a positive weight")
-        self.weights = {name: float(weights.get(name, 0.0)) for name in self.names}
-        self.emitted = dict.fromkeys(self.names, 0)
-        self.owed = dict.fromkeys(self.names, 0.0)
 
     def move(self, weights: Mapping[str, float]) -> None:
-        """New weights of a schedule: what is owed under the old ones is carried over, so a ramp is followed
-        exactly."""
-        wanted = {name: float(weights.get(name, 0.0)) for name in self.names}
+        """New weights of a schedule, 0 for a source not named: what is owed under the old ones is carried
+        over, so a ramp is followed exactly."""
+        # Called for every piece; nothing happens while the weights stand still.
+        wanted = {name: weights.get(name, 0.0) for name in self.weights}
         if wanted == self.weights:
             return
-        owed = {name: self._due(name, share) for name, share in self.shares(self.names).items()}
-        kept = self.owed
-        self.set_weights(weights)
-        self.owed = kept | owed
+        # What a source is short of under the old weights it will get under the new ones.
+        for name, due in self._due(self.weights).items():
+            self.owed[name] = due
+        self.weights = wanted
+        self.emitted = dict.fromkeys(wanted, 0)
 
-    def shares(self, names: Collection[str]) -> dict[str, float]:
-        """Target share of each source among `names`; those with weight 0 are left out."""
-        total = sum(self.weights[name] for name in names)
-        return {
-            name: self.weights[name] / total
-            for name in self.names
-            if name in names and self.weights[name] > 0
-        }
+    def _due(self, names: Collection[str], ahead: int = 0) -> dict[str, float]:
+        """Tokens that each of `names` with a weight is short of, when they alone give.
 
-    def _due(self, name: str, share: float, names: Collection[str] | None = None, ahead: int = 0) -> float:
-        total = sum(self.emitted[other] for other in (self.names if names is None else names)) + ahead
-        return self.owed[name] + (share * total - self.emitted[name])
+        ahead: tokens about to come, so that shares count from the start."""
+        # In the order of the recipe, never of a set: the last bit of a sum decides between equals.
+        able = [name for name in self.weights if name in names and self.weights[name] > 0]
+        weights = sum(self.weights[name] for name in able)
+        total = sum(self.emitted[name] for name in able) + ahead
+        due = {}
+        for name in able:
+            due[name] = self.owed[name] + (self.weights[name] / weights * total - self.emitted[name])
+        return due
 
     def pick(self, available: Collection[str]) -> str | None:
         """The source furthest below its share among those that can still give; None when there is none."""
-        shares = self.shares(available)
-        if not shares:
-            return None
-        return max(shares, key=lambda name: self._due(name, shares[name], shares, ahead=1))
+        due = self._due(available, ahead=1)
+        return max(due, key=due.__getitem__, default=None)
 
     def add(self, name: str, tokens: int) -> None:
         """Enter `tokens` given by `name` into the account."""
@@ -91,9 +71,9 @@ class Mixture:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        self.set_weights(state["weights"])
-        self.emitted.update(state["emitted"])
-        self.owed.update(state.get("owed", {}))
+        # The weights, too: those in force are part of where the account stands.
+        for name in ("weights", "emitted", "owed"):
+            setattr(self, name, dict(state[name]))
 
 
 @dataclass(frozen=True)
@@ -110,67 +90,59 @@ class Point:
     linear: bool = False
 
 
+Track = list[tuple[float, Mapping[str, float], bool]]
+
+
 class Schedule:
     """Weights and vision share as functions of the step of a stage.
 
     Args:
-        points: in the order of their steps; the first stands at step 0. Without a vision share the weights
-        alone
-            decide.
+        points: in the order of their steps; the first stands at step 0 and names where every ramp begins
+            (the recipe's schema sees to it). Without a vision share the weights alone decide.
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
-        steps = [point.step for point in points]
-        if not points or steps[0] != 0 or steps != sorted(steps):
-            raise DataError(f"mixture schedule with points at steps {steps}: begin at 0 and go up")
-        for point in points:
-            if point.vision_share is not None and not 0 <= point.vision_share <= 1:
-                raise DataError(f"vision_share {point.vision_share} at step {point.step:g}: expected 0 to 1")
         self.points = tuple(points)
-        self._weights = [(p.step, _shares(p.weights), p.linear) for p in points if p.weights is not None]
-        self._vision = [
-            (p.step, {VISION: p.vision_share}, p.linear) for p in points if p.vision_share is not None
-        ]
-        for name, track in (("weights", self._weights), ("vision_share", self._vision)):
-            if track and track[0][2]:
-                raise DataError(
-                    f"mixture schedule: the first {name} cannot be a linear ramp; name where it starts"
-                )
+        self._weights: Track = []
+        self._vision: Track = []
+        for point in points:
+            if point.weights is not None:
+                # Shares rather than weights: a ramp from 1:1 to 30:10 is one of shares.
+                total = sum(point.weights.values())
+                shares = {name: weight / total for name, weight in point.weights.items()}
+                self._weights.append((point.step, shares, point.linear))
+            if point.vision_share is not None:
+                self._vision.append((point.step, {VISION: point.vision_share}, point.linear))
 
     @property
-    def has_vision_share(self) -> bool:
+    def steers_vision(self) -> bool:
         """Whether a vision share is in force at any step."""
         return bool(self._vision)
 
-    def weights(self, step: float) -> dict[str, float] | None:
+    def weights(self, step: float) -> Mapping[str, float] | None:
         """Shares of the sources at `step`; None when the schedule names none."""
         return _at(self._weights, step)
 
     def vision_share(self, step: float) -> float | None:
         """Share of tokens in documents with a picture at `step`; None when the weights alone decide."""
-        found = _at(self._vision, step)
-        return None if found is None else found[VISION]
+        value = _at(self._vision, step)
+        return None if value is None else value[VISION]
 
 
-def _shares(weights: Mapping[str, float]) -> dict[str, float]:
-    total = sum(weights.values())
-    if not total > 0 or any(weight < 0 for weight in weights.values()):
-        raise DataError(f"mixture weights {dict(weights)}: expected 0 or more each, and not all 0")
-    return {name: weight / total for name, weight in weights.items()}
-
-
-def _at(track: Sequence[tuple[float, dict[str, float], bool]], step: float) -> dict[str, float] | None:
+def _at(track: Track, step: float) -> Mapping[str, float] | None:
     """The value of a track at `step`: the newest point's, or between two points when the next is a linear
     ramp."""
-    now = None
-    for (start, value, _), following in zip(track, [*track[1:], None]):
-        if step < start:
+    now, since = None, 0.0
+    for start, value, linear in track:
+        if start <= step:
+            now, since = value, start
+        elif linear and now is not None:
+            # Between two points: names of either side fade in or out.
+            u = (step - since) / (start - since)
+            names = [*now, *(name for name in value if name not in now)]
+            return {name: (1 - u) * now.get(name, 0.0) + u * value.get(name, 0.0) for name in names}
+        else:
             break
-        now = value
-        if following is not None and following[2] and start <= step < following[0]:
-            u = (step - start) / (following[0] - start)
-            names = [*value, *(name for name in following[1] if name not in value)]
-            now = {name: (1 - u) * value.get(name, 0.0) + u * following[1].get(name, 0.0) for name in names}
     return now
 
 
@@ -180,30 +152,29 @@ class Blend:
     A document is vision when it holds a picture: the account goes by what came, not by what the source is
     called. When vision is behind, a source of `vision` gives the next document, else one of the others; the
     weights decide within.
+
+    Raises DataError for a vision share that no source can give, before any work is done.
     """
 
     def __init__(
         self, weights: Mapping[str, float], vision: Collection[str], schedule: Schedule | None = None
     ) -> None:
         self.sources = Mixture(weights)
-        self.vision, self.schedule = frozenset(vision), schedule
         self.kinds = Mixture({VISION: 1.0, TEXT: 1.0})
+        self.vision, self.schedule = frozenset(vision), schedule
         self._blank = 0
         if schedule is not None:
-            for (
-                point
-            ) in schedule.points:  # unknown names and impossible shares are told before any work is done
-                at = schedule.weights(point.step) or dict(self.sources.weights)
-                Mixture(dict.fromkeys(self.sources.names, 1.0)).set_weights(at)
-                self._check(at, schedule.vision_share(point.step))
+            for point in schedule.points:
+                self._check(schedule.weights(point.step) or weights, schedule.vision_share(point.step))
 
     def _check(self, weights: Mapping[str, float], share: float | None) -> None:
-        named = {name for name, weight in weights.items() if weight > 0}
+        # Weights alone decide, and those may be anything.
         if share is None:
             return
+        able = {name for name, weight in weights.items() if weight > 0}
         for kind, wanted, names in (
-            (VISION, share, named & self.vision),
-            (TEXT, 1 - share, named - self.vision),
+            (VISION, share, able & self.vision),
+            (TEXT, 1 - share, able - self.vision),
         ):
             if wanted and not names:
                 raise DataError(
@@ -221,6 +192,8 @@ class Blend:
             self.sources.move(weights)
         if share is None:
             return self.sources.pick(available)
+
+        # First the kind of document that is behind, then the source within the kind.
         self.kinds.move({VISION: share, TEXT: 1 - share})
         live = {name for name in available if self.sources.weights[name] > 0}
         groups = {VISION: live & self.vision, TEXT: live - self.vision}
@@ -234,8 +207,9 @@ class Blend:
         self.kinds.add(VISION if has_picture else TEXT, tokens)
         if self.schedule is None or name not in self.vision:
             return
+        # Without an end to it, such sources would be asked for ever and text never come.
         self._blank = 0 if has_picture else self._blank + 1
-        if self._blank > _BLANK_LIMIT and self.schedule.has_vision_share:
+        if self._blank > _BLANK_LIMIT and self.schedule.steers_vision:
             raise DataError(
                 f"{self._blank} documents in a row from sources of pictures (last: {name!r}) hold none, so"
                 " vision_share cannot be reached; set vision = false for sources of text"
@@ -249,4 +223,4 @@ class Blend:
         """Continue where `state_dict` was taken."""
         self.sources.load_state_dict(state["sources"])
         self.kinds.load_state_dict(state["kinds"])
-        self._blank = int(state["blank"])
+        self._blank = state["blank"]

@@ -9,6 +9,7 @@ _MASK = (1 << 64) - 1
 
 def digest64(*parts: object) -> int:
     """64 bits of SHA-256 over the parts; the same on every machine and in every process."""
+    # A separator that no name holds, so that ("ab", "c") is not ("a", "bc").
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
@@ -38,6 +39,7 @@ class Permutation:
         if size < 1:
             raise ValueError(f"Permutation: size {size}, expected at least 1")
         self.size = size
+        # Both halves of equal width: the domain is at most four times the size.
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
         seed = digest64("permutation", size, *key)
         self._keys = [_mix(seed, (i + 1) * 0x9E3779B97F4A7C15) for i in range(6)]
@@ -47,6 +49,7 @@ class Permutation:
             raise IndexError(f"position {position} of a permutation of {self.size}")
         mask = (1 << self._half) - 1
         value = position
+        # Cycle walking: values out of range are mapped again until one falls in; twice on average.
         while True:
             left, right = value >> self._half, value & mask
             for key in self._keys:

@@ -5,10 +5,10 @@ Legend: T positions of one micro-batch, P patches, p patch side in pixels, M med
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ IGNORED = -100
 """Label of a position that is not trained."""
 EXACT = 2048
 """Positions that are filled by an exact subset sum."""
+CANDIDATES = 96
+"""Documents that the exact sum chooses from."""
+LOOKAHEAD = 4
+"""Micro-batches of documents that a finite stream is packed from."""
 
 
 @dataclass
@@ -66,17 +70,14 @@ class PackedBatch:
         """P."""
         return self.patches.shape[0]
 
-    @property
-    def fill(self) -> float:
-        """Share of the positions that hold data."""
-        return self.num_tokens / max(1, self.ids.shape[0])
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """The same batch with its tensors on `device`."""
-        names = ("ids", "labels", "loss_weights", "patches", "media_positions", "source_ids", "has_image")
-        return replace(
-            self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
-        )
+        # Every tensor it has, so that a new field is not forgotten here.
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=non_blocking)
+        return replace(self, **moved)
 
 
 def assemble(
@@ -96,132 +97,157 @@ def assemble(
 
     Raises ValueError when the documents do not fit.
     """
-    used = sum(len(document) for document in documents)
-    if used > tokens:
+    # One concatenation a column: a loop over slices took as long as decoding.
+    lengths = [len(document) for document in documents]
+    filler = tokens - sum(lengths)
+    if filler < 0:
         raise ValueError(
-            f"assemble: {len(documents)} documents of {used} tokens do not fit in {tokens} positions"
+            f"assemble: {len(documents)} documents of {sum(lengths)} tokens do not fit in {tokens} positions"
         )
-    ids = torch.full((tokens,), pad_id, dtype=torch.int64)
-    labels = torch.full((tokens,), IGNORED, dtype=torch.int64)
-    weights = torch.zeros(tokens, dtype=torch.float32)
-    source_ids = torch.full((tokens,), -1, dtype=torch.int32)
-    has_image = torch.zeros(tokens, dtype=torch.bool)
-    index = {name: i for i, name in enumerate(sources)}
-    media, lengths, at = [], [], 0
-    for document in documents:
-        stop = at + len(document)
-        ids[at:stop] = document.ids
-        weights[at : stop - 1] = document.loss_weights[1:] * (factors or {}).get(document.source, 1.0)
-        labels[at : stop - 1] = torch.where(document.loss_weights[1:] > 0, document.ids[1:], IGNORED)
-        source_ids[at:stop] = index[document.source]
-        if document.grids:
-            has_image[at:stop] = True
-            media.append(document.media_positions + at)
-        lengths.append(len(document))
-        at = stop
-    patches = [document.patches for document in documents if document.patches is not None]
+    starts = [0, *accumulate(lengths)]
+    counts = torch.tensor([*lengths, filler])
+    index, factors = list(sources), factors or {}
+
+    # Weight t is that of predicting token t + 1; a document's first token is predicted by nobody.
+    ids_T = torch.cat([*(document.ids for document in documents), torch.full((filler,), pad_id)])
+    learned_T = torch.cat([*(document.loss_weights for document in documents), torch.zeros(filler)])
+    learned_T[starts[:-1]] = 0
+    learned_T = learned_T.roll(-1)
+    factor = torch.tensor([*(factors.get(document.source, 1.0) for document in documents), 0.0])
+    weights_T = learned_T * factor.repeat_interleave(counts)
+
+    source = torch.tensor([*(index.index(document.source) for document in documents), -1], dtype=torch.int32)
+    has_image = torch.tensor([*(bool(document.grids) for document in documents), False])
+    # Empty ones in front, since there may be none at all.
+    patches = [torch.empty(0, 3, patch_size, patch_size, dtype=torch.uint8)]
+    patches += [document.patches for document in documents if document.patches is not None]
+    media = [torch.empty(0, dtype=torch.int64)]
+    media += [document.media_positions + start for document, start in zip(documents, starts)]
+    # Filler is in documents of its own, none longer than a real one: kernels plan by the longest.
+    whole, rest = divmod(filler, length or tokens)
     return PackedBatch(
-        ids=ids,
-        labels=labels,
-        loss_weights=weights,
-        segments=Segments.from_lengths(lengths + _filler(tokens - used, length or tokens)),
-        patches=torch.cat(patches)
-        if patches
-        else torch.empty(0, 3, patch_size, patch_size, dtype=torch.uint8),
+        ids=ids_T,
+        labels=torch.where(learned_T > 0, ids_T.roll(-1), IGNORED),
+        loss_weights=weights_T,
+        segments=Segments.from_lengths(lengths + [length or tokens] * whole + [rest] * (rest > 0)),
+        patches=torch.cat(patches),
         grids=[grid for document in documents for grid in document.grids],
-        media_positions=torch.cat(media) if media else torch.empty(0, dtype=torch.int64),
-        source_ids=source_ids,
-        sources=list(sources),
-        has_image=has_image,
+        media_positions=torch.cat(media),
+        source_ids=source.repeat_interleave(counts),
+        sources=index,
+        has_image=has_image.repeat_interleave(counts),
         keys=[f"{document.source}:{document.key}" for document in documents],
-        num_filler=tokens - used,
-        num_loss_weight=float(weights.sum()),
+        num_filler=filler,
+        num_loss_weight=float(weights_T.sum()),
     )
 
 
-def _filler(count: int, length: int) -> list[int]:
-    whole, rest = divmod(count, length)
-    return [length] * whole + ([rest] if rest else [])
-
-
-class Sized(Protocol):
+class Size(NamedTuple):
     """What the packer needs to know of a document."""
 
-    def __len__(self) -> int: ...
+    tokens: int
+    patches: int = 0
+    cost: float = 0.0
+    """Vision FLOPs (balance.VisionCost)."""
 
-    @property
-    def num_patches(self) -> int: ...
+
+class _Room:
+    """What is left of three budgets while documents are taken."""
+
+    def __init__(self, sizes: Sequence[Size], budget: Size) -> None:
+        self.sizes = sizes
+        self.tokens, self.patches, self.cost = budget
+
+    def fits(self, i: int) -> bool:
+        size = self.sizes[i]
+        return size.tokens <= self.tokens and size.patches <= self.patches and size.cost <= self.cost
+
+    def take(self, i: int) -> bool:
+        """Whether document `i` fits; then it takes its part."""
+        if not self.fits(i):
+            return False
+        self.tokens -= self.sizes[i].tokens
+        self.patches -= self.sizes[i].patches
+        self.cost -= self.sizes[i].cost
+        return True
+
+    def best(self, candidates: Sequence[int]) -> list[int]:
+        """The candidates whose tokens fill what is left best, whatever else they need."""
+        return [candidates[i] for i in _subset_sum([self.sizes[i].tokens for i in candidates], self.tokens)]
 
 
-def choose(
-    pool: Sequence[Sized],
-    tokens: int,
-    max_patches: int,
-    *,
-    costs: Sequence[float] | None = None,
-    max_cost: float = math.inf,
-    aim: float | None = None,
-    candidates: int = 96,
-) -> list[int]:
-    """Indices of the pool documents that share the next micro-batch, oldest first: a knapsack of three
-    budgets.
+def choose(sizes: Sequence[Size], budget: Size, aim: float | None = None) -> list[int]:
+    """Indices of the documents, oldest first, that share the next micro-batch: a knapsack of three budgets.
 
     The oldest documents that fit are taken down to a rest of at most 2,048 positions (and at most half), so
-    nothing waits for ever; the rest is an exact subset sum over the next `candidates` documents (a bit set in
-    a Python integer: bit s says that s tokens can be reached). Where that selection breaks a budget,
-    documents with pictures come longest first as far as they fit, and the exact sum goes over those without.
+    nothing waits for ever; the rest is an exact subset sum over the next 96 documents (a bit set in a Python
+    integer: bit s says that s tokens can be reached). Where that selection breaks a budget, documents with
+    pictures come longest first as far as they fit, and the exact sum goes over those without.
 
-    costs: vision FLOPs of every document (balance.VisionCost), at most `max_cost` together. aim: cost the
-    micro-batch should come to; rich and poor documents then take turns, oldest first in each, so that
-    micro-batches of equal aim cost about the same.
+    aim: cost the micro-batch should come to; rich and poor documents then take turns, oldest first in each,
+    so that micro-batches of equal aim cost about the same.
     """
-    spent = costs or [0.0] * len(pool)
-    lengths = [len(document) for document in pool]
+    # Oldest first, so that nothing waits for ever.
+    room = _Room(sizes, budget)
+    order: Sequence[int] = range(len(sizes))
+    if aim is not None and sizes:
+        order = _steer(sizes, aim / budget.tokens)
+
     chosen: list[int] = []
-    room, patches, cost = tokens, max_patches, max_cost
     rest: list[int] = []
-    order = range(len(pool)) if aim is None or not pool else _steer(lengths, spent, aim / tokens)
     for i in order:
-        fits = lengths[i] <= room and pool[i].num_patches <= patches and spent[i] <= cost
-        if room > min(tokens // 2, EXACT) and fits:
+        if room.tokens > min(budget.tokens // 2, EXACT) and room.take(i):
             chosen.append(i)
-            room, patches, cost = room - lengths[i], patches - pool[i].num_patches, cost - spent[i]
         else:
             rest.append(i)
-    rest = [i for i in rest if lengths[i] <= room and pool[i].num_patches <= patches and spent[i] <= cost]
-    rest = rest[:candidates]
-    extra = [rest[i] for i in _subset_sum([lengths[i] for i in rest], room)]
-    if sum(pool[i].num_patches for i in extra) > patches or sum(spent[i] for i in extra) > cost:
-        extra = _within(rest, pool, spent, (room, patches, cost))
+
+    # An exact sum over all of a large pool would take as long as a training step.
+    rest = [i for i in rest if room.fits(i)][:CANDIDATES]
+    extra = room.best(rest)
+    patches, cost = sum(sizes[i].patches for i in extra), sum(sizes[i].cost for i in extra)
+    if patches > room.patches or cost > room.cost:
+        pictures = [i for i in rest if sizes[i].patches]
+        pictures.sort(key=lambda i: (-sizes[i].tokens, i))
+        extra = [i for i in pictures if room.take(i)]
+        extra += room.best([i for i in rest if not sizes[i].patches])
     return sorted(chosen + extra)
 
 
-def _steer(lengths: Sequence[int], costs: Sequence[float], per_token: float) -> list[int]:
+def _steer(sizes: Sequence[Size], per_token: float) -> list[int]:
     """All documents, the oldest first, in an order in which the first s tokens cost about per_token * s.
 
     Those with pictures and those without each keep their order.
     """
-    order, used, spent = [0], lengths[0], costs[0]
-    rich = [i for i in range(len(lengths) - 1, 0, -1) if costs[i] > 0]
-    poor = [i for i in range(len(lengths) - 1, 0, -1) if not costs[i] > 0]
+    # The oldest document comes first whatever it costs.
+    order, used, spent = [0], sizes[0].tokens, sizes[0].cost
+    newest_first = range(len(sizes) - 1, 0, -1)
+    rich = [i for i in newest_first if sizes[i].cost > 0]
+    poor = [i for i in newest_first if not sizes[i].cost > 0]
+
+    def miss(tail: list[int]) -> float:
+        size = sizes[tail[-1]]
+        return abs(spent + size.cost - per_token * (used + size.tokens))
+
     while rich or poor:
-        # whichever leaves the cost nearer to the line; a long text comes when pictures are half of it ahead
-        tails = [tail for tail in (rich, poor) if tail]
-        miss = [abs(spent + costs[tail[-1]] - per_token * (used + lengths[tail[-1]])) for tail in tails]
-        order.append(tails[miss.index(min(miss))].pop())
-        used, spent = used + lengths[order[-1]], spent + costs[order[-1]]
+        # Whichever leaves the cost nearer to the line; a long text comes when pictures are half of it ahead.
+        tail = min((tail for tail in (rich, poor) if tail), key=miss)
+        order.append(tail.pop())
+        used, spent = used + sizes[order[-1]].tokens, spent + sizes[order[-1]].cost
     return order
 
 
 def _subset_sum(lengths: Sequence[int], room: int) -> list[int]:
     """Positions whose lengths sum as near to `room` as possible without going over; early ones are
     preferred."""
+    # One integer holds every sum that can be reached; a shift adds a length to all of them.
     mask = (1 << (room + 1)) - 1
     reach = [1]
     for length in lengths:
         reach.append((reach[-1] | (reach[-1] << length)) & mask)
         if reach[-1] >> room:
             break
+
+    # Backwards: a length was taken where the sum cannot be reached without it.
     total = reach[-1].bit_length() - 1
     taken = []
     for i in range(len(reach) - 2, -1, -1):
@@ -229,21 +255,6 @@ def _subset_sum(lengths: Sequence[int], room: int) -> list[int]:
             taken.append(i)
             total -= lengths[i]
     return taken[::-1]
-
-
-def _within(
-    rest: Sequence[int], pool: Sequence[Sized], costs: Sequence[float], left: tuple[int, int, float]
-) -> list[int]:
-    """Documents with pictures, longest first, as far as (tokens, patches, cost) of `left` allow; then exact
-    over text."""
-    room, patches, cost = left
-    taken = []
-    for i in sorted((i for i in rest if pool[i].num_patches), key=lambda i: (-len(pool[i]), i)):
-        if len(pool[i]) <= room and pool[i].num_patches <= patches and costs[i] <= cost:
-            taken.append(i)
-            room, patches, cost = room - len(pool[i]), patches - pool[i].num_patches, cost - costs[i]
-    text = [i for i in rest if not pool[i].num_patches]
-    return taken + [text[i] for i in _subset_sum([len(pool[i]) for i in text], room)]
 
 
 def pack_all(
@@ -255,29 +266,25 @@ def pack_all(
     sources: Sequence[str],
     patch_size: int,
     length: int | None = None,
-    lookahead: int = 4,
 ) -> Iterator[PackedBatch]:
     """Pack a finite stream of documents (each at most `tokens` long, within `max_patches`): every one exactly
     once."""
     pool: list[Encoded] = []
-    stream = iter(documents)
-    done = False
-    while pool or not done:
-        while not done and sum(map(len, pool)) < lookahead * tokens:
-            document = next(stream, None)
-            if document is None:
-                done = True
-            else:
-                pool.append(document)
+    stream: Iterator[Encoded | None] = iter(documents)
+    document: Encoded | None
+    while True:
+        while sum(map(len, pool)) < LOOKAHEAD * tokens and (document := next(stream, None)) is not None:
+            pool.append(document)
         if not pool:
             return
-        chosen = choose(pool, tokens, max_patches)
+        # Evaluation has no ranks to balance: costs do not count.
+        sizes = [Size(len(document), document.num_patches) for document in pool]
+        chosen = choose(sizes, Size(tokens, max_patches))
         if not chosen:
             raise ValueError(
                 f"pack_all: {pool[0].key} of {len(pool[0])} tokens fits no batch of {tokens} positions"
             )
-        batch = [pool[i] for i in chosen]
-        pool = [document for i, document in enumerate(pool) if i not in set(chosen)]
+        batch = [pool.pop(i) for i in reversed(chosen)][::-1]
         yield assemble(
             batch, tokens=tokens, pad_id=pad_id, sources=sources, patch_size=patch_size, length=length
         )

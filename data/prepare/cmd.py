@@ -29,9 +29,10 @@ from earlyfusion.data.decode_config import MOST_PIXELS, DecodeConfig
 from earlyfusion.data.errors import DataError, told
 from earlyfusion.data.formats.build import BUILDERS
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.prepare.inputs import Input, InputOptions, open_input
+from earlyfusion.data.prepare.inputs import Input, open_input
+from earlyfusion.data.prepare.rows import InputOptions
 from earlyfusion.data.prepare.work import Job, Outcome, Worker, open_tokenizer, start_worker, work
-from earlyfusion.data.prepare.write import SKIPPED, ShardSet, verify
+from earlyfusion.data.prepare.write import SKIPPED, ShardSet, fault_of
 from earlyfusion.data.shards.fetch import MANIFEST, read_manifest
 from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import did_you_mean, one_line
@@ -41,7 +42,7 @@ from earlyfusion.vision.config import PRESETS
 CHUNK = 32
 """Items of one task of a worker."""
 STATE = ".prepare.json"
-_LAYOUT = 2
+_LAYOUT = 3
 """Part of what finished shards are recognised by: raise it when they would be written otherwise."""
 FORMATS = ("auto", *BUILDERS)
 
@@ -64,12 +65,9 @@ def prepare(
     format: Annotated[
         str, typer.Option(metavar="NAME", help=f"what the samples are: {', '.join(FORMATS)}")
     ] = "auto",
-    check: Annotated[
-        Literal["full", "fast"],
-        typer.Option(help="full: decode everything as training will; fast: headers"),
-    ] = "full",
     dedup: Annotated[
-        Literal["sample", "media", "none"], typer.Option(help="same content of all members, or of media")
+        Literal["sample", "none"],
+        typer.Option(help="leave out what has the content of an item before, or keep it"),
     ] = "sample",
     image_field: Annotated[
         str | None, typer.Option(metavar="NAME", help="field of a row with the path of a picture or video")
@@ -84,7 +82,6 @@ def prepare(
         str | None, typer.Option(metavar="NAME", help="field of a row with its answer")
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="split of a dataset on disk")] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=0, help="only the first N items")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="PATH", help="tokenizer that counts; without one the embedded one")
     ] = None,
@@ -139,38 +136,32 @@ def prepare(
         return
     if source is None:
         raise DataError("prepare: name a source, or --verify to recheck --out")
+    # Before anything is opened: a typing error should not cost a scan of the folder.
     for name, given, known in (("format", format, FORMATS), ("vision", vision, PRESETS)):
         if given not in known:
             raise DataError(f"--{name} {given}: {did_you_mean(given, known)}")
 
     # What is read, and what the result depends on: the number of workers is no part of it.
     fields = InputOptions(image_field, text_field, split, question_field, answer_field)
-    job = Job(source, fields, format, check, dedup, tokenizer, vision, max_pixels)
+    job = Job(source, fields, format, tokenizer, vision, max_pixels)
     opened = _opened(job)
-    items = len(opened) if limit is None else min(len(opened), limit)
     words = open_tokenizer(tokenizer).hash
-    how = (items, fields, format, check, dedup, vision, max_pixels, words, shard_mb, shard_samples)
+    how = (fields, format, dedup, vision, max_pixels, words, shard_mb, shard_samples)
     identity = f"{digest64(_LAYOUT, opened.fingerprint(), *how):016x}"
-    about = {
-        "tokenizer": words,
-        "source": Path(source).name,
-        "check": check,
-        "format": format if format != "auto" else opened.form,
-        "vision": vision,
-        "dedup": dedup,
-    }
+    about = {"tokenizer": words, "source": Path(source).name, "format": opened.form, "vision": vision}
+    if format != "auto":
+        about["format"] = format
 
+    # From here on nobody else writes in the folder.
     with _owned(out, identity, overwrite):
         manifest = read_manifest(str(out))
         if manifest is not None:
             console.print(f"{out} is already prepared from this source; --verify rechecks it", soft_wrap=True)
         else:
-            shards = ShardSet(
-                out, max_bytes=int(shard_mb * 1e6), max_samples=shard_samples, dedup=dedup != "none"
-            )
+            shards = ShardSet(out, int(shard_mb * 1e6), shard_samples, dedup == "sample")
             try:
-                _fill(shards, job, items, workers, console)
-                manifest = shards.finish(items, about)
+                _fill(shards, job, len(opened), workers, console)
+                manifest = shards.finish(len(opened), about)
             except OSError as error:
                 shards.abandon()
                 raise DataError(
@@ -194,6 +185,7 @@ def _opened(job: Job) -> Input:
 @contextmanager
 def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
     """The folder `out`, locked against a second run, and known to belong to this preparation."""
+    # The lock ends with the process, so that a kill leaves nothing to clean up.
     out.mkdir(parents=True, exist_ok=True)
     with (out / ".lock").open("w") as lock:
         try:
@@ -218,70 +210,63 @@ def _owned(out: Path, identity: str, overwrite: bool) -> Iterator[None]:
                 )
             for path in others:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Written before the first shard: what stands there is then known to be ours.
         write_json(state, {"identity": identity})
         yield
 
 
 def _fill(shards: ShardSet, job: Job, items: int, workers: int, console: Console) -> None:
     """Write every item that is not yet in a finished shard, with a bar of the way."""
+    # The same command goes on where it was stopped.
     if shards.next_item:
         kept = counted(len(shards.entries), "finished shard")
         console.print(f"going on at item {shards.next_item}: {kept} kept", soft_wrap=True)
     if shards.finished:
         return
 
-    used = skipped = 0
+    # Told once with a count, not once for each item.
     notes = Counter[str]()
-    columns = (
-        *Progress.get_default_columns(),
-        TextColumn("{task.completed}/{task.total} {task.fields[rate]}"),
-    )
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("preparing", total=items, completed=shards.next_item, rate="")
+        task = bar.add_task("preparing", total=items, completed=shards.next_item)
         for outcome in _outcomes(job, shards.next_item, items, workers):
-            stored = shards.add(outcome)
-            notes.update([outcome.note] if outcome.note and stored else [])
-            used, skipped = used + outcome.size * stored, skipped + (not stored)
-            if (outcome.number + 1) % CHUNK == 0 or outcome.number + 1 == items:
-                speed = used / 1e6 / max(1e-6, bar.tasks[task].elapsed or 0)
-                rate = f"{counted(len(shards.entries) + 1, 'shard')}, {skipped} left out, {speed:.1f} MB/s"
-                bar.update(task, completed=outcome.number + 1, rate=rate)
+            if shards.add(outcome) and outcome.note:
+                notes[outcome.note] += 1
+            bar.advance(task)
     for note, count in notes.items():
         console.print(f"{counted(count, 'item')}: {note}", soft_wrap=True, markup=False)
 
 
 def _outcomes(job: Job, start: int, items: int, workers: int) -> Iterator[Outcome]:
     """Outcomes in order; a bounded number of tasks is under way, so that memory does not grow."""
-    ranges = [(first, min(first + CHUNK, items)) for first in range(start, items, CHUNK)]
-    if workers == 1 or len(ranges) < 2:
+    # Few items are done before a process has started.
+    tasks = [range(first, min(first + CHUNK, items)) for first in range(start, items, CHUNK)]
+    if workers == 1 or len(tasks) < 2:
         worker = Worker(job)
-        for first, last in ranges:
-            yield from worker.outcomes(first, last)
+        yield from map(worker.outcome, range(start, items))
         return
 
+    # A fork would copy the locks of torch's threads; spawn would import torch once a worker.
     context = get_context("forkserver")
     context.set_forkserver_preload(["earlyfusion.data.prepare.work"])
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(job,))
-    waiting: deque[tuple[int, int, Future[list[Outcome]]]] = deque()
+    waiting: deque[tuple[range, Future[list[Outcome]]]] = deque()
     try:
-        for first, last in ranges:
-            waiting.append((first, last, pool.submit(work, first, last)))
-            if len(waiting) > 3 * workers:
-                yield from _result(*waiting.popleft())
-        while waiting:
-            yield from _result(*waiting.popleft())
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _result(first: int, last: int, future: Future[list[Outcome]]) -> list[Outcome]:
-    try:
-        return future.result()
+        while tasks or waiting:
+            # Results are taken in order, so a slow item holds up what comes after it.
+            while tasks and len(waiting) <= 3 * workers:
+                numbers = tasks.pop(0)
+                waiting.append((numbers, pool.submit(work, numbers)))
+            numbers, future = waiting.popleft()
+            yield from future.result()
     except BrokenProcessPool:
         raise DataError(
-            f"a worker died (out of memory, or a crash in a decoder) at or after items {first} to {last - 1};"
-            " run the same command again to go on, with --workers 1 to see it happen"
+            "a worker died (out of memory, or a crash in a decoder) at or after items"
+            f" {numbers.start} to {numbers.stop - 1}; run the same command again to go on, with --workers 1"
+            " to see it happen"
         ) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def counted(count: int, what: str) -> str:
@@ -294,7 +279,11 @@ def _recheck(out: Path, console: Console) -> None:
     if manifest is None:
         raise DataError(f"{out}: no {MANIFEST} of a preparation; name the folder given to prepare --out")
     shards = manifest["shards"]
-    faults = [f"{name}: {fault}" for name, fault in verify(out, shards)]
+    faults = []
+    for entry in shards:
+        fault = fault_of(out / entry["name"], entry)
+        if fault:
+            faults.append(f"{entry['name']}: {fault}")
     if faults:
         raise DataError(f"{len(faults)} of {len(shards)} shards are damaged: {'; '.join(faults)}")
     sizes = f"{counted(len(shards), 'shard')}, {counted(manifest['samples'], 'sample')}"
@@ -302,6 +291,7 @@ def _recheck(out: Path, console: Console) -> None:
 
 
 def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
+    # What one wants to know of a new data set before training on it.
     table = Table(title=str(out), show_header=False)
     table.add_row("samples", f"{manifest['samples']:,} of {manifest['items']:,} items")
     table.add_row("shards", f"{len(manifest['shards'])}, {manifest['bytes'] / 1e6:,.1f} MB")
@@ -311,6 +301,7 @@ def _report(out: Path, manifest: dict[str, Any], console: Console) -> None:
     table.add_row("left out", told(Counter(manifest["skipped"])) or "nothing")
     print_table(console, table)
 
+    # An example tells more than a count of reasons.
     if manifest["skipped"] and (lines := (out / SKIPPED).read_text("ascii").splitlines()):
         first = json.loads(lines[0])
         text = f"the first left out, {first['from']}: {first['message']} (all in {out / SKIPPED})"

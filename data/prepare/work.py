@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+import torch
+
 from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import BadSample, one_sample
 from earlyfusion.data.formats.build import build, describe
 from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, Group, ending
-from earlyfusion.data.formats.regions import picture_size
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.inputs import InputOptions, open_input
-from earlyfusion.data.sample import Image, Sample, Text
+from earlyfusion.data.prepare.inputs import open_input
+from earlyfusion.data.prepare.rows import InputOptions
+from earlyfusion.data.sample import Sample
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import grid_of, navit_size, num_patches, num_tokens
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Job:
     source: str
     input: InputOptions
     format: str = "auto"
-    check: str = "full"
-    dedup: str = "sample"
     tokenizer: str | None = None
     vision: str = "moonvit_v2"
     max_pixels: int = DecodeConfig().max_pixels
@@ -60,9 +59,23 @@ class Outcome:
     reads"""
 
     @property
+    def key(self) -> str:
+        """Key of the item: its number, so that keys are unique and in order, and a readable rest of its
+        name."""
+        return key_of(self.number, self.origin)
+
+    @property
     def size(self) -> int:
         """Bytes of all members."""
         return sum(map(len, self.members.values()))
+
+
+def key_of(number: int, origin: str) -> str:
+    """See `Outcome.key`."""
+    # A dot in a key would be taken for the start of the extension.
+    stem = re.sub(r"\.[A-Za-z0-9]{1,5}(?=$|:)", "", origin.rpartition("/")[2])
+    name = re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_")[:48]
+    return f"{number:09d}_{name}".rstrip("_")
 
 
 def open_tokenizer(path: str | None) -> Tokenizer:
@@ -76,6 +89,7 @@ QUESTIONS = ("question", "prompt", "instruction", "query", "answer", "response")
 
 def note_of(group: Group, form: str, entry: dict[str, Any] | None) -> str:
     """What of an item is not taken although it looks as if it were meant to be; "" where nothing is."""
+    # Two readings of one item: the reader should know which was taken.
     source = group.first(CODE)
     if source is not None and form == "caption":
         return (
@@ -87,84 +101,55 @@ def note_of(group: Group, form: str, entry: dict[str, Any] | None) -> str:
             f"a text with .{ending(source)} and no picture: the text alone is taken (draw the source as a"
             " .png beside it)"
         )
-    unread = (
-        [name for name in QUESTIONS if name in (entry or {})] if form in ("caption", "text", "video") else []
-    )
-    if unread:
-        return f"{form} without the field {unread[0]!r}: ask it with --question-field and --answer-field"
+    unread = next((name for name in QUESTIONS if name in (entry or {})), None)
+    if unread is not None and form in ("caption", "text", "video"):
+        return f"{form} without the field {unread!r}: ask it with --question-field and --answer-field"
     return ""
-
-
-def key_of(number: int, origin: str) -> str:
-    """Key of an item: its number, so that keys are unique and in order, and a readable rest of its name."""
-    stem = re.sub(r"\.[A-Za-z0-9]{1,5}(?=$|:)", "", origin.rpartition("/")[2])
-    name = re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_")[:48]
-    return f"{number:09d}_{name}" if name else f"{number:09d}"
 
 
 class Worker:
     """Reads ranges of items. The same job gives the same outcomes in every process."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
         self.input = open_input(job.source, job.input)
-        self.options = ShardsOptions.model_validate(
-            {"format": job.format if job.format != "auto" else self.input.form}
-        )
+        # A folder that was prepared before keeps the format it was given.
+        form = self.input.form
+        if job.format != "auto":
+            form = job.format
+        self.options = ShardsOptions.model_validate({"format": form})
         self.tokenizer = open_tokenizer(job.tokenizer)
         self.vision = VisionConfig.preset(job.vision)
         self.decode = DecodeConfig(max_pixels=job.max_pixels)
 
-    def outcomes(self, start: int, stop: int) -> list[Outcome]:
-        """Items [start, stop)."""
-        return [self._outcome(number) for number in range(start, stop)]
-
-    def _outcome(self, number: int) -> Outcome:
+    def outcome(self, number: int) -> Outcome:
+        """Item `number`, read, decoded and encoded as training will."""
         made = Outcome(number, self.input.origin(number))
+        # The same check as in training, so that what is stored can be trained on.
         try:
             with one_sample(lambda: made.origin):
                 made.members = self.input.members(number)
                 self._check(made)
         except BadSample as error:
             return Outcome(number, made.origin, reason=error.reason, message=str(error))
-        made.digest = content_hash(made.members, media_only=self.job.dedup == "media")
+
+        # Over extensions and bytes, whatever the members are called.
+        digest = hashlib.sha256()
+        for name, data in sorted(made.members.items()):
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
+        made.digest = digest.hexdigest()[:32]
         return made
 
     def _check(self, made: Outcome) -> None:
+        # As a sample of a shard, which it is about to become.
         sizes = {name: len(data) for name, data in made.members.items()}
-        group = Group(key_of(made.number, made.origin), made.origin, sizes, made.members.__getitem__)
+        group = Group(made.key, made.origin, sizes, made.members.__getitem__)
         made.format, entry = describe(group, self.options)
         made.note = note_of(group, made.format, entry)
-        segments = build(group, self.options)
+        sample = Sample(build(group, self.options), "item", made.origin)
+        document = encode(sample, self.tokenizer, self.vision, decode=self.decode)
         made.media = len(group.all((*PICTURES, *VIDEOS)))
-        if self.job.check == "full":
-            document = encode(
-                Sample(segments, "item", made.origin), self.tokenizer, self.vision, decode=self.decode
-            )
-            made.tokens, made.patches = len(document), document.num_patches
-        else:
-            for segment in segments:
-                self._estimate(made, group, segment)
-
-    def _estimate(self, made: Outcome, group: Group, segment: Any) -> None:
-        """Without decoding: pictures by their headers, videos not at all."""
-        if isinstance(segment, Text):
-            made.tokens += len(self.tokenizer.encode(segment.text))
-        elif isinstance(segment, Image) and isinstance(segment.image, bytes):
-            grid = grid_of(navit_size(*picture_size(group, segment.image), self.vision), self.vision)
-            made.patches += num_patches(grid)
-            made.tokens += num_tokens(grid, self.vision.merge_kernel_size)
-
-
-def content_hash(members: dict[str, bytes], *, media_only: bool = False) -> str:
-    """32 hexadecimal digits of SHA-256 over the members (their extensions and bytes), whatever they are
-    called."""
-    digest = hashlib.sha256()
-    chosen = {name: data for name, data in members.items() if ending(name) in (*PICTURES, *VIDEOS)}
-    for name, data in sorted((chosen if media_only and chosen else members).items()):
-        digest.update(f"{name} {len(data)}\n".encode())
-        digest.update(data)
-    return digest.hexdigest()[:32]
+        made.tokens, made.patches = len(document), document.num_patches
 
 
 _WORKER: Worker | None = None
@@ -173,8 +158,7 @@ _WORKER: Worker | None = None
 def start_worker(job: Job) -> None:
     """Initialiser of a worker process."""
     global _WORKER
-    import torch
-
+    # One process a core: more threads would only wait for each other.
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _WORKER = Worker(job)
@@ -188,7 +172,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def work(start: int, stop: int) -> list[Outcome]:
+def work(numbers: range) -> list[Outcome]:
     """Task of a worker process."""
     assert _WORKER is not None
-    return _WORKER.outcomes(start, stop)
+    return [_WORKER.outcome(number) for number in numbers]

@@ -12,15 +12,16 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from earlyfusion.data.errors import BadSample, DataError, told
-from earlyfusion.data.prepare.work import Outcome, key_of
+from earlyfusion.data.prepare.work import Outcome
 from earlyfusion.data.shards.fetch import MANIFEST, TABLES
-from earlyfusion.data.shards.index import (
+from earlyfusion.data.shards.read import (
     INDEX_SUFFIX,
+    LocalFile,
     ShardIndex,
     TarScan,
     index_lines,
@@ -41,43 +42,23 @@ def sha256_of(path: Path) -> str:
 
 def scan_file(path: Path) -> TarScan:
     """The walk over a local archive."""
-    with path.open("rb") as file:
-        return scan_tar(lambda offset, length: os.pread(file.fileno(), length, offset), path.stat().st_size)
+    file = LocalFile(path)
+    return scan_tar(file, file.size)
 
 
-def bin_of(count: int) -> str:
-    """Histogram bin: the smallest power of two that is not less than `count`, as a string; "0" for none."""
-    return str(1 << (count - 1).bit_length()) if count > 0 else "0"
+def _nothing() -> dict[str, Any]:
+    """Facts about no sample: sums, and tables that count by name."""
+    return {**dict.fromkeys(_SUMS, 0), **{name: {} for name in TABLES}}
 
 
-class Tally:
-    """Counts over samples: the sums of _SUMS, and the tables of TABLES by name."""
-
-    def __init__(self) -> None:
-        self.sums = Counter[str]()
-        self.tables = {name: Counter[str]() for name in TABLES}
-
-    def add(self, outcome: Outcome) -> None:
-        """Enter one sample."""
-        counts = (outcome.tokens, outcome.patches, outcome.media, outcome.size)
-        self.sums.update(dict(zip(_SUMS, counts)))
-        self.tables["formats"][outcome.format] += 1
-        self.tables["token_histogram"][bin_of(outcome.tokens)] += 1
-        self.tables["patch_histogram"][bin_of(outcome.patches)] += 1
-
-    def join(self, facts: dict[str, Any]) -> None:
-        """Enter the facts of a shard."""
-        self.sums.update({name: facts[name] for name in _SUMS})
-        for name, table in self.tables.items():
-            table.update(facts[name])
-
-    def facts(self) -> dict[str, Any]:
-        """As JSON types; histograms ascending."""
-        facts: dict[str, Any] = {name: self.sums[name] for name in _SUMS}
-        for name, table in self.tables.items():
-            by_number = name.endswith("histogram")
-            facts[name] = {key: table[key] for key in sorted(table, key=int if by_number else str)}
-        return facts
+def _join(total: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Enter facts, of one item or of a whole shard."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            value = Counter(total[name]) + Counter(value)
+            total[name] = dict(value)
+        else:
+            total[name] += value
 
 
 class ShardSet:
@@ -86,14 +67,15 @@ class ShardSet:
     Args:
         out: the folder, made if need be.
         max_bytes, max_samples: limits of one shard; a single sample over `max_bytes` has a shard of its own.
-        dedup: leave out samples whose content hash was seen before.
+        dedup: leave out samples whose content was there before.
     """
 
-    def __init__(self, out: Path, *, max_bytes: int, max_samples: int, dedup: bool) -> None:
+    def __init__(self, out: Path, max_bytes: int, max_samples: int, dedup: bool) -> None:
         self.out, self.max_bytes, self.max_samples, self.dedup = out, max_bytes, max_samples, dedup
-        self.total = Tally()
+        # What the finished shards hold, then what is added to them.
+        self.total = _nothing()
         self.entries: list[dict[str, Any]] = []
-        self.seen: set[bytes] = set()
+        self.seen: set[str] = set()
         self.next_item, self.finished = 0, False
         self._recover()
         self._begin()
@@ -107,15 +89,15 @@ class ShardSet:
     def _recover(self) -> None:
         """Keep the finished shards from the first on; delete what came after."""
         while not self.finished:
-            tar, index = self._path(len(self.entries), ".tar"), self._path(len(self.entries), INDEX_SUFFIX)
+            number = len(self.entries)
             try:
-                rows = ShardIndex(index)
-                digests = [bytes.fromhex(rows.row(i)[2]) for i in range(len(rows))]
+                rows = ShardIndex(self._path(number, INDEX_SUFFIX))
+                digests = [rows.row(i)[2] for i in range(len(rows))]
                 stop, last = rows.header["stop"], rows.header["last"]
-                if rows.header["bytes"] != tar.stat().st_size:
+                if rows.header["bytes"] != self._path(number, ".tar").stat().st_size:
                     break
                 self._enter(rows.header)
-            except (OSError, DataError, KeyError, IndexError, TypeError, ValueError):
+            except (OSError, DataError, KeyError, IndexError, TypeError):
                 break  # not there, or a damaged index: the shard is made again
             self.seen.update(digests)
             self.next_item, self.finished = stop, last
@@ -127,28 +109,27 @@ class ShardSet:
                 path.unlink()
 
     def _enter(self, header: dict[str, Any]) -> None:
-        facts = {name: header[name] for name in ("samples", "bytes", "sha256", *_SUMS, *TABLES)}
-        self.total.join(facts)
-        self.entries.append({"name": header["shard"], **facts})
+        facts = {name: header[name] for name in (*_SUMS, *TABLES)}
+        _join(self.total, facts)
+        place = {"name": header["shard"], "samples": header["samples"], "bytes": header["bytes"]}
+        self.entries.append({**place, "sha256": header["sha256"], **facts})
 
     def _begin(self) -> None:
-        self._tally, self._digests, self._used = Tally(), dict[str, str](), 0
+        self._facts, self._digests, self._used = _nothing(), dict[str, str](), 0
         self._skips: list[str] = []
-        self._first = self.next_item
         self._file: Any = None
         self._tar: Any = None
 
     def add(self, outcome: Outcome) -> bool:
         """Enter the next item; returns whether it was stored."""
-        digest = bytes.fromhex(outcome.digest)
-        if not outcome.reason and self.dedup and digest in self.seen:
+        # The first of equal items stays, whatever number of workers read them.
+        if self.dedup and not outcome.reason and outcome.digest in self.seen:
             outcome.reason, outcome.message = "duplicate", "the same content as an item before"
         if outcome.reason:
-            self._tally.tables["skipped"][outcome.reason] += 1
+            _join(self._facts, {"skipped": {outcome.reason: 1}})
             entry = {"item": outcome.number, "from": outcome.origin}
-            self._skips.append(
-                json.dumps({**entry, "reason": outcome.reason, "message": outcome.message}) + "\n"
-            )
+            entry |= {"reason": outcome.reason, "message": outcome.message}
+            self._skips.append(json.dumps(entry) + "\n")
             return False
 
         # Headers and data in blocks of 512 bytes: would this sample be one too many?
@@ -157,22 +138,19 @@ class ShardSet:
         if self._digests and full:
             self.next_item = outcome.number
             self._close(last=False)
-
-        key = key_of(outcome.number, outcome.origin)
-        self._writer().write({"__key__": key, **outcome.members})
-        self.seen.add(digest)
-        self._digests[key] = outcome.digest
-        self._used += 512 * blocks
-        self._tally.add(outcome)
-        return True
-
-    def _writer(self) -> Any:
         if self._tar is None:
-            from webdataset import TarWriter
+            # Times, owners and groups are fixed: the same items give the same bytes.
+            from webdataset import TarWriter  # slow to import
 
             self._file = self._path(len(self.entries), ".tar.tmp").open("wb")
             self._tar = TarWriter(self._file, encoder=False, mtime=0, user="", group="")
-        return self._tar
+        self._tar.write({"__key__": outcome.key, **outcome.members})
+        self.seen.add(outcome.digest)
+        self._digests[outcome.key] = outcome.digest
+        self._used += 512 * blocks
+        counts = {"tokens": outcome.tokens, "patches": outcome.patches, "media": outcome.media}
+        _join(self._facts, {**counts, "content_bytes": outcome.size, "formats": {outcome.format: 1}})
+        return True
 
     def _close(self, *, last: bool) -> None:
         """Finish the shard: its bytes on the disk first, what was left out, then its name, then its index."""
@@ -185,8 +163,8 @@ class ShardSet:
         os.fsync(self._file.fileno())
         self._file.close()
 
-        facts = {"sha256": sha256_of(temporary), "start": self._first, "stop": self.next_item, "last": last}
-        facts |= self._tally.facts()
+        facts = {"sha256": sha256_of(temporary), "stop": self.next_item, "last": last}
+        facts |= self._facts
         scan, size = scan_file(temporary), temporary.stat().st_size
         write_atomic(self._skips_path(number), "".join(self._skips))
         os.replace(temporary, tar)
@@ -197,13 +175,13 @@ class ShardSet:
 
     def abandon(self) -> None:
         """Leave no half shard behind, when the disk takes no more; what is finished stays."""
-        file, tar = self._file, self._tar
-        self._file = self._tar = None
-        if stream := getattr(getattr(tar, "tarstream", None), "fileobj", None):
+        # The writer has no way to be left without a last write.
+        stream = getattr(getattr(self._tar, "tarstream", None), "fileobj", None)
+        if stream is not None:
             stream.closed = True  # or it writes its last blocks when it is collected
         with contextlib.suppress(OSError):
-            if file is not None:
-                file.close()
+            if self._file is not None:
+                self._file.close()
         for path in (*self.out.glob(".*.tmp"), self._path(len(self.entries), ".tar.tmp")):
             path.unlink(missing_ok=True)
 
@@ -213,7 +191,7 @@ class ShardSet:
         Raises DataError when no item could be used; skipped.jsonl is there all the same.
         """
         self.next_item = items
-        left_out, reasons = "".join(self._skips), Counter(self._tally.tables["skipped"])
+        left_out, reasons = "".join(self._skips), Counter(self._facts["skipped"])
         self._close(last=True)
         numbers = range(len(self.entries))
         try:
@@ -223,12 +201,11 @@ class ShardSet:
                 f"{self.out}: a file of this preparation is gone or damaged ({error}); --overwrite it"
             ) from None
         write_atomic(self.out / SKIPPED, left_out)
+        # Every item was left out: the first says why, as a rule for all of them.
         if not self.entries:
-            first = (
-                json.loads(left_out.splitlines()[0])
-                if left_out
-                else {"from": "nothing", "message": "no item"}
-            )
+            first = {"from": "nothing", "message": "no item"}
+            if left_out:
+                first = json.loads(left_out.splitlines()[0])
             raise DataError(
                 f"none of {items} items can be used ({told(reasons)}); see {self.out / SKIPPED}; the first, "
                 f"{first['from']}: {first['message']}"
@@ -240,38 +217,30 @@ class ShardSet:
             "samples": sum(entry["samples"] for entry in self.entries),
             "bytes": sum(entry["bytes"] for entry in self.entries),
             **about,
-            **self.total.facts(),
+            **self.total,
             "shards": self.entries,
         }
+        # Last of all: a folder with it is whole.
         write_json(self.out / MANIFEST, manifest, sort_keys=True, ensure_ascii=True)
         for number in numbers:
             self._skips_path(number).unlink(missing_ok=True)
         return manifest
 
 
-def verify(folder: Path, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(shard, what is wrong) for every damaged shard of a prepared folder: size, checksum, index."""
-    for entry in entries:
-        path = folder / entry["name"]
-        fault = ""
-        if not path.is_file():
-            fault = "missing"
-        elif path.stat().st_size != entry["bytes"]:
-            fault = f"{path.stat().st_size} bytes, expected {entry['bytes']}"
-        elif sha256_of(path) != entry.get("sha256"):
-            fault = "other content: the checksum differs"
-        else:
-            fault = _index_fault(path)
-        if fault:
-            yield entry["name"], fault
-
-
-def _index_fault(path: Path) -> str:
+def fault_of(path: Path, entry: dict[str, Any]) -> str:
+    """What is wrong with a shard that index.json lists as `entry`: its size, checksum or index; "" for
+    nothing."""
+    if not path.is_file():
+        return "missing"
+    # Cheap checks first; the checksum reads everything.
+    if path.stat().st_size != entry["bytes"]:
+        return f"{path.stat().st_size} bytes, expected {entry['bytes']}"
+    if sha256_of(path) != entry.get("sha256"):
+        return "other content: the checksum differs"
     try:
-        rows = ShardIndex(path.with_name(path.name.removesuffix(".tar") + INDEX_SUFFIX))
+        # The index leads to the bytes, so a good shard with a wrong one is damaged all the same.
+        rows = ShardIndex(path.with_suffix(INDEX_SUFFIX))
         same = dict(rows.sample(i) for i in range(len(rows))) == scan_file(path).samples
-    except BadSample as error:
-        return str(error)
-    except (OSError, DataError) as error:
+    except (OSError, BadSample, DataError) as error:
         return f"index: {error}"
     return "" if same else "the index is of another shard"

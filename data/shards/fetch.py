@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import gzip
-import io
 import json
 import logging
 import math
@@ -22,25 +21,30 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Annotated, Any
 from urllib.parse import unquote, urlsplit
 
+import fsspec
 from braceexpand import braceexpand
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
-from earlyfusion.data.shards.index import Count
 from earlyfusion.kernels.files import replacing
 
 TAR_ENDS = (".tar", ".tar.gz", ".tgz", ".tar.zst")
 MANIFEST = "index.json"
+HTTP = ("http://", "https://")
 UNPACKED_RATIO, UNPACKED_FREE = 100, 256 << 20
 """Unpacked bytes for each packed one that are believed, once there are more than UNPACKED_FREE."""
 LOG = logging.getLogger("earlyfusion.data")
+MOST = 1 << 48
+"""No file has so many bytes: a number beyond is damage."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=MOST)]
+"""A number of bytes or samples."""
 _MOST_SHARDS = 1_000_000
 _SMALL = 32 << 20
 """Most bytes of an index.json, that of 40,000 shards: a JSON of lists takes 25 times as much memory when it
@@ -63,6 +67,7 @@ def is_url(path: str) -> bool:
 def is_folder(path: str) -> bool:
     """Whether `path` is a folder of shards: a local one, or a URL that names neither one shard nor a
     pattern."""
+    # A command may hold anything, also what looks like a path.
     if path.startswith("pipe:") or any(c in path for c in "*{["):
         return False
     local = as_local(path)
@@ -73,6 +78,7 @@ def as_local(url: str) -> Path | None:
     """The local path of a plain path or file:// URL; None for everything else."""
     if url.startswith("pipe:"):
         return None
+    # Percent signs are part of a URL and not of a path.
     if url.startswith("file://"):
         return Path(unquote(urlsplit(url).path))
     return None if is_url(url) else Path(url).expanduser()
@@ -80,6 +86,7 @@ def as_local(url: str) -> Path | None:
 
 def short_names(urls: Sequence[str]) -> list[str]:
     """File names, with as much of the folders as keeps them apart. A pipe is named by its whole command."""
+    # Names decide what is held out, so they must not change with the place of the folder.
     plain = [url if url.startswith("pipe:") else url.rstrip("/").rpartition("/")[2] for url in urls]
     if len(set(plain)) == len(plain):
         return plain
@@ -96,13 +103,8 @@ def expand(path: str) -> list[str]:
     """
     shards: list[str] = []
     for pattern in braces(path):
-        local = as_local(pattern)
-        if pattern.startswith("pipe:"):
-            found = [pattern]
-        elif local is None:
-            found = _expand_url(pattern)
-        else:
-            found = _expand_local(local)
+        # Every pattern must name something: a typing error in one is not hidden by the others.
+        found = _found(pattern)
         if not found:
             raise DataError(
                 f"no shard at {pattern}: expected a folder with {', '.join(TAR_ENDS)} files or {MANIFEST}, a"
@@ -110,6 +112,41 @@ def expand(path: str) -> list[str]:
             )
         shards += found
     return shards
+
+
+def _found(pattern: str) -> list[str]:
+    local = as_local(pattern)
+    if pattern.startswith("pipe:"):
+        return [pattern]
+    if not is_folder(pattern):
+        if local is not None:
+            names = [str(local)] if local.is_file() else glob.glob(str(local), recursive=True)
+        else:
+            names = _remote(pattern) if "*" in pattern else [pattern]
+        return sorted(name for name in names if local is not None or name.split("?")[0].endswith(TAR_ENDS))
+
+    # What a preparation wrote says which files belong to it, without listing a remote folder.
+    base = str(local or pattern).rstrip("/")
+    manifest = read_manifest(base)
+    if manifest is None:
+        return _tars_below(local) if local is not None else _remote(f"{base}/*")
+    listed = [f"{base}/{entry['name']}" for entry in manifest["shards"]]
+    if local is not None and (more := set(_tars_below(local)) - set(listed)):
+        LOG.warning("%s: not in its %s and left out: %s", base, MANIFEST, ", ".join(sorted(more)[:5]))
+    return listed
+
+
+def _tars_below(folder: Path) -> list[str]:
+    """The tars of a folder, or where there are none those of the folders in it."""
+    paths = [path for path in folder.rglob("*") if path.name.endswith(TAR_ENDS)]
+    # A preparation under way has temporary files with a dot.
+    tops = [path for path in paths if path.parent == folder and not path.name.startswith(".")]
+    return sorted(str(path) for path in tops or paths)
+
+
+def _remote(pattern: str) -> list[str]:
+    fs, inside = file_system(pattern)
+    return [fs.unstrip_protocol(name) for name in sorted(fs.glob(inside)) if name.endswith(TAR_ENDS)]
 
 
 def braces(path: str) -> list[str]:
@@ -132,43 +169,12 @@ def braces(path: str) -> list[str]:
         raise DataError(f"{path!r:.200}: {error}; write braces as a-{{000..012}}.tar") from None
 
 
-def _expand_local(path: Path) -> list[str]:
-    if path.is_file():
-        return [str(path)]
-    if not path.is_dir():
-        return sorted(name for name in glob.glob(str(path), recursive=True) if name.endswith(TAR_ENDS))
-
-    tars = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(TAR_ENDS))
-    tars = [name for name in tars if not name.startswith(".")]
-    below = [tar.relative_to(path).as_posix() for tar in path.rglob("*") if tar.name.endswith(TAR_ENDS)]
-    present = tars or sorted(below)
-    manifest = read_manifest(str(path))
-    if manifest is None:
-        return [str(path / name) for name in present]
-
-    listed = [entry["name"] for entry in manifest["shards"]]
-    if more := set(present) - set(listed):
-        LOG.warning("%s: not in its %s and left out: %s", path, MANIFEST, ", ".join(sorted(more)[:5]))
-    return [str(path / name) for name in listed]
-
-
-def _expand_url(url: str) -> list[str]:
-    if url.split("?")[0].endswith(TAR_ENDS) and "*" not in url:
-        return [url]
-    manifest = None if "*" in url else read_manifest(url)
-    if manifest:
-        return [f"{url.rstrip('/')}/{entry['name']}" for entry in manifest["shards"]]
-    fs, inside = file_system(url)
-    found = fs.glob(inside if "*" in inside else f"{inside.rstrip('/')}/*")
-    return [fs.unstrip_protocol(name) for name in sorted(found) if name.endswith(TAR_ENDS)]
-
-
 # ---- index.json of a folder
 
 
 TOTALS = ("samples", "items", "bytes", "tokens", "patches", "media")
-"""Sums in an index.json; the tables beside them count by name."""
-TABLES = ("formats", "skipped", "token_histogram", "patch_histogram")
+"""Sums in an index.json; the tables beside them count samples by name."""
+TABLES = ("formats", "skipped")
 
 
 class _Listed(BaseModel):
@@ -195,8 +201,6 @@ class _Manifest(BaseModel):
     media: StrictInt = 0
     formats: dict[str, Count] = {}
     skipped: dict[str, Count] = {}
-    token_histogram: dict[str, Count] = {}
-    patch_histogram: dict[str, Count] = {}
 
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
@@ -206,13 +210,18 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
     Raises DataError for a damaged one, and for shard names that leave the folder.
     """
     try:
-        raw = read_whole(f"{folder.rstrip('/')}/{MANIFEST}")
+        # One byte more than allowed tells that there is more.
+        with open_stream(f"{folder.rstrip('/')}/{MANIFEST}") as stream:
+            raw = stream.read(_SMALL + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if len(raw) > _SMALL:
+        raise DataError(f"{folder}/{MANIFEST}: more than {_SMALL >> 20} MiB; not read")
     try:
         manifest = json.loads(raw)
     except (ValueError, RecursionError):
         manifest = None
+    # Other tools write an index.json, too; theirs is no error.
     if not isinstance(manifest, dict) or "earlyfusion_shards" not in manifest:
         LOG.warning("%s/%s is not of earlyfusion prepare; not used", folder, MANIFEST)
         return None
@@ -224,6 +233,7 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
             f"{folder}/{MANIFEST}: damaged; prepare the folder again, or delete this file"
         ) from None
     names = [entry["name"] for entry in manifest["shards"]]
+    # A name with a path in it could lead to any file of this machine.
     if any("/" in name or "\\" in name or name.startswith(".") for name in names):
         raise DataError(f"{folder}/{MANIFEST}: shard names must be plain file names, got {names[:3]}")
     return manifest
@@ -233,25 +243,11 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """(fsspec file system, path in it); raises DataError when fsspec or the protocol's package is missing."""
-    try:
-        import fsspec
-    except ImportError:
-        raise DataError(f"{url}: reading URLs needs fsspec; pip install 'earlyfusion[shards]'") from None
+    """(fsspec file system, path in it); raises DataError when the protocol's package is missing."""
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise DataError(f"{url}: {error}; write it as protocol://path, of a protocol fsspec knows") from None
-
-
-def read_whole(url: str) -> bytes:
-    """All bytes of a small file; raises FileNotFoundError when there is none, DataError when it is not
-    small."""
-    with open_stream(url) as stream:
-        data = stream.read(_SMALL + 1)
-    if len(data) > _SMALL:
-        raise DataError(f"{url}: more than {_SMALL >> 20} MiB; not read")
-    return data
 
 
 @contextmanager
@@ -261,58 +257,26 @@ def open_stream(url: str) -> Iterator[IO[bytes]]:
     Raises FileNotFoundError when there is nothing there, DataError for other failures to open.
     """
     local = as_local(url)
-    if url.startswith("pipe:"):
-        from webdataset.gopen import gopen
-
-        try:
-            with gopen(url) as stream:
-                yield stream
-        except OSError as error:
-            raise DataError(f"{url}: the command failed ({error}); run it by hand") from None
-        return
-    if local is not None:
-        opened: Any = local.open("rb")
-    elif _is_http(url):
-        opened = _open_http(url)
-    else:
-        fs, inside = file_system(url)
-        opened = fs.open(inside, "rb")
-    with opened as stream:
-        yield stream
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _open_http(url: str, headers: dict[str, str] | None = None) -> Any:
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=60)
+        if local is not None:
+            opened: Any = local.open("rb")
+        elif url.startswith("pipe:"):
+            from webdataset.gopen import gopen  # slow to import, and few need it
+
+            opened = gopen(url)
+        elif url.startswith(HTTP):
+            opened = urllib.request.urlopen(url, timeout=60)
+        else:
+            fs, inside = file_system(url)
+            opened = fs.open(inside, "rb")
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise FileNotFoundError(url) from None
         raise DataError(f"{url}: the server answers {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
         raise DataError(f"{url}: cannot be reached ({error.reason})") from None
-
-
-def ranged_reader(url: str) -> Callable[[int, int], bytes]:
-    """pread(offset, size) on a remote file, one request each."""
-    fs, inside = (None, "") if _is_http(url) else file_system(url)
-
-    def read(offset: int, size: int) -> bytes:
-        if not size:
-            return b""
-        if fs is not None:
-            part: bytes = fs.cat_file(inside, start=offset, end=offset + size)
-            return part
-        with _open_http(url, {"Range": f"bytes={offset}-{offset + size - 1}"}) as answer:
-            if answer.status != 206:
-                raise DataError(f"{url}: the server gives no byte ranges; use remote = 'cache'")
-            part = answer.read(size)
-            return part
-
-    return read
+    with opened as stream:
+        yield stream
 
 
 def stamp(url: str) -> list[object]:
@@ -321,7 +285,8 @@ def stamp(url: str) -> list[object]:
     if local is not None:
         status = local.stat()
         return [status.st_size, status.st_mtime_ns]
-    if url.startswith("pipe:") or _is_http(url):
+    # Nothing cheap can be asked of these: the copy stays until it is deleted.
+    if url.startswith(("pipe:", *HTTP)):
         return []
     fs, inside = file_system(url)
     info = fs.info(inside)
@@ -346,6 +311,7 @@ def plain_copy(url: str, cache: Path) -> Path:
             with local.open("rb") as file:
                 if not file.read(4).startswith((_GZIP, _ZSTD)):
                     return local
+        # Readable in the cache, for whoever looks for what fills the disk.
         name = "pipe" if url.startswith("pipe:") else urlsplit(url).path.rpartition("/")[2]
         name = name.removesuffix(".gz").removesuffix(".zst").replace(".tgz", ".tar")
         target = cache / f"{digest64('copy', url, *stamp(url)):016x}-{name}"
@@ -356,61 +322,64 @@ def plain_copy(url: str, cache: Path) -> Path:
     except (FileNotFoundError, IsADirectoryError):
         raise DataError(f"{url}: no such file") from None
     except OSError as error:
-        raise DataError(f"{url}: cannot be read, or copied to {cache} ({error.strerror or error})") from None
+        why = error.strerror or error
+        if url.startswith("pipe:"):
+            why = f"the command failed: {why}; run it by hand"
+        raise DataError(f"{url}: cannot be read, or copied to {cache} ({why})") from None
     return target
 
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
     """Only one process at a time makes `target`; the lock ends with the process."""
+    # A file of its own for the lock: the target itself is replaced.
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_name(f".{target.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
+class _Counted:
+    """A stream whose first bytes are known, and how many bytes were taken from it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.head = self._rest = stream.read(4)
+        self.taken = 0
+
+    def read(self, size: int) -> bytes:
+        # Whoever unpacks it reads the first bytes again.
+        data = self._rest[:size] or self._stream.read(size)
+        self._rest = self._rest[len(data) :]
+        self.taken += len(data)
+        return data
+
+
 def _copy(url: str, target: Path) -> None:
-    with replacing(target, sync=False) as temporary, temporary.open("wb") as out, open_stream(url) as packed:
-        raw = _Counted(packed)
-        stream = io.BufferedReader(raw, 1 << 20)
-        unpacked = _unpacked(stream)
-        while block := _next_block(unpacked, url, torn_is_end=unpacked is not stream):
+    with replacing(target, sync=False) as temporary, temporary.open("wb") as out, open_stream(url) as stream:
+        packed = _Counted(stream)
+        unpacked: Any = packed
+        if packed.head.startswith(_GZIP):
+            unpacked = gzip.GzipFile(fileobj=packed)  # type: ignore[call-overload]  # asks for read() alone
+        elif packed.head.startswith(_ZSTD):
+            unpacked = _zstd(packed)
+
+        while block := _next_block(unpacked, url, torn_is_end=unpacked is not packed):
             out.write(block)
-            if unpacked is not stream and out.tell() > max(UNPACKED_FREE, UNPACKED_RATIO * raw.taken):
+            # A few bytes may unpack to any number.
+            if unpacked is not packed and out.tell() > max(UNPACKED_FREE, UNPACKED_RATIO * packed.taken):
                 raise DataError(
                     f"{url}: unpacks to more than {UNPACKED_RATIO} times its size ({out.tell() >> 20} MiB so"
                     " far); unpack it by hand if that is meant"
                 )
 
 
-class _Counted(io.RawIOBase):
-    """A stream that counts the bytes taken from it."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.taken = stream, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        self.taken += len(data)
-        return len(data)
-
-
-def _unpacked(stream: Any) -> Any:
-    """The stream behind gzip or zstd, told by its first bytes; any other stream as it is."""
-    head = stream.peek(4)
-    if head.startswith(_GZIP):
-        return gzip.GzipFile(fileobj=stream)
-    if head.startswith(_ZSTD):
-        try:
-            import zstandard
-        except ImportError:
-            raise DataError(".zst files need zstandard; pip install 'earlyfusion[shards]'") from None
-        return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-    return stream
+def _zstd(packed: Any) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(".zst files need zstandard; pip install 'earlyfusion[shards]'") from None
+    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
 
 
 def _next_block(stream: Any, url: str, torn_is_end: bool) -> bytes:

@@ -1,46 +1,315 @@
-"""Shards with random access by (shard, position): opened without reading them, read by position without
-unpacking.
+"""Shards: where the members of a tar file lie, and random access to samples by (shard, position).
 
-How many samples a shard holds and where they lie is taken from, in this order: index.json of the folder
-(written by `earlyfusion prepare`: no shard is touched to open it), the index beside the shard, the index in
-the cache, or one walk over the shard's headers (then kept in the cache). An index whose byte count is not
-that of the shard is not used.
+`tarfile` reads the headers, through a file that gives it nothing else: no member is created, followed or
+opened, so a hostile archive can only give wrong bytes. Left out and counted: links, devices, sparse files,
+absolute names and names with `..`.
+
+Index file (JSON lines, so that one sample is read without parsing the others):
+
+    {"earlyfusion_index": 1, "shard": "a.tar", "bytes": 10240, "samples": 2, "cut": false, "refused": {}, ...}
+    ["key", [["jpg", 512, 8123], ["txt", 9728, 40]]]            key, then extension, offset, size of every
+    member
+
+How many samples a shard holds and where they lie is taken from the index beside the shard, the index in the
+cache, or one walk over the shard's headers (then kept in the cache); of a remote shard, its number of samples
+from the index.json of the folder (written by `earlyfusion prepare`). An index whose byte count is not that of
+the shard is not used.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
-from collections.abc import Sequence
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, StrictBool
 
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.formats.group import Group
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.shards.fetch import (
     LOG,
+    MOST,
+    Count,
     as_local,
     cache_root,
     expand,
     is_folder,
     locked,
-    open_stream,
     plain_copy,
-    ranged_reader,
     read_manifest,
     short_names,
     stamp,
 )
-from earlyfusion.data.shards.index import (
-    INDEX_SUFFIX,
-    Pread,
-    ShardIndex,
-    index_lines,
-    scan_tar,
-    stated_samples,
-    write_index,
-)
+from earlyfusion.kernels.files import replacing
+
+INDEX_VERSION = 1
+INDEX_SUFFIX = ".index.jsonl"
+
+_LONGEST_ROW = 16 << 20
+"""Longest line of an index in bytes: a sample of a quarter of a million members."""
+_SHORTEST_ROW, _BLOCK = 8, 1 << 20
+"""Least bytes of a row; bytes that are looked through at a time."""
+_HEADERS = 1 << 20
+"""Most bytes of headers before one member: long names, pax records."""
+_DIGITS = re.compile(rb"\d{4096}")
+"""No number and no name has so many digits; tarfile takes a time that grows with the square of them."""
+_META = re.compile(r"__[^/]*__($|/)")
+"""Members that webdataset, too, keeps out of samples."""
+
+Members = dict[str, tuple[int, int]]
+"""Extension -> (offset of the data, size), in bytes."""
+Pread = Callable[[int, int], bytes]
+"""pread(offset, size): at most `size` bytes from `offset`."""
+
+
+@dataclass(slots=True)
+class TarScan:
+    """What a walk over one archive found."""
+
+    samples: dict[str, Members] = field(default_factory=dict)
+    """Key -> members, in the order of the first member of each key."""
+    cut: bool = False
+    """The archive ends early, or goes on as something that is no tar."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Members left out, by kind: outside, link, device, sparse, duplicate, no_extension, other."""
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(key, extension in lower case): cut at the first dot of the file name, as webdataset does; None without
+    one."""
+    # Only the file name is cut: folders may hold dots.
+    folder, _, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    if not stem or not extension:
+        return None
+    return (f"{folder}/{stem}" if folder else stem), extension.lower()
+
+
+def leads_outside(name: str) -> bool:
+    """Whether unpacking a member of this name could write outside the folder: absolute, with a drive, or with
+    `..`."""
+    # Also what is absolute on another system: the shard may be unpacked there.
+    if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name) or "\0" in name:
+        return True
+    return ".." in re.split(r"[/\\]", name)
+
+
+class _Headers:
+    """An archive as tarfile sees it: every read is of headers, and of few bytes, whatever a header claims."""
+
+    def __init__(self, pread: Pread, size: int) -> None:
+        self._pread, self._size = pread, size
+        self._at, self.allowed = 0, _HEADERS
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int) -> None:
+        self._at = offset
+
+    def read(self, count: int) -> bytes:
+        # Counted over all headers of one member: a chain of small ones is as long as a large one.
+        self.allowed -= max(count, 0)
+        if count < 0 or self._at < 0 or self.allowed < 0:
+            raise tarfile.ReadError("a header that no archive has")
+
+        # Never more than the file has, whatever a header claims.
+        data = self._pread(self._at, min(count, self._size - self._at)) if self._at < self._size else b""
+        self._at += len(data)
+        if _DIGITS.search(data):
+            raise tarfile.ReadError("a number that no archive has")
+        return data
+
+
+def scan_tar(pread: Pread, size: int) -> TarScan:
+    """Walk the headers of an uncompressed archive of `size` bytes. Never raises for a damaged one (see
+    TarScan.cut)."""
+    found, headers, end = TarScan(), _Headers(pread, size), 0
+    try:
+        # Names need not be UTF-8; they come back as the same bytes.
+        options: Any = {"fileobj": headers, "encoding": "utf-8", "errors": "surrogateescape"}
+        archive = tarfile.TarFile(**options)
+        while (info := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # or it keeps all of them
+            headers.allowed = _HEADERS
+            if info.size < 0 or archive.offset <= end:
+                raise tarfile.ReadError("a size below zero leads back")
+            end = archive.offset
+            _enter(found, info, size)
+            if found.cut:
+                return found
+    except Exception:  # damage makes tarfile raise anything: its own errors, ValueError, RecursionError, ...
+        found.cut = True
+        return found
+
+    # tarfile takes any block it cannot read for the end; a true end is zeros.
+    tail = pread(archive.offset, tarfile.BLOCKSIZE)
+    found.cut = tail != bytes(tarfile.BLOCKSIZE)
+    return found
+
+
+def _enter(found: TarScan, info: tarfile.TarInfo, size: int) -> None:
+    """Add one member to the sample of its name, or say why not."""
+    # tar . writes every name with it.
+    name = info.name.removeprefix("./")
+    parts = split_name(name)
+    has_data = info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
+    if has_data and not info.issparse() and info.offset_data + info.size > size:
+        found.cut = True
+        if parts:
+            found.samples.pop(parts[0], None)  # its last member is torn: the sample is lost with it
+    elif info.isdir() or _META.match(name):
+        return
+    elif leads_outside(name):
+        found.refused["outside"] += 1
+    elif info.islnk() or info.issym():
+        found.refused["link"] += 1
+    elif info.isdev():
+        found.refused["device"] += 1
+    elif info.issparse():
+        found.refused["sparse"] += 1
+    elif not info.isreg():
+        found.refused["other"] += 1
+    elif parts is None:
+        found.refused["no_extension"] += 1
+    elif parts[1] in found.samples.get(parts[0], ()):
+        found.refused["duplicate"] += 1
+    else:
+        found.samples.setdefault(parts[0], {})[parts[1]] = (info.offset_data, info.size)
+
+
+def index_lines(
+    scan: TarScan, shard: str, size: int, *, digests: Mapping[str, str] | None = None, **facts: Any
+) -> Iterator[str]:
+    """The lines of an index file; `facts` go into the header, `digests` (key -> content hash) behind the
+    members."""
+    header = {"earlyfusion_index": INDEX_VERSION, "shard": shard, "bytes": size, "samples": len(scan.samples)}
+    yield json.dumps({**header, "cut": scan.cut, "refused": scan.refused, **facts})
+    for key, members in scan.samples.items():
+        row: list[Any] = [key, [[name, *where] for name, where in members.items()]]
+        if digests is not None:
+            row.append(digests[key])
+        yield json.dumps(row)
+
+
+def write_index(path: Path, lines: Iterator[str]) -> None:
+    """Write an index file in one step: whole or not at all."""
+    # In ASCII: half a character in a name is written as its escape.
+    with replacing(path) as temporary, temporary.open("w", encoding="ascii") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+class IndexHeader(BaseModel):
+    """The first line of an index; what a preparation adds is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    earlyfusion_index: Literal[1]
+    samples: Count
+    bytes: Count
+    cut: StrictBool
+    refused: dict[str, Count]
+
+
+def _header(line: bytes) -> dict[str, Any]:
+    """The header in the first line of an index; raises ValueError when it is none."""
+    try:
+        return IndexHeader.model_validate(json.loads(line)).model_dump()
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def header_of(index: Path, size: int) -> dict[str, Any] | None:
+    """The first line of an index file; None when it is no whole header of a shard of `size` bytes."""
+    try:
+        with index.open("rb") as file:
+            header = _header(file.readline(_LONGEST_ROW))
+    except (OSError, ValueError):
+        return None
+    return header if header["bytes"] == size else None
+
+
+class ShardIndex:
+    """One index file, opened in about a millisecond per 10,000 samples; a sample's line is parsed when it is
+    asked for.
+
+    Raises DataError when the file is no index of this version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        damaged = f"{path}: not a whole index of version {INDEX_VERSION}; delete it, it is built anew"
+        with path.open("rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise DataError(damaged)
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+        try:
+            line = self._map[: min(self._map.find(b"\n") + 1, _LONGEST_ROW)]
+            self.header = _header(line)
+        except ValueError:
+            raise DataError(damaged) from None
+
+        # Counted before places are held for all of them: a header may claim any number of samples.
+        lines, samples = 0, self.header["samples"]
+        if samples * _SHORTEST_ROW <= len(self._map):
+            lines = sum(self._map[at : at + _BLOCK].count(b"\n") for at in range(0, len(self._map), _BLOCK))
+        if lines != samples + 1:
+            raise DataError(damaged)
+        self._ends = np.flatnonzero(np.frombuffer(self._map, dtype=np.uint8) == ord("\n"))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def row(self, position: int) -> list[Any]:
+        """[key, [[extension, offset, size], ...], content hash if it has one] of the sample at `position`.
+
+        Raises BadSample (bad_index).
+        """
+        # Only this line is parsed; the others may be damaged.
+        first, last = int(self._ends[position]) + 1, int(self._ends[position + 1])
+        try:
+            row = json.loads(self._map[first : min(last, first + _LONGEST_ROW)])
+        except (ValueError, RecursionError):
+            row = None
+        if not _is_row(row):
+            raise BadSample(
+                f"{self._path.name}, line {position + 2}: no row of an index; delete the file, it is built"
+                " anew",
+                "bad_index",
+            )
+        return list(row)
+
+    def sample(self, position: int) -> tuple[str, Members]:
+        """(key, members) of the sample at `position`; raises BadSample (bad_index)."""
+        row = self.row(position)
+        return row[0], {name: (offset, size) for name, offset, size in row[1]}
+
+
+def _is_row(row: Any) -> bool:
+    """Whether a line of an index says where the members of a sample lie."""
+    match row:
+        case [str(), list() as members] | [str(), list() as members, _]:
+            return all(_is_member(member) for member in members)
+    return False
+
+
+def _is_member(member: Any) -> bool:
+    match member:
+        case [str(), int() as offset, int() as size]:
+            return 0 <= offset < MOST and 0 <= size < MOST
+    return False
+
 
 OPEN_SHARDS = 64
 """Open files and indexes kept at a time."""
@@ -48,6 +317,7 @@ OPEN_SHARDS = 64
 
 def index_name(shard: str) -> str:
     """Name of the index beside a shard: a.tar -> a.index.jsonl."""
+    # One name for a shard and its compressed form.
     return shard.split(".tar")[0].removesuffix(".tgz") + INDEX_SUFFIX
 
 
@@ -58,69 +328,44 @@ class Shards:
         path: what `fetch.expand` takes; None when `listed` is given.
         listed: several of them.
         cache: folder for streamed shards and for indexes; None is $EF_CACHE/shards.
-        remote: "cache" streams remote shards into the cache, "ranges" reads byte ranges of them.
 
     A shard whose end is missing has one sample more than are usable: reading it raises BadSample
     (truncated_tar), so that the cut is counted and logged like any other loss.
     """
 
-    def __init__(
-        self, path: str | None, *, listed: Sequence[str] = (), cache: str | None = None, remote: str = "cache"
-    ) -> None:
-        self.urls = [url for pattern in listed or [str(path)] for url in expand(pattern)]
+    def __init__(self, path: str | None, *, listed: Sequence[str] = (), cache: str | None = None) -> None:
+        patterns = listed or [str(path)]
+        self.urls = [url for pattern in patterns for url in expand(pattern)]
         self.cache = Path(cache).expanduser() if cache else cache_root() / "shards"
-        self.remote = remote
         self.names = short_names(self.urls)
         self.manifest = None
-        if path is not None and not listed and is_folder(path):
-            self.manifest = read_manifest(path)
-        self._index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
-        self._pread = lru_cache(maxsize=OPEN_SHARDS)(self._open_pread)
+        if not listed and is_folder(patterns[0]):
+            self.manifest = read_manifest(patterns[0])
+        # Bounded: a data set may have more shards than a process may have files.
+        self.index = lru_cache(maxsize=OPEN_SHARDS)(self._open_index)
+        self._file = lru_cache(maxsize=OPEN_SHARDS)(self._open_file)
         self.usable, self.cut = self._count()
 
     def _count(self) -> tuple[list[int], list[bool]]:
         """Usable samples of every shard, and whether its end is missing."""
-        entries = self.manifest["shards"] if self.manifest else [None] * len(self.urls)
         usable, cut = [], []
-        for number, (url, entry) in enumerate(zip(self.urls, entries)):
-            if entry is not None and self._as_listed(url, entry):
-                usable.append(int(entry["samples"]))
-                cut.append(False)
-                continue
-            index = self._index(number)
-            usable.append(len(index))
-            cut.append(index.cut)
+        for number, url in enumerate(self.urls):
+            local = as_local(url)
+            header: Mapping[str, Any] | None = None
+            # Its own index says how many a shard holds; of a remote one index.json is believed.
+            if local is not None and local.is_file():
+                header = header_of(local.with_name(index_name(local.name)), local.stat().st_size)
+            elif local is None and self.manifest is not None:
+                header = {"cut": False, **self.manifest["shards"][number]}
+            header = header or self.index(number).header
+            usable.append(header["samples"])
+            cut.append(header["cut"])
         return usable, cut
-
-    @staticmethod
-    def _as_listed(url: str, entry: dict[str, Any]) -> bool:
-        """Whether a local shard and its own index are those that index.json speaks of; a remote one is
-        believed here."""
-        local = as_local(url)
-        if local is None:
-            return True
-        try:
-            if local.stat().st_size != entry["bytes"]:
-                return False
-        except FileNotFoundError:
-            raise DataError(
-                f"{url}: the index lists this shard but it is gone; restore it or prepare again"
-            ) from None
-        stated = stated_samples(local.with_name(index_name(local.name)))
-        if stated not in (None, entry["samples"]):
-            LOG.warning(
-                "%s: index.json lists %d samples, its index %s; not believed", url, entry["samples"], stated
-            )
-        return stated == entry["samples"]
 
     @property
     def counts(self) -> list[int]:
         """Samples of every shard, with one for a missing end."""
         return [samples + cut for samples, cut in zip(self.usable, self.cut)]
-
-    def index(self, shard: int) -> ShardIndex:
-        """The index of one shard."""
-        return self._index(shard)
 
     def key(self, shard: int, position: int) -> str:
         """Key of one sample; raises BadSample for the missing end."""
@@ -134,103 +379,68 @@ class Shards:
         return Group(key, where, sizes, lambda name: self._read(shard, where, *members[name]))
 
     def _sample(self, shard: int, position: int) -> tuple[str, dict[str, tuple[int, int]]]:
+        # The sample behind the last one stands for the missing end.
         if position == self.usable[shard] and self.cut[shard]:
             raise BadSample(
                 f"{self.names[shard]}: the archive ends early; its first {self.usable[shard]} samples are"
                 " used, fetch it again for the rest",
                 "truncated_tar",
             )
-        index = self._index(shard)
+        index = self.index(shard)
         if position >= len(index):
             raise BadSample(
-                f"{self.names[shard]}: index.json lists {self.usable[shard]} samples, the shard has"
-                f" {len(index)}; prepare the folder again, or delete its index.json",
+                f"{self.names[shard]}: its first line lists {self.usable[shard]} samples, the shard has"
+                f" {len(index)}; delete its index, it is built anew",
                 "bad_index",
             )
         return index.sample(position)
 
     def _read(self, shard: int, where: str, offset: int, size: int) -> bytes:
-        data = self._pread(shard)(offset, size)
+        # A file may shrink after it was opened.
+        data = self._file(shard)(offset, size)
         if len(data) != size:
             raise BadSample(f"{where}: {size} bytes at {offset}, only {len(data)} are there", "truncated_tar")
         return data
 
-    def _open_pread(self, shard: int) -> Pread:
-        url = self.urls[shard]
-        if self.remote == "ranges" and as_local(url) is None and not url.startswith("pipe:"):
-            return ranged_reader(url)
-        return _LocalFile(plain_copy(url, self.cache))
+    def _open_file(self, shard: int) -> LocalFile:
+        return LocalFile(plain_copy(self.urls[shard], self.cache))
 
     def _open_index(self, shard: int) -> ShardIndex:
+        """The index beside a local shard if it is of this shard's size, else that of the cache."""
         url = self.urls[shard]
-        beside = self._beside(url)
-        if beside is not None:
-            return beside
-        if self.remote == "ranges" and as_local(url) is None:
-            raise DataError(
-                f"{url}: remote = 'ranges' needs {index_name(self.names[shard])} beside it; use 'cache'"
-            )
+        local = as_local(url)
+        if local is not None and local.is_file():
+            beside = local.with_name(index_name(local.name))
+            try:
+                index = ShardIndex(beside) if beside.is_file() else None
+            except DataError as error:
+                LOG.warning("%s", error)
+                index = None
+            if index is not None and index.header["bytes"] == local.stat().st_size:
+                return index
         try:
             path = self.cache / f"{digest64('index', url, *stamp(url)):016x}{INDEX_SUFFIX}"
-            with locked(path):
-                if not path.is_file():
-                    file = _LocalFile(plain_copy(url, self.cache))
-                    write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
         except FileNotFoundError:
             raise DataError(f"{url}: no such file") from None
+        with locked(path):
+            if not path.is_file():
+                file = self._file(shard)
+                write_index(path, index_lines(scan_tar(file, file.size), self.names[shard], file.size))
+        # Told by whoever opens it: left-out members are losses like any other.
         index = ShardIndex(path)
         if index.header["refused"]:
             LOG.warning("%s: members left out: %s", url, index.header["refused"])
         return index
 
-    def _beside(self, url: str) -> ShardIndex | None:
-        """The index beside a shard, if it is there and of this shard's size."""
-        local = as_local(url)
-        if local is not None:
-            path = local.with_name(index_name(local.name))
-            return _index_of(path, local.stat().st_size) if path.is_file() and local.is_file() else None
-        if url.startswith("pipe:"):
-            return None
-        source = index_name(url.split("?")[0])
-        path = self.cache / f"{digest64('index', url, *stamp(url)):016x}-beside{INDEX_SUFFIX}"
-        with locked(path):
-            if not path.is_file():
-                try:
-                    with open_stream(source) as stream:
-                        lines = stream.read().decode("ascii").split("\n")[:-1]
-                except (OSError, DataError, UnicodeDecodeError):
-                    return None
-                write_index(path, iter(lines))
-        return _index_of(path, None)
 
-
-def _index_of(path: Path, size: int | None) -> ShardIndex | None:
-    try:
-        index = ShardIndex(path)
-    except DataError as error:
-        LOG.warning("%s", error)
-        return None
-    return index if size is None or index.header["bytes"] == size else None
-
-
-class _LocalFile:
+class LocalFile:
     """Positioned reads from one file; safe to share among threads."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be opened ({error.strerror})") from None
-        self.size = os.fstat(self._fd).st_size
+        # Positioned reads share no place in the file, so threads need no lock.
+        self._file = path.open("rb")
+        self.size = os.fstat(self._file.fileno()).st_size
 
     def __call__(self, offset: int, size: int) -> bytes:
-        size = max(0, min(size, self.size - offset))  # a lying index must not make us reserve memory
-        parts = []
-        while size and (part := os.pread(self._fd, size, offset)):
-            parts.append(part)
-            offset, size = offset + len(part), size - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_fd"):
-            os.close(self._fd)
+        # A lying index must not make us reserve memory.
+        return os.pread(self._file.fileno(), max(0, min(size, self.size - offset)), offset)

@@ -47,9 +47,6 @@ class ShardsOptions(Options):
     """Frames taken in a second of video, at most the native rate."""
     video_backend: Literal["decord", "pyav"] | None = None
     """Video reader; "null" leaves it to data.decode."""
-    remote: Literal["cache", "ranges"] = "cache"
-    """Remote shards: stream each once into the cache, or fetch byte ranges (needs plain .tar with an index
-    beside it)."""
     cache_dir: str | None = None
     """Where streamed shards and indexes lie; "null" takes $EF_CACHE/shards."""
 
@@ -61,9 +58,7 @@ class WebDataset(InFiles):
     def open(self) -> None:
         options = self.options
         try:
-            self.shards = Shards(
-                self.config.path, listed=options.shards, cache=options.cache_dir, remote=options.remote
-            )
+            self.shards = Shards(self.config.path, listed=options.shards, cache=options.cache_dir)
         except DataError as error:
             raise DataError(f"source {self.name!r}: {error}") from None
         # What prepare --format chose holds, unless the recipe names another.

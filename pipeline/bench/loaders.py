@@ -105,7 +105,7 @@ def our_batches(request: Request) -> Iterator[Counts]:
         max_patches=4 * length,
         lanes=max(1, workers),
     ) as loader:
-        for batches in loader:
+        for batches in iter(loader.next_step, None):
             yield counts(
                 sum(int((batch.ids == tokenizer.bos_id).sum()) for batch in batches),
                 sum(batch.num_tokens for batch in batches),

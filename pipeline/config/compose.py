@@ -32,7 +32,7 @@ MOST_BYTES = 4 << 20
 
 FREE_ON_RESUME = re.compile(
     r"(run\.(name|out|steps|init_from)|checkpoint|track|eval|parallel|log"
-    r"|data\.(prefetch|prefetch_steps|workers|stall_s|max_bad|max_bad_share))(\.|$)"
+    r"|data\.(prefetch|prefetch_steps|workers|max_bad_share))(\.|$)"
 )
 """Keys and sections that do not change the numbers of a run, so a resume may change them."""
 ABSENT = "(absent)"

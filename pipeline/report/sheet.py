@@ -34,12 +34,13 @@ from earlyfusion.data.sources.guess import guess_kind
 from earlyfusion.data.sources.shards import WebDataset
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.data.vocabulary import embedded_tokenizer
-from earlyfusion.kernels.errors import did_you_mean, one_line
+from earlyfusion.kernels.errors import one_line
 from earlyfusion.pipeline.config.compose import compose
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.vision.config import PRESETS, VisionConfig
 
-BARS = " ▁▂▃▄▅▆▇█"
+MOST_INDEXES = 256
+"""Shards without a manifest whose indexes are opened to count what they left out."""
 COUNTING = (
     "patch_size",
     "merge_kernel_size",
@@ -53,8 +54,8 @@ COUNTING = (
 
 @dataclass
 class Mix:
-    """What is inspected. named: whether patch rule or tokenizer were (by a recipe or an option), so that
-    counts must be theirs."""
+    """What is inspected. named: whether a recipe gave patch rule and tokenizer, so that counts must be
+    theirs."""
 
     data: DataConfig
     vision: VisionConfig
@@ -75,11 +76,6 @@ def inspect(
     samples: Annotated[
         int, typer.Option(min=1, help="samples of each source to look at, evenly spread")
     ] = 12,
-    heldout: Annotated[bool, typer.Option("--heldout", help="look at held-out samples instead")] = False,
-    tokenizer: Annotated[
-        str, typer.Option(metavar="PATH", help="that counts; without one the recipe's or the embedded one")
-    ] = "",
-    vision: Annotated[str, typer.Option(help="patch rule; without one the recipe's, or moonvit_v2")] = "",
     run_commands: Annotated[
         bool,
         typer.Option("--run-commands", help="a recipe is code: run the commands (pipe:...) that it names"),
@@ -87,13 +83,13 @@ def inspect(
 ) -> None:
     """Print what a mix, a folder or a set of shards holds as a tree, and write a contact sheet."""
     # Sources are opened one by one: a broken one ends the tree with its own error.
-    mix = open_mix(path, tokenizer, vision, run_commands)
+    mix = open_mix(path, run_commands)
     console, tree = Console(), Tree(f"[bold]{_safe(path)}[/]")
     cards: dict[str, list[Card]] = {}
-    total = sum(source.weight for source in mix.data.sources) or 1.0
+    total = sum(source.weight for source in mix.data.sources)
     for config in mix.data.sources:
         source = build_source(config, seed=mix.data.seed, val_fraction=mix.data.val_fraction)
-        cards[config.name] = look(source, mix, samples, heldout)
+        cards[config.name] = look(source, mix, samples)
 
         limit = f", at most {config.max_epochs:g} epochs" if config.max_epochs else ""
         # Weights are relative: their share is what one wants to know.
@@ -105,8 +101,7 @@ def inspect(
 
     # The page holds all cards, the tree their counts.
     if out is not None:
-        count = sum(map(len, cards.values()))
-        title = f"{path}: {count} samples"
+        title = f"{path}: {sum(map(len, cards.values()))} samples"
         write_page(out, "sheet.html", {"title": title, "note": "As the model gets them.", "cards_of": cards})
         console.print(f"contact sheet: {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
@@ -118,23 +113,19 @@ app.command()(inspect)
 app.command()(examples)
 
 
-def open_mix(path: str, tokenizer: str = "", vision: str = "", run_commands: bool = False) -> Mix:
+def open_mix(path: str, run_commands: bool = False) -> Mix:
     """The mix that `path` names; raises DataError (or the recipe's own error) when it is none.
 
     A recipe that would run a command is refused without `run_commands`: to look at one is not yet to trust
     it. A command given as `path` itself was typed by whoever asks.
     """
-    # A wrong rule is told before any data is opened.
-    if vision and vision not in PRESETS:
-        raise DataError(f"--vision {vision!r}; {did_you_mean(vision, PRESETS)}")
     local = as_local(path)
     exists = local is not None and (local.exists() or any(c in path for c in "*?[{"))
     # What lies on a disk or behind a URL is data; every other word is a recipe.
     if not path.endswith(".toml") and (exists or is_url(path) or path.startswith("pipe:")):
         source = SourceConfig(name=Path(path).name or "data", kind=guess_kind(path, local), path=path)
-        rule = VisionConfig.preset(vision or "moonvit_v2")
         data = DataConfig(sources=[source], val_fraction=0.0)
-        return Mix(data, rule, open_tokenizer(tokenizer or None), bool(vision or tokenizer))
+        return Mix(data, VisionConfig.preset("moonvit_v2"), open_tokenizer(None), False)
 
     # A path that is none would be taken for the name of a recipe.
     if "/" in path and not Path(path).is_file():
@@ -150,7 +141,13 @@ def open_mix(path: str, tokenizer: str = "", vision: str = "", run_commands: boo
             " code: read it, then add --run-commands"
         )
     try:
-        return _of_recipe(tree, tokenizer, vision)
+        # Only these sections: a recipe need not be whole to be looked at.
+        vision, words = dict(tree.get("vision", {})), tree.get("tokenizer", {})
+        rule = VisionConfig.preset(vision.pop("preset", "moonvit_v2"), **vision)
+        tokenizer = embedded_tokenizer(int(words.get("vocab_size", 4096)))
+        if words.get("path"):
+            tokenizer = open_tokenizer(words["path"])
+        return Mix(DataConfig.model_validate(tree["data"]), rule, tokenizer, True)
     except (AttributeError, TypeError) as error:
         raise DataError(f"{path}: not a recipe ({one_line(error)})") from None
 
@@ -162,46 +159,30 @@ def _commands(tree: Any) -> Iterator[str]:
         for text in braces(tree):
             if text.startswith("pipe:") or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
                 yield text
-    elif isinstance(tree, dict | list):
-        for value in tree.values() if isinstance(tree, dict) else tree:
+    elif isinstance(tree, dict):
+        yield from _commands(list(tree.values()))
+    elif isinstance(tree, list):
+        for value in tree:
             yield from _commands(value)
 
 
-def _of_recipe(tree: dict[str, Any], tokenizer: str, vision: str) -> Mix:
-    """The sections that matter here. Raises ValidationError, DataError, TypeError, AttributeError."""
-    section = dict(tree.get("vision") or {})
-    preset = section.pop("preset", "moonvit_v2")
-    # A rule that was named on the command line stands for the whole section.
-    rule = VisionConfig.preset(vision) if vision else VisionConfig.preset(preset, **section)
-    given = tree.get("tokenizer") or {}
-    if own := tokenizer or given.get("path"):
-        words = open_tokenizer(own)
-    else:
-        words = embedded_tokenizer(int(given.get("vocab_size", 4096)))
-    return Mix(DataConfig.model_validate(tree["data"]), rule, words, True)
-
-
-def look(source: Source, mix: Mix, count: int, heldout: bool = False) -> list[Card]:
+def look(source: Source, mix: Mix, count: int) -> list[Card]:
     """Cards of up to `count` samples, evenly spread over the source."""
-    length = source.heldout_len() if heldout else len(source)
     cards = []
-    for index in dict.fromkeys(place * length // count for place in range(count)) if length else ():
+    for index in sorted({place * len(source) // count for place in range(count)}):
+        if index >= len(source):
+            break
         try:
             # Called in this turn of the loop.
             with one_sample(lambda: f"source {source.name!r}, sample {index}"):  # noqa: B023
-                sample = source.heldout(index) if heldout else source.get(index, 0)
-                cards.append(make_card(sample, mix.tokenizer, mix.vision, _format(source, index, heldout)))
+                form = ""
+                if isinstance(source, WebDataset):
+                    group = source.shards.group(*source.split.train(index))
+                    form = describe(group, source.options)[0]
+                cards.append(make_card(source.get(index, 0), mix.tokenizer, mix.vision, form))
         except BadSample as error:
             cards.append(bad_card(source.name, f"sample {index}", error))
     return cards
-
-
-def _format(source: Source, index: int, heldout: bool) -> str:
-    if not isinstance(source, WebDataset):
-        return ""
-    # Training and held-out samples are numbered apart.
-    where = source.split.heldout(index) if heldout else source.split.train(index)
-    return describe(source.shards.group(*where), source.options)[0]
 
 
 def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
@@ -215,7 +196,7 @@ def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
         # Counts of a preparation hold for its own patch rule and tokenizer alone.
         manifest = source.shards.manifest or {}
         if {*TOTALS, *TABLES, "vision"} <= set(manifest):
-            if _counted_alike(manifest, mix):
+            if not mix.named or _counted_alike(manifest, mix):
                 yield from _of_manifest(manifest)
                 return
             rule = f"the rule of this mix (patches of {mix.vision.patch_size})"
@@ -224,22 +205,20 @@ def facts(source: Source, cards: Sequence[Card], mix: Mix) -> Iterator[str]:
     # Everything below is an estimate from the samples looked at.
     good = [card for card in cards if not card["bad"]]
     if good:
-        tokens, patches, seen = (
-            sum(card[key] for card in good) / len(good) for key in ("tokens", "patches", "vision_tokens")
-        )
-        of = f"[dim](from {len(good)} samples)[/]"
+        mean = {}
+        for key in ("tokens", "patches", "vision_tokens"):
+            mean[key] = sum(card[key] for card in good) / len(good)
+        share = mean["vision_tokens"] / max(1, mean["tokens"])
+        whole, of = mean["tokens"] * len(source), f"[dim](from {len(good)} samples)[/]"
         yield f"formats: {_listed(Counter(card['kind'] for card in good))}  [dim](of {len(cards)} samples)[/]"
-        whole = f"about {tokens * len(source):,.0f} in all"
-        yield f"{tokens:,.0f} tokens a sample, {seen / max(1, tokens):.0%} of them vision; {whole}  {of}"
-        yield f"{patches:,.0f} patches a sample  {of}"
+        yield f"{mean['tokens']:,.0f} tokens a sample, {share:.0%} of them vision; {whole:,.0f} in all  {of}"
+        yield f"{mean['patches']:,.0f} patches a sample  {of}"
     if bad := Counter(card["bad"] for card in cards if card["bad"]):
         yield f"[red]left out: {_listed(bad)}[/]  [dim](of {len(cards)} samples)[/]"
 
 
 def _counted_alike(manifest: Mapping[str, Any], mix: Mix) -> bool:
     """Whether the counts of a preparation are those of the mix's own patch rule and tokenizer."""
-    if not mix.named:
-        return True
     if manifest["vision"] not in PRESETS or manifest.get("tokenizer") != mix.tokenizer.hash:
         return False
     # Only what decides the counts: other keys may differ.
@@ -249,26 +228,25 @@ def _counted_alike(manifest: Mapping[str, Any], mix: Mix) -> bool:
 
 def _of_shards(source: WebDataset) -> Iterator[str]:
     shards = source.shards
-    cut = ", ".join([name for name, torn in zip(shards.names, shards.cut) if torn][:5])
-    told = f", [red]{sum(shards.cut)} cut short: {_safe(cut)}[/]" if cut else ""
-    yield f"{len(shards.names):,} shard{'' if len(shards.names) == 1 else 's'}{told}"
+    told = ""
+    if any(shards.cut):
+        cut = ", ".join([name for name, torn in zip(shards.names, shards.cut) if torn][:5])
+        told = f", [red]{sum(shards.cut)} cut short: {_safe(cut)}[/]"
+    yield f"{len(shards.names):,} shard{'s' * (len(shards.names) != 1)}{told}"
+    # A preparation counted them in its manifest.
     refused: Counter[str] = Counter()
-    # A manifest has counted them; else the first shards are looked at.
-    for number in range(min(len(shards.names), 256)) if shards.manifest is None else ():
+    for number in range(min(len(shards.names), MOST_INDEXES)) if shards.manifest is None else ():
         refused.update(shards.index(number).header["refused"])
     if refused:
         yield f"[red]members left out: {_listed(refused)}[/]"
 
 
 def _of_manifest(manifest: Mapping[str, Any]) -> Iterator[str]:
-    samples = max(1, manifest["samples"])
-    size = f"{manifest['bytes'] / 1e6:,.1f} MB"
-    yield f"{size}, {manifest['samples']:,} samples of {manifest['items']:,} items"
+    samples, rule = manifest["samples"], f" ({_safe(manifest['vision'])})"
+    yield f"{manifest['bytes'] / 1e6:,.1f} MB, {samples:,} samples of {manifest['items']:,} items"
     yield f"formats: {_listed(manifest['formats'])}"
-    for name, about in (("token", ""), ("patch", f" ({_safe(manifest['vision'])})")):
-        plural = "patches" if name == "patch" else "tokens"
-        bars = histogram(manifest[f"{name}_histogram"])
-        yield f"{manifest[plural]:,} {plural}{about}, {manifest[plural] / samples:,.0f} a sample  {bars}"
+    for name, about in (("tokens", ""), ("patches", rule)):
+        yield f"{manifest[name]:,} {name}{about}, {manifest[name] / max(1, samples):,.0f} a sample"
     yield f"left out: {_listed(manifest['skipped']) or 'nothing'}"
 
 
@@ -280,18 +258,3 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _safe(text: object, limit: int = 300) -> str:
     """Text of others as the console may print it: no markup, nothing that a terminal obeys."""
     return escape(one_line(text, limit))
-
-
-def histogram(counts: Mapping[str, int]) -> str:
-    """A histogram over powers of two as a row of bars: "16▁▃█▂1024"."""
-    names = sorted(int(name) for name in counts if name.isascii() and name.isdigit() and len(name) < 19)
-    if not names or max(counts.values()) < 1:
-        return ""
-    steps = [0] if names[0] == 0 else []
-    # Every power between the first and the last has a bar, also an empty one.
-    power = max(1, next((name for name in names if name), 1))
-    while power <= names[-1]:
-        steps.append(power)
-        power *= 2
-    bars = "".join(BARS[-(-counts.get(str(step), 0) * 8 // max(counts.values()))] for step in steps)
-    return f"[dim]{names[0]}[/]{bars}[dim]{names[-1]}[/]"

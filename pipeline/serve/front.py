@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.video.readers import give_back
+from earlyfusion.data.video import give_back
 from earlyfusion.model.engine.requests import EngineFull, RequestError
 from earlyfusion.pipeline.serve.prepare import for_client
 from earlyfusion.pipeline.serve.protocol import Limits, Refused

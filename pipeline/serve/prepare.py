@@ -35,7 +35,7 @@ from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.sample import Sample, Text
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.data.video.readers import give_back
+from earlyfusion.data.video import give_back
 from earlyfusion.model.engine.requests import TokenPrompt
 from earlyfusion.pipeline.serve.protocol import Refused
 from earlyfusion.vision.config import VisionConfig

@@ -8,10 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earlyfusion.data.video import problem
+
 av = pytest.importorskip("av")
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 BITS = 8
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(problem(name) is not None, reason=f"{name}: {problem(name)}"))
+    for name in ("decord", "pyav")
+]
 
 # name -> (encoder, container, options)
 CODECS = {

@@ -1,8 +1,10 @@
-"""The embedded tokenizer in a cache of the test session's own, and the standard mix."""
+"""The embedded tokenizer in a cache of the test session's own, the standard mix, and loaders that are
+closed."""
 
 import pytest
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.vision.config import VisionConfig
@@ -27,6 +29,13 @@ def cache(tmp_path_factory):
         yield path
 
 
+@pytest.fixture
+def own_cache(tmp_path, tokenizer, monkeypatch):
+    """A cache of the test's own; the tokenizer saved there, because workers start in their own processes."""
+    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+    tokenizer.save(tmp_path / "tokenizer")
+
+
 @pytest.fixture(scope="session")
 def tokenizer(cache):
     return embedded_tokenizer(2048)
@@ -39,8 +48,7 @@ def vision():
 
 @pytest.fixture
 def mix():
-    """mix(easy_vqa=0.5, pydoc=0.5, seed=1, ...) -> DataConfig; kinds are names, everything else is a
-    setting."""
+    """mix({"easy_vqa": 0.5, "pydoc": 0.5}, seed=1, ...) -> DataConfig; everything else is a setting."""
 
     def build(weights=None, options=None, **settings):
         weights = weights or STANDARD_MIX
@@ -51,3 +59,24 @@ def mix():
         return DataConfig(sources=sources, **{"prefetch": "none", **settings})
 
     return build
+
+
+@pytest.fixture
+def loader(tokenizer, vision, mix):
+    """loader(config or None, **sizes) -> Loader of small batches; closed at the end."""
+    made = []
+
+    def build(config=None, **settings):
+        shape = {"length": 192, "tokens": 512, "max_patches": 2048, **settings}
+        made.append(Loader(config or mix(), tokenizer, vision, **shape))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def folder_config(path, **settings):
+    """The folder `path` as the only source "mine"."""
+    source = SourceConfig(name="mine", kind="folder", path=str(path))
+    return DataConfig(sources=[source], **{"val_fraction": 0.0, "prefetch": "none", **settings})

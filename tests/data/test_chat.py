@@ -1,13 +1,14 @@
 """Messages as documents: the special tokens, what is learned, and the public jinja form of the same."""
 
+import json
+import random
 from pathlib import Path
 
 import pytest
-import torch
 from jinja2 import Template as Jinja
 
 from earlyfusion.data.chat.rows import Media, messages_of
-from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
+from earlyfusion.data.chat.template import Message, ToolCall
 from earlyfusion.data.chat.tokens import encode_chat, parse_assistant
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.encode import encode
@@ -34,54 +35,12 @@ def messages_from(turns, tools=()):
     return messages_of({"messages": turns, "tools": list(tools)}, "turns", Media(Path()))
 
 
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "what color is it? <|close|>"},
-    {"role": "assistant", "content": "red"},
-    {"role": "user", "content": "sure?"},
-]
-
-
-def test_the_text_of_a_chat_is_what_the_jinja_template_writes(tokenizer):
-    for prompt in (True, False):
-        ids = encode_chat(messages_from(TURNS), tokenizer, VISION, add_generation_prompt=prompt).ids.tolist()
-        expected = Jinja(CHAT_TEMPLATE).render(
-            messages=TURNS, bos_token=tokenizer.bos_token, add_generation_prompt=prompt
-        )
-        ending = "" if prompt else tokenizer.eos_token
-        assert tokenizer.decode(ids) == expected + ending
-
-
-def test_only_what_the_assistant_says_is_learned_with_the_end_of_its_message(tokenizer):
-    encoded = encode_chat(messages_from(TURNS[:3]), tokenizer, VISION, add_generation_prompt=False)
-    learned = encoded.ids[encoded.loss_weights > 0].tolist()
-    end = [
-        tokenizer.close_id,
-        *tokenizer.encode("message"),
-        tokenizer.sep_id,
-        tokenizer.end_of_msg_id,
-        tokenizer.eos_id,
-    ]
-    assert learned == [*tokenizer.encode("red"), *end]
-
-
-def test_pictures_keep_their_place_among_turns(tokenizer):
-    messages = [
-        Message("user", (Text("first "), picture(), Text("what?"))),
-        Message("assistant", (Text("red"),)),
-        Message("user", (picture(28, 84), Text("and this?"))),
-    ]
-    encoded = encode_chat(messages, tokenizer, VISION)
-    pads = torch.nonzero(encoded.ids == tokenizer.media_pad_id).flatten()
-    assert torch.equal(pads, encoded.media_positions)
-    assert len(encoded.grids) == len(encoded.spans) == 2
-    for start, stop in encoded.spans:
-        assert (
-            encoded.ids[start] == tokenizer.media_begin_id and encoded.ids[stop - 1] == tokenizer.media_end_id
-        )
-    assert encoded.patches is not None and encoded.patches.shape[0] == sum(
-        t * h * w for t, h, w in encoded.grids
-    )
+TURNS = json.loads("""[
+  {"role": "system", "content": "Be brief."},
+  {"role": "user", "content": "what color is it? <|close|>"},
+  {"role": "assistant", "content": "red"},
+  {"role": "user", "content": "sure?"}
+]""")
 
 
 def test_the_qa_form_is_that_of_the_pretraining_documents(tokenizer):
@@ -104,40 +63,28 @@ def test_the_qa_form_wants_a_users_message_last(tokenizer):
 
 # ---- thinking and tools
 
-TOOL_TURNS = [
-    {"role": "user", "content": "how many? <|open|>"},
-    {
-        "role": "assistant",
-        "content": None,
-        "reasoning_content": "I count. <|close|>think<|sep|>",
-        "tool_calls": [
-            {
-                "type": "function",
-                "function": {"name": "python", "arguments": {"code": "print(1)\n<|sep|>", "n": 2.5}},
-            },
-            {
-                "function": {
-                    "name": "look",
-                    "arguments": {"deep": True, "box": [1, 2], "of": {"a": None}, "x": None},
-                }
-            },
-        ],
-    },
-    {"role": "tool", "name": "python", "content": "1 <|end_of_msg|>"},
-    {"role": "tool", "name": "look", "index": 2, "content": "nothing"},
-    {"role": "assistant", "content": "One.", "reasoning_content": ""},
-    {"role": "user", "content": "thanks"},
-    {"role": "assistant", "content": "bye"},
-]
+TOOL_TURNS = json.loads(r"""[
+  {"role": "user", "content": "how many? <|open|>"},
+  {"role": "assistant", "content": null, "reasoning_content": "I count. <|close|>think<|sep|>",
+   "tool_calls": [
+    {"type": "function",
+     "function": {"name": "python", "arguments": {"code": "print(1)\n<|sep|>", "n": 2.5}}},
+    {"function": {"name": "look", "arguments": {"deep": true, "box": [1, 2], "of": {"a": null}, "x": null}}}
+  ]},
+  {"role": "tool", "name": "python", "content": "1 <|end_of_msg|>"},
+  {"role": "tool", "name": "look", "index": 2, "content": "nothing"},
+  {"role": "assistant", "content": "One.", "reasoning_content": ""},
+  {"role": "user", "content": "thanks"},
+  {"role": "assistant", "content": "bye"}
+]""")
 
 
-def test_the_jinja_template_writes_the_same_channels_and_calls(tokenizer):
-    for turns, prompt in ((TOOL_TURNS, False), (TOOL_TURNS[:4], True), (TOOL_TURNS[:6], True)):
-        ids = encode_chat(messages_from(turns), tokenizer, VISION, add_generation_prompt=prompt).ids.tolist()
-        rendered = Jinja(CHAT_TEMPLATE).render(
-            messages=turns, bos_token=tokenizer.bos_token, add_generation_prompt=prompt
-        )
-        assert tokenizer.decode(ids) == rendered + ("" if prompt else tokenizer.eos_token)
+@pytest.mark.parametrize("turns", [TURNS, TOOL_TURNS[:4], TOOL_TURNS[:6], TOOL_TURNS])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_ids_of_a_chat_are_what_the_jinja_template_writes(tokenizer, turns, prompt):
+    ids = encode_chat(messages_from(turns), tokenizer, VISION, add_generation_prompt=prompt).ids.tolist()
+    words = {"messages": turns, "bos_token": tokenizer.bos_token, "add_generation_prompt": prompt}
+    assert tokenizer.decode(ids) == Jinja(CHAT_TEMPLATE).render(words) + tokenizer.eos_token * (not prompt)
 
 
 def test_a_tool_call_is_written_as_kimi_k3_writes_it(tokenizer):
@@ -184,23 +131,16 @@ def test_an_assistants_message_is_read_back_from_its_ids(tokenizer):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_broken_markup_is_read_as_text_and_never_raises(tokenizer, seed):
-    import random
-
-    rng = random.Random(seed)
+    rng, broken = random.Random(seed), 0
     message = messages_from(TOOL_TURNS)[1]
     whole = encode_chat([message], tokenizer, VISION, add_generation_prompt=False).ids.tolist()[5:-1]
-    broken = 0
     for _ in range(300):
         ids = list(whole)
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(ids))
-            change = rng.randrange(3)
-            ids[at : at + 1] = (
-                [] if change == 0 else [rng.choice(whole)] if change == 1 else ids[at : at + 1] * 2
-            )
-        parsed = parse_assistant(ids[: rng.randint(0, len(ids))], tokenizer)
-        assert parsed.message.role == "assistant"
-        broken += not parsed.well_formed
+            ids[at : at + 1] = rng.choice([[], [rng.choice(whole)], ids[at : at + 1] * 2])
+        ids = ids[: rng.randint(0, len(ids))]
+        broken += not parse_assistant(ids, tokenizer).well_formed
     assert broken > 200
     nested = [tokenizer.open_id, *tokenizer.encode("x"), tokenizer.sep_id] * 3000
     assert not parse_assistant(nested, tokenizer).well_formed
@@ -214,15 +154,6 @@ def test_an_element_left_open_is_not_well_formed(tokenizer):
     plain = parse_assistant([*tokenizer.encode("red"), *end], tokenizer)
     assert plain.well_formed and plain.message == Message("assistant", (Text("red"),))
     assert not parse_assistant(tokenizer.encode("red"), tokenizer).well_formed  # cut at the token limit
-
-
-def test_a_conversation_passes_through_a_sample_unchanged(tokenizer):
-    messages = [Message("user", (Text("first "), picture(), Text("what?"))), *messages_from(TOOL_TURNS)]
-    direct = encode_chat(messages, tokenizer, VISION, add_generation_prompt=False)
-    through = encode(chat_sample(messages, source="s", key="k"), tokenizer, VISION)
-    assert torch.equal(direct.ids, through.ids) and torch.equal(direct.loss_weights, through.loss_weights)
-    assert direct.spans == through.spans and torch.equal(direct.patches, through.patches)
-    assert (through.source, through.key) == ("s", "k")
 
 
 def test_regions_of_a_later_message_lie_in_its_own_picture(tokenizer):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from earlyfusion.data.video.readers import problem
+from earlyfusion.data.video import problem
 from earlyfusion.pipeline.bench.data import decoding_side, loading_side, memory_side
 from earlyfusion.pipeline.bench.record import run_side
 from earlyfusion.pipeline.bench.shards import write_shards

@@ -88,31 +88,26 @@ def test_timestamps_are_hours_minutes_seconds_milliseconds(seconds, text):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_long_document_is_split_without_losing_a_token_or_a_patch(tokenizer, vision, seed, length):
     document = encode(random_document(random.Random(seed), pieces=30), tokenizer, vision)
-    longest = max([b - a for a, b in document.spans], default=0)
-    length = max(length, longest + 2)
-    limit = max([num_patches(grid) for grid in document.grids], default=0) + 40
+    length = max([length, *(b - a + 2 for a, b in document.spans)])
+    limit = max(map(num_patches, document.grids), default=0) + 40
     ranges = cuts(document, length, limit, tokenizer.ends_line)
     assert ranges[0][0] == 0 and ranges[-1][1] == len(document)
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
-    pieces = [document.piece(*r) for r in ranges]
-    ids, weights = [pieces[0].ids], [pieces[0].loss_weights]
-    for piece in pieces[1:]:
-        assert piece.ids[0] == tokenizer.bos_id and piece.loss_weights[0] == 0
-        ids.append(piece.ids[1:])
-        weights.append(piece.loss_weights[1:])
-    assert torch.equal(torch.cat(ids), document.ids)
-    assert torch.equal(torch.cat(weights), document.loss_weights)
-    held = [piece.patches for piece in pieces if piece.patches is not None]
-    if document.patches is not None:
-        assert torch.equal(torch.cat(held), document.patches)
-    for piece in pieces:
+    ids, weights, patches = [], [], []
+    for start, stop in ranges:
+        piece = document.piece(start, stop)
         assert len(piece) <= length and piece.num_patches <= limit
-        assert (piece.ids == tokenizer.media_pad_id).nonzero()[
-            :, 0
-        ].tolist() == piece.media_positions.tolist()
-        assert len(piece.media_positions) == sum(num_tokens(grid) for grid in piece.grids)
-        assert all(piece.ids[a] == tokenizer.media_begin_id for a, _ in piece.spans)
-        assert all(piece.ids[b - 1] == tokenizer.media_end_id for _, b in piece.spans)
+        assert piece.ids[0] == tokenizer.bos_id and piece.loss_weights[0] == 0
+        lead = int(start > 0)
+        ids += piece.ids[lead:].tolist()
+        weights += piece.loss_weights[lead:].tolist()
+        patches += [] if piece.patches is None else [piece.patches]
+        pads = (piece.ids == tokenizer.media_pad_id).nonzero().flatten()
+        assert pads.equal(piece.media_positions) and len(pads) == sum(map(num_tokens, piece.grids))
+        for a, b in piece.spans:
+            assert (piece.ids[a], piece.ids[b - 1]) == (tokenizer.media_begin_id, tokenizer.media_end_id)
+    assert (ids, weights) == (document.ids.tolist(), document.loss_weights.tolist())
+    assert document.patches is None or torch.equal(torch.cat(patches), document.patches)
 
 
 def test_long_text_is_cut_at_line_ends_and_leaves_no_crumbs(tokenizer, vision):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.shards.index import scan_tar
-from earlyfusion.data.shards.read import Shards
+from earlyfusion.data.shards.read import Shards, scan_tar
 from earlyfusion.data.sources.base import SourceConfig, build_source
 
 from .shard_files import captions, picture, write_tar
@@ -45,9 +44,7 @@ for i in range(len(source)):
 """
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def special(name, kind, target=""):

@@ -16,7 +16,6 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Image, Region, Regions, Sample, Text, Video
 from earlyfusion.data.sources.base import SourceConfig, build_source
-from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.report import sheet
 from earlyfusion.pipeline.report.page import write_page
 from earlyfusion.vision.config import VisionConfig
@@ -26,16 +25,14 @@ from .shard_files import captions, picture, write_tar
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path, cache, tokenizer, monkeypatch):
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
+def wide(own_cache, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    tokenizer.save(tmp_path / "tokenizer")
 
 
 @pytest.fixture
 def inspect(tmp_path, capsys):
     def run(path, **options):
-        sheet.inspect(str(path), tokenizer=str(tmp_path / "tokenizer"), **options)
+        sheet.inspect(str(path), **options)
         return capsys.readouterr().out
 
     return run
@@ -73,7 +70,8 @@ def test_a_recipe_counts_prepared_shards_by_its_own_patches(tmp_path, inspect, c
     for size, whole in ((14, True), (8, False)):
         recipe = tmp_path / f"mix{size}.toml"
         recipe.write_text(
-            f'data.val_fraction = 0.0\n[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
+            f'data.val_fraction = 0.0\ntokenizer.path = "{tmp_path}/tokenizer"\n'
+            f'[vision]\npreset = "moonvit_v2"\npatch_size = {size}\n'
             f'[[data.sources]]\nname = "own"\nkind = "webdataset"\npath = "{tmp_path}/out"\n'
         )
         capsys.readouterr()
@@ -114,20 +112,6 @@ def test_a_recipe_is_shown_source_by_source(inspect, tmp_path):
     assert checked(tmp_path / "nano.html").count('<div class="picture">') == 8
 
 
-def test_a_toml_with_only_data(tmp_path, inspect):
-    (tmp_path / "set").mkdir()
-    write_tar(tmp_path / "set" / "a.tar", captions(5))
-    (tmp_path / "words.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    (tmp_path / "mix.toml").write_text(
-        f'[[data.sources]]\nname = "pictures"\nkind = "webdataset"\npath = "{tmp_path}/set"\nweight = 3\n'
-        f'[[data.sources]]\nname = "words"\nkind = "text_files"\npath = "{tmp_path}/words.jsonl"\n'
-    )
-    shown = inspect(tmp_path / "mix.toml")
-    assert (
-        "pictures  webdataset  weight 3 (75.0%)" in shown and "words  text_files  weight 1 (25.0%)" in shown
-    )
-
-
 @pytest.mark.parametrize("name", ["words.jsonl", "folder", "glob"])
 def test_folders_and_text_files(tmp_path, inspect, name):
     (tmp_path / "d").mkdir()
@@ -138,21 +122,6 @@ def test_folders_and_text_files(tmp_path, inspect, name):
         "glob": f"{tmp_path}/d/*.jsonl",
     }
     assert "2 samples" in inspect(path[name])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["inspekt", "x"], "Did you mean 'inspect'"),
-        (["inspect", "./nowhere"], "no such file or folder"),
-        (["inspect", "nano", "--samples", "0"], "samples"),
-        (["inspect", "nano", "--vision", "moonvitt"], "did you mean 'moonvit"),
-    ],
-)
-def test_errors_are_one_line(words, message, capsys):
-    assert cli.main(["data", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 # ---- the sheet
@@ -219,24 +188,6 @@ def test_a_sample_that_cannot_be_used_says_why(page, tokenizer, vision):
     html = page(sample)
     assert make_card(sample, tokenizer, vision)["bad"] == "corrupt_image"
     assert "corrupt_image" in html and "k1" in html
-
-
-def test_long_texts_are_cut_and_context_is_grey(page):
-    html = page(Sample([Text("q" * 40, 0.0), Text("x" * 2000)], "s", "k"))
-    assert (
-        'class="muted"' in html
-        and "(2,000 characters)" in html
-        and "x" * 1500 in html
-        and "x" * 1501 not in html
-    )
-
-
-@pytest.mark.parametrize(
-    ("histogram", "bars"),
-    [({}, ""), ({"8": 5}, "8█8"), ({"0": 1, "8": 8}, "0▁█8"), ({"8": 2, "32": 4}, "8▄ █32")],
-)
-def test_a_histogram_is_a_row_of_bars(histogram, bars):
-    assert sheet.histogram(histogram).replace("[dim]", "").replace("[/]", "") == bars
 
 
 @pytest.mark.parametrize("path", ["pipe:touch {mark}", "{{p,q}}ipe:touch {mark}"])

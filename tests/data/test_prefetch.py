@@ -3,9 +3,9 @@ wait."""
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,33 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from consumer import chained
-
-from earlyfusion.data.config import DataConfig
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading import prefetch as feeds
-from earlyfusion.data.loading.loader import Loader
-from earlyfusion.data.loading.stream import Watch
-from earlyfusion.data.sources.base import SourceConfig
+from earlyfusion.data.loading.lane import Watch
 
-SHAPE = {"length": 192, "tokens": 512, "max_patches": 2048}
+from .conftest import folder_config
+from .consumer import chained
+
 MIX = {"easy_vqa": 0.5, "synth_scenes": 0.3, "pydoc": 0.2}
 PROMPT_S = 10.0
 """A dead worker is told within this time (polls are 0.2 s; the rest is for a busy machine)."""
-
-
-@pytest.fixture
-def loader(tokenizer, vision, mix):
-    made = []
-
-    def build(config=None, **settings):
-        made.append(Loader(config or mix(MIX), tokenizer, vision, **{**SHAPE, **settings}))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()
 
 
 def hashes(one, steps):
@@ -73,7 +56,7 @@ def test_a_worker_killed_while_it_sends_is_told_at_once(loader, mix):
     first = one.next_step()[0]
     assert first.patches.numel() > 2 << 20, "larger than the pipe"
     time.sleep(1.0)
-    worker = one._feed._workers[0]
+    worker = one._feed.lines[0].process
     os.kill(worker.pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(DataError, match="data process earlyfusion-data-0 ended with code -9"):
@@ -112,14 +95,9 @@ def stuck(tmp_path, tmp_path_factory, monkeypatch):
     (tmp_path / "endless.png").unlink()  # lets a thread that still reads go
 
 
-def stuck_config(path, **settings):
-    source = SourceConfig(name="mine", kind="folder", path=str(path))
-    return DataConfig(sources=[source], val_fraction=0.0, **settings)
-
-
 @pytest.mark.slow
 def test_a_worker_that_dies_is_told_with_the_sample_it_held(loader, stuck):
-    one = loader(stuck_config(stuck, prefetch="process"))
+    one = loader(folder_config(stuck, prefetch="process"))
     told: list[BaseException] = []
 
     def run():
@@ -131,10 +109,10 @@ def test_a_worker_that_dies_is_told_with_the_sample_it_held(loader, stuck):
     caller = threading.Thread(target=run)
     caller.start()
     deadline = time.monotonic() + 60
-    while one._feed is None or "lines.jsonl:8" not in one._feed._watches[0].text:
+    while one._feed is None or "lines.jsonl:8" not in one._feed.lines[0].watch.text:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(one._feed._workers[0].pid, signal.SIGKILL)
+    os.kill(one._feed.lines[0].process.pid, signal.SIGKILL)
     caller.join(PROMPT_S)
     assert not caller.is_alive(), "the caller hangs"
     assert "ended with code -9" in str(told[0]) and "encoding source 'mine', sample 7 of epoch 0" in str(
@@ -145,8 +123,9 @@ def test_a_worker_that_dies_is_told_with_the_sample_it_held(loader, stuck):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", ["thread", "process"])
-def test_a_worker_that_stands_still_is_told_with_the_sample_it_holds(loader, stuck, prefetch):
-    one = loader(stuck_config(stuck, prefetch=prefetch, stall_s=1.5 if prefetch == "thread" else 8.0))
+def test_a_worker_that_stands_still_is_told_with_the_sample_it_holds(loader, stuck, prefetch, monkeypatch):
+    monkeypatch.setattr(feeds, "STALL_S", 1.5 if prefetch == "thread" else 8.0)
+    one = loader(folder_config(stuck, prefetch=prefetch))
     start = time.monotonic()
     with pytest.raises(
         DataError, match=r"has not moved for .* s; it was encoding source 'mine'.*lines.jsonl:8"
@@ -157,12 +136,12 @@ def test_a_worker_that_stands_still_is_told_with_the_sample_it_holds(loader, stu
 
 
 @pytest.mark.slow
-def test_workers_end_with_the_process_that_started_them(tmp_path, tokenizer, vision, mix):
+def test_workers_end_with_the_process_that_started_them(tmp_path, loader, mix):
     child = os.fork()
     if child == 0:
-        one = Loader(mix({"pydoc": 1.0}, prefetch="process", workers=2), tokenizer, vision, lanes=2, **SHAPE)
+        one = loader(mix({"pydoc": 1.0}, prefetch="process", workers=2), lanes=2)
         one.next_step()
-        (tmp_path / "pids").write_text(" ".join(str(worker.pid) for worker in one._feed._workers))
+        (tmp_path / "pids").write_text(" ".join(str(line.process.pid) for line in one._feed.lines))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -179,37 +158,28 @@ def alive(pid):
         return False
 
 
-def test_tensors_cross_a_pipe_unchanged_and_writable(tokenizer, vision, mix):
-    import multiprocessing
-
-    batch = Loader(mix(MIX), tokenizer, vision, **{**SHAPE, "tokens": 2048}).next_step()[0]
-    sent = [
-        batch,
-        {
-            "empty": torch.empty(0, 3),
-            "error": BadSample("no good", "corrupt_image"),
-            "view": batch.ids[3:9:2],
-        },
-    ]
+def test_tensors_cross_a_pipe_unchanged_and_writable(loader):
+    batch = loader(tokens=2048).next_step()[0]
+    sent = [batch, torch.empty(0, 3), batch.ids[3:9:2]]
     reader, writer = multiprocessing.Pipe(duplex=False)
     feeds.widen(reader)
     thread = threading.Thread(target=feeds.send_item, args=(writer, sent))
     thread.start()
-    got, rest = feeds.receive_item(reader)
+    got, empty, view = feeds.receive_item(reader)
     thread.join()
     assert chained("", [got]) == chained("", [batch]) and got.segments == batch.segments
+    assert empty.shape == (0, 3) and torch.equal(view, batch.ids[3:9:2])
     got.ids += 1
-    assert torch.equal(got.ids, batch.ids + 1)
-    assert rest["empty"].shape == (0, 3) and torch.equal(rest["view"], batch.ids[3:9:2])
-    assert (str(rest["error"]), rest["error"].reason) == ("no good", "corrupt_image")
+    feeds.send_item(writer, BadSample("no good", "corrupt_image"))
+    with pytest.raises(BadSample, match="no good") as caught:
+        feeds.receive_item(reader)
+    assert caught.value.reason == "corrupt_image"
     writer.close()
     with pytest.raises(EOFError):
         feeds.receive_item(reader)
 
 
 def test_half_an_item_is_an_end_and_not_a_wait():
-    import multiprocessing
-
     reader, writer = multiprocessing.Pipe(duplex=False)
     thread = threading.Thread(target=lambda: torn(writer))
     thread.start()
@@ -236,8 +206,7 @@ def torn(writer):
 
 def test_a_watch_holds_the_newest_line_of_any_length():
     watch = Watch()
-    assert (watch.text, watch.count) == ("", 0)
-    for text in ("first", "é" * 400, "", "short"):
+    for text in ("first", "é" * 400, "short"):
         watch.note(text)
         assert text.startswith(watch.text.rstrip("\ufffd")) and len(watch.text) >= min(len(text), 250)
-    assert watch.count == 4 and watch.text == "short"
+    assert watch.count == 3 and watch.text == "short"

@@ -7,32 +7,27 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.prepare.inputs import InputOptions, files_below
-from earlyfusion.data.prepare.rows import RowMembers
-from earlyfusion.data.prepare.work import Job, Worker
-from earlyfusion.data.prepare.write import bin_of
+from earlyfusion.data.prepare.inputs import load_below
+from earlyfusion.data.prepare.rows import InputOptions, row_members
+from earlyfusion.data.prepare.work import Worker
 from earlyfusion.data.sources.shards import ShardsOptions
 from earlyfusion.data.tokenizer import Tokenizer
-from earlyfusion.kernels.errors import UserError
 from earlyfusion.vision.config import VisionConfig
 
 from .prepare_cases import digest, main, prepare, samples, skipped, words_of
 from .shard_files import dump, picture
 
-
-@pytest.fixture(autouse=True)
-def small(tmp_path, cache, tokenizer, monkeypatch):
-    """A cache of the test's own; the tokenizer saved once, because workers start in their own processes."""
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
-    tokenizer.save(tmp_path / "tokenizer")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -83,26 +78,13 @@ def test_a_folder_becomes_shards_and_everything_left_out_is_named(tmp_path, albu
     assert made["skipped"] == {reason: 1 for reason in reasons.values()}
 
 
-def test_counts_and_histograms_are_those_of_encoding(tmp_path, album):
+def test_counts_are_those_of_encoding(tmp_path, album):
     made = prepare(tmp_path, album)
     words, vision = Tokenizer.load(tmp_path / "tokenizer"), VisionConfig.preset("tiny")
     documents = [encode(sample, words, vision) for sample in samples(tmp_path / "out")]
     assert made["tokens"] == sum(map(len, documents)) and made["patches"] == sum(
         d.num_patches for d in documents
     )
-    bins = [bin_of(d.num_patches) for d in documents]
-    assert made["patch_histogram"] == {name: bins.count(name) for name in set(bins)}
-    assert sum(made["token_histogram"].values()) == 41
-
-
-def test_the_fast_check_counts_the_same_without_decoding(tmp_path, album, monkeypatch):
-    (album / "broken.jpg").unlink()
-    full = prepare(tmp_path, album)
-    monkeypatch.setattr("earlyfusion.data.prepare.work.encode", None)
-    fast = prepare(tmp_path, album, "fast", "--check", "fast")
-    assert fast["patch_histogram"] == full["patch_histogram"] and fast["patches"] == full["patches"]
-    # [BOS], [EOS] and the three or four tokens around a picture are not counted without encoding.
-    assert 0 <= full["tokens"] - fast["tokens"] <= 8 * full["samples"]
 
 
 def test_limits_cut_shards_and_a_large_sample_has_its_own(tmp_path):
@@ -130,19 +112,6 @@ def test_shards_open_in_webdataset_itself(tmp_path, album):
     urls = [str(tmp_path / "out" / entry["name"]) for entry in made["shards"]]
     theirs = list(webdataset.WebDataset(urls, shardshuffle=False).decode("pil"))
     assert len(theirs) == 41 and sum("jpg" in s or "png" in s or "webp" in s for s in theirs) == 40
-
-
-@pytest.mark.parametrize("mode", ["sample", "media", "none"])
-def test_duplicates_by_content(tmp_path, mode):
-    root = tmp_path / "d"
-    root.mkdir()
-    for name, seed, words in (("a", 1, "one"), ("b", 1, "one"), ("c", 1, "two"), ("d", 2, "one")):
-        (root / f"{name}.png").write_bytes(picture(seed, form="PNG"))
-        (root / f"{name}.txt").write_text(words)
-    made = prepare(tmp_path, root, "out", "--dedup", mode)
-    kept = {"sample": "acd", "media": "ad", "none": "abcd"}[mode]
-    assert [s.key[-1] for s in samples(tmp_path / "out")] == list(kept)
-    assert made["skipped"].get("duplicate", 0) == 4 - len(kept)
 
 
 # ---- interruption
@@ -296,30 +265,14 @@ def test_nothing_usable_says_why(tmp_path):
     assert len(skipped(tmp_path / "out")) == 3
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("nowhere", [], "does not exist; expected a folder"),
-        ("empty", [], "holds nothing to prepare"),
-        ("a.bin", [], "cannot be prepared|no text file"),
-        ("empty", ["--workers", "0"], "--workers"),
-    ],
-)
-def test_errors_are_one_line(tmp_path, source, options, message):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(UserError, match=message):
-        main([str(tmp_path / source), "--out", str(tmp_path / "o"), *options])
-
-
 @pytest.mark.slow
 def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypatch):
     script = tmp_path / "die.py"
     script.write_text(
         "import os, sys\n"
         "from earlyfusion.data.prepare import work\n"
-        "real = work.Worker._outcome\n"
-        "work.Worker._outcome = lambda self, number: os._exit(9) if number == 40 else real(self, number)\n"
+        "real = work.Worker.outcome\n"
+        "work.Worker.outcome = lambda self, number: os._exit(9) if number == 40 else real(self, number)\n"
         "from earlyfusion.pipeline.cli import main\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(main())\n"
@@ -339,14 +292,8 @@ def test_a_worker_that_dies_is_reported_with_its_items(tmp_path, album, monkeypa
 @pytest.mark.parametrize("seed", range(3))
 def test_no_row_does_more_than_be_left_out(tmp_path, seed):
     rng = random.Random(seed)
-    parts = [
-        None,
-        1,
-        2.5,
-        "",
-        "word",
-        "a.png",
-        "../a.png",
+    parts = [None, 1, 2.5, "", "word", "a.png", "../a.png"]
+    parts += [
         {"bytes": b"x", "path": None},
         {"bytes": None, "path": "a.png"},
         {"bytes": picture(1), "path": "b.jpg"},
@@ -357,26 +304,16 @@ def test_no_row_does_more_than_be_left_out(tmp_path, seed):
         [{"text": "x"}],
         {"image": "a.png"},
     ]
-    keys = [
-        "image",
-        "images",
-        "text",
-        "caption",
-        "texts",
-        "messages",
-        "conversations",
-        "boxes",
-        "labels",
-        "question",
-        "x",
-    ]
+    keys = "image images text caption texts messages conversations boxes labels question x".split()
     (tmp_path / "a.png").write_bytes(picture(0, form="PNG"))
-    take = RowMembers(files_below(tmp_path))
     worker = object.__new__(Worker)
-    worker.options, worker.job = ShardsOptions(), Job("", InputOptions(), check="fast")
+    worker.options, worker.decode = ShardsOptions(), DecodeConfig()
     worker.tokenizer, worker.vision = Tokenizer.load(tmp_path / "tokenizer"), VisionConfig.preset("tiny")
-    worker.input = SimpleNamespace(
-        origin=str, members=lambda n: take({rng.choice(keys): rng.choice(parts) for _ in range(4)})
-    )
-    made = worker.outcomes(0, 400)
+
+    def members(_):
+        row = {rng.choice(keys): rng.choice(parts) for _ in range(4)}
+        return row_members(row, partial(load_below, tmp_path), InputOptions())
+
+    worker.input = SimpleNamespace(origin=str, members=members)
+    made = [worker.outcome(number) for number in range(400)]
     assert 5 < sum(not outcome.reason for outcome in made) < 395

@@ -2,71 +2,45 @@
 
 import json
 
-import numpy as np
 import pytest
-import typer
 from PIL import Image as PILImage
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.kernels.errors import UserError
 
-from .prepare_cases import main, prepare, samples, skipped
-from .shard_files import captions, dump, picture, write_tar
+from .clip_files import numbered, write_clip
+from .prepare_cases import prepare, samples, skipped
+from .shard_files import captions, picture, write_tar
 
-
-@pytest.fixture(autouse=True)
-def small(tmp_path, cache, tokenizer, monkeypatch):
-    """A cache of the test's own; the tokenizer saved once, because workers start in their own processes."""
-    monkeypatch.setenv("EF_CACHE", str(tmp_path / "cache"))
-    tokenizer.save(tmp_path / "tokenizer")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_json_lines_with_paths(tmp_path):
     root = tmp_path / "set"
     (root / "img").mkdir(parents=True)
-    for i in range(4):
+    for i in range(3):
         (root / "img" / f"{i}.jpg").write_bytes(picture(i))
     (tmp_path / "secret.jpg").write_bytes(picture(9))
-    rows = [
-        {"image": "img/0.jpg", "caption": "zero"},
-        {
-            "image": ["img/1.jpg", "img/2.jpg"],
-            "conversations": [
-                {"from": "human", "value": "<image> or <image>?"},
-                {"from": "gpt", "value": "left"},
-            ],
-        },
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image", "image": "img/3.jpg"}, {"type": "text", "text": "?"}],
-                },
-                {"role": "assistant", "content": "three"},
-            ]
-        },
-        {"text": "only text"},
-        {"texts": ["a", None, "b"], "images": [None, "img/1.jpg", None]},
-        {"image": "img/77.jpg", "caption": "gone"},
-        {"image": "../secret.jpg", "caption": "escape"},
-        {"image": str(tmp_path / "secret.jpg"), "caption": "escape"},
-    ]
-    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\nnot json\n")
+    rows = """{"image": "img/0.jpg", "caption": "zero"}
+{"image": ["img/1.jpg", "img/2.jpg"], "conversations": TURNS}
+{"texts": ["a", null, "b"], "images": [null, "img/1.jpg", null]}
+{"image": "img/77.jpg", "caption": "gone"}
+{"image": "../secret.jpg", "caption": "escape"}
+{"image": "ROOT/secret.jpg", "caption": "escape"}
+not json
+"""
+    turns = '[{"from": "human", "value": "<image> or <image>?"}, {"from": "gpt", "value": "left"}]'
+    rows = rows.replace("TURNS", turns).replace("ROOT", str(tmp_path))
+    (root / "data.jsonl").write_text(rows)
     made = prepare(tmp_path, root / "data.jsonl")
-    assert made["formats"] == {"caption": 1, "conversation": 2, "interleaved": 1, "text": 1}
-    assert [s.text for s in samples(tmp_path / "out")] == [
-        "\nzero",
-        "\nQ:  or ?\nA: left",
-        "\nQ: ?\nA: three",
-        "only text",
-        "a\nb",
-    ]
-    assert made["media"] == 5 and made["skipped"] == {"missing_member": 1, "unreadable": 2, "bad_json": 1}
-    assert [entry["from"] for entry in skipped(tmp_path / "out")][-1] == "data.jsonl:9"
-    as_folder = prepare(
-        tmp_path, root, "folder"
-    )  # the pictures belong to the lines, they are no items of their own
-    assert as_folder["formats"] == made["formats"] and as_folder["items"] == 9
+    assert made["formats"] == {"caption": 1, "conversation": 1, "interleaved": 1} and made["media"] == 4
+    texts = [sample.text for sample in samples(tmp_path / "out")]
+    assert texts == ["\nzero", "\nQ:  or ?\nA: left", "a\nb"]
+    assert made["skipped"] == {"missing_member": 1, "unreadable": 2, "bad_json": 1}
+    assert [entry["from"] for entry in skipped(tmp_path / "out")][-1] == "data.jsonl:7"
+    # The pictures belong to the lines, they are no items of their own.
+    as_folder = prepare(tmp_path, root, "folder")
+    assert as_folder["formats"] == made["formats"] and as_folder["items"] == 7
 
 
 def test_a_text_field_and_an_image_field_can_be_named(tmp_path):
@@ -132,28 +106,12 @@ def test_shards_are_resharded_and_torn_ones_counted(tmp_path):
     assert made["skipped"]["truncated_tar"] == 1 and made["skipped"]["duplicate"] >= 1
 
 
-def clip(path, frames=12):
-    av = pytest.importorskip("av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4" if path.suffix == ".mp4" else "libvpx-vp9", rate=6)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(frames):
-            pixels = np.full((48, 64, 3), 20 * i % 255, np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-
-
 def test_a_folder_of_videos(tmp_path):
     root = tmp_path / "clips"
     root.mkdir()
-    for name in ("a.mp4", "b.webm"):
-        clip(root / name)
+    for name, codec in (("a.mp4", "h264"), ("b.webm", "vp9"), ("c.gif", "gif")):
+        (root / name).write_bytes(write_clip(numbered(6), codec))
         (root / name).with_suffix(".txt").write_text(f"a clip, {name}")
-    frames = [PILImage.new("RGB", (40, 30), (i * 40, 0, 0)) for i in range(5)]
-    frames[0].save(root / "c.gif", save_all=True, append_images=frames[1:], duration=200)
-    (root / "c.json").write_bytes(dump({"caption": "red grows"}))
     (root / "d.mp4").write_bytes((root / "a.mp4").read_bytes()[:700])
     (root / "d.txt").write_text("torn")
     made = prepare(tmp_path, root)
@@ -279,24 +237,10 @@ def test_a_caption_beside_a_source_text_is_not_lost(tmp_path, capsys):
         ("a.json", '[{"text": "cut', "not closed"),
         ("a.json", "", "not a list of rows"),
         ("a.csv", "image,caption\n", "no rows"),
-        ("a.csv", b"image,caption\n\xff,x\n", "not UTF-8"),
+        ("a.csv", b"image,caption\n\xff,x\n", "expected UTF-8"),
     ],
 )
 def test_tables_that_are_none_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         prepare(tmp_path, tmp_path / name)
-
-
-def test_help_shows_the_layouts(capsys):
-    with pytest.raises(typer.Exit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    for part in (
-        '{"image": PATH, "caption": TEXT}',
-        '"conversations"',
-        ".csv, .tsv",
-        "--question-field",
-        "[default: 2;",
-    ):
-        assert part in shown, part

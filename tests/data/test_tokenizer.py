@@ -12,7 +12,7 @@ from earlyfusion.data.sample import answer_text
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer, train_bpe
+from earlyfusion.data.vocabulary import embedded_corpus, embedded_tokenizer
 
 # Planes of Unicode that behave differently: ASCII, controls,
 # combining marks, CJK, emoji with joiners, private use.
@@ -66,18 +66,6 @@ def test_the_words_of_pictures_and_the_answers_of_easy_vqa_are_single_tokens(tok
     assert len(answers) == 13
     for text in ["image", "video", *(answer_text(answer) for answer in answers)]:
         assert len(tokenizer.encode(text)) == 1, text
-
-
-def test_training_twice_gives_the_same_tokenizer():
-    texts = [
-        f"the {a} {b} stands on row {i}\n"
-        for i in range(40)
-        for a in ("red", "blue")
-        for b in ("star", "disc")
-    ]
-    first, second = train_bpe(texts, 285), train_bpe(texts, 285)
-    assert first.vocab_size == 285
-    assert first._backend.to_str() == second._backend.to_str()
 
 
 def test_the_cache_returns_what_was_trained_and_leaves_no_temporary_files(tokenizer, cache):
@@ -145,15 +133,6 @@ def test_a_directory_without_tokenizer_json_is_one_clear_line(tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_a_vocabulary_that_cannot_be_is_refused():
-    with pytest.raises(DataError, match="at least 267"):
-        train_bpe(["text"], 200)
-    with pytest.raises(DataError, match="the texts give only"):
-        train_bpe(["text"], 4096)
-    with pytest.raises(DataError, match="surrogate"):
-        train_bpe(["a few words"] * 3, 268).encode("\ud800")
-
-
 def test_held_out_topics_are_not_in_the_tokenizer_corpus():
     corpus = set(embedded_corpus())
     source = build_source(SourceConfig(name="pydoc", kind="pydoc"))
@@ -162,31 +141,26 @@ def test_held_out_topics_are_not_in_the_tokenizer_corpus():
     assert source.get(0, 0).text in corpus
 
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+FRONT = {"type": "Prepend", "prepend": "a" * 1_000}
+LONGER = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1_000}
+HUGE = {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda tree: 5, "int, expected an object"),
-        (
-            lambda tree: {**tree, "model": {**tree["model"], "vocab": {"a": 2**32 - 1}, "merges": []}},
-            "expected fewer than",
-        ),
-        (
-            lambda tree: {**tree, "normalizer": {"type": "Sequence", "normalizers": 40 * [DOUBLE]}},
-            "times as long; not used",
-        ),
-        (
-            lambda tree: {**tree, "normalizer": {"type": "Sequence", "normalizers": [FRONT, LONGER]}},
-            "times as long; not used",
-        ),
-        (lambda tree: {**tree, "added_tokens": [{"id": -1}]}, "not a tokenizers file"),
+        ({"model": HUGE}, "expected fewer than"),
+        ({"normalizer": {"type": "Sequence", "normalizers": 40 * [DOUBLE]}}, "times as long; not used"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [FRONT, LONGER]}}, "times as long; not used"),
+        ({"added_tokens": [{"id": -1}]}, "not a tokenizers file"),
     ],
 )
 def test_a_tokenizer_made_to_do_harm_is_one_line(tmp_path, tokenizer, change, told):
     path = tokenizer.save(tmp_path) / "tokenizer.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(DataError) as caught:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DataError, match=rf"^tokenizer .*tokenizer\.json: [^\n]*{told}[^\n]*$"):
         Tokenizer.load(tmp_path)
-    assert str(path) in str(caught.value) and told in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["5", "null", '{"bos_token": 5}', "[" * 100_000, "\ufffd{"])
@@ -194,8 +168,3 @@ def test_a_tokenizer_config_that_is_none_is_one_line(tmp_path, tokenizer, conten
     (tokenizer.save(tmp_path) / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=r"^tokenizer [^\n]*$"):
         Tokenizer.load(tmp_path)
-
-
-DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-FRONT = {"type": "Prepend", "prepend": "a" * 1_000}
-LONGER = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1_000}

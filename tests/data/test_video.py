@@ -14,19 +14,15 @@ from earlyfusion.data.decode_config import DecodeConfig
 from earlyfusion.data.errors import REASONS, BadSample
 from earlyfusion.data.loading.encode import encode
 from earlyfusion.data.sample import Sample, Text, VideoFile
-from earlyfusion.data.video.read import container_of, decode_video, open_video, sample_indices, sure_of
-from earlyfusion.data.video.readers import problem
+from earlyfusion.data.video import container_of, decode_video, open_clip, sample_indices, sure_of
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_tokens, prepare_frames, unpatchify
-from tests.data.clip_files import CODECS, SHARED, number_in, numbered, write_clip
+
+from .clip_files import BACKENDS, CODECS, SHARED, number_in, numbered, write_clip
 
 CFG = VisionConfig.preset("tiny", in_patch_limit_each_frame=1024)
 ALL = 1000.0
 """A rate that takes every frame."""
-BACKENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(problem(name) is not None, reason=f"{name}: {problem(name)}"))
-    for name in ("decord", "pyav")
-]
 
 
 def numbers(media):
@@ -38,24 +34,16 @@ def numbers(media):
     ("count", "native", "fps", "most", "expected"),
     [
         (1, 25, 2.0, None, [0]),
-        (300, 30, 2.0, None, 20),
-        (125, 25, 2.0, None, 10),
-        (10, 1, 2.0, None, 10),  # slower than asked: every frame once
+        (10, 1, 2.0, None, list(range(10))),  # slower than asked: every frame once
         (5, 30, 2.0, None, [0]),  # 0.33 frames, but at least one
         (40, 30, 2.0, None, [0, 20, 39]),
         (6, 4, 2.0, None, [0, 2, 5]),  # linspace 0, 2.5, 5: halves go to the even neighbour
         (300, 30, 2.0, 4, [0, 100, 199, 299]),
-        (300, 30, 2.0, 1, [0]),
         (3, 30, 30.0, 100, [0, 1, 2]),
     ],
 )
 def test_frames_are_sampled_by_the_published_rule(count, native, fps, most, expected):
-    indices = sample_indices(count, native, fps, most)
-    rate = min(fps, native)
-    wanted = max(round(count * rate / native), 1)
-    wanted = min(wanted, most) if most else wanted
-    assert indices == [round(value) for value in np.linspace(0, count - 1, wanted)]
-    assert indices == expected if isinstance(expected, list) else len(indices) == expected
+    assert sample_indices(count, native, fps, most) == expected
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 8])
@@ -72,25 +60,22 @@ def test_a_file_of_any_codec_becomes_items_of_four_frames(backend, codec, count)
 
 
 def test_bytes_and_path_are_the_same_and_the_patches_those_of_prepare_frames(tmp_path):
-    data = write_clip(numbered(6, 200, 144), "h264")
-    path = tmp_path / "a.mp4"
+    data, path = write_clip(numbered(6, 200, 144), "h264"), tmp_path / "a.mp4"
     path.write_bytes(data)
     small = VisionConfig.preset("tiny", in_patch_limit_each_frame=100)
-    one, two = (decode_video(VideoFile(each, fps=ALL), small) for each in (data, str(path)))
-    with open_video(data) as reader:
-        frames = [PILImage.fromarray(frame) for frame, _ in reader.read(range(6))]
-    for first, second, expected in zip(
-        one.items, two.items, prepare_frames(frames, small, exact=False), strict=True
-    ):
-        assert torch.equal(first[0], second[0]) and torch.equal(first[0], expected[0])
-        assert first[1] == second[1] == expected[1]
+    clip = open_clip(data, "pyav", "mp4", "clip", DecodeConfig())
+    frames = [PILImage.fromarray(frame) for frame, _ in clip.read(range(6))]
+    expected = prepare_frames(frames, small, exact=False)
     size = navit_size(200, 144, small, patch_limit=100)
-    assert one.resized == (size.new_w, size.new_h) and one.original == (200, 144)
+    for video in (data, str(path)):
+        media = decode_video(VideoFile(video, fps=ALL), small)
+        assert media.resized == (size.new_w, size.new_h) and media.original == (200, 144)
+        for (patches, grid), (wanted, places) in zip(media.items, expected, strict=True):
+            assert torch.equal(patches, wanted) and grid == places
     exact = decode_video(VideoFile(data, fps=ALL), small, DecodeConfig(fast=False))
-    difference = torch.cat(
-        [(a.int() - b.int()).abs().float() for (a, _), (b, _) in zip(one.items, exact.items)]
-    )
-    assert difference.max() <= 2 and difference.mean() < 0.01
+    for (a, _), (b, _) in zip(expected, exact.items):
+        difference = (a.int() - b.int()).abs().float()
+        assert difference.max() <= 2 and difference.mean() < 0.01
 
 
 def test_the_document_of_a_video_file_carries_the_times_of_its_file(tokenizer):
@@ -109,9 +94,6 @@ def test_max_frames_and_fps_of_the_segment_count():
     assert numbers(decode_video(VideoFile(data), CFG)) == sample_indices(40, 10, 2.0)
     assert numbers(decode_video(VideoFile(data, max_frames=3), CFG)) == [0, 20, 39]
     assert numbers(decode_video(VideoFile(data, fps=0.5), CFG)) == [0, 39]
-    for options in ({"fps": 0}, {"fps": float("nan")}, {"max_frames": 0}):
-        with pytest.raises(BadSample, match="must be positive"):
-            VideoFile(data, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,20 +101,8 @@ def test_max_frames_and_fps_of_the_segment_count():
 def test_sparse_frames_are_right_whatever_the_backend_makes_of_seeking(backend, codec):
     data = write_clip(numbered(100), codec)
     for fps in (0.4, 0.7, 2.0):
-        for fallback in (True, False):
-            media = decode_video(
-                VideoFile(data, fps=fps, backend=backend), CFG, DecodeConfig(video_fallback=fallback)
-            )
-            assert numbers(media) == sample_indices(100, 10, fps)
-
-
-@pytest.mark.skipif(problem("decord") is not None, reason="decord is not here")
-def test_what_decord_cannot_read_goes_to_pyav_unless_that_is_turned_off():
-    data = write_clip(numbered(6), "av1")
-    assert numbers(decode_video(VideoFile(data, fps=ALL, backend="decord"), CFG)) == list(range(6))
-    with pytest.raises(BadSample, match="decord cannot read it") as caught:
-        decode_video(VideoFile(data, backend="decord"), CFG, DecodeConfig(video_fallback=False))
-    assert caught.value.reason == "corrupt_video"
+        media = decode_video(VideoFile(data, fps=fps, backend=backend), CFG)
+        assert numbers(media) == sample_indices(100, 10, fps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -159,30 +129,20 @@ def test_damaged_files_are_left_out_or_read_but_never_worse(backend, codec, seed
             assert error.reason in REASONS and "\n" not in str(error)
 
 
-def test_an_mp4_without_its_index_is_a_corrupt_video():
-    whole = write_clip(numbered(20))
-    for backend in ("decord", "pyav"):
-        if problem(backend) is None:
-            with pytest.raises(BadSample) as caught:
-                decode_video(VideoFile(whole[: len(whole) // 2], backend=backend), CFG)
-            assert caught.value.reason == "corrupt_video"
-
-
 @pytest.mark.parametrize(
-    ("limit", "match"),
+    ("option", "limit"),
     [
-        ({"video_max_mb": 0.001}, "MiB, more than data.decode.video_max_mb"),
-        ({"video_max_seconds": 1.0}, "s, more than data.decode.video_max_seconds"),
-        ({"video_max_frames": 5}, "frames, more than data.decode.video_max_frames"),
-        ({"video_max_pixels": 1000}, "pixels.*more than data.decode.video_max_pixels"),
-        ({"video_max_patches": 50}, "patches, more than data.decode.video_max_patches.*set max_frames"),
+        ("video_max_seconds", 1.0),
+        ("video_max_frames", 5),
+        ("video_max_pixels", 1000),
+        ("video_max_patches", 50),
     ],
 )
 @pytest.mark.parametrize("codec", ["h264", "av1", "gif"])
-def test_a_video_over_a_limit_is_left_out_with_the_option_that_says_so(limit, match, codec):
+def test_a_video_over_a_limit_is_left_out_with_the_option_that_says_so(option, limit, codec):
     data = write_clip(numbered(20), codec)
-    with pytest.raises(BadSample, match=match) as caught:
-        decode_video(VideoFile(data), CFG, DecodeConfig(**limit))
+    with pytest.raises(BadSample, match=f"more than data.decode.{option} = {limit:g}") as caught:
+        decode_video(VideoFile(data), CFG, DecodeConfig(**{option: limit}))
     assert caught.value.reason == "video_limit"
 
 
@@ -243,12 +203,10 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
-@pytest.mark.parametrize("backend", ["decord", "pyav"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_session_description_behind_a_containers_first_bytes_opens_no_port(backend, beginning, tmp_path):
     """FFmpeg, left to choose, reads such a file as SDP: it binds UDP ports, looks names up and waits for
     packets."""
-    if problem(backend) is not None:
-        pytest.skip(f"{backend}: {problem(backend)}")
     path = tmp_path / "a.mp4"
     path.write_bytes(BEGINNINGS[beginning] + SESSION)
     opened: set[str] = set()
@@ -294,7 +252,7 @@ def test_an_animation_that_asks_for_too_much_painting_is_told_from_its_header(mo
     data = write_clip(numbered(20), "gif")
     monkeypatch.setattr("PIL.GifImagePlugin.GifImageFile.load", lambda self: pytest.fail("decoded"))
     with pytest.raises(
-        BadSample, match=r"animation of 20 frames of 96 x 64 pixels.*animation_max_pixels = 120000"
+        BadSample, match=r"122880 pixels, more than data.decode.animation_max_pixels = 120000"
     ):
         decode_video(VideoFile(data), CFG, DecodeConfig(animation_max_pixels=120_000))
 

@@ -34,8 +34,8 @@ from tiny import tiny_fusion, tiny_vision
 from tiny_run import make_tokenizer, tiny_recipe
 
 from earlyfusion.data.config import DataConfig
+from earlyfusion.data.loading.lane import Geometry, Spec, Stream, Watch
 from earlyfusion.data.loading.stats import append_skipped, read_skipped, skip_file
-from earlyfusion.data.loading.stream import Geometry, Spec, Stream
 from earlyfusion.data.prepare.cmd import prepare as prepare_verb
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.tokenizer import Tokenizer
@@ -191,15 +191,16 @@ class World:
         config = SourceConfig(name="mine", kind=kind, path=str(path), max_epochs=1)
         data = DataConfig(sources=[config], on_bad_sample="skip", val_fraction=0.0, prefetch="none")
         source = build_source(config, val_fraction=0.0)
-        stream = Stream(source, Spec(data, self.tokenizer, tiny_vision(), Geometry(512, 512, 4096)), 0)
+        spec = Spec(data, self.tokenizer, tiny_vision(), Geometry(512, 512, 4096), {"mine": 1.0})
+        stream = Stream(source, spec, 0, Watch())
         while stream.next_piece() is not None:
             pass
 
-        entries = [{"stage": 0, "step": 0, "lane": 0, **entry} for entry in stream.noted]
+        entries = [{"stage": 0, "step": 0, "lane": 0, **entry} for entry in stream.skipped]
         append_skipped(skip_file(path.parent), entries)
-        assert len(read_skipped(path.parent)) == sum(stream.skipped.values()) == len(stream.noted)
-        inspect(str(path), out=path.parent / "sheet.html", samples=3, tokenizer=str(self.words))
-        return [len(source), stream.given[0], sum(stream.skipped.values())]
+        assert len(read_skipped(path.parent)) == len(entries)
+        inspect(str(path), out=path.parent / "sheet.html", samples=3)
+        return [len(source), stream.documents, len(entries)]
 
 
 KINDS = {}

@@ -61,7 +61,7 @@ def test_early_mid_and_late_spend_the_same_vision_total(bpe, seed, capsys):
         assert sum(row[0] for row in rows[: max(0, first - POOL)]) == 0, "text only before the injection"
         after = rows[first + POOL * bool(first) :]
         assert sum(r[0] for r in after) / sum(r[1] for r in after) == pytest.approx(share, rel=0.05)
-        assert loader.stats()["vision_share"] == pytest.approx(BUDGET, rel=VISION_RTOL)
+        assert vision[arm] / (vision[arm] + text[arm]) == pytest.approx(BUDGET, rel=VISION_RTOL)
     with capsys.disabled():
         print(
             "\n"
@@ -139,11 +139,14 @@ def test_a_run_reports_its_data_as_it_came_and_resumes_with_the_same_numbers(mix
     assert read_skipped(tmp_path / "cut") == skipped
 
 
-def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd):
-    assert run(mixed, tmp_path, "--data.max_bad", "0") == 2
+def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("earlyfusion.data.loading.stats.MIN_READ", 1)
+    assert run(mixed, tmp_path, "--data.max_bad_share", "0") == 2
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
     assert (
-        len(told) == 1 and "data.max_bad allows 0 (corrupt_image 1" in told[0] and "skipped.jsonl" in told[0]
+        len(told) == 1
+        and "data.max_bad_share allows 0.0% (corrupt_image" in told[0]
+        and "skipped.jsonl" in told[0]
     )
     (entry,) = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert entry["reason"] == "corrupt_image" and entry["source"] == "vqa"
@@ -152,7 +155,7 @@ def test_too_many_bad_samples_stop_the_run_in_one_line(mixed, run, tmp_path, cap
 def test_a_resume_may_leave_out_a_bad_stretch_and_change_who_prefetches(recipe, run, tmp_path):
     """As after a loss spike: go back to a checkpoint, name the steps of the data to skip."""
     assert run(recipe, tmp_path, "--steps", "10") == 0
-    words = ("--stages.long.skip", "[[3, 6]]", "--data.prefetch", "thread", "--data.stall_s", "60")
+    words = ("--stages.long.skip", "[[3, 6]]", "--data.prefetch", "thread", "--data.prefetch_steps", "3")
     assert run(recipe, tmp_path, "--resume", "--steps", "13", *words) == 0
     steps = [(r["step"], r["data/step"]) for r in read_metrics(tmp_path / "metrics.jsonl", "train")]
     assert steps[7:] == [(8, 8), (9, 1), (10, 2), (11, 3), (12, 7), (13, 8)]
