@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def watched(root, jobs):
             child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=env, text=True)
         lines: queue.Queue = queue.Queue()
         threading.Thread(
-            target=lambda c=child, q=lines: [q.put(line) for line in (*c.stdout, "")], daemon=True
+            target=lambda c=child, q=lines: [q.put(line) for line in chain(c.stdout, [""])], daemon=True
         ).start()
         try:
             patience = STARTS
