@@ -69,12 +69,12 @@ def free_memory() -> int:
 
 
 def _norm_weight(norm: RMSNorm) -> Tensor:
-    return norm.weight.detach() * norm.weight.shape[0] ** 0.5
+    return norm.weight * norm.weight.shape[0] ** 0.5
 
 
 def _joined(norm_D: Tensor, *weights: Tensor) -> Tensor:
     """[D, sum of rows]: projections of one normed input, stacked and transposed, the norm multiplied in."""
-    return torch.cat([weight.detach() for weight in weights]).mul_(norm_D).T
+    return torch.cat(weights).mul_(norm_D).T
 
 
 class CompiledDecoder:
@@ -86,6 +86,7 @@ class CompiledDecoder:
         self.routers = [layer.gate for layer in moe_layers(decoder)]
         self.refresh()
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Lay out the weights again."""
         decoder = self.decoder
@@ -111,9 +112,9 @@ class CompiledDecoder:
         """Folded pseudo-queries [S, D] of every block, those of the output last; with sqrt(D), so that a
         score is <query, x> / sqrt(sum(x^2) + D eps)."""
         decoder = self.decoder
-        folded = [mix.folded().detach() for layer in layers for mix in layer.mixes()]
+        folded = [mix.folded() for layer in layers for mix in layer.mixes()]
         size = decoder.config.sublayers_per_block()
-        output = (decoder.output_attn_res_query * decoder.output_attn_res_norm.weight).detach()
+        output = decoder.output_attn_res_query * decoder.output_attn_res_norm.weight
         blocks = [folded[start : start + size] for start in range(0, len(folded), size)]
         return [torch.stack(block) * output.shape[0] ** 0.5 for block in [*blocks, [output]]]
 
@@ -156,7 +157,7 @@ class CompiledDecoder:
         matrix, keep = self.program.matrix, self.program.keep
         joint, conv_CW = layer.joined_weights()
         # One rate per channel, so that the C++ needs no head index in its inner loop.
-        rate_C = layer.A_log.detach().exp().repeat_interleave(layer.head_dim)
+        rate_C = layer.A_log.exp().repeat_interleave(layer.head_dim)
         # The head norm's weight goes into the output projection, repeated for every head.
         head_norm_C = _norm_weight(layer.o_norm).repeat(layer.num_heads)
         self.program.add(
@@ -171,11 +172,11 @@ class CompiledDecoder:
                 dim=layer.head_dim,
                 taps=conv_CW.shape[1] - 1,
                 joint=matrix(_joined(_norm_weight(norm), joint)),
-                f_up=matrix(layer.f_b_proj.weight.detach().T),
-                gate_up=matrix(None if layer.full_rank_gate else layer.g_b_proj.weight.detach().T),
+                f_up=matrix(layer.f_b_proj.weight.T),
+                gate_up=matrix(None if layer.full_rank_gate else layer.g_b_proj.weight.T),
                 out=matrix(_joined(head_norm_C, layer.o_proj.weight)),
-                conv=keep(conv_CW.detach().T.contiguous()),
-                bias=keep(layer.dt_bias.detach()),
+                conv=keep(conv_CW.T.contiguous()),
+                bias=keep(layer.dt_bias),
                 rate=keep(rate_C),
                 state=keep(memory.state_SHKV),
                 past=keep(memory.taps_SRC),
@@ -188,13 +189,13 @@ class CompiledDecoder:
         heads, nope, rank = layer.num_heads, layer.qk_nope_head_dim, layer.kv_lora_rank
         norm_D = _norm_weight(norm)
         # Views of one weight: keys' and values' up-projections of every head.
-        up = layer.kv_b_proj.weight.detach().view(heads, nope + layer.v_head_dim, rank)
+        up = layer.kv_b_proj.weight.view(heads, nope + layer.v_head_dim, rank)
         k_up_HQR, v_up_HVR = up.split([nope, layer.v_head_dim], dim=1)
         latents = layer.kv_a_proj_with_mqa.weight
 
         # Queries carry the softmax's scale, and the keys' up-projection where that is cheap.
         query = layer.q_b_proj.weight if layer.low_rank_query else layer.q_proj.weight
-        query_HQD = query.detach().view(heads, layer.qk_head_dim, -1) * layer.scale
+        query_HQD = query.view(heads, layer.qk_head_dim, -1) * layer.scale
         inner, width = query_HQD.shape[2], latents.shape[0]
         absorbed = width * inner <= ABSORB_UP_TO * (layer.qk_head_dim * inner + nope * rank)
         if absorbed:
@@ -209,10 +210,10 @@ class CompiledDecoder:
         gate = [] if layer.g_proj is None else [layer.g_proj.weight]
 
         # So does the output projection with the values' up-projection, unless a gate stands between them.
-        out_DHV = layer.o_proj.weight.detach().view(-1, heads, layer.v_head_dim)
+        out_DHV = layer.o_proj.weight.view(-1, heads, layer.v_head_dim)
         hidden, value = out_DHV.shape[0], layer.v_head_dim
         out_absorbed = not gate and rank * hidden <= ABSORB_UP_TO * (value * hidden + rank * value)
-        out = layer.o_proj.weight.detach().T
+        out = layer.o_proj.weight.T
         if out_absorbed:
             out = torch.bmm(out_DHV.transpose(0, 1), v_up_HVR).transpose(1, 2).reshape(heads * rank, hidden)
 
@@ -243,7 +244,7 @@ class CompiledDecoder:
 
     def _mlp(self, norm: RMSNorm, layer: SwiGLU, place: cpp.Place) -> None:
         gate_up = _joined(_norm_weight(norm), layer.gate_proj.weight, layer.up_proj.weight)
-        matrices = (self.program.matrix(gate_up), self.program.matrix(layer.down_proj.weight.detach().T))
+        matrices = (self.program.matrix(gate_up), self.program.matrix(layer.down_proj.weight.T))
         self.program.add(cpp.Mlp(place, norm.eps, *matrices))
 
     def _moe(self, norm: RMSNorm, layer: MixtureOfExperts, place: cpp.Place) -> None:
@@ -253,7 +254,7 @@ class CompiledDecoder:
         joint: list[Tensor] = [gate.weight]
         if shared is not None:
             joint += [shared.gate_proj.weight, shared.up_proj.weight]
-            shared_down = shared.down_proj.weight.detach().T
+            shared_down = shared.down_proj.weight.T
         matrix, keep = self.program.matrix, self.program.keep
         self.program.add(
             cpp.Moe(
@@ -266,7 +267,7 @@ class CompiledDecoder:
                 index=self.routers.index(gate),
                 norm=keep(_norm_weight(norm).contiguous()),
                 bias=keep(gate.e_score_correction_bias),
-                joint=matrix(torch.cat([weight.detach() for weight in joint]).T),
+                joint=matrix(torch.cat(joint).T),
                 up=matrix(experts.gate_up_proj.transpose(1, 2)),
                 down=matrix(experts.down_proj.transpose(1, 2)),
                 shared_down=matrix(shared_down),
