@@ -12,7 +12,7 @@ VERBS |= {
         "vision-rl",
     ),
     "measure": Verb(
-        "earlyfusion.rl.measure.cmd:measure",
+        "earlyfusion.rl.measure:measure",
         "held-out accuracy, p(correct), pass@k and calibration on the RL tasks",
     ),
     "rollouts": Verb(
@@ -22,6 +22,6 @@ VERBS |= {
         "earlyfusion.rl.long2short.cmd:app", "shorter answers: merged weights, shortest right answers, DPO"
     ),
     "study": Verb(
-        "earlyfusion.rl.study.study_cmd:app", "studies with control arms: transfer from vision RL to text"
+        "earlyfusion.rl.study.cmd:app", "studies with control arms: transfer from vision RL to text"
     ),
 }

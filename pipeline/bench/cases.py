@@ -1,28 +1,38 @@
-"""The other cases of `earlyfusion bench kernels`: AttnRes, the loss head, and products: attention of decoder
-and towers, RoPE, decoding, experts, Muon.
+"""The cases of `earlyfusion bench kernels` and of the doctor: AttnRes, the loss head, and products: attention
+of decoder and towers, RoPE, decoding, experts, Muon; KDA's are those of kda_cases.py.
 
 AttnRes: the residual path of a model with N blocks of S sub-layers, every sub-layer's output given: per block
 one phase 1 over the finished sources, then between two sub-layers sum, merge and pre-norm. Outputs are the
-inputs every sub-layer sees. Sides: ours (two fused operations), the torch form of the same schedule, eager
-(stack, norm, softmax, sum per sub-layer, as the paper's listing), fla.
+inputs every sub-layer sees. Sides: ours (two fused operations), the torch form of the same schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.attnres import fused
+from earlyfusion.kernels.attnres.block import SubLayer
 from earlyfusion.kernels.segments import Segments
-from earlyfusion.pipeline.bench.case import FLA, Case, Setting, Side, add_peer, case_of, ours
-from earlyfusion.pipeline.bench.kda_cases import MIXED, kda
+from earlyfusion.pipeline.bench.case import Case, Setting, Side, case_of, law_of, ours
+from earlyfusion.pipeline.bench.kda_cases import MIXED, kda, kda_case
 from earlyfusion.pipeline.bench.timing import Work
 
+Cases = Callable[[Setting], Iterator[Case]]
+CASES: dict[str, Cases] = {"kda": kda}
+"""Group -> its cases, made one at a time."""
 EPS = 1e-5
+
+
+def group(cases: Cases) -> Cases:
+    """Register a function under its name."""
+    CASES[cases.__name__] = cases
+    return cases
+
 
 # ---- AttnRes: (label, blocks, sub-layers a block, hidden, tokens).
 
@@ -35,70 +45,29 @@ CPU_PATHS = (("12 sub-layers, d 256", 2, 6, 256, 2048),)
 CHECK_PATHS = (("12 sub-layers, d 2304", 2, 6, 2304, 37),)
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
-    return F.rms_norm(wide, weight.shape, weight, EPS).to(x.dtype)
-
-
 def two_phase(open_block: Side, step: Side, blocks: int, size: int) -> Side:
     """The schedule with our two operations."""
 
-    def run(embedding: Tensor, outs_LTD: Tensor, qw_LD: Tensor, norms_LD: Tensor) -> tuple[Tensor, ...]:
+    def run(embedding: Tensor, outs_LTD: Tensor, qw_LD: Tensor, norms_LD: Tensor) -> list[Tensor]:
         sources, outs, inputs = (embedding,), outs_LTD.unbind(), []
         queries, norms = qw_LD.unbind(), norms_LD.unbind()
         for first in range(0, blocks * size, size):
             # Phase 1: all sub-layers of the block look at the finished sources.
             o, lse, sources = open_block(sources, qw_LD[first : first + size], EPS)
-            inputs.append(_norm(o[0], norms[first]))
+            wide = torch.promote_types(o[0].dtype, torch.float32)
+            inputs.append(F.rms_norm(o[0].to(wide), o[0].shape[1:], norms[first], EPS).to(o[0].dtype))
 
             # Phase 2: each adds what the block has made so far.
-            partial_TD = outs[first]
+            partial_TD, out = outs[first], None
             for s in range(1, size):
                 at = first + s
-                out = outs[at - 1] if s > 1 else None
                 partial_TD, x = step(o[s], lse[s], partial_TD, out, queries[at], norms[at], EPS, EPS)
                 inputs.append(x)
-            sources = (*sources, partial_TD + outs[first + size - 1] if size > 1 else partial_TD)
-        return (*inputs, sources[-1])
+                out = outs[at]
+            sources = (*sources, partial_TD if out is None else partial_TD + out)
+        return [*inputs, sources[-1]]
 
     return run
-
-
-def one_phase(mix: Side, blocks: int, size: int) -> Side:
-    """Every sub-layer mixes all its sources by itself: ``mix(sources, qw, norm) -> x``."""
-
-    def run(embedding: Tensor, outs_LTD: Tensor, qw_LD: Tensor, norms_LD: Tensor) -> tuple[Tensor, ...]:
-        # The sum of the block under way is one more source, from its second sub-layer on.
-        finished, inputs = [embedding], []
-        block_sum: list[Tensor] = []
-        for index, out in enumerate(outs_LTD.unbind()):
-            inputs.append(mix([*finished, *block_sum], qw_LD[index], norms_LD[index]))
-            block_sum = [block_sum[0] + out] if block_sum else [out]
-            if index % size == size - 1:
-                finished, block_sum = [*finished, *block_sum], []
-        return (*inputs, finished[-1])
-
-    return run
-
-
-def eager_mix(sources: list[Tensor], qw_D: Tensor, norm_D: Tensor) -> Tensor:
-    """The paper's listing."""
-    stacked = torch.stack(sources)
-    keys = F.rms_norm(stacked, (stacked.shape[-1],), None, EPS)
-    weights = torch.einsum("d,ntd->nt", qw_D.to(keys.dtype), keys).softmax(0)
-    return F.rms_norm(torch.einsum("nt,ntd->td", weights, stacked), norm_D.shape, norm_D.to(keys.dtype), EPS)
-
-
-def fla_mix(ones_D: Tensor) -> Side:
-    """fla's mixture of one sub-layer; its query and weight come in the sources' dtype (`Case.leaves_of`)."""
-    from fla.ops.attnres import fused_attnres
-
-    def mix(sources: list[Tensor], qw_D: Tensor, norm_D: Tensor) -> Tensor:
-        if len(sources) == 1:
-            return F.rms_norm(sources[0], norm_D.shape, norm_D, EPS)
-        return fused_attnres(qw_D, sources, ones_D, norm_D, rms_eps=EPS, checkpoint_level=0)
-
-    return mix
 
 
 def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
@@ -109,40 +78,34 @@ def path_case(path: tuple[str, int, int, int, int], setting: Setting) -> Case:
     """
     label, blocks, size, hidden, tokens = path
     count = blocks * size
+    norms = 1 + setting.randn(count, hidden, scale=0.1, dtype=torch.float32)
     leaves = [
         setting.leaf(tokens, hidden),
         setting.leaf(count, tokens, hidden),
         setting.leaf(count, hidden, scale=hidden**-0.5, dtype=torch.float32),
-        (1 + setting.randn(count, hidden, scale=0.1, dtype=torch.float32)).requires_grad_(),
+        norms.requires_grad_(),
     ]
 
-    # What the two-phase schedule must move, whoever computes it.
-    unit = tokens * hidden * leaves[0].element_size()
-    forward = sum((block + 1) + size + 5 * (size - 1) + 2 for block in range(blocks))
-    backward = sum(3 * (block + 1) + size + 6 * (size - 1) + 3 for block in range(blocks))
+    # What the two-phase schedule must move, whoever computes it: block n has n + 1 sources.
+    sources = blocks * (blocks + 1) / 2
+    forward = sources + blocks * (6 * size - 3)
+    backward = 3 * sources + blocks * (7 * size - 3)
     opens, steps = ours("attnres_open", setting), ours("attnres_step", setting)
-    case = Case(
+    return Case(
+        "attnres_open attnres_step",
         f"{label}, T {tokens}",
         leaves,
-        [setting.randn(tokens, hidden)] * (count + 1),
         {name: two_phase(opens[name], steps[name], blocks, size) for name in opens},
-        Work(forward * unit),
-        Work(backward * unit),
-        law=two_phase(fused.open_block_naive, fused.step_naive, blocks, size),
-        tolerance=setting.tolerance(),
+        two_phase(law_of("attnres_open"), law_of("attnres_step"), blocks, size),
+        Work(forward * leaves[0].nbytes),
+        Work(backward * leaves[0].nbytes),
+        setting.tolerance(),
     )
-    if "eager" in setting.against:
-        case.sides["eager"] = one_phase(eager_mix, blocks, size)
-    if setting.gpu and "fla" in setting.against:
-        # fla wants query and weights in the dtype of the sources: cast beforehand, not timed.
-        ones_D = torch.ones(hidden, dtype=setting.dtype, device=setting.device)
-        add_peer(case, "fla", *FLA, lambda: one_phase(fla_mix(ones_D), blocks, size))
-        case.leaves_of["fla"] = [x.detach().to(setting.dtype).requires_grad_() for x in leaves]
-    return case
 
 
+@group
 def attnres(setting: Setting) -> Iterator[Case]:
-    """AttnRes cases of this device."""
+    """Residual paths of whole models."""
     for path in setting.pick(CHECK_PATHS, PATHS, CPU_PATHS):
         yield path_case(path, setting)
 
@@ -156,34 +119,29 @@ def full_logits_loss(h: Tensor, weight: Tensor, labels: Tensor, weights: Tensor)
     return (nll * weights).sum()
 
 
-def liger_loss() -> Side:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    return lambda h, weight, labels, weights: liger(weight, h, labels)
+def labels_of(tokens: int, vocabulary: int, setting: Setting) -> Tensor:
+    """Random token ids [T]."""
+    return (setting.rand(tokens) * vocabulary).long()
 
 
+@group
 def loss(setting: Setting) -> Iterator[Case]:
     """The loss head: hidden states to the summed loss."""
     tokens, hidden, vocabulary = setting.pick((200, 256, 5000), (8192, 2304, 163840), (2048, 128, 8192))
     h, weight = setting.leaf(tokens, hidden), setting.leaf(vocabulary, hidden, scale=hidden**-0.5)
 
     # The floor reads hidden states and head once, and never sees the logits.
-    labels = torch.randint(0, vocabulary, (tokens,), generator=setting.generator, device=setting.device)
-    flops, once = 2.0 * tokens * hidden * vocabulary, h.element_size() * float(hidden * (tokens + vocabulary))
+    flops, once = 2.0 * tokens * hidden * vocabulary, h.nbytes + weight.nbytes
     case = case_of(
         "linear_cross_entropy",
         f"T {tokens} d {hidden} vocabulary {vocabulary}",
         setting,
-        [h, weight, labels, torch.ones(tokens, device=setting.device)],
-        [torch.ones((), device=setting.device)],
+        [h, weight, labels_of(tokens, vocabulary, setting), torch.ones(tokens, device=setting.device)],
         forward=Work(once, flops),
         backward=Work(2 * once, 2 * flops),
     )
     if "eager" in setting.against:
         case.sides["logits in full"] = full_logits_loss
-    if setting.gpu and "liger" in setting.against:
-        add_peer(case, "liger", "liger_kernel", "liger-kernel", liger_loss)
     yield case
 
 
@@ -204,35 +162,35 @@ def sdpa(segments: Segments, causal: bool, scale: float) -> Side:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
-        for start, length in zip(segments.offsets, segments.lengths):
-            rows = slice(start, start + length)
-            a, b, c = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
-            out = F.scaled_dot_product_attention(a, b, c, is_causal=causal, scale=scale)
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
+        for parts in zip(*(x.split(segments.lengths) for x in (q, k, v))):
+            a, b, c = (part.transpose(0, 1)[None] for part in parts)
+            outs.append(F.scaled_dot_product_attention(a, b, c, is_causal=causal, scale=scale)[0])
+        return torch.cat(outs, dim=1).transpose(0, 1)
 
     return run
 
 
+@group
 def attention(setting: Setting) -> Iterator[Case]:
     """Attention inside documents; FLOPs count visible pairs only."""
     for shape in setting.pick(CHECK_ATTENTION, ATTENTION, CPU_ATTENTION):
         label, lengths, heads, key_dim, value_dim, causal = shape
         segments, scale = Segments.from_lengths(lengths), key_dim**-0.5
-        tokens = segments.total
-        leaves = [setting.leaf(tokens, heads, dim) for dim in (key_dim, key_dim, value_dim)]
+        leaves = [setting.leaf(segments.total, heads, dim) for dim in (key_dim, key_dim, value_dim)]
 
         # A causal kernel does half of the products; pairs it cannot see do not count.
-        pairs = sum(n * (n + 1) / 2 if causal else n * n for n in lengths) * heads
-        moved = tokens * heads * leaves[0].element_size() * 2 * (key_dim + value_dim)
+        pairs = heads * sum(n * n for n in lengths)
+        if causal:
+            pairs = (pairs + heads * segments.total) / 2
+        moved = leaves[0].nbytes * 2 * (1 + value_dim / key_dim)
         case = case_of(
             "attention",
-            f"{label} T {tokens}",
+            f"{label} T {segments.total}",
             setting,
             leaves,
-            [setting.randn(tokens, heads, value_dim)],
-            after=(segments,),
-            options={"causal": causal, "scale": scale},
+            segments,
+            causal=causal,
+            scale=scale,
             forward=Work(moved, 2 * pairs * (key_dim + value_dim)),
             backward=Work(2 * moved, 2 * pairs * (3 * key_dim + 2 * value_dim)),
         )
@@ -241,24 +199,18 @@ def attention(setting: Setting) -> Iterator[Case]:
         yield case
 
 
+@group
 def rope(setting: Setting) -> Iterator[Case]:
     """qkv split and 2-D RoPE."""
     tokens, heads, dim = setting.pick((70, 3, 72), (16384, 16, 72), (4096, 4, 24))
-    angles = setting.rand(tokens, dim // 2)
-    x = setting.leaf(tokens, 3, heads, dim)
-    unit = tokens * heads * dim * x.element_size()
-    yield case_of(
-        "qkv_rope",
-        f"T {tokens} H {heads} D {dim}",
-        setting,
-        [x],
-        [setting.randn(tokens, heads, dim) for _ in range(3)],
-        after=(torch.polar(torch.ones_like(angles), angles),),
-        forward=Work(4.0 * unit),
-        backward=Work(6.0 * unit),
-    )
+    angles, x = setting.rand(tokens, dim // 2), setting.leaf(tokens, 3, heads, dim)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    work = Work(x.nbytes * 4 / 3), Work(2.0 * x.nbytes)
+    label = f"T {tokens} H {heads} D {dim}"
+    yield case_of("qkv_rope", label, setting, [x], turns, forward=work[0], backward=work[1])
 
 
+@group
 def decode(setting: Setting) -> Iterator[Case]:
     """One absorbed decode step over paged latents (forward only)."""
     batch, heads, length = setting.pick((3, 20, 300), (64, 32, 8192), (8, 4, 512))
@@ -267,22 +219,25 @@ def decode(setting: Setting) -> Iterator[Case]:
     rank, width, page = (512, 576, 64) if setting.gpu else (32, 48, 16)
     count = -(-length // page)
     pages = setting.randn(batch * count, page, width)
-    order = torch.randperm(batch * count, generator=setting.generator, device=setting.device)
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=setting.device)
+    table = torch.randperm(batch * count, generator=setting.generator, device=setting.device)
+    lengths = length - torch.arange(batch, dtype=torch.int32, device=setting.device)
     case = case_of(
         "mla_decode",
         f"B {batch} H {heads} length {length}",
         setting,
         [setting.randn(batch, heads, width), pages],
-        [setting.randn(batch, heads, rank)],
-        after=(order.int().view(batch, count), lengths, rank, width**-0.5),
-        forward=Work(pages.numel() * pages.element_size(), 2.0 * batch * heads * length * (width + rank)),
+        table.int().view(batch, count),
+        lengths,
+        rank,
+        width**-0.5,
+        forward=Work(pages.nbytes, 2.0 * batch * heads * length * (width + rank)),
     )
     if setting.gpu and "torch" in setting.against and case.law is not None:
         case.sides["gathered"] = case.law
     yield case
 
 
+@group
 def moe(setting: Setting) -> Iterator[Case]:
     """Routed SwiGLU experts with uneven loads."""
     shape = setting.pick((120, 3, 8, 96, 64), (8192, 8, 256, 2304, 1024), (2048, 4, 16, 128, 64))
@@ -291,22 +246,15 @@ def moe(setting: Setting) -> Iterator[Case]:
     # Real routers are uneven, and an even load would flatter grouped products.
     skew = torch.linspace(0, 2, experts, device=setting.device)
     scores = setting.randn(tokens, experts, dtype=torch.float32) + skew
-    ids = scores.topk(choices, dim=1).indices
-    leaves = [
-        setting.leaf(tokens, hidden),
-        ids,
-        torch.full((tokens, choices), 1 / choices, device=setting.device).requires_grad_(),
-        setting.leaf(experts, 2 * width, hidden, scale=hidden**-0.5),
-        setting.leaf(experts, hidden, width, scale=width**-0.5),
-    ]
-    flops, size = 6.0 * tokens * choices * hidden * width, leaves[0].element_size()
-    moved = size * (3.0 * experts * hidden * width + 2 * tokens * hidden)
+    x, gate_up = setting.leaf(tokens, hidden), setting.leaf(experts, 2 * width, hidden, scale=hidden**-0.5)
+    down = setting.leaf(experts, hidden, width, scale=width**-0.5)
+    weights = torch.full((tokens, choices), 1 / choices, device=setting.device).requires_grad_()
+    flops, moved = 6.0 * tokens * choices * hidden * width, gate_up.nbytes + down.nbytes + 2.0 * x.nbytes
     case = case_of(
         "moe_experts",
         f"T {tokens} top {choices} of {experts}, {hidden} x {width}",
         setting,
-        leaves,
-        [setting.randn(tokens, hidden)],
+        [x, scores.topk(choices, dim=1).indices, weights, gate_up, down],
         forward=Work(moved, flops),
         backward=Work(2 * moved, 2 * flops),
     )
@@ -315,14 +263,21 @@ def moe(setting: Setting) -> Iterator[Case]:
     yield case
 
 
+@group
 def muon(setting: Setting) -> Iterator[Case]:
     """One Muon step (momentum, orthogonalisation, update) of a stack of expert matrices; the check looks at
     the orthogonalisation alone."""
     count, rows, columns = setting.pick((3, 128, 320), (128, 1024, 2304), (16, 64, 160))
     gradient = setting.randn(count, rows, columns, dtype=torch.float32)
     if setting.check:
-        label, work = f"Newton-Schulz {count} x [{rows}, {columns}]", Work(8.0 * gradient.numel())
-        yield case_of("newton_schulz", label, setting, [gradient], [gradient], forward=work, tolerance=0.1)
+        # The law iterates in float64; bfloat16 ends anywhere near the polar factor.
+        def iterate(op: Side) -> Side:
+            return lambda G: op(G, dtype=max(setting.dtype, G.dtype, key=lambda dtype: dtype.itemsize))
+
+        label = f"Newton-Schulz {count} x [{rows}, {columns}]"
+        case = case_of("newton_schulz", label, setting, [gradient.to(setting.dtype)], around=iterate)
+        case.tolerance = max(case.tolerance, 0.1 * (setting.dtype == torch.bfloat16))
+        yield case
         return
 
     weight = setting.randn(count, rows, columns, dtype=torch.float32)
@@ -333,9 +288,9 @@ def muon(setting: Setting) -> Iterator[Case]:
         momentum.mul_(0.95).add_(gradient)
         return weight.add_(orthogonalise(gradient.add(momentum, alpha=0.95)), alpha=-1e-4 * 0.2 * long**0.5)
 
-    sides: dict[str, Side] = {
-        name: partial(stacked, op) for name, op in ours("newton_schulz", setting).items()
-    }
+    sides: dict[str, Side] = {}
+    for name, op in ours("newton_schulz", setting).items():
+        sides[name] = partial(stacked, op)
     if "muon" in setting.against:
         # torch takes a list of matrices, one launch after the other.
         parameters = [torch.nn.Parameter(x.clone()) for x in weight]
@@ -345,17 +300,69 @@ def muon(setting: Setting) -> Iterator[Case]:
         sides["torch.optim.Muon"] = lambda gradient: optimizer.step()
     # Gram form with symmetric halves, five steps.
     work = Work(20.0 * gradient.numel(), count * (14.0 * short**3 + 6.0 * short**2 * long))
-    yield Case(f"{count} x [{rows}, {columns}]", [gradient], [], sides, work)
+    yield Case("newton_schulz", f"{count} x [{rows}, {columns}]", [gradient], sides, forward=work)
 
 
-CASES = {
-    "kda": kda,
-    "attnres": attnres,
-    "loss": loss,
-    "attention": attention,
-    "rope": rope,
-    "decode": decode,
-    "moe": moe,
-    "muon": muon,
-}
-"""Group -> its cases, made one at a time."""
+# ---- What only the check looks at: the operations and outputs that no group above times.
+
+
+def in_lists(op: Side) -> Side:
+    """Operations of AttnRes that take their sources as a list, from one stacked tensor."""
+    return lambda stacked, qw: op(list(stacked.unbind()), qw, EPS)
+
+
+def scaled_block(op: Side) -> Side:
+    """A block of AttnRes whose sub-layers scale what they get."""
+
+    def run(stacked: Tensor, qw: Tensor, scales: Tensor) -> Any:
+        layers = []
+        for scale in scales:
+            layers.append(SubLayer(torch.nn.RMSNorm(scale.shape, EPS).to(scale), scale.mul))
+        return op(list(stacked.unbind()), layers, qw, EPS)
+
+    return run
+
+
+@group
+def others(setting: Setting) -> Iterator[Case]:
+    """Further operations of the registry, and what others return on request."""
+    if not setting.check:
+        return
+    segments, newest = Segments.from_lengths((37, 1, 64, 11)), Segments.from_lengths((5, 1, 20, 11))
+    tokens = segments.total
+    leaf, randn = setting.leaf, setting.randn
+    q, k, v = leaf(tokens, 4, 24), leaf(tokens, 2, 24), leaf(tokens, 2, 16)
+
+    # States and normalisers, from which a next chunk starts.
+    yield kda_case(("with its state", segments.lengths, 2, 16), "R1", setting, output_final_state=True)
+    taps = [leaf(tokens, 20), leaf(20, 4, dtype=torch.float32)]
+    yield case_of("short_conv", "with its taps", setting, taps, segments, output_taps=True)
+    options: dict[str, Any] = {"causal": True, "scale": 0.2}
+    yield case_of(
+        "attention", "with its normaliser", setting, [q, k, v], segments, return_lse=True, **options
+    )
+
+    # Parts of attention for the engine and for QK-Clip.
+    rows = [randn(newest.total, 4, 24), k.detach(), v.detach()]
+    yield case_of("attention_append", "newest tokens", setting, rows, newest, segments, scale=0.2)
+    lse = law_of("attention")(q, k, v, segments, return_lse=True, **options)[1].detach()
+    rows = [q.detach(), k.detach(), lse]
+    yield case_of("max_logit", "largest logits", setting, rows, segments, tau=-1e4, **options)
+
+    # AttnRes piece by piece, as the engine and the model call it.
+    stacked, qw = leaf(3, tokens, 20), leaf(4, 20)
+    yield case_of("attnres_phase1", "three sources", setting, [stacked, qw], around=in_lists)
+    rows = [leaf(tokens, 20), leaf(tokens, dtype=torch.float32), leaf(tokens, 20), leaf(20)]
+    yield case_of("attnres_merge", "a partial sum", setting, rows, EPS)
+    rows = [stacked, qw, leaf(4, 20)]
+    yield case_of("attnres_block", "four sub-layers", setting, rows, around=scaled_block)
+
+    # Norms with and without a gate; losses where some positions have none.
+    rows = [leaf(tokens, 20), leaf(20)]
+    yield case_of("rms_norm", "plain", setting, rows, None, EPS)
+    yield case_of("rms_norm", "gated", setting, [*rows, leaf(tokens, 20)], EPS)
+    head, labels = [leaf(tokens, 16), leaf(67, 16)], labels_of(tokens, 67, setting)
+    yield case_of("token_log_probs", "of some tokens", setting, [*head, labels], temperature=0.7)
+    weights = (labels % 7 + 1).float() / 7
+    kept = labels.masked_fill(labels % 5 == 0, -100)
+    yield case_of("linear_cross_entropy", "weighted, some skipped", setting, [*head, kept, weights])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from earlyfusion.pipeline.cli import group_of
 from earlyfusion.pipeline.verbs import Verb
 
+# A benchmark's peers are imported when it runs, and only then.
 BENCHES = {
     "train": Verb("earlyfusion.pipeline.bench.train:train", "a training step, beside transformers"),
     "kernels": Verb("earlyfusion.pipeline.bench.kernels:kernels", "every kernel, beside fla and torch"),

@@ -9,6 +9,7 @@ memory is filled with random states and latents: a step's time does not depend o
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,33 +17,26 @@ import torch
 from earlyfusion.model.cache import KdaSlots
 from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.sampler import Needs
+from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.bench.peer import our_model
 from earlyfusion.pipeline.bench.record import Result
 from earlyfusion.pipeline.bench.timing import default_device, now
 
 PAGE = 64
+MOST_BATCH = 16
+"""Largest batch for the memory saved."""
 
 
-def all_mla(shape: dict[str, Any]) -> dict[str, Any]:
-    """The same shape with MLA in every layer."""
+def model_pair(shape: dict[str, Any], dtype: torch.dtype) -> list[NativeFusion]:
+    """The model of a shape, and the same with MLA in every layer."""
     linear = {**shape["linear_attn_config"], "kda_layers": [], "full_attn_layers": None}
-    return {**shape, "linear_attn_config": linear}
+    full = {**shape, "linear_attn_config": linear}
+    return [our_model(each, default_device(), dtype, drawn_there=True) for each in (shape, full)]
 
 
-def bytes_per_sequence(engine: Engine, context: int) -> int:
-    """Memory that one sequence of `context` tokens holds: its slot, and its pages in every MLA layer."""
-    total = 0
-    for layer in engine.pools.layers:
-        if isinstance(layer, KdaSlots):
-            total += sum(tensor[0].nbytes for tensor in layer.tensors())
-        else:
-            total += context * layer.latents_XR[0].nbytes
-    return total
-
-
-def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[float, int]:
-    """Median seconds of a decode step of `batch` sequences with `context` tokens each, and bytes per
-    sequence.
+def step_seconds(model: NativeFusion, context: int, batch: int, steps: int) -> tuple[float, int]:
+    """Median seconds of a decode step of `batch` sequences with `context` tokens each, and the bytes that one
+    sequence holds: its slot, and its pages in every MLA layer.
 
     Every sequence has pages of its own, in shuffled order.
     """
@@ -52,10 +46,15 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
 
     # Fill the memory as if the sequences had been read.
     generator = torch.Generator(device=runner.device).manual_seed(0)
+    held = 0
     for layer in engine.pools.layers:
-        tensors = layer.tensors() if isinstance(layer, KdaSlots) else (layer.latents_XR,)
+        if isinstance(layer, KdaSlots):
+            tensors, share = list(layer.tensors()), 1
+        else:
+            tensors, share = [layer.latents_XR], context
         for tensor in tensors:
             tensor.normal_(0.0, 0.1, generator=generator)
+            held += share * tensor[0].nbytes
     runner.length_S.fill_(context)
     runner.length_S[0] = 0
     shuffled = torch.randperm(pages * batch, generator=generator, device=runner.device) + 1
@@ -76,44 +75,27 @@ def step_seconds(model: Any, context: int, batch: int, steps: int) -> tuple[floa
                 runner.decode_step(slots, context + 1, needs, runner.banned, batch)
             seconds.append(now() - start)
             runner.length_S[1:] = context
-    return statistics.median(seconds[1:]), bytes_per_sequence(engine, context)
+    return statistics.median(seconds[1:]), held
 
 
-def measure_contexts(
-    shape: dict[str, Any],
-    contexts: list[int],
-    steps: int,
-    seed: int,
-    most_batch: int,
-    dtype: torch.dtype = torch.float32,
-) -> list[Result]:
-    """One record per context: seconds per step and token, memory, and the batch that fits where one sequence
-    of the all-MLA model does."""
-    device = default_device()
-    hybrid, full = (
-        our_model(each, seed, device, dtype, drawn_there=True) for each in (shape, all_mla(shape))
-    )
+def measure_context(models: Sequence[NativeFusion], context: int, steps: int) -> Result:
+    """Of the pair: seconds per step and token, memory, and the batch of the hybrid that fits where one
+    sequence of the all-MLA model does."""
+    hybrid, full = models
+    hybrid_s, hybrid_bytes = step_seconds(hybrid, context, 1, steps)
+    full_s, full_bytes = step_seconds(full, context, 1, steps)
 
-    # One sequence each, then as many of the hybrid as fit where one of the other does.
-    records = []
-    for context in contexts:
-        hybrid_s, hybrid_bytes = step_seconds(hybrid, context, 1, steps)
-        full_s, full_bytes = step_seconds(full, context, 1, steps)
-        batch = max(1, min(most_batch, full_bytes // hybrid_bytes))
-        larger_s = step_seconds(hybrid, context, batch, steps)[0] if batch > 1 else hybrid_s
-        records.append(
-            {
-                "context": context,
-                "batch": 1,
-                "hybrid_step_s": hybrid_s,
-                "all_mla_step_s": full_s,
-                "ratio_equal_batch": full_s / hybrid_s,
-                "hybrid_bytes": hybrid_bytes,
-                "all_mla_bytes": full_bytes,
-                "larger_batch": batch,
-                "hybrid_token_s": larger_s / batch,
-                "all_mla_token_s": full_s,
-                "ratio_equal_memory": full_s / (larger_s / batch),
-            }
-        )
-    return records
+    # As many of the hybrid as fit where one of the other does.
+    # Beyond this the step is no longer bound by memory.
+    batch = max(1, min(MOST_BATCH, full_bytes // hybrid_bytes))
+    token_s = step_seconds(hybrid, context, batch, steps)[0] / batch
+    return {
+        "hybrid_step_s": hybrid_s,
+        "all_mla_step_s": full_s,
+        "ratio_equal_batch": full_s / hybrid_s,
+        "hybrid_bytes": hybrid_bytes,
+        "all_mla_bytes": full_bytes,
+        "larger_batch": batch,
+        "hybrid_token_s": token_s,
+        "ratio_equal_memory": full_s / token_s,
+    }

@@ -10,21 +10,19 @@ of a category share: the more questions a category has (the set has 381 to 1351)
 
 from __future__ import annotations
 
-import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from earlyfusion.data.tasks.scoring.answers import best_choice
 from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
-from earlyfusion.kernels.files import write_json
+from earlyfusion.pipeline.bench.record import Result, save_record, show
 from earlyfusion.pipeline.options import Options, verb
 
 
@@ -39,95 +37,75 @@ class LmEvalOptions(Options):
     """questions of each"""
     batch: int = 8
     """sequences in a call, for both"""
-    rounds: int = 1
-    """measurements, the best counts"""
     device: str = "cpu"
     """cpu, cuda, ..."""
     dtype: str = "float32"
     """dtype of the weights"""
-    out: str = ""
-    """also write the JSON here"""
+    out: str = "runs/bench/lm-eval.json"
+    """where the numbers are saved"""
 
 
 def requests_of(data: Path, categories: int, questions: int) -> list[list[ScoreRequest]]:
     """The requests of the first `questions` questions of the first `categories` categories, one list a
     question."""
+    # Letters by likelihood: what both evaluators do alike.
     task = MmluPro(TaskOptions(data=data, form="mcf"))
-    found: dict[str, list[list[ScoreRequest]]] = {}
+    found: dict[str, list[list[ScoreRequest]]] = defaultdict(list)
     for question in task.questions(None, None):
-        if question.category not in found and len(found) == categories:
-            continue
-        rows = found.setdefault(question.category, [])
-        if len(rows) < questions:
-            rows.append([r for r in task.requests(question, 0) if isinstance(r, ScoreRequest)])
-    return [row for rows in found.values() for row in rows]
+        known = question.category in found or len(found) < categories
+        if known and len(found[question.category]) < questions:
+            rows = [r for r in task.requests(question, 0) if isinstance(r, ScoreRequest)]
+            found[question.category].append(rows)
+    return list(chain.from_iterable(found.values()))
 
 
-def compare(
-    model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int, rounds: int
-) -> dict[str, Any]:
-    """Seconds of both evaluators (the best of `rounds`, in turn), their ratio, and how far their answers
-    differ."""
+def compare(model: Any, rows: Sequence[Sequence[ScoreRequest]], batch_size: int) -> Result:
+    """Seconds of both evaluators, their ratio, and how far their answers differ."""
     require_lm_eval()
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    theirs = HFLM(
-        pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size, max_length=model.max_length
-    )
+    kept = {"pretrained": model.model, "tokenizer": model.tokenizer, "max_length": model.max_length}
+    theirs = HFLM(**kept, batch_size=batch_size)
 
     # The very requests of our task, so that both read the same words.
     flat = [request for row in rows for request in row]
-    asked = [
-        Instance(request_type="loglikelihood", doc={}, arguments=(r.context, r.continuation), idx=i)
-        for i, r in enumerate(flat)
-    ]
+    asked = [Instance("loglikelihood", {}, (r.context, r.continuation), i) for i, r in enumerate(flat)]
     model.loglikelihood(flat[:1])  # the first call of a process also reads the weights in
     theirs.loglikelihood(asked[:1], disable_tqdm=True)
+    # What the warm-up has kept must not help.
+    model.forget()
 
-    # In turn, ours without what it has kept of the round before.
-    ours_s, theirs_s = [], []
-    for _ in range(rounds):
-        model.forget()
-        started = time.perf_counter()
-        own = model.loglikelihood(flat)
-        ours_s.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        other = theirs.loglikelihood(asked, disable_tqdm=True)
-        theirs_s.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    own = [answer.sum for answer in model.loglikelihood(flat)]
+    middle = time.perf_counter()
+    other = [value for value, _ in theirs.loglikelihood(asked, disable_tqdm=True)]
+    ended = time.perf_counter()
 
     # Both give the answers in the order of the requests: a question's stand together.
-    mine, others = iter([answer.sum for answer in own]), iter([value for value, _ in other])
-    different = sum(
-        best_choice(list(islice(mine, len(row)))) != best_choice(list(islice(others, len(row))))
-        for row in rows
-    )
+    different = start = 0
+    for row in rows:
+        part = slice(start, start + len(row))
+        # A ratio between two that answer differently would be none.
+        different += best_choice(own[part]) != best_choice(other[part])
+        start += len(row)
     return {
         "questions": len(rows),
         "requests": len(flat),
-        "batch_size": batch_size,
-        "ours_s": min(ours_s),
-        "lm_eval_s": min(theirs_s),
-        "ratio": min(theirs_s) / min(ours_s),
-        "all_ours_s": ours_s,
-        "all_lm_eval_s": theirs_s,
-        "largest_difference": max(abs(a.sum - value) for a, (value, _) in zip(own, other)),
+        "ours_s": middle - started,
+        "lm_eval_s": ended - middle,
+        "ratio": (ended - middle) / (middle - started),
+        "largest_difference": max(abs(a - b) for a, b in zip(own, other)),
         "different_answers": different,
-        "threads": torch.get_num_threads(),
-        "device": str(model.device),
-        "dtype": str(model.model.dtype),
-        "parameters": sum(p.numel() for p in model.model.parameters()),
     }
 
 
 @verb
 def lm_eval(options: LmEvalOptions) -> None:
-    """Measure and print one JSON object."""
-    model = open_model(
-        f"hf:{options.model}", device=options.device, dtype=options.dtype, batch_size=options.batch
-    )
+    """Entry of `earlyfusion bench lm-eval`."""
+    path, batch = f"hf:{options.model}", options.batch
+    model = open_model(path, device=options.device, dtype=options.dtype, batch_size=batch)
     rows = requests_of(options.data, options.categories, options.questions)
-    result = compare(model, rows, options.batch, options.rounds)
-    if options.out:
-        write_json(options.out, result)
-    print(json.dumps(result, indent=1))
+    result = compare(model, rows, batch)
+    show("letters of MMLU-Pro", {"": result})
+    save_record(options.out, options.model_dump(mode="json"), comparison=result)

@@ -1,10 +1,9 @@
-"""The sides of `earlyfusion bench data`: ours, webdataset's, Megatron-Energon's.
+"""The sides of `earlyfusion bench data`: ours, webdataset's, in decoding also Megatron-Energon's.
 
 Sides of one comparison read the same shards and end with the same arrays: uint8 patches, padded to whole
 tokens by the navit rule. webdataset's side is what everybody writes around it: .decode("pil"), Pillow's
-bicubic, cutting, torch's DataLoader and padding. Energon's side shares the work on one sample with it, so
-what differs is the reading, the workers and, in loading, Energon's own packing hooks: documents are laid end
-to end up to `length`. Energon is no dependency; `energon_here` says whether it is there and how to get it.
+bicubic, cutting, torch's DataLoader and padding. Energon's side shares the work on one picture with it, so
+what differs is the reading. Energon is no dependency; `energon` says how to get it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -28,90 +28,59 @@ from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.vocabulary import embedded_tokenizer
+from earlyfusion.kernels.errors import UserError
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import grid_of, navit_size, num_tokens, patchify, to_rgb
 
 Request = dict[str, Any]
-Counts = dict[str, int]
-ENERGON_INSTALL = "pip install megatron-energon"
-PACKING_BUFFER = 100
-"""Samples from which the packing hook chooses, as in Energon's own example of packing."""
+"""shards, patch_limit; of whole loaders also workers, length (of a packed batch), rows (of a padded one)."""
+Counts = Counter[str]
+"""What reaches the training process: samples, tokens, positions, patches."""
 
 
-def vision_of(patch_limit: int) -> VisionConfig:
+def vision_of(request: Request) -> VisionConfig:
     """The preset's patches with the image budget asked for."""
-    return VisionConfig.preset("moonvit_v2", in_patch_limit=patch_limit)
-
-
-def patches_of(side: str, request: Request) -> Iterator[torch.Tensor]:
-    """Patches of every picture in the order of the shards, again and again."""
-    if side == "webdataset":
-        return plain_patches(request)
-    if side == "energon":
-        return energon_patches(request)
-    return our_patches(request, fast=side == "ours")
-
-
-def batches_of(side: str, request: Request) -> Iterator[Counts]:
-    """What each batch holds that reaches the training process."""
-    if side == "webdataset":
-        return plain_batches(request)
-    if side == "energon":
-        return energon_batches(request)
-    return our_batches(request)
-
-
-def counts(samples: int, tokens: int, positions: int, patches: Sequence[torch.Tensor]) -> Counts:
-    """What a batch holds."""
-    return {
-        "samples": samples,
-        "tokens": tokens,
-        "positions": positions,
-        "patches": sum(len(one) for one in patches),
-        "media_bytes": sum(one.numel() for one in patches),
-    }
+    return VisionConfig.preset("moonvit_v2", in_patch_limit=request["patch_limit"])
 
 
 # ---- Ours.
 
 
-def source_config(request: Request) -> SourceConfig:
+def shards_of(request: Request) -> SourceConfig:
     """The shards as a source of the loader."""
     return SourceConfig(name="shards", kind="webdataset", options={"shards": request["shards"]})
 
 
-def our_patches(request: Request, fast: bool) -> Iterator[torch.Tensor]:
-    cfg, decode = vision_of(request["patch_limit"]), DecodeConfig(fast=fast)
-    source = build_source(source_config(request), val_fraction=0.0)
+def our_patches(request: Request, fast: bool = True) -> Iterator[torch.Tensor]:
+    cfg, decode = vision_of(request), DecodeConfig(fast=fast)
+    source = build_source(shards_of(request), val_fraction=0.0)
+    # Without end: the caller says how much is timed.
     for index in cycle(range(len(source))):
-        picture = next(segment for segment in source.get(index, 0).segments if isinstance(segment, Image))
-        yield decode_picture(picture.image, cfg, decode).items[0][0]
+        for segment in source.get(index, 0).segments:
+            if isinstance(segment, Image):
+                yield decode_picture(segment.image, cfg, decode).items[0][0]
+
+
+def exact_patches(request: Request) -> Iterator[torch.Tensor]:
+    return our_patches(request, fast=False)
 
 
 def our_batches(request: Request) -> Iterator[Counts]:
     workers, length, tokenizer = request["workers"], request["length"], embedded_tokenizer()
-    data = DataConfig(
-        sources=[source_config(request)],
-        val_fraction=0.0,
-        prefetch="process" if workers else "none",
-        workers=max(1, workers),
-    )
-    with Loader(
-        data,
-        tokenizer,
-        vision_of(request["patch_limit"]),
-        length=length,
-        tokens=length,
-        max_patches=4 * length,
-        lanes=max(1, workers),
-    ) as loader:
+    prefetch = "process" if workers else "none"
+    lanes = max(1, workers)
+    data = DataConfig(sources=[shards_of(request)], val_fraction=0.0, prefetch=prefetch, workers=lanes)
+    sizes = {"length": length, "tokens": length, "max_patches": 4 * length, "lanes": lanes}
+    with Loader(data, tokenizer, vision_of(request), **sizes) as loader:
         for batches in iter(loader.next_step, None):
-            yield counts(
-                sum(int((batch.ids == tokenizer.bos_id).sum()) for batch in batches),
-                sum(batch.num_tokens for batch in batches),
-                sum(len(batch.ids) for batch in batches),
-                [batch.patches for batch in batches],
-            )
+            found = Counts()
+            for batch in batches:
+                # A document begins with one of these, wherever packing has put it.
+                found["samples"] += int((batch.ids == tokenizer.bos_id).sum())
+                found["tokens"] += batch.num_tokens
+                found["positions"] += len(batch.ids)
+                found["patches"] += batch.num_patches
+            yield found
 
 
 # ---- webdataset's.
@@ -132,12 +101,13 @@ def pil_patches(image: PILImage.Image, cfg: VisionConfig) -> tuple[torch.Tensor,
 class PlainSample:
     """(picture, text) -> token ids and patches; a class, since workers may be spawned."""
 
-    def __init__(self, patch_limit: int) -> None:
-        self.cfg, self.tokenizer = vision_of(patch_limit), embedded_tokenizer()
+    def __init__(self, cfg: VisionConfig) -> None:
+        self.cfg, self.tokenizer = cfg, embedded_tokenizer()
 
     def __call__(self, sample: tuple[PILImage.Image, str]) -> tuple[torch.Tensor, torch.Tensor]:
         patches, count = pil_patches(sample[0], self.cfg)
         token = self.tokenizer
+        # The tokens that our own encoding gives, so that counts compare.
         ids = [token.bos_id, *[token.media_pad_id] * count, *token.encode(sample[1]), token.eos_id]
         return torch.tensor(ids), patches
 
@@ -152,7 +122,7 @@ def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tens
 def plain_patches(request: Request) -> Iterator[torch.Tensor]:
     import webdataset
 
-    cfg = vision_of(request["patch_limit"])
+    cfg = vision_of(request)
     for sample in webdataset.WebDataset(request["shards"], shardshuffle=False).decode("pil").repeat():
         yield pil_patches(sample["jpg"], cfg)[0]
 
@@ -161,36 +131,29 @@ def plain_batches(request: Request) -> Iterator[Counts]:
     import webdataset
 
     shards = webdataset.WebDataset(
-        request["shards"],
-        shardshuffle=100,
-        seed=0,
-        empty_check=False,
-        nodesplitter=webdataset.split_by_node,
-        workersplitter=webdataset.split_by_worker,
+        request["shards"], shardshuffle=100, seed=0, workersplitter=webdataset.split_by_worker
     )
 
     # A shuffle buffer of the size that its documentation shows.
-    made = PlainSample(request["patch_limit"])
-    samples = shards.shuffle(256).decode("pil").to_tuple("jpg", "txt").map(made).repeat()
-    loader = torch.utils.data.DataLoader(
-        samples, batch_size=request["rows"], num_workers=request["workers"], collate_fn=padded
-    )
-    for rows, patches in loader:
-        yield counts(len(rows), int((rows >= 0).sum()), rows.numel(), [patches])
+    samples = shards.shuffle(256).decode("pil").to_tuple("jpg", "txt").map(PlainSample(vision_of(request)))
+    for rows, patches in torch.utils.data.DataLoader(
+        samples.repeat(), batch_size=request["rows"], num_workers=request["workers"], collate_fn=padded
+    ):
+        tokens = int((rows >= 0).sum())
+        yield Counts(samples=len(rows), tokens=tokens, positions=rows.numel(), patches=len(patches))
 
 
 # ---- Megatron-Energon's.
 
 
-def energon_here() -> dict[str, str | None]:
-    """Its version, or the problem: why it cannot be imported here, with the line that installs it."""
+def energon() -> Any:
+    """Its module. Raises UserError where it cannot be imported."""
     try:
-        from megatron import energon
-    except ModuleNotFoundError as error:
-        return {"version": None, "problem": f"not installed, {error.name} is missing ({ENERGON_INSTALL})"}
-    except Exception as error:  # native parts built for another Python, say
-        return {"version": None, "problem": f"does not load: {type(error).__name__}: {error}"}
-    return {"version": energon.__version__, "problem": None}
+        from megatron import energon as found
+    # Native parts may fail in their own ways.
+    except Exception as error:  # not there, or native parts built for another Python
+        raise UserError(f"Megatron-Energon: {error}; pip install megatron-energon") from None
+    return found
 
 
 def prepare(shards: Sequence[str]) -> Path:
@@ -199,7 +162,6 @@ def prepare(shards: Sequence[str]) -> Path:
 
     All shards lie in one folder, which is returned; every shard goes to the train split.
     """
-    from megatron.energon import CaptioningSample
     from megatron.energon.flavors import BaseWebdatasetFactory
 
     root = Path(shards[0]).parent
@@ -214,102 +176,44 @@ def prepare(shards: Sequence[str]) -> Path:
             shuffle_seed=None,
             workers=1,
         )
-    definition = {
-        "sample_type": {"__module__": "megatron.energon", "__class__": CaptioningSample.__name__},
-        "field_map": {"image": "jpg", "caption": "txt"},
-    }
+    sample = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
+    definition = {"sample_type": sample, "field_map": {"image": "jpg", "caption": "txt"}}
     described.write_text(json.dumps(definition))  # JSON is YAML
     return root
 
 
-def first_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Indices of `sizes` in groups whose sums are at most `length`, the largest first; a larger one stands
-    alone."""
-    # First fit decreasing: at most 11/9 of the best packing.
-    groups: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        fits = next((group for group, left in enumerate(free) if left >= sizes[index]), None)
-        if fits is None:
-            groups.append([])
-            free.append(length)
-            fits = len(groups) - 1
-        groups[fits].append(index)
-        free[fits] -= sizes[index]
-    return groups
-
-
-def _document(sample: Any, **fields: Any) -> dict[str, Any]:
-    """A dict that Energon can find again: its keys, and what the side needs."""
-    return {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__, **fields}
-
-
-def _task_encoder(request: Request) -> Any:
-    """Energon's TaskEncoder around the work on one sample; without a `length` it makes patches alone."""
-    from megatron.energon import SampleDecoder, TaskEncoder, stateless
-
-    plain = PlainSample(request["patch_limit"])
-
-    class Encoder(TaskEncoder):  # type: ignore[misc]
-        decoder = SampleDecoder(image_decode="pil")
-
-        @stateless
-        def encode_sample(self, sample: Any) -> dict[str, Any]:
-            if "length" not in request:
-                return _document(sample, patches=pil_patches(sample.image, plain.cfg)[0])
-            ids, patches = plain((sample.image, sample.caption))
-            return _document(sample, ids=ids, patches=patches, documents=1)
-
-        def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-            groups = first_fit([len(sample["ids"]) for sample in samples], request["length"])
-            return [[samples[index] for index in group] for group in groups]
-
-        @stateless
-        def pack_selected_samples(self, samples: list[Any]) -> dict[str, Any]:
-            return {
-                "__key__": ",".join(sample["__key__"] for sample in samples),
-                "__restore_key__": (),
-                "ids": torch.cat([sample["ids"] for sample in samples]),
-                "patches": torch.cat([sample["patches"] for sample in samples]),
-                "documents": len(samples),
-            }
-
-    return Encoder()
-
-
-def _energon_dataset(request: Request, workers: int, shuffle: int | None, **options: Any) -> Any:
-    from megatron.energon import WorkerConfig, get_train_dataset
-
-    return get_train_dataset(
-        prepare(request["shards"]),
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=workers),
-        batch_size=None,
-        shuffle_buffer_size=shuffle,
-        max_samples_per_sequence=None,
-        task_encoder=_task_encoder(request),
-        **options,
-    )
-
-
 def energon_patches(request: Request) -> Iterator[torch.Tensor]:
-    """In the order of the shards, without worker processes."""
-    from megatron.energon import get_loader
+    """In the order of the shards, without worker processes; the work on a picture is webdataset's side's."""
+    there, cfg = energon(), vision_of(request)
 
-    in_order = {"shuffle_over_epochs_multiplier": None, "parallel_shard_iters": 1}
-    for sample in get_loader(_energon_dataset(request, 0, None, **in_order)):
+    class Encoder(there.TaskEncoder):  # type: ignore[misc, name-defined]
+        decoder = there.SampleDecoder(image_decode="pil")
+
+        @there.stateless  # type: ignore[untyped-decorator]
+        def encode_sample(self, sample: Any) -> dict[str, Any]:
+            keys = {"__key__": sample.__key__, "__restore_key__": sample.__restore_key__}
+            return {**keys, "patches": pil_patches(sample.image, cfg)[0]}
+
+    dataset = there.get_train_dataset(
+        prepare(request["shards"]),
+        worker_config=there.WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=None,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        task_encoder=Encoder(),
+        shuffle_over_epochs_multiplier=None,
+        parallel_shard_iters=1,
+    )
+    for sample in there.get_loader(dataset):
         yield sample["patches"]
 
 
-def energon_packed(request: Request, *, shuffle: int | None = 256, repeat: bool = True) -> Any:
-    """Energon's dataset of packed rows; `shuffle` samples in its buffer, one epoch or without end."""
-    options = {"packing_buffer_size": PACKING_BUFFER, "repeat": repeat}
-    return _energon_dataset(request, request["workers"], shuffle, **options)
-
-
-def energon_batches(request: Request) -> Iterator[Counts]:
-    """From Energon's savable loader with its shuffle buffer and its packing."""
-    from megatron.energon import get_savable_loader
-
-    for row in get_savable_loader(energon_packed(request)):
-        tokens = len(row["ids"])
-        yield counts(row["documents"], tokens, max(tokens, request["length"]), [row["patches"]])
+PATCHES = {
+    "ours": our_patches,
+    "ours-exact": exact_patches,
+    "webdataset": plain_patches,
+    "energon": energon_patches,
+}
+"""Side -> patches of every picture in the order of the shards, again and again."""
+BATCHES = {"ours": our_batches, "webdataset": plain_batches}
+"""Side -> what each batch holds."""

@@ -21,65 +21,71 @@ from rich.console import Console
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
-from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 
 Result = dict[str, Any]
 
 
+# A peer that is missing ends its own process, not the comparison.
 class SideFailed(UserError):
     """A side's process ended badly; the message holds the last line that it wrote to stderr."""
 
 
-def start_side(side: Callable[..., Result], request: Result, **environment: str) -> subprocess.Popen[str]:
-    """Start `side(**request)` in a process of its own; `result_of` waits for it."""
+def run_side(side: Callable[..., Result], request: Result, **environment: str) -> Result:
+    """`side(**request)`, computed in a process of its own. Raises SideFailed."""
     name = f"{side.__module__}:{side.__qualname__}"
-    return subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", __name__, name, json.dumps(request)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env={**os.environ, **environment},
     )
 
-
-def result_of(process: subprocess.Popen[str]) -> Result:
-    """What a side returned: the JSON object of its last line. Raises SideFailed."""
-    output, errors = process.communicate()
-
     # Libraries may print too: the result is the last line that is an object.
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    if process.returncode != 0 or not lines:
-        last = (errors.strip().splitlines() or ["?"])[-1]
-        name = str(process.args[-2]).removeprefix("earlyfusion.pipeline.")  # type: ignore[index]
-        raise SideFailed(f"{name} ended with {process.returncode}: {last[:300]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        last = ["?", *done.stderr.strip().splitlines()][-1]
+        short = name.removeprefix("earlyfusion.pipeline.")
+        raise SideFailed(f"{short} ended with {done.returncode}: {last[:300]}")
     return json.loads(lines[-1])
 
 
-def run_side(side: Callable[..., Result], request: Result, **environment: str) -> Result:
-    """`side(**request)`, computed in a process of its own. Raises SideFailed."""
-    return result_of(start_side(side, request, **environment))
-
-
 def in_turn(
-    sides: Iterable[str], rounds: int, run: Callable[[str], Result], console: Console, what: str
-) -> dict[str, list[Result]]:
-    """The results of every side, each once a round: A B A B ..., so that the machine's moods hit all
-    alike."""
+    sides: Iterable[str], rounds: int, run: Callable[[str], Result]
+) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    """The results of every side, each once a round: A B A B ..., so that the machine's moods hit all alike;
+    and of peers that cannot run here the reason. The first side is ours: where it fails, SideFailed is
+    raised."""
+    # Mutable while it is walked: a side that fails leaves.
     results: dict[str, list[Result]] = {side: [] for side in sides}
+    refused: dict[str, str] = {}
     for number in range(rounds):
-        for side, found in results.items():
-            with console.status(f"{what}, round {number + 1}/{rounds}: {side}"):
-                found.append(run(side))
-    return results
+        for side in list(results):
+            print(f"round {number + 1} of {rounds}: {side}", file=sys.stderr)
+            try:
+                results[side].append(run(side))
+            except SideFailed as error:
+                if side == next(iter(results)):
+                    raise
+                # What failed once is not asked again.
+                refused[side] = str(error)
+                del results[side]
+    return results, refused
 
 
-def new_record(options: Mapping[str, Any]) -> Result:
-    """When, where and with which options; sets torch's CPU threads to options["threads"] where given."""
-    # What a figure depends on beside the code stands in every record.
-    if options.get("threads"):
-        torch.set_num_threads(options["threads"])
-    return {
+def chosen(text: str, choices: Iterable[str], option: str) -> list[str]:
+    """The names between commas; raises UserError for one that is not among the choices."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in choices:
+            raise UserError(f"{option} {name!r} is unknown; {did_you_mean(name, choices)}")
+    return names
+
+
+def save_record(out: str, options: Mapping[str, Any], **parts: Any) -> None:
+    """Write the parts as JSON, with what a figure depends on beside the code, and say where."""
+    record = {
         "when": time.strftime("%Y-%m-%d %H:%M:%S"),
         "machine": {
             "cpu": platform.processor() or platform.machine(),
@@ -89,15 +95,19 @@ def new_record(options: Mapping[str, Any]) -> Result:
         },
         "torch": torch.__version__,
         "options": dict(options),
+        **parts,
     }
+    print(f"saved {write_json(out, record)}")
 
 
-def save_record(record: Result, out: str, console: Console) -> None:
-    """Write the record as JSON and say where."""
-    console.print(f"saved {write_json(out, record)}")
+def console() -> Console:
+    """Where tables go; a log file has no width, and wrapped figures are hard to read."""
+    # Colours only where somebody looks.
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, width=150)
 
 
-def show(console: Console, title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
+def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
     """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
     table = Table("", title=title, title_justify="left", caption=caption or None)
 
@@ -108,23 +118,18 @@ def show(console: Console, title: str, columns: Mapping[str, Mapping[str, Any]],
         rows |= dict.fromkeys(figures)
     for row in rows:
         table.add_row(row, *(shown(figures.get(row)) for figures in columns.values()))
-    print_table(console, table)
+    print_table(console(), table)
 
 
 def shown(value: Any) -> str:
     """A figure as text: four digits, or whole from a thousand on; nothing for None."""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def main(name: str, request: str) -> None:
-    """One side, in its process."""
-    module, _, function = name.partition(":")
-    print(json.dumps(getattr(importlib.import_module(module), function)(**json.loads(request))))
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value or "")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    module, _, function = sys.argv[1].partition(":")
+    print(json.dumps(getattr(importlib.import_module(module), function)(**json.loads(sys.argv[2]))))

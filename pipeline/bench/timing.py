@@ -12,22 +12,22 @@ from __future__ import annotations
 import os
 import resource
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 Call = Callable[[], Any]
 FLUSH_BYTES = 1 << 28
 """Several times the L2 cache of any current GPU."""
+BUDGET_MS = 20_000
+"""Longest time that the calls of one side may take; at least three are made."""
 
 
 def default_device() -> torch.device:
@@ -57,9 +57,9 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-@lru_cache(maxsize=4)
-def _flush_buffer(device: torch.device) -> Tensor:
-    return torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+@cache
+def _flush_buffer(device: torch.device) -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES // 4, device=device)
 
 
 def time_once(call: Call, device: torch.device) -> float:
@@ -71,30 +71,29 @@ def time_once(call: Call, device: torch.device) -> float:
 
     # What the last call left in the L2 cache would make the next one look quicker.
     _flush_buffer(device).zero_()
-    start_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start_event.record()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     call()
-    end_event.record()
-    end_event.synchronize()
-    return start_event.elapsed_time(end_event)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def interleaved(
-    calls: Mapping[str, Call], device: torch.device, rounds: int, warmup: int = 2, budget_s: float = 20.0
+    calls: Mapping[str, Call], device: torch.device, rounds: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Time all calls in turn; a call too slow for ``rounds`` repetitions in ``budget_s`` gets fewer, at least
-    3.
+    """Time all calls in turn; a call too slow for ``rounds`` repetitions in BUDGET_MS gets fewer.
 
     Returns {"median_ms", "p10_ms", "p90_ms"} by name, and for calls that raised (a peer without support for a
     shape) the message instead.
     """
-    # Warm up, and see how often each call can be afforded.
+    # The first call compiles and allocates, the second says how many can be afforded.
     repeats: dict[str, int] = {}
     failed: dict[str, str] = {}
     for name, call in calls.items():
         try:
-            slowest = [time_once(call, device) for _ in range(warmup)][-1]
-            repeats[name] = min(rounds, max(3, int(1e3 * budget_s / max(slowest, 1e-6))))
+            time_once(call, device)
+            repeats[name] = min(rounds, max(3, int(BUDGET_MS / time_once(call, device))))
         except Exception as error:  # a peer's failure is a result of the comparison, not an end of it
             failed[name] = reason(error)
 
@@ -113,24 +112,9 @@ def interleaved(
     return timings, failed
 
 
-def reason(error: Exception, limit: int = 160) -> str:
+def reason(error: Exception) -> str:
     """Why a side did not run, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:limit]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drops what native code writes to the error stream: the profiler announces every start and stop
-    there."""
-    sys.stderr.flush()
-    saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(sink)
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
@@ -143,8 +127,11 @@ def peak_bytes(call: Call, device: torch.device) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
+    # The profiler announces every start and stop on stderr unless it is told not to.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # The allocator of a CPU counts nothing; its events do.
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
     results: Any = profile.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
@@ -155,32 +142,31 @@ def peak_bytes(call: Call, device: torch.device) -> int:
     return int(alive.max())
 
 
-@lru_cache(maxsize=4)
+@cache
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second (read plus written) of a large copy; the median of a few."""
     # Far more than any cache holds.
-    elements = (1 << 30 if device.type == "cuda" else 1 << 26) // 4
-    source = torch.zeros(elements, dtype=torch.float32, device=device)
+    elements = (1 << 28) if device.type == "cuda" else (1 << 24)
+    source = torch.zeros(elements, device=device)
     target = source.clone()
-    return (
-        8e3 * elements / statistics.median(time_once(lambda: target.copy_(source), device) for _ in range(7))
-    )
+    times = [time_once(lambda: target.copy_(source), device) for _ in range(7)]
+    return 8e3 * elements / statistics.median(times)
 
 
-@lru_cache(maxsize=8)
+@cache
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of a large matrix product in ``dtype``; the median of a few."""
     side = 8192 if device.type == "cuda" else 768
     a = torch.randn(side, side, device=device).to(dtype)
-    torch.mm(a, a)
-    return 2e3 * side**3 / statistics.median(time_once(lambda: torch.mm(a, a), device) for _ in range(7))
+    times = [time_once(lambda: a @ a, device) for _ in range(8)]
+    return 2e3 * side**3 / statistics.median(times[1:])
 
 
 @dataclass(frozen=True)
 class Work:
     """Least bytes moved and operations done by a call."""
 
-    bytes: float
+    bytes: float = 0.0
     flops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -189,3 +175,6 @@ class Work:
     def floor_ms(self, device: torch.device, dtype: torch.dtype) -> float:
         """The larger of the times at copy bandwidth and at the rate of a large product."""
         return 1e3 * max(self.bytes / copy_bandwidth(device), self.flops / product_rate(device, dtype))
+
+
+NOTHING = Work()

@@ -1,91 +1,87 @@
-"""Model merging (k1.5 2.4): one model directory whose weights are the weighted mean of several.
-
-    average(["runs/long/model", "runs/short/model"], [0.5, 0.5], "runs/merged")
-
-The models must have the same configuration and the same tokenizer; the card of the new one says what was
-merged.
-"""
+"""Model merging (k1.5 2.4): one model directory whose weights are the weighted mean of several."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from earlyfusion.data.chat.template import TEMPLATE_FILE
+import torch
+import typer
+from torch import Tensor
+
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.hub.config import load_config
-from earlyfusion.model.hub.folder import load_model, save_model
+from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import diff
-from earlyfusion.rl.long2short.preferences import average_weights
+from earlyfusion.rl.long2short.samples import save_beside
 
 
-def average(models: Sequence[str | Path], weights: Sequence[float] | None, out: str | Path) -> Path:
-    """Write the merged model directory; returns it. weights: one share of each model, made to sum to 1; None:
-    equal.
+def mean_state(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
+    """Weighted mean of the state dicts of one architecture, in the first one's dtypes.
 
-    Sums run in float32, the result has the first model's dtypes and its chat template. Raises UserError for
-    fewer than two models, shares that do not fit, other configurations or tokenizers; ModelDirectoryError for
-    what is no model.
+    weights: shares that need not sum to 1. Sums run in float32 (float64 for float64): a running sum in
+    bfloat16 would lose small terms. Integers are the first one's.
     """
-    folders = [Path(model) for model in models]
-    shares = _shares(folders, weights)
-    _check_places(folders, Path(out))
-    _check_same(folders)
-    tokenizer = Tokenizer.load(folders[0])
-    merged = load_model(folders[0])
-    states = [merged.state_dict(), *(load_model(folder).state_dict() for folder in folders[1:])]
-    merged.load_state_dict(average_weights(states, shares))
-    parts = [f"{share:.4g} of `{folder}`" for share, folder in zip(shares, folders)]
+    mean: dict[str, Tensor] = {}
+    for name, first in states[0].items():
+        mean[name] = first.clone()
+        # Counters and masks have no mean.
+        if first.is_floating_point():
+            total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+            for state, weight in zip(states, weights):
+                total.add_(state[name], alpha=weight / sum(weights))
+            mean[name].copy_(total)
+    return mean
+
+
+def average(
+    models: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="model directories of one configuration")
+    ],
+    out: Annotated[str, typer.Option(metavar="DIR", help="model directory to write")],
+    weights: Annotated[
+        list[float] | None, typer.Option(metavar="X...", help="share of each model; equal if left out")
+    ] = None,
+) -> None:
+    """Merge the weights of two or more models of one configuration and one tokenizer.
+
+    earlyfusion long2short average runs/long/model runs/short/model --weights 0.5 0.5 --out runs/merged
+    """
+    # What was given.
+    shares = weights or [1.0] * len(models)
+    places = [Path(one).resolve() for one in (*models, out)]
+    if len(models) < 2:
+        raise UserError(f"{len(models)} model given; averaging needs two or more model directories")
+    if len(shares) != len(models):
+        raise UserError(f"--weights: {len(shares)} given for {len(models)} models; give one for each")
+    if not all(0 <= share < float("inf") for share in shares) or not sum(shares):
+        raise UserError(f"--weights {shares}: expected numbers of at least 0, not all 0")
+    if len(set(places)) < len(places):
+        raise UserError("a folder is given twice: name every model once, and another one with --out")
+
+    # Rows of embeddings mean the same tokens only where the tokenizers are the same.
+    configs = [load_config(model).model_dump(mode="json") for model in models]
+    tokenizers = [Tokenizer.load(model) for model in models]
+    for model, config, tokenizer in zip(models, configs, tokenizers):
+        changes = diff(configs[0], config)
+        if changes:
+            raise UserError(f"{model} is not of the architecture of {models[0]} ({changes[0]})")
+        if tokenizer.hash != tokenizers[0].hash:
+            raise UserError(f"{model} has another tokenizer than {models[0]}")
+
+    # The first model is loaded once and filled with the mean: two copies, not three.
+    merged = load_model(models[0])
+    states = [merged.state_dict(), *(load_model(model).state_dict() for model in models[1:])]
+    merged.load_state_dict(mean_state(states, shares))
+    parts = " + ".join(f"{share / sum(shares):.4g} of `{model}`" for share, model in zip(shares, models))
     facts = {
         "name": Path(out).name,
-        "base": ", ".join(str(folder) for folder in folders),
+        "base": ", ".join(models),
         "notes": [
-            f"Weights averaged (long2short, Kimi k1.5 section 2.4): {' + '.join(parts)}.",
+            f"Weights averaged (long2short, Kimi k1.5 section 2.4): {parts}.",
             "Nothing was trained in this step.",
         ],
     }
-    directory = save_model(merged, tokenizer, out, facts)
-    template = folders[0] / TEMPLATE_FILE
-    if template.is_file():
-        shutil.copy(template, directory / TEMPLATE_FILE)
-    return directory
-
-
-def _shares(folders: Sequence[Path], weights: Sequence[float] | None) -> list[float]:
-    if len(folders) < 2:
-        raise UserError(f"{len(folders)} model given; averaging needs two or more model directories")
-    shares = [1.0] * len(folders) if weights is None else [float(weight) for weight in weights]
-    if len(shares) != len(folders):
-        raise UserError(f"--weights: {len(shares)} given for {len(folders)} models; give one for each")
-    if not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
-        raise UserError(f"--weights {shares}: expected numbers of at least 0, not all 0")
-    return [share / sum(shares) for share in shares]
-
-
-def _check_places(folders: Sequence[Path], out: Path) -> None:
-    places = [folder.resolve() for folder in folders]
-    twice = [folder for folder, place in zip(folders, places) if places.count(place) > 1]
-    if twice:
-        raise UserError(f"{twice[0]} is given twice; name every model once and its share with --weights")
-    if out.resolve() in places:
-        raise UserError(f"--out {out} is one of the models that are merged; name another folder")
-
-
-def _check_same(folders: Sequence[Path]) -> None:
-    first, *others = [load_config(folder).model_dump(mode="json") for folder in folders]
-    tokenizer = Tokenizer.load(folders[0]).hash
-    for folder, config in zip(folders[1:], others):
-        changes = diff(first, config)
-        if changes:
-            more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
-            raise UserError(
-                f"{folder} is not of the architecture of {folders[0]} ({changes[0]}{more}); weights can be"
-                " averaged between models of one configuration only"
-            )
-        if Tokenizer.load(folder).hash != tokenizer:
-            raise UserError(
-                f"{folder} has another tokenizer than {folders[0]}; the rows of their embeddings mean other"
-                " tokens"
-            )
+    print(f"model directory: {save_beside(merged, tokenizers[0], Path(out), facts, Path(models[0]))}")

@@ -1,279 +1,347 @@
-"""DPO for length (k1.5 2.4): the shortest right answer against longer wrong ones and right ones of 1.5 times
-its length.
+"""Preference training for shorter answers (DPO, k1.5 2.4): sample, pair, train, measure.
 
-Answers are sampled once from the start (long2short_samples), made into pairs, and the policy is trained
-against the frozen start with MuonClip or AdamW. Log-probabilities are those of temperature 1 over the tokens
-that may be drawn. A stopped run goes on bit for bit with --resume: samples are on disk, the start's
-log-probabilities in the checkpoint, and which pairs a step takes is a function of the seed and the step.
+earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 --out runs/dpo
 
-    OUT/samples.jsonl  pairs.jsonl  metrics.jsonl  heldout/{before,after}.jsonl  checkpoints/  model/
-                       summary.json
-    OUT/report.html
+Answers are sampled once from the start, made into pairs (the shortest right answer against longer wrong ones
+and right ones of 1.5 times its length), and the policy is trained against the frozen start. Log-probabilities
+are those of temperature 1 over the tokens that may be drawn. A stopped run goes on bit for bit with --resume:
+samples are on disk, the start's log-probabilities in the checkpoint, and which pairs a step takes is a
+function of the seed and the step.
 
-Legend: P pairs, N distinct answers of a row, U tokens of them.
+OUT holds samples.jsonl, pairs.jsonl, metrics.jsonl, heldout/{before,after}.jsonl, checkpoints, model,
+summary.json and report.html.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from earlyfusion.data.loading.order import digest64
+from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.kernels.files import write_atomic
-from earlyfusion.kernels.segments import Segments
-from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.rl.learn import Learner, Piece, rows
-from earlyfusion.rl.long2short.preferences import LONGER, dpo_loss, preference_pairs
-from earlyfusion.rl.long2short.samples import Answered
-from earlyfusion.rl.objectives.sequences import sequence_sums
+from earlyfusion.kernels.files import read_jsonl, write_atomic, write_json
+from earlyfusion.model.engine.state import token_rules
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline import build
+from earlyfusion.pipeline.checkpoint import Checkpointer, RunFacts
+from earlyfusion.pipeline.config.compose import dump
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE, TrainingStopped
+from earlyfusion.pipeline.guard import Guard
+from earlyfusion.pipeline.meter import peak_memory_bytes
+from earlyfusion.pipeline.options import verb
+from earlyfusion.pipeline.parallel import exchange_gradients
+from earlyfusion.pipeline.runtime import Runtime, seed_everything
+from earlyfusion.pipeline.schedule import linear
+from earlyfusion.pipeline.track import Tracker
+from earlyfusion.pipeline.update import check_frozen, update
+from earlyfusion.rl.learn import Learner
+from earlyfusion.rl.long2short.heldout import Row, compared, look, write_report
+from earlyfusion.rl.long2short.preferences import (
+    LONGER,
+    PreferenceLearner,
+    batches,
+    make_pairs,
+    pair_lines,
+)
+from earlyfusion.rl.long2short.samples import (
+    FILE,
+    Answered,
+    SampleOptions,
+    Sampler,
+    check_resume,
+    recipe_of,
+    save_beside,
+)
+from earlyfusion.rl.measure import show_differences
+from earlyfusion.rl.recipe import start_directory
+
+# Said where accuracy fell: shortening is not the only thing that pairs teach.
+ADVICE = (
+    "where length is part of the answer, pairs teach to leave out: fewer --epochs, more --beta or --nll, or"
+    " other tasks"
+)
+# The largest code of all processes counts, so that any signal stops all.
+GOES_ON, STOPPED, DONE = range(3)
+"""What rank 0 tells the others while it samples."""
 
 
-@dataclass(frozen=True)
-class DpoOptions:
-    """What DPO takes beside the recipe. beta: strength of the pull towards the start. longer: a right answer
-    of this many times the chosen one's length is rejected. label_smoothing: share of pairs believed to be the
-    wrong way round. nll: weight of the chosen answers' own mean negative log-likelihood (0: DPO alone).
-    batch: pairs of an update. epochs: passes over the pairs. per_problem: most pairs of one problem (0: all).
-    """
-
-    beta: float = 0.1
-    longer: float = LONGER
-    label_smoothing: float = 0.0
-    nll: float = 0.0
-    batch: int = 16
-    epochs: int = 2
-    per_problem: int = 0
-
-    def check(self) -> None:
-        """Raises UserError for numbers out of range."""
-        for name, fits, wanted in (
-            ("beta", self.beta > 0, "above 0"),
-            ("longer", self.longer > 1, "above 1"),
-            ("label-smoothing", 0 <= self.label_smoothing < 0.5, "in [0, 0.5)"),
-            ("nll", 0 <= self.nll < math.inf, "at least 0"),
-            ("batch", self.batch >= 1, "at least 1"),
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("pairs-per-problem", self.per_problem >= 0, "at least 0 (0: all)"),
-        ):
-            if not fits:
-                value = (
-                    self.per_problem if name == "pairs-per-problem" else getattr(self, name.replace("-", "_"))
-                )
-                raise UserError(f"--{name} {value}: expected {wanted}")
+class DpoOptions(SampleOptions):
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """strength of the pull towards the start"""
+    nll: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """weight of the chosen answers' likelihood beside DPO"""
+    batch: PositiveInt = 16
+    """pairs of one update"""
+    epochs: PositiveInt = 2
+    """passes over the pairs"""
+    steps: PositiveInt | None = None
+    """stop after N updates of the schedule"""
+    optimizer: Literal["muonclip", "adamw"] | None = None
+    """the recipe's (muonclip) if left out"""
+    lr: float = 2e-4
+    """learning rate, falling linearly to a tenth"""
+    checkpoint_every: NonNegativeInt = 0
+    """updates between checkpoints; 0: at the end"""
+    eval_problems: NonNegativeInt = 128
+    """held-out problems of each task; 0: none"""
+    eval_samples: NonNegativeInt = 0
+    """sampled answers to each, beside the greedy one"""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A problem by its number, and two of its answers by theirs."""
+class DpoRun:
+    """Built, then `train`; see the file's head. All processes of a launch hold one each; rank 0 samples and
+    measures."""
 
-    problem: int
-    chosen: int
-    rejected: int
-
-
-def make_pairs(answered: Sequence[Answered], options: DpoOptions) -> list[Pair]:
-    """The pairs in the order of the problems, the longest rejected answers first where per_problem cuts off.
-
-    Raises UserError when there is none.
-    """
-    flat = [(g, i) for g, one in enumerate(answered) for i in range(len(one.answers))]
-    answers = [answered[g].answers[i] for g, i in flat]
-    found = preference_pairs(
-        torch.tensor([a.tokens for a in answers]),
-        torch.tensor([a.right for a in answers], dtype=torch.bool),
-        torch.tensor([g for g, _ in flat], dtype=torch.int64),
-        options.longer,
-    )
-    by_problem: dict[int, list[Pair]] = {}
-    for chosen, rejected in found:
-        g = flat[chosen][0]
-        by_problem.setdefault(g, []).append(Pair(g, flat[chosen][1], flat[rejected][1]))
-    pairs = []
-    for g, own in sorted(by_problem.items()):
-        if options.per_problem and len(own) > options.per_problem:
-            own.sort(key=lambda pair: (-answered[g].answers[pair.rejected].tokens, pair.rejected))
-            own = own[: options.per_problem]
-        pairs += own
-    if not pairs:
-        some = sum(any(a.right for a in one.answers) for one in answered)
-        raise UserError(
-            f"no pairs: {some} of {len(answered)} problems got a right answer, and none of these a longer"
-            f" wrong one or a right one of {options.longer:g} times its length; take more --problems or"
-            " --samples, or other tasks"
-        )
-    return pairs
-
-
-def write_pairs(path: Path, answered: Sequence[Answered], pairs: Sequence[Pair]) -> None:
-    """pairs.jsonl, for reading."""
-    lines = []
-    for pair in pairs:
-        one = answered[pair.problem]
-        told: dict[str, Any] = {"label": one.label, "key": one.problem.key, "target": one.problem.target}
-        for name in ("chosen", "rejected"):
-            answer = one.answers[getattr(pair, name)]
-            told[name] = {"text": answer.text, "tokens": answer.tokens, "right": answer.right}
-        lines.append(json.dumps(told, ensure_ascii=False) + "\n")
-    write_atomic(path, "".join(lines))
-
-
-def pairs_digest(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:
-    """16 hexadecimal digits over all pairs with their tokens: a resume must train on the same ones."""
-    parts = [
-        (one.problem.key, one.answers[pair.chosen].ids, one.answers[pair.rejected].ids)
-        for pair in pairs
-        for one in (answered[pair.problem],)
-    ]
-    return f"{digest64('pairs', json.dumps(parts)):016x}"
-
-
-class PreferenceLearner:
-    """Gradients of the DPO loss over pairs, with the learner's packed rows: equal answers and pictures
-    computed once.
-
-    `reference` [P, 2]: log-probabilities of chosen and rejected answers under the frozen start.
-    """
-
-    def __init__(
-        self,
-        learner: Learner,
-        answered: Sequence[Answered],
-        pairs: Sequence[Pair],
-        options: DpoOptions,
-        row_tokens: int,
-    ) -> None:
-        self.learner, self.answered, self.pairs, self.options = learner, answered, pairs, options
-        self.row_tokens = row_tokens
-        self.reference_P2 = torch.zeros(len(pairs), 2)
-
-    def set_reference(self, model: NativeFusion) -> None:
-        """Read the log-probabilities of `model`, before it is trained."""
-        places = {
-            (p.problem, i): self._piece(p.problem, i) for p in self.pairs for i in (p.chosen, p.rejected)
+    def __init__(self, options: DpoOptions) -> None:
+        more: dict[str, Any] = {
+            "run": {"steps": options.steps},
+            "optim": {"lr": options.lr, "weight_decay": 0.0},
+            # A recipe of reinforcement learning has a schedule of its own, which is not meant here.
+            "train": {"final_lr_ratio": 0.1, "warmup_updates": 0},
+            "eval": {"problems": options.eval_problems, "samples": options.eval_samples},
+            "checkpoint": {"every": options.checkpoint_every},
         }
-        sums: dict[tuple[int, int], float] = {}
-        with torch.no_grad():
-            for row in rows([places[key] for key in sorted(places)], self.row_tokens):
-                for piece, value in zip(row, self._sums(model, row).tolist()):
-                    sums[piece.group, piece.answers[0]] = value
-        self.reference_P2 = torch.tensor(
-            [[sums[p.problem, p.chosen], sums[p.problem, p.rejected]] for p in self.pairs]
-        )
+        if options.optimizer is not None:
+            more["optim"]["name"] = options.optimizer
+        self.options, self.config = options, recipe_of(options, more)
+        config = self.config
+        self.folder, self.out, self.step = start_directory(config), Path(options.out), 0
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.runtime = Runtime(config.train.mixed_precision, config.train.threads)
+        seed_everything(config.run.seed)
 
-    def gradients(self, batch: Sequence[int], whole: int) -> Tensor:
-        """Add the gradients of these pairs of an update of `whole` pairs. Returns sums, float64 [7]: loss,
-        margins, margins above 0, chosen and rejected log ratios to the start, tokens of the rows, pairs."""
-        sums = torch.zeros(7, dtype=torch.float64)
-        for row in self._rows(batch):
-            sums += self._row(row, whole)
-        return sums
+        # The newest checkpoint, if the run is to go on.
+        own = {"beta", "nll", "batch", "epochs", "problems"}
+        tree = dump(config) | {"long2short": options.model_dump(include=own)}
+        facts = RunFacts(tree, self.tokenizer.hash, self.tokenizer.vocab_size)
+        keep = config.checkpoint
+        self.checkpoints = Checkpointer(self.out, self.runtime, facts, keep.keep, keep.keep_every)
+        newest = self.checkpoints.latest()
+        check_resume(self.out, newest is not None or (self.out / FILE).is_file(), options.resume)
+        self.start = None if newest is None else self.checkpoints.load(newest)
 
-    def _piece(self, problem: int, index: int) -> Piece:
-        return Piece(problem, self.answered[problem].trajectory(index), [index])
+        self.model = load_model(self.folder, self.runtime.device, torch.float32)
+        check_frozen(self.model, {"train.frozen": config.train.frozen})
+        self.sampler = Sampler(config, self.model, self.tokenizer, self.folder, options.problems)
+        self.optimizer = build.optimizer(config.optim, self.model)
+        self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
+        silent = sorted(token_rules(self.model, self.tokenizer).banned_ids)
+        # Its packed rows and log-probabilities, not its objective.
+        self.learner = Learner(config, self.model, self.runtime, None, silent)
+        self.runtime.stop.install()
 
-    def _sums(self, model: NativeFusion, row: Sequence[Piece]) -> Tensor:
-        """Log-probabilities [N] of whole answers."""
-        lengths = [len(piece.trajectory.ids) for piece in row]
-        logp_U = self.learner.log_probs(model, row, torch.ones(sum(lengths)), replay=False)
-        return sequence_sums(logp_U, Segments.from_lengths(lengths))
+    def say(self, text: str) -> None:
+        if self.runtime.is_main:
+            print(text, flush=True)
 
-    def _rows(self, batch: Sequence[int]) -> Iterator[list[int]]:
-        """Pairs in rows of at most row_tokens; both answers of a pair stand in one row, equal ones once."""
-        row: list[int] = []
-        held: set[tuple[int, int]] = set()
-        tokens = 0
-        for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
-            pair = self.pairs[p]
-            fresh = {(pair.problem, pair.chosen), (pair.problem, pair.rejected)}
-            if row and tokens + self._tokens(fresh - held) > self.row_tokens:
-                yield row
-                row, held, tokens = [], set(), 0
-            tokens += self._tokens(fresh - held)
-            row.append(p)
-            held |= fresh
-        if row:
-            yield row
+    def train(self) -> int:
+        """Measure, sample, pair, train, measure; returns the exit code."""
+        options, main = self.options, self.runtime.is_main
+        before = self.look("before")
+        answered = self.answers()
+        if answered is None:
+            self.say("stopped while it sampled; --resume goes on from here")
+            return EXIT_REQUEUE
+        pairs = make_pairs(answered)
+        lines = pair_lines(answered, pairs)
+        if main:
+            write_atomic(self.out / "pairs.jsonl", lines)
+            build.write_recipe(self.out, self.config)
+        # What a resume compares: the pairs with all their tokens.
+        self.digest = f"{digest64('pairs', lines):016x}"
+        self.teacher = PreferenceLearner(self.learner, answered, pairs, options.beta, options.nll)
+        self.restore_or_begin()
+        steps = batches(len(pairs), options.batch, options.epochs, options.seed)
+        self.say(f"{len(pairs)} pairs of {len(answered)} problems, {len(steps)} updates")
+        if not self.updates(steps):
+            self.say("stopped and saved; --resume goes on")
+            return EXIT_REQUEUE
+        after = self.look("after")
+        if main:
+            self.finish(compared(before, after), len(pairs), len(steps))
+        return EXIT_OK
 
-    def _tokens(self, places: set[tuple[int, int]]) -> int:
-        return sum(len(self.answered[g].prompt.ids) + self.answered[g].answers[i].tokens for g, i in places)
+    def look(self, name: str) -> list[Row]:
+        """Held-out problems under the weights as they are, or what was measured before the stop."""
+        path = self.out / "heldout" / f"{name}.jsonl"
+        held: list[Row] = []
+        if self.runtime.is_main and self.config.eval.problems:
+            # The start is measured once, whatever happens to the run.
+            if name == "before":
+                held = read_jsonl(path)
+            if not held:
+                self.model.eval()
+                held = look(self.config, self.model, self.tokenizer, self.sampler.rewards)
+                write_atomic(path, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in held))
+        self.runtime.barrier()
+        return held
 
-    def _row(self, row: Sequence[int], whole: int) -> Tensor:
-        pieces: dict[tuple[int, int], Piece] = {}
-        for p in row:
-            pair = self.pairs[p]
-            for index in (pair.chosen, pair.rejected):
-                if (pair.problem, index) not in pieces:
-                    pieces[pair.problem, index] = self._piece(pair.problem, index)
-        number = {key: n for n, key in enumerate(pieces)}
-        model, options = self.learner.model, self.options
-        logp_N = self._sums(model, list(pieces.values()))
-        index_B2 = torch.tensor(
-            [
-                [number[pair.problem, i] for i in (pair.chosen, pair.rejected)]
-                for pair in (self.pairs[p] for p in row)
-            ]
-        ).to(logp_N.device)
-        chosen_B, rejected_B = logp_N[index_B2[:, 0]], logp_N[index_B2[:, 1]]
-        start_B2 = self.reference_P2[list(row)].to(logp_N.device)
-        out = dpo_loss(
-            chosen_B, rejected_B, start_B2[:, 0], start_B2[:, 1], options.beta, options.label_smoothing
-        )
-        loss = out.loss * (len(row) / whole)
-        if options.nll:
-            lengths_B = torch.tensor(
-                [
-                    float(self.answered[self.pairs[p].problem].answers[self.pairs[p].chosen].tokens)
-                    for p in row
-                ]
+    def answers(self) -> list[Answered] | None:
+        """All samples; None when a signal came. The other processes wait for rank 0 part by part, so that
+        none of them runs into the time limit of a collective."""
+        runtime = self.runtime
+
+        def agreed(code: int = GOES_ON) -> int:
+            return runtime.agree(max(code, int(runtime.stop.received is not None)))
+
+        if runtime.is_main:
+            answered = self.sampler.gather(lambda: agreed() == STOPPED)
+            if answered is not None:
+                agreed(DONE)
+            return answered
+        code = GOES_ON
+        while code == GOES_ON:
+            code = agreed()
+        return self.sampler.read() if code == DONE else None
+
+    def restore_or_begin(self) -> None:
+        """The start's log-probabilities, or everything that the checkpoint holds."""
+        start, teacher = self.start, self.teacher
+        if start is None:
+            self.model.eval()
+            teacher.set_reference(self.model)
+            # Every process computes with the numbers of rank 0, whatever its own rounding.
+            own = teacher.reference_P2.double() * self.runtime.is_main
+            teacher.reference_P2 = self.runtime.sum(own).float().cpu()
+            return
+        if start.trainer["pairs"] != self.digest:
+            raise UserError(
+                f"cannot resume {start.path}: {self.out / FILE} no longer gives the pairs it was trained"
+                " on; put the file back, or start another run"
             )
-            loss = loss - options.nll * (chosen_B / lengths_B.to(logp_N.device)).sum() / whole
-        # Every parameter takes part whatever the row holds, so that
-        # all processes exchange the same gradients.
-        (loss + model.vision_tower.zero_anchor() + model.mm_projector.zero_anchor()).backward()
-        ratios = torch.stack([chosen_B.detach() - start_B2[:, 0], rejected_B.detach() - start_B2[:, 1]])
-        tokens = sum(piece.trajectory.total for piece in pieces.values())
-        told = [float(loss.detach()), float(out.margins_B.sum()), float((out.margins_B > 0).sum())]
-        return torch.tensor(
-            [*told, *ratios.double().sum(1).tolist(), float(tokens), float(len(row))]
-        ).double()
+        self.step = start.step
+        # Not read again: another packing would round otherwise, and a resume be another run.
+        teacher.reference_P2 = start.trainer["reference"].clone()
+        self.guard.load_state_dict(start.trainer["guard"])
+        self.model.load_state_dict(start.model)
+        self.optimizer.load_state_dict(start.optimizer)
+        start.restore_rng(self.runtime.rank, self.config.run.seed)
+
+    def updates(self, steps: list[list[int]]) -> bool:
+        """The updates that are left; False when a signal came."""
+        config, runtime = self.config, self.runtime
+        # --steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
+        total = min(len(steps), config.run.steps or len(steps))
+        tracker = Tracker(
+            self.out,
+            runtime,
+            total_steps=total,
+            start_step=self.step,
+            trackers=config.track.trackers,
+            name=config.run.name,
+        )
+        self.model.train()
+        stopped = False
+        try:
+            while self.step < total and not stopped:
+                numbers = self.update(steps[self.step], len(steps))
+                self.step += 1
+                if self.step % config.track.log_every == 0 or self.step == total:
+                    tracker.log(self.step, numbers)
+                stopped = runtime.should_stop() and self.step < total
+                every = config.checkpoint.every
+                if stopped or self.step == total or (every and self.step % every == 0):
+                    self.save()
+        finally:
+            tracker.close()
+        self.model.eval()
+        return not stopped
+
+    def update(self, batch: list[int], total: int) -> dict[str, Any]:
+        """One update; its numbers: margin is beta times the log ratio of chosen minus that of rejected, in
+        nats, chosen and rejected the mean log ratios to the start, in nats an answer."""
+        begun, config, runtime = time.perf_counter(), self.config, self.runtime
+        # Every process takes its share of the pairs and their gradients are added up.
+        sums = self.teacher.gradients(batch[runtime.rank :: runtime.world], len(batch))
+        exchange_gradients(self.model, runtime)
+        sums = runtime.sum_dict(sums)
+        lr = linear(config.optim.lr, self.step, total, 0, config.train.final_lr_ratio)
+        step = update(
+            self.model,
+            self.optimizer,
+            self.guard,
+            runtime,
+            loss=sums["loss"],
+            lr=lr,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            frozen=config.train.frozen,
+            balance_experts=False,
+        )
+        if step.verdict.action == "stop":
+            raise TrainingStopped(f"stopped by the guard at update {self.step}: {step.verdict.reason}")
+
+        seconds = time.perf_counter() - begun
+        # Sums become means over the pairs; the loss is a mean already.
+        means = {name: sums[name] / sums["pairs"] for name in ("margin", "preferred", "chosen", "rejected")}
+        return {
+            "loss": sums["loss"],
+            **means,
+            "pairs": sums["pairs"],
+            "lr": lr,
+            "grad_norm": step.grad_norm,
+            "refused": float(step.refused),
+            "tokens_per_s": sums["tokens"] / seconds,
+            "step_s": seconds,
+            "memory_gib": peak_memory_bytes(runtime.device) / 2**30,
+        }
+
+    def save(self) -> None:
+        reference = self.teacher.reference_P2
+        self.checkpoints.save(
+            self.step,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            trainer={"guard": self.guard.state_dict(), "pairs": self.digest, "reference": reference},
+            lanes={self.runtime.rank: {}},
+        )
+
+    def finish(self, rows: list[Row], pairs: int, total: int) -> None:
+        """The model directory, summary, report, and the table."""
+        options, evals = self.options, {}
+        for row in rows:
+            name = f"{row['label']}, {row['way']}, {row['metric']}"
+            evals[name] = f"{row['before']:.3f} before, {row['after']:.3f} after"
+        notes = [
+            f"DPO for shorter answers (long2short, Kimi k1.5 section 2.4) from `{self.folder}`: {pairs} pairs"
+            f" of its own answers to {options.problems} problems, beta {options.beta:g}.",
+            "Chosen: the shortest right answer. Rejected: longer wrong ones, and right ones of at least"
+            f" {LONGER:g} times its length.",
+        ]
+        facts = {
+            "name": self.config.run.name,
+            "steps": self.step,
+            "seed": options.seed,
+            "base": str(self.folder),
+            "evals": evals,
+            "notes": notes,
+        }
+        directory = save_beside(self.model, self.tokenizer, self.out / "model", facts, self.folder)
+        summary = {"model": str(self.folder), "pairs": pairs, "problems": options.problems}
+        summary |= {"steps": self.step, "of": total, "heldout": rows}
+        write_json(self.out / "summary.json", summary)
+
+        show_differences("held-out problems, before and after", rows)
+        for row in rows:
+            if row["metric"] == "accuracy" and row["high"] < 0:
+                self.say(f"accuracy fell: {row['label']} ({row['way']}); {ADVICE}")
+        self.say(f"model directory: {directory}\nreport: {write_report(self.out, summary)}")
+
+    def close(self) -> None:
+        self.sampler.rewards.close()
+        self.runtime.close()
 
 
-def batches(pairs: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
-    """The pairs of every update: each epoch all of them once, in an order of its own."""
-    steps: list[list[int]] = []
-    for epoch in range(epochs):
-        generator = torch.Generator().manual_seed(digest64("dpo", seed, epoch) >> 16)
-        order = torch.randperm(pairs, generator=generator).tolist()
-        steps += [order[start : start + batch] for start in range(0, pairs, batch)]
-    return steps
-
-
-def record(sums: Tensor, start: float) -> dict[str, Any]:
-    """Numbers of an update for metrics.jsonl. margin: beta times the log ratio of chosen minus that of
-    rejected, nats; chosen, rejected: mean log ratio to the start, nats an answer."""
-    loss, margin, above, chosen, rejected, tokens, count = sums.tolist()
-    seconds, pairs = time.perf_counter() - start, max(1.0, count)
-    return {
-        "loss": loss,
-        "margin": margin / pairs,
-        "preferred": above / pairs,
-        "chosen": chosen / pairs,
-        "rejected": rejected / pairs,
-        "pairs": count,
-        "tokens_per_s": tokens / seconds,
-        "step_s": seconds,
-    }
-
-
-def options_tree(options: DpoOptions) -> dict[str, Any]:
-    """The options as plain JSON, part of what a resume compares."""
-    return asdict(options)
+@verb
+def dpo(options: DpoOptions) -> int:
+    """Entry of `earlyfusion long2short dpo`."""
+    run = DpoRun(options)
+    try:
+        return run.train()
+    finally:
+        run.close()

@@ -1,137 +1,201 @@
-"""Long to short (k1.5 2.4): carry a long-thinking policy's skill over to short answers.
+"""Preference pairs for shorter answers, and the gradients of their loss (DPO, k1.5 2.4).
 
-Three of its four ways are here: weights averaged with those of a short model, the shortest right answer of n
-for fine-tuning, and preference pairs with their loss (DPO). The fourth is a second phase of RL with `length`
-rewards and a lower token limit.
-
-Legend: N responses, B pairs.
+Legend: P pairs of the run, B pairs of a row, N distinct answers of a row, U tokens of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.data.errors import DataError
-from earlyfusion.rl.objectives.sequences import wide
+from earlyfusion.data.loading.order import digest64
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.segments import Segments
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.rl.learn import Learner, Piece
+from earlyfusion.rl.long2short.samples import Answered
+from earlyfusion.rl.objectives.sequences import sequence_sums, wide
 
 LONGER = 1.5
 """k1.5: a right answer this many times as long as the shortest one counts as rejected."""
 
 
-def average_weights(
-    states: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None
-) -> dict[str, Tensor]:
-    """Weighted mean of state dicts, for the models of one architecture (long and short: plain mean).
+class Pair(NamedTuple):
+    """A problem by its number, and two of its answers by theirs."""
 
-    weights: shares, made to sum to 1; equal if None. Sums run in float32 (float64 for float64), the result
-    has the first one's dtypes. Integer and bool tensors must be the same in all. Raises DataError naming the
-    first tensor that differs in name, shape or integer value.
+    problem: int
+    chosen: int
+    rejected: int
+
+
+def make_pairs(answered: Sequence[Answered]) -> list[Pair]:
+    """The shortest right answer of a problem against each longer wrong one, and each right one of at least
+    LONGER times its length, in the order of the problems.
+
+    A wrong answer that is not longer makes no pair: it would teach length the wrong way round. Raises
+    UserError when there is none.
     """
-    shares = [1.0] * len(states) if weights is None else list(weights)
-    if not states or len(shares) != len(states) or sum(shares) <= 0 or min(shares) < 0:
-        raise DataError(
-            f"weights {shares} for {len(states)} state dicts; give one share of at least 0 for each"
-        )
-    first, whole = states[0], sum(shares)
-    for index, state in enumerate(states[1:], start=1):
-        if state.keys() != first.keys():
-            odd = sorted(state.keys() ^ first.keys())[0]
-            raise DataError(
-                f"state dict {index} and the first do not hold the same tensors; {odd!r} is in one only"
-            )
-    averaged: dict[str, Tensor] = {}
-    for name, tensor in first.items():
-        others = [state[name] for state in states]
-        if any(other.shape != tensor.shape for other in others):
-            raise DataError(
-                f"{name}: shapes {[tuple(other.shape) for other in others]} differ; same architecture needed"
-            )
-        if not tensor.is_floating_point():
-            if any(not torch.equal(other, tensor) for other in others):
-                raise DataError(f"{name}: {tensor.dtype} tensors differ and cannot be averaged")
-            averaged[name] = tensor.clone()
+    pairs = []
+    for number, one in enumerate(answered):
+        chosen = one.shortest()
+        if chosen is None:
             continue
-        total = torch.zeros_like(wide(tensor))
-        for share, other in zip(shares, others):
-            total.add_(wide(other).to(total.device), alpha=share / whole)
-        averaged[name] = total.to(tensor.dtype)
-    return averaged
-
-
-def shortest_correct(lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor) -> dict[int, int]:
-    """Group id -> index of its shortest right answer (the first of equals); groups without one are left
-    out."""
-    best: dict[int, int] = {}
-    lengths = lengths_N.tolist()
-    for index, (prompt, right) in enumerate(zip(groups_N.tolist(), correct_N.bool().tolist())):
-        if right and (prompt not in best or lengths[index] < lengths[best[prompt]]):
-            best[prompt] = index
-    return best
-
-
-def preference_pairs(
-    lengths_N: Tensor, correct_N: Tensor, groups_N: Tensor, longer: float = LONGER
-) -> list[tuple[int, int]]:
-    """(chosen, rejected) indices: the shortest right answer of a group against each longer wrong one, and
-    each right one of at least `longer` times its length. A wrong answer that is not longer makes no pair: it
-    would teach length the wrong way round."""
-    if longer <= 1:
-        raise DataError(
-            f"longer={longer}: a rejected right answer must be longer than the chosen one; give more than 1"
+        least = one.answers[chosen].tokens
+        for index, answer in enumerate(one.answers):
+            # Right and hardly longer is no worse: such an answer is neither chosen nor rejected.
+            if answer.tokens > least and not (answer.right and answer.tokens < LONGER * least):
+                pairs.append(Pair(number, chosen, index))
+    if not pairs:
+        some = sum(one.shortest() is not None for one in answered)
+        raise UserError(
+            f"no pairs: {some} of {len(answered)} problems got a right answer, and none of these a longer"
+            f" wrong one or a right one of {LONGER:g} times its length; take more --problems or"
+            " --samples, or other tasks"
         )
-    best = shortest_correct(lengths_N, correct_N, groups_N)
-    lengths, pairs = lengths_N.tolist(), []
-    for index, (prompt, right) in enumerate(zip(groups_N.tolist(), correct_N.bool().tolist())):
-        chosen = best.get(prompt)
-        if chosen is None or chosen == index:
-            continue
-        needed = longer * lengths[chosen] if right else 0
-        if lengths[index] > lengths[chosen] and lengths[index] >= needed:
-            pairs.append((chosen, index))
     return pairs
 
 
-class PreferenceLoss(NamedTuple):
-    """loss: 0-d. margins_B: beta * (log ratio of chosen - of rejected), constants; accuracy: share above 0,
-    0-d."""
+def pair_lines(answered: Sequence[Answered], pairs: Sequence[Pair]) -> str:
+    """pairs.jsonl: for reading, and what a resume must train on again."""
+    lines = []
+    for pair in pairs:
+        one = answered[pair.problem]
+        problem = one.prompt.problem
+        told: dict[str, Any] = {"label": one.label, "key": problem.key, "target": problem.target}
+        for name, index in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            answer = one.answers[index]
+            told[name] = {"text": answer.text, "ids": answer.ids, "right": answer.right}
+        lines.append(json.dumps(told, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
-    loss: Tensor
-    margins_B: Tensor
-    accuracy: Tensor
+
+def batches(pairs: int, batch: int, epochs: int, seed: int) -> list[list[int]]:
+    """The pairs of every update: each epoch all of them once, in an order of its own."""
+    steps: list[list[int]] = []
+    for epoch in range(epochs):
+        # A function of seed and epoch: a resume needs no state of a generator.
+        generator = torch.Generator().manual_seed(digest64("dpo", seed, epoch) >> 16)
+        order = torch.randperm(pairs, generator=generator).tolist()
+        steps += [order[start : start + batch] for start in range(0, pairs, batch)]
+    return steps
+
+
+# ---- The loss.
 
 
 def dpo_loss(
-    chosen_B: Tensor,
-    rejected_B: Tensor,
-    ref_chosen_B: Tensor,
-    ref_rejected_B: Tensor,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-) -> PreferenceLoss:
-    """Mean of -(1 - e) log sigmoid(m) - e log sigmoid(-m), m = beta [(chosen - ref_chosen) - (rejected -
+    chosen_B: Tensor, rejected_B: Tensor, ref_chosen_B: Tensor, ref_rejected_B: Tensor, beta: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """(mean of -log sigmoid(m), margins m_B detached), m = beta [(chosen - ref_chosen) - (rejected -
     ref_rejected)].
 
-    All [B], log-probabilities of whole answers (`sequences.sequence_sums`) under policy and reference. e:
-    share of pairs believed to be labelled the wrong way round. Derivative by chosen (e = 0): -beta
-    sigmoid(-m) / B. Source: 2305.18290 eq. 7. No pairs: loss 0.
+    All [B], log-probabilities of whole answers (`sequences.sequence_sums`) under policy and reference.
+    Derivative by chosen: -beta sigmoid(-m) / B. Source: 2305.18290 eq. 7. No pairs: loss 0.
     """
-    if beta <= 0 or not 0 <= label_smoothing < 0.5:
-        raise DataError(
-            f"beta={beta}, label_smoothing={label_smoothing}: need beta above 0 and smoothing in [0, 0.5)"
-        )
-    shapes = {tuple(t.shape) for t in (chosen_B, rejected_B, ref_chosen_B, ref_rejected_B)}
-    if len(shapes) != 1:
-        raise DataError(
-            f"shapes {sorted(shapes)} differ; give one log-probability of each kind for every pair"
-        )
-    reference_B = wide(ref_chosen_B).detach() - wide(ref_rejected_B).detach()
+    # Differences of long sums: in bfloat16 little of them would be left.
+    reference_B = (wide(ref_chosen_B) - wide(ref_rejected_B)).detach()
     margins_B = beta * (wide(chosen_B) - wide(rejected_B) - reference_B)
-    losses_B = -(1 - label_smoothing) * F.logsigmoid(margins_B) - label_smoothing * F.logsigmoid(-margins_B)
-    count = max(1, margins_B.numel())
-    fixed_B = margins_B.detach()
-    return PreferenceLoss(losses_B.sum() / count, fixed_B, (fixed_B > 0).sum() / count)
+    return -F.logsigmoid(margins_B).sum() / max(1, margins_B.numel()), margins_B.detach()
+
+
+Held = dict[tuple[int, int], Piece]
+"""Answers of a row, by the numbers of problem and answer."""
+
+
+class PreferenceLearner:
+    """Gradients of the DPO loss over pairs, with the learner's packed rows: equal answers and pictures
+    computed once.
+
+    beta: strength of the pull towards the start. nll: weight of the chosen answers' own mean negative
+    log-likelihood (0: DPO alone). reference_P2: log-probabilities of chosen and rejected answers under the
+    frozen start.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        answered: Sequence[Answered],
+        pairs: Sequence[Pair],
+        beta: float,
+        nll: float = 0.0,
+    ) -> None:
+        self.learner, self.answered, self.pairs, self.beta, self.nll = learner, answered, pairs, beta, nll
+        self.row_tokens = learner.config.train.row_tokens
+        self.reference_P2 = torch.zeros(len(pairs), 2)
+
+    def pieces(self, pair: Pair) -> Held:
+        """The two answers of a pair."""
+        found = {}
+        for index in (pair.chosen, pair.rejected):
+            trajectory = self.answered[pair.problem].trajectory(index)
+            found[pair.problem, index] = Piece(pair.problem, trajectory, [index])
+        return found
+
+    def set_reference(self, model: NativeFusion) -> None:
+        """Read the log-probabilities of `model`, before it is trained."""
+        with torch.no_grad():
+            for row, held in self.rows(range(len(self.pairs))):
+                self.reference_P2[row] = torch.stack(self.log_probs(model, row, held), 1).cpu()
+
+    def log_probs(self, model: NativeFusion, row: Sequence[int], held: Held) -> tuple[Tensor, Tensor]:
+        """Of the chosen and of the rejected answers of these pairs, each [B]."""
+        pieces = list(held.values())
+        lengths = [piece.length for piece in pieces]
+        logp_U = self.learner.log_probs(model, pieces, torch.ones(sum(lengths)), replay=False)
+        logp_N = sequence_sums(logp_U, Segments.from_lengths(lengths))
+        places = {key: n for n, key in enumerate(held)}
+        pairs = [self.pairs[p] for p in row]
+        chosen_B = logp_N[[places[pair.problem, pair.chosen] for pair in pairs]]
+        return chosen_B, logp_N[[places[pair.problem, pair.rejected] for pair in pairs]]
+
+    def gradients(self, batch: Sequence[int], whole: int) -> dict[str, float]:
+        """Add the gradients of these pairs of an update of `whole` pairs. Returns sums over them: loss,
+        margins, margins above 0, chosen and rejected log ratios to the start, tokens of the rows, pairs."""
+        names = ("loss", "margin", "preferred", "chosen", "rejected", "tokens", "pairs")
+        sums = dict.fromkeys(names, 0.0)
+        for row, held in self.rows(batch):
+            for name, value in zip(names, self.row(row, held, whole)):
+                sums[name] += float(value)
+        return sums
+
+    def rows(self, batch: Sequence[int]) -> Iterator[tuple[list[int], Held]]:
+        """Pairs in rows of at most row_tokens, with the answers that each row holds; both answers of a pair
+        stand in one row, equal ones once."""
+        row: list[int] = []
+        held: Held = {}
+        # Pairs of one problem share their answers, if they stand in one row.
+        for p in sorted(batch, key=lambda p: (self.pairs[p].problem, p)):
+            both = self.pieces(self.pairs[p])
+            joined = held | both
+            if row and sum(piece.trajectory.total for piece in joined.values()) > self.row_tokens:
+                yield row, held
+                row, joined = [], both
+            row.append(p)
+            held = joined
+        if row:
+            yield row, held
+
+    def row(self, row: Sequence[int], held: Held, whole: int) -> tuple[Any, ...]:
+        """Backward of one row; its sums, as `gradients` names them."""
+        model = self.learner.model
+        chosen_B, rejected_B = self.log_probs(model, row, held)
+        start_2B = self.reference_P2[list(row)].T.to(chosen_B.device)
+        mean, margins_B = dpo_loss(chosen_B, rejected_B, start_2B[0], start_2B[1], self.beta)
+        loss = mean * (len(row) / whole)
+        # DPO alone may lower the likelihood of both answers of a pair.
+        if self.nll:
+            pairs = [self.pairs[p] for p in row]
+            lengths = [self.answered[pair.problem].answers[pair.chosen].tokens for pair in pairs]
+            loss = loss - self.nll * (chosen_B / torch.tensor(lengths).to(chosen_B)).sum() / whole
+
+        # Every parameter takes part whatever the row holds, so that
+        # all processes exchange the same gradients.
+        (loss + model.vision_tower.zero_anchor() + model.mm_projector.zero_anchor()).backward()
+        ratios = (torch.stack([chosen_B.detach(), rejected_B.detach()]) - start_2B).double().sum(1)
+        tokens = sum(piece.trajectory.total for piece in held.values())
+        return loss.detach(), margins_B.sum(), (margins_B > 0).sum(), *ratios, tokens, len(row)

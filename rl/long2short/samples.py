@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from earlyfusion.data.loading.encode import Encoded
-from earlyfusion.data.tasks.problem import Problem
+from earlyfusion.data.chat.template import TEMPLATE_FILE
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic
-from earlyfusion.model.engine.engine import Engine
 from earlyfusion.model.engine.requests import Completion, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
-from earlyfusion.pipeline.config.compose import dump
+from earlyfusion.model.generate import engine_for
+from earlyfusion.model.hub.folder import save_model
+from earlyfusion.pipeline.config.compose import compose, dump, validate
+from earlyfusion.pipeline.options import Options
+from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import RLConfig
-from earlyfusion.rl.rewards import Rewards
 from earlyfusion.rl.rollouts.collect import Group
 from earlyfusion.rl.rollouts.curriculum import temperature
 from earlyfusion.rl.rollouts.experience import build_rewards, score
@@ -40,13 +41,91 @@ from earlyfusion.rl.rollouts.packing import Trajectory, rollout
 from earlyfusion.rl.rollouts.prompts import Prompt, PromptPool
 
 FILE = "samples.jsonl"
+# Large enough to fill the engine, small enough to lose little.
 PART = 64
 """Problems that are sampled together, and written together."""
-PAGE = 16
 
 
-class Stopped(Exception):
-    """A signal came while answers were sampled; what was sampled is kept."""
+class SampleOptions(Options):
+    """What `shortest` and `dpo` are asked alike."""
+
+    model: str
+    """model directory to start from, or embedded:NAME"""
+    out: str
+    """output folder"""
+    tasks: list[str] = []
+    """such as counting/1/twin: task/difficulty/form[/thought]"""
+    recipe: str | None = None
+    """a reinforcement learning recipe: its [[tasks]] and [rollout]"""
+    set_: list[str] = []
+    """KEY=VALUE changes a key of the recipe, as optim.lr=1e-4"""
+    problems: PositiveInt = 256
+    """training problems, over all tasks together"""
+    samples: Annotated[int, Field(ge=2)] = 8
+    """sampled answers to each problem"""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """of the samples"""
+    max_new_tokens: PositiveInt | None = None
+    """longest answer in tokens; the recipe's (8) if left out"""
+    seed: NonNegativeInt = 0
+    """of problems, samples and the order of pairs"""
+    resume: bool = False
+    """go on with what the output folder holds"""
+
+
+def recipe_of(options: SampleOptions, more: Mapping[str, Any]) -> RLConfig:
+    """The run as a recipe: the one named, or of the tasks, with what the options say laid over. Raises
+    UserError.
+
+    more: further keys, laid over as well.
+    """
+    if bool(options.tasks) == bool(options.recipe):
+        raise UserError("give --tasks TASK... or --recipe RECIPE, one of them")
+    changes = []
+    for change in options.set_:
+        key, equals, value = change.partition("=")
+        if not equals or "." not in key:
+            raise UserError(f"--set {change}: expected section.key=VALUE, such as optim.lr=1e-4")
+        changes.append((key.strip(), value.strip()))
+
+    # Without a recipe the defaults of reinforcement learning hold.
+    base: Any = options.recipe
+    if base is None:
+        base = {"tasks": [entry_of(label).model_dump(mode="json") for label in options.tasks]}
+    out, degree = Path(options.out), options.temperature
+    asked: dict[str, Any] = {
+        "run": {"name": out.name, "out": options.out, "init_from": options.model, "seed": options.seed},
+        "rollout": {"group_size": options.samples},
+        "temperature": {"start": degree, "end": degree},
+    }
+    if options.max_new_tokens is not None:
+        asked["rollout"]["max_new_tokens"] = options.max_new_tokens
+    config: RLConfig = validate(compose([base, asked, more], changes), RLConfig)
+    for entry in config.tasks:
+        # A conversation with a tool has no text that could be shortened as one.
+        if entry.tools:
+            raise UserError(f"{entry.label}: long2short samples answers without tools; leave it out")
+    return config
+
+
+def check_resume(out: Path, holds: bool, resume: bool) -> None:
+    """UserError when a run would start over what its folder holds, or go on with nothing."""
+    if holds and not resume:
+        raise UserError(
+            f"{out} already holds a run: add --resume to go on, or name another folder with --out"
+        )
+    if resume and not holds:
+        raise UserError(f"nothing to resume in {out}; start without --resume")
+
+
+def save_beside(
+    model: NativeFusion, tokenizer: Tokenizer, out: Path, facts: Mapping[str, Any], base: Path
+) -> Path:
+    """Write a model directory that speaks as `base` does: its chat template goes along."""
+    directory = save_model(model, tokenizer, out, dict(facts))
+    if (base / TEMPLATE_FILE).is_file():
+        shutil.copy(base / TEMPLATE_FILE, directory / TEMPLATE_FILE)
+    return directory
 
 
 @dataclass(frozen=True)
@@ -68,44 +147,25 @@ class Answer:
 class Answered:
     """A training problem of entry `label` with its sampled answers."""
 
-    asked: Prompt
+    prompt: Prompt
     label: str
-    problem: Problem
-    prompt: Encoded
     answers: list[Answer]
 
     def trajectory(self, index: int) -> Trajectory:
         """An answer as the learner packs it; without what only the sampler knew."""
-        answer = self.answers[index]
-        blank = [float("nan")] * answer.tokens
-        done = Completion(
-            self.problem.key,
-            index,
-            list(answer.ids),
-            blank,
-            blank,
-            [0] * answer.tokens,
-            answer.text,
-            "length" if answer.finish == "length" else "stop",
-            len(self.prompt.ids),
-            0,
-        )
-        return Trajectory(self.prompt, done)
+        answer, prompt = self.answers[index], self.prompt.encoded
+        unknown, finish = [float("nan")] * answer.tokens, "length" if answer.finish == "length" else "stop"
+        logprobs = (unknown, unknown, [0] * answer.tokens)
+        ids = list(answer.ids)
+        # The prompt was read once for all answers, so nothing of it counts as cached.
+        done = Completion("", index, ids, *logprobs, answer.text, finish, len(prompt.ids), 0)  # type: ignore[arg-type]
+        return Trajectory(prompt, done)
 
-
-def settings_of(config: RLConfig, folder: Path, tokenizer: Tokenizer, problems: int) -> dict[str, Any]:
-    """What decides on the answers, as JSON."""
-    tree = dump(config)
-    return {
-        "model": str(folder),
-        "tokenizer": tokenizer.hash,
-        "seed": config.run.seed,
-        "problems": problems,
-        "tasks": tree["tasks"],
-        "rollout": tree["rollout"],
-        "reward": tree["reward"],
-        "temperature": temperature(config.temperature, 0),
-    }
+    def shortest(self) -> int | None:
+        """Number of the shortest right answer (the first of equals); None where none is right."""
+        # Ties go to the first, so that a resume chooses alike.
+        right = [i for i, answer in enumerate(self.answers) if answer.right]
+        return min(right, key=lambda i: self.answers[i].tokens, default=None)
 
 
 class Sampler:
@@ -117,63 +177,57 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        config: RLConfig,
-        model: NativeFusion,
-        tokenizer: Tokenizer,
-        out: Path,
-        folder: Path,
-        problems: int,
+        self, config: RLConfig, model: NativeFusion, tokenizer: Tokenizer, folder: Path, problems: int
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.path = out / FILE
-        self.settings = settings_of(config, folder, tokenizer, problems)
+        self.path = Path(config.run.directory) / FILE
         self.prompts = PromptPool(config, tokenizer, model.config.vision)
-        self.rewards: Rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
+        self.rewards = build_rewards(config.reward, self.prompts.tasks, config.run.seed)
+        # Drawn in one go: which problems are asked does not depend on where a run was stopped.
         self.asked = self.prompts.draw(problems, 0)
+        tree = dump(config)
+        self.settings = {
+            "model": str(folder.resolve()),
+            "tokenizer": tokenizer.hash,
+            "seed": config.run.seed,
+            "problems": problems,
+            "temperature": temperature(config.temperature, 0),
+            **{section: tree[section] for section in ("tasks", "rollout", "reward")},
+        }
 
-    def gather(self, console: Console, stop: Callable[[], bool] = lambda: False) -> list[Answered]:
-        """All answers, sampled as far as the file does not hold them. Raises Stopped when `stop()` turns
-        true."""
+    def gather(self, stop: Callable[[], bool] = lambda: False) -> list[Answered] | None:
+        """All answers, sampled as far as the file does not hold them; None when `stop()` turns true."""
         lines = self._known()
-        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("", total=len(self.asked), completed=len(lines))
-            engine = self._engine() if len(lines) < len(self.asked) else None
-            while len(lines) < len(self.asked):
-                if stop():
-                    raise Stopped(f"{len(lines)} of {len(self.asked)} problems are answered")
-                assert engine is not None
-                lines += self._part(engine, len(lines))
-                progress.update(bar, completed=len(lines))
-                if not console.is_terminal:
-                    console.print(f"answers: {len(lines)}/{len(self.asked)} problems", markup=False)
+        while len(lines) < len(self.asked):
+            # Asked between parts: a part is written whole or not at all.
+            if stop():
+                return None
+            lines += self._part(len(lines))
+            print(f"answers: {len(lines)}/{len(self.asked)} problems", flush=True)
         return self.read(lines)
 
     def read(self, lines: Sequence[dict[str, Any]] | None = None) -> list[Answered]:
         """The answers of the file (or of its lines)."""
         found = []
         for line in self._known() if lines is None else lines:
-            asked = self.prompts.prompt(*line["ask"])
-            problem, prompt = asked.problem, asked.encoded
-            right = [solved(problem.task, self.rewards.span.share(a["score"])) for a in line["answers"]]
-            answers = [
-                Answer(tuple(a["ids"]), a["text"], a["finish"], a["score"], well)
-                for a, well in zip(line["answers"], right)
-            ]
-            found.append(Answered(asked, self.config.tasks[asked.entry].label, problem, prompt, answers))
+            prompt = self.prompts.prompt(*line["ask"])
+            answers = []
+            for one in line["answers"]:
+                right = solved(prompt.problem.task, self.rewards.span.share(one["score"]))
+                answers.append(Answer(tuple(one["ids"]), one["text"], one["finish"], one["score"], right))
+            found.append(Answered(prompt, self.config.tasks[prompt.entry].label, answers))
         return found
 
     def _known(self) -> list[dict[str, Any]]:
         """The lines that are there; a torn one at the end is cut off."""
         if not self.path.is_file():
             return []
+        # A kill in the middle of a write leaves half a line.
         raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
+        whole = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True)
         try:
-            records = [json.loads(line) for line in whole.splitlines()]
-            old = records[0]["settings"] if records else self.settings
-            lines = records[1:]
+            head, *lines = [json.loads(line) for line in whole] or [{"settings": self.settings}]
+            old = head["settings"]
             asked = [self.prompts.prompt(*line["ask"]) for line in lines]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{self.path}: not a file of samples; remove it, or name another --out") from None
@@ -185,72 +239,39 @@ class Sampler:
             )
         # A part is sampled again whole: the noise of a sample is keyed by its place in the part.
         kept = len(lines) if len(lines) == len(self.asked) else len(lines) // PART * PART
-        if len(whole) < len(raw) or kept < len(lines):
-            write_atomic(self.path, b"".join(whole.splitlines(keepends=True)[: 1 + kept]))
+        write_atomic(self.path, b"".join(whole[: 1 + kept]))
         return lines[:kept]
 
-    def _engine(self) -> Engine:
-        rollout_, n = self.config.rollout, self.config.rollout.group_size
-        longest = max(len(prompt.encoded.ids) for prompt in self.asked)
-        pages = -(-(longest + rollout_.max_new_tokens) // PAGE) + 1
-        slots = max(n, min(rollout_.slots, PART * n))
-        return Engine(
-            self.model,
-            self.tokenizer,
-            max_slots=slots,
-            page_size=PAGE,
-            max_pages=slots * pages,
-            prefill_chunk=rollout_.prefill_chunk,
-            max_waiting=2 * PART,
-            image_cache=2 * PART,
-        )
-
-    def _part(self, engine: Engine, start: int) -> list[dict[str, Any]]:
+    def _part(self, start: int) -> list[dict[str, Any]]:
         """Sample, judge and write the next part."""
-        rollout_, asked = self.config.rollout, self.asked[start : start + PART]
+        options, asked = self.config.rollout, self.asked[start : start + PART]
         params = SamplingParams(
-            rollout_.max_new_tokens,
+            options.max_new_tokens,
             temperature(self.config.temperature, 0),
-            rollout_.top_p,
-            rollout_.min_p,
+            options.top_p,
+            options.min_p,
             seed=self.config.run.seed,
         )
-        made = rollout(
-            engine,
-            [prompt.encoded for prompt in asked],
-            group_size=rollout_.group_size,
-            params=params,
-            name=f"long2short/{start}",
-        )
+        prompts, size = [prompt.encoded for prompt in asked], options.group_size
+        slots = max(size, options.slots)
+        # An engine for each part, just large enough: memory is given back in between.
+        engine = engine_for(self.model, self.tokenizer, prompts * size, options.max_new_tokens, slots)
+        made = rollout(engine, prompts, group_size=size, params=params, name=f"long2short/{start}")
         groups = [Group(prompt, answers) for prompt, answers in zip(asked, made)]
         scored = iter(score(self.rewards, groups))
+
         lines: list[dict[str, Any]] = []
         for group in groups:
-            answers = [
-                {"ids": t.ids, "text": t.completion.text, "finish": t.completion.finish_reason}
-                | {"score": next(scored).value}
-                for t in group.trajectories
-            ]
+            answers = []
+            for one in group.trajectories:
+                told = {"ids": one.ids, "text": one.completion.text, "score": next(scored).value}
+                answers.append({**told, "finish": one.completion.finish_reason})
             lines.append({"ask": group.prompt.ids, "key": group.problem.key, "answers": answers})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.path.is_file() or not self.path.stat().st_size
         with self.path.open("a", encoding="utf-8") as file:
-            written = [{"settings": self.settings}, *lines] if fresh else lines
-            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in written))
+            for line in lines if file.tell() else [{"settings": self.settings}, *lines]:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
+            # What a resume relies on must be on the disk.
             os.fsync(file.fileno())
         return lines
-
-    def close(self) -> None:
-        self.rewards.close()
-
-
-def refuse_taken(out: Path, resume: bool) -> None:
-    """UserError when OUT already holds samples and the run is not to go on, or holds none and is."""
-    there = (out / FILE).is_file()
-    if there and not resume:
-        raise UserError(
-            f"{out} already holds {FILE}: add --resume to go on, or name another folder with --out"
-        )
-    if resume and not there:
-        raise UserError(f"nothing to resume in {out}: no {FILE}; start without --resume")

@@ -1,14 +1,13 @@
-"""Shortest rejection sampling (k1.5 2.4): of n sampled answers the shortest right one, as documents for
-fine-tuning.
+"""The shortest right answers, as documents for fine-tuning (shortest rejection sampling, k1.5 2.4); a signal
+keeps what was sampled.
 
-    OUT/train.jsonl      rows of kind "chat_files" (data/chat/rows.py), template "plain", pictures in
-                         OUT/images/
-    OUT/sft.toml         a recipe that trains on them: earlyfusion sft OUT/sft.toml
-    OUT/summary.json     lengths before and after, by entry
+earlyfusion long2short shortest --model DIR --tasks counting/1/twin --problems 512 --out runs/shortest
+earlyfusion sft runs/shortest/sft.toml
 
-A document is the prompt that was asked, token for token, and the text of the answer: what reinforcement
-learning and `earlyfusion measure` will ask again. Every row is read back by the pipeline's own reader before
-it is written.
+OUT/train.jsonl holds rows of kind "chat_files" (template "plain", pictures in OUT/images), OUT/sft.toml a
+recipe that trains on them, OUT/summary.json the lengths before and after. A document is the prompt that was
+asked, token for token, and the text of the answer: what reinforcement learning and `earlyfusion measure` will
+ask again. Every row is read back by the pipeline's own reader before it is written.
 """
 
 from __future__ import annotations
@@ -19,7 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from earlyfusion.data.chat.rows import Media, messages_of
 from earlyfusion.data.chat.template import chat_sample
@@ -28,23 +31,72 @@ from earlyfusion.data.sample import Image, Text
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic, write_json
-from earlyfusion.pipeline.config.compose import to_toml
-from earlyfusion.rl.long2short.preferences import shortest_correct
-from earlyfusion.rl.long2short.samples import Answered
-from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
+from earlyfusion.pipeline.options import verb
+from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.rl.long2short.samples import (
+    FILE,
+    Answered,
+    SampleOptions,
+    Sampler,
+    check_resume,
+    recipe_of,
+)
+from earlyfusion.rl.recipe import TaskEntry, start_directory
 from earlyfusion.vision.config import VisionConfig
 
+# Few and small: the model wrote these answers itself.
 EPOCHS, TOKENS = 2, 4096
 """Passes over the rows and tokens of one step, of the recipe that is written."""
 
 
-def shortest(answered: Sequence[Answered]) -> dict[int, int]:
-    """Number of the problem -> number of its shortest right answer; problems without one are left out."""
-    flat = [(g, i) for g, one in enumerate(answered) for i in range(len(one.answers))]
-    lengths_N = torch.tensor([answered[g].answers[i].tokens for g, i in flat])
-    correct_N = torch.tensor([answered[g].answers[i].right for g, i in flat], dtype=torch.bool)
-    best = shortest_correct(lengths_N, correct_N, torch.tensor([g for g, _ in flat], dtype=torch.int64))
-    return {g: flat[n][1] for g, n in best.items()}
+def lengths(answered: Sequence[Answered]) -> dict[str, dict[str, float]]:
+    """By entry, and "all": problems, solved (with a right answer), accuracy of single answers, and mean
+    tokens of all answers, of the right ones, and of the shortest right ones; the last two over solved
+    problems, problems counting alike."""
+    table = {}
+    for label in [*dict.fromkeys(one.label for one in answered), "all"]:
+        own = [one for one in answered if label in (one.label, "all")]
+        every = [answer for one in own for answer in one.answers]
+        row: dict[str, Any] = {"problems": len(own)}
+        row["accuracy"] = np.mean([answer.right for answer in every])
+        row["tokens_all"] = np.mean([answer.tokens for answer in every])
+
+        # A problem with many right answers must not count more than one with few.
+        right, shortest_ = [], []
+        for one in own:
+            tokens = [answer.tokens for answer in one.answers if answer.right]
+            if tokens:
+                right.append(np.mean(tokens))
+                shortest_.append(min(tokens))
+        row |= {"solved": len(right)}
+        if right:
+            row |= {"tokens_right": np.mean(right), "tokens_shortest": np.mean(shortest_)}
+        table[label] = {key: float(value) for key, value in row.items()}
+    return table
+
+
+def row_of(one: Answered, index: int, entry: TaskEntry, number: int, out: Path) -> dict[str, Any]:
+    """A problem with its answer as a conversation; the picture is written beside."""
+    content: list[dict[str, str]] = []
+    for segment in one.prompt.problem.prompt(entry.form, entry.thought):
+        # PNG: the pixels that were asked, not their compression.
+        if isinstance(segment, Image):
+            name = f"images/{number:06d}.png"
+            (out / "images").mkdir(parents=True, exist_ok=True)
+            segment.open().convert("RGB").save(out / name)
+            content.append({"type": "image", "image": name})
+        elif isinstance(segment, Text):
+            content.append({"type": "text", "text": segment.text})
+    answer = {"type": "text", "text": one.answers[index].text}
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": [answer]}]
+    return {
+        "messages": messages,
+        "task": one.label,
+        "key": one.prompt.problem.key,
+        "tokens": one.answers[index].tokens,
+    }
 
 
 def write_documents(
@@ -53,128 +105,121 @@ def write_documents(
     tokenizer: Tokenizer,
     vision: VisionConfig,
     out: Path,
-    model: Path,
-) -> dict[str, Any]:
-    """Write the files of the file's head; returns the summary. Raises UserError when no problem was
-    solved."""
-    best = shortest(answered)
-    best = {g: i for g, i in best.items() if answered[g].answers[i].text.strip()}
-    if not best:
+) -> list[int]:
+    """Write train.jsonl; returns the tokens of every document. Raises UserError when no problem was solved,
+    and for a document that would not begin with its prompt."""
+    rows, sizes = [], []
+    for number, one in enumerate(answered):
+        index = one.shortest()
+        # An empty answer that was right teaches to say nothing.
+        if index is None or not one.answers[index].text.strip():
+            continue
+        rows.append(row_of(one, index, entries[one.prompt.entry], number, out))
+
+        # What training will read must begin with the very tokens that were asked.
+        where, ids = f"train.jsonl:{number}", one.prompt.encoded.ids
+        messages = messages_of(rows[-1], where, Media(out))
+        sample = chat_sample(messages, source="shortest", key=where, template="plain")
+        document = encode(sample, tokenizer, vision)
+        if not torch.equal(document.ids[: len(ids)], ids):
+            raise UserError(
+                f"{where}: the document does not begin with the tokens of its prompt; report this"
+            )
+        sizes.append(len(document))
+    if not rows:
         raise UserError(
             f"none of {len(answered)} problems got a right answer: nothing to learn from; take more"
             " --samples, easier tasks, or a model that solves some"
         )
-    rows, sizes = [], []
-    for g, i in sorted(best.items()):
-        row = _row(answered[g], entries[answered[g].asked.entry], i, g, out)
-        rows.append(row)
-        sizes.append(_read_back(row, g, answered[g].prompt.ids, tokenizer, vision, out))
-    write_atomic(out / "train.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    write_atomic(out / "sft.toml", _recipe(out, model, sizes))
-    summary = {"model": str(model), "documents": len(rows), "entries": lengths(answered, best)}
-    write_json(out / "summary.json", summary)
-    return summary
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomic(out / "train.jsonl", text)
+    return sizes
 
 
-def lengths(answered: Sequence[Answered], best: dict[int, int]) -> dict[str, dict[str, float | None]]:
-    """By entry, and "all": problems, solved (with a right answer), accuracy of single answers, and mean
-    tokens of all answers, of the right ones, and of the shortest right ones; the last two over solved
-    problems, problems counting alike."""
-    labels = list(dict.fromkeys(one.label for one in answered))
-    table = {}
-    for label in [*labels, "all"] if len(labels) > 1 else labels:
-        own = [g for g, one in enumerate(answered) if label in (one.label, "all")]
-        some = [g for g in own if g in best]
-        every = [answer for g in own for answer in answered[g].answers]
-        right = [_mean([a.tokens for a in answered[g].answers if a.right]) for g in some]
-        table[label] = {
-            "problems": len(own),
-            "solved": len(some),
-            "accuracy": _mean([float(a.right) for a in every]),
-            "tokens_all": _mean([a.tokens for a in every]),
-            "tokens_right": _mean([value for value in right if value is not None]),
-            "tokens_shortest": _mean([answered[g].answers[best[g]].tokens for g in some]),
-        }
-    return table
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _row(one: Answered, entry: TaskEntry, index: int, number: int, out: Path) -> dict[str, Any]:
-    """A problem with its answer as a conversation; the picture is written beside."""
-    content: list[dict[str, str]] = []
-    for segment in one.problem.prompt(entry.form, entry.thought):
-        if isinstance(segment, Image):
-            name = f"images/{number:06d}.png"
-            (out / "images").mkdir(parents=True, exist_ok=True)
-            segment.open().convert("RGB").save(out / name)
-            content.append({"type": "image", "image": name})
-        elif isinstance(segment, Text):
-            content.append({"type": "text", "text": segment.text})
-    answer = one.answers[index]
-    return {
-        "messages": [
-            {"role": "user", "content": content},
-            {"role": "assistant", "content": [{"type": "text", "text": answer.text}]},
-        ],
-        "task": one.label,
-        "key": one.problem.key,
-        "tokens": answer.tokens,
-        "sampled_tokens": [a.tokens for a in one.answers],
-        "right": sum(a.right for a in one.answers),
-    }
-
-
-def _read_back(
-    row: dict[str, Any],
-    number: int,
-    prompt_ids: torch.Tensor,
-    tokenizer: Tokenizer,
-    vision: VisionConfig,
-    out: Path,
-) -> int:
-    """Tokens of the document that training will make of the row. Raises UserError when it does not begin with
-    the prompt."""
-    where = f"train.jsonl:{number}"
-    messages = messages_of(row, where, Media(out))
-    document = encode(
-        chat_sample(messages, source="shortest", key=where, template="plain"), tokenizer, vision
-    )
-    if not torch.equal(document.ids[: len(prompt_ids)], prompt_ids):
-        raise UserError(
-            f"{where}: the document does not begin with the tokens of the prompt that was asked; report this"
-        )
-    return len(document)
-
-
-def _recipe(out: Path, model: Path, sizes: Sequence[int]) -> str:
+def recipe_text(out: Path, model: Path, sizes: Sequence[int]) -> str:
+    """A recipe of `earlyfusion sft` for documents of these sizes."""
+    # Rows as long as the longest document, rounded up so that kernels tile well.
     length = 64 * math.ceil(max(sizes) / 64)
     tokens = max(TOKENS, length)
     steps = max(1, math.ceil(EPOCHS * sum(sizes) / tokens))
-    source: dict[str, Any] = {
-        "name": "shortest",
-        "kind": "chat_files",
-        "path": str((out / "train.jsonl").resolve()),
-    }
-    source["options"] = {"template": "plain"}
-    stage = {
-        "name": "sft",
-        "steps": steps,
-        "length": length,
-        "tokens": tokens,
-        "lanes": 1,
-        "schedule": "cosine",
-    }
-    stage |= {"warmup_steps": steps // 20, "final_lr_ratio": 0.05}
-    tree = {
-        "run": {"name": f"sft-{out.name}", "init_from": str(model.resolve())},
-        "data": {"overlong": "skip", "on_bad_sample": "skip", "sources": [source]},
-        "optim": {"name": "muonclip", "lr": 1e-3, "weight_decay": 0.0, "head_group_size": 1},
-        "stages": [stage],
-        "eval": {"every": max(1, steps // 2), "tasks": ["answer_loss"], "samples": 0},
-    }
-    return f"# Fine-tuning on the shortest right answers: earlyfusion sft {out / 'sft.toml'}\n\n" + to_toml(
-        tree
-    )
+    return f"""# Fine-tuning on the shortest right answers: earlyfusion sft {out / "sft.toml"}
+
+[run]
+name = "sft-{out.name}"
+init_from = {json.dumps(str(model.resolve()))}
+
+[data]
+overlong = "skip"
+on_bad_sample = "skip"
+
+[[data.sources]]
+name = "shortest"
+kind = "chat_files"
+path = {json.dumps(str((out / "train.jsonl").resolve()))}
+options = {{ template = "plain" }}
+
+[optim]
+name = "muonclip"
+lr = 1e-3
+weight_decay = 0.0
+head_group_size = 1
+
+[[stages]]
+name = "sft"
+steps = {steps}
+length = {length}
+tokens = {tokens}
+lanes = 1
+schedule = "cosine"
+warmup_steps = {steps // 20}
+final_lr_ratio = 0.05
+
+[eval]
+every = {max(1, steps // 2)}
+tasks = ["answer_loss"]
+samples = 0
+"""
+
+
+def lengths_table(rows: dict[str, dict[str, float]]) -> Table:
+    """The lengths, a task a row."""
+    table = Table(title="mean tokens of the sampled answers", box=SIMPLE_HEAD)
+    names = ("problems", "solved", "accuracy", "tokens_all", "tokens_right", "tokens_shortest")
+    for name in ("task", *names):
+        table.add_column(name.removeprefix("tokens_"))
+    for label, row in rows.items():
+        table.add_row(label, *(f"{row[name]:.4g}" if name in row else "-" for name in names))
+    return table
+
+
+@verb
+def shortest(options: SampleOptions) -> int:
+    """Entry of `earlyfusion long2short shortest`."""
+    config, out = recipe_of(options, {}), Path(options.out)
+    folder = start_directory(config)
+    tokenizer = Tokenizer.load(folder)
+    check_resume(out, (out / FILE).is_file(), options.resume)
+    runtime = Runtime(config.train.mixed_precision, config.train.threads)
+    model = load_model(folder, runtime.device, torch.float32)
+    sampler = Sampler(config, model, tokenizer, folder, options.problems)
+
+    # Sample; what there is stays for --resume when a signal comes.
+    # From here on a signal waits for the end of a part.
+    runtime.stop.install()
+    try:
+        answered = sampler.gather(lambda: runtime.stop.received is not None)
+    finally:
+        sampler.rewards.close()
+        runtime.close()
+    if answered is None:
+        print(f"{runtime.stop.received}: the samples are kept; --resume goes on from here")
+        return EXIT_REQUEUE
+
+    # Choose and write.
+    sizes = write_documents(answered, config.tasks, tokenizer, model.config.vision, out)
+    write_atomic(out / "sft.toml", recipe_text(out, folder, sizes))
+    rows = lengths(answered)
+    write_json(out / "summary.json", {"model": str(folder), "documents": len(sizes), "entries": rows})
+    Console(highlight=False).print(lengths_table(rows))
+    print(f"{len(sizes)} documents; train on them: earlyfusion sft {out / 'sft.toml'}")
+    return EXIT_OK

@@ -32,6 +32,7 @@ from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.recipe import TaskEntry
 from earlyfusion.rl.rollouts.prompts import encode_prompt
 
+# As many as fit into the memory of a small machine, pictures included.
 ROWS = 64
 """Prompts of one pass."""
 RIDGE = 0.1
@@ -50,6 +51,7 @@ def probe(
         raise DataError(f"a probe of {fit} problems read off {test}: give at least 2 of each")
     entry = entry_of(label)
     task = make_task(entry.name, **entry.options)
+    # Fitted on the training split: held-out problems share no combination with it.
     known = [task.sample(seed * SEED_STEP + number, "train", entry.difficulty) for number in range(fit)]
     _, asked = held_out(entry, test, seed)
     answers = sorted({problem.target for problem in known})
@@ -58,8 +60,10 @@ def probe(
             f"{label}: {fit} problems have the one answer {answers[0]!r}; there is nothing to tell apart"
         )
     code = {answer: number for number, answer in enumerate(answers)}
+    # An answer that was never fitted (-1) cannot be read off.
     known_N = torch.tensor([code[problem.target] for problem in known])
     asked_N = torch.tensor([code.get(problem.target, -1) for problem in asked])
+    # One pass through the model for each form; all readers work on its states.
     states = {}
     for form in forms:
         asks = entry_of(f"{label}/{form}")
@@ -84,6 +88,7 @@ class Reader:
     def __init__(self, states_ND: Tensor, answers_N: Tensor, count: int) -> None:
         x_ND = states_ND.double()
         self.mean_D, spread_D = x_ND.mean(0), x_ND.std(0)
+        # A dead unit has no spread and must not be divided by it.
         self.scale_D = torch.where(spread_D > 0, spread_D, torch.ones_like(spread_D))
         x_ND = (x_ND - self.mean_D) / self.scale_D
         y_NC = torch.nn.functional.one_hot(answers_N, count).double()
@@ -108,6 +113,7 @@ def states_of(
             prompts = [encode_prompt(problem, entry, tokenizer, model.config.vision) for problem in part]
             heard.clear()
             last_TD = model.hidden(pack_prompts(model, prompts))
+            # The last token of a prompt is where the answer is chosen.
             ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).to(last_TD.device) - 1
             kept.append([state_TD.index_select(0, ends_N).float().cpu() for state_TD in [*heard, last_TD]])
     return [torch.cat(parts) for parts in zip(*kept)]

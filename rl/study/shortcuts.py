@@ -10,50 +10,45 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 from earlyfusion.eval.measured import Measured
 
 
-@dataclass(frozen=True)
-class Shortcut:
-    """The best rule of place ("answer word 2", "first answer word of line 2"; the last one where there are
-    fewer), the share of problems in [0, 1] that it solves, and the share that one of the answer words, drawn
-    evenly, solves."""
+def shortcut(records: Iterable[Measured]) -> dict[str, Any] | None:
+    """The best rule of place on these problems; None where no answer stands in the words (pictures, most
+    counts).
 
-    rule: str
-    solves: float
-    at_random: float
-
-
-def shortcut(records: Iterable[Measured]) -> Shortcut | None:
-    """The best rule on these problems; None where no answer stands in the words (pictures, most counts)."""
+    rule: "answer word 2", "first answer word of line 2"; the last one where there are fewer. solves,
+    at_random: shares of problems that it solves, and that an answer word drawn evenly solves.
+    """
     known = list(records)
     targets: dict[str, set[str]] = defaultdict(set)
     for one in known:
         targets[one.category].add(one.target)
-    lines = [[_named(line, targets[one.category]) for line in one.prompt.splitlines()] for one in known]
+
+    # Every rule's votes, one a problem; at random a word counts as often as it is named.
+    right: dict[str, int] = defaultdict(int)
+    lines = [[named(line, targets[one.category]) for line in one.prompt.splitlines()] for one in known]
     words = [[word for line in told for word in line] for told in lines]
-    if not any(words):
+    most_words, most_lines = max(map(len, words)), max(map(len, lines))
+    drawn = 0.0
+    for one, told, said in zip(known, lines, words):
+        for k in range(most_words):
+            right[f"answer word {k + 1}"] += said[: k + 1][-1:] == [one.target]
+        for k in range(1, most_lines):
+            right[f"first answer word of line {k + 1}"] += (told[: k + 1][-1:] or [[]])[0][:1] == [one.target]
+        drawn += (one.target in said) / max(1, len(set(said)))
+    # Pictures, and words that do not hold the answer, leave no rule of place.
+    if not most_words:
         return None
-    goals = [one.target for one in known]
-    rules = {f"answer word {k + 1}": _words_at(words, k) for k in range(max(map(len, words)))}
-    for k in range(1, max(map(len, lines))):
-        firsts = [told[min(k, len(told) - 1)] if told else [] for told in lines]
-        rules[f"first answer word of line {k + 1}"] = _words_at(firsts, 0)
-    solves = {rule: sum(map(str.__eq__, said, goals)) / len(goals) for rule, said in rules.items()}
-    best = max(solves, key=lambda rule: solves[rule])
-    drawn = sum(1 / len(set(named)) for named, goal in zip(words, goals) if goal in named)
-    return Shortcut(best, solves[best], drawn / len(goals))
+    best = max(right, key=lambda rule: right[rule])
+    return {"rule": best, "solves": right[best] / len(known), "at_random": drawn / len(known)}
 
 
-def _words_at(rows: Sequence[Sequence[str]], k: int) -> list[str]:
-    """The k-th word of every row, from 0; the last where there are fewer, "" where there is none."""
-    return [row[min(k, len(row) - 1)] if row else "" for row in rows]
-
-
-def _named(words: str, targets: set[str]) -> list[str]:
+def named(words: str, targets: set[str]) -> list[str]:
     """The targets that stand in the words, in their order."""
+    # The longest first: "dark red" is not "red".
     either = "|".join(sorted(map(re.escape, targets), key=len, reverse=True))
     return re.findall(rf"(?<!\w)(?:{either})(?!\w)", words)

@@ -10,16 +10,15 @@ import torch
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.pipeline.bench import kda_cases, kernels
-from earlyfusion.pipeline.bench.case import Case, Setting
-from earlyfusion.pipeline.bench.cases import path_case
-from earlyfusion.pipeline.bench.kernels import errors, measure
+from earlyfusion.pipeline.bench.case import Case, Setting, errors
+from earlyfusion.pipeline.bench.kernels import measure
 from earlyfusion.pipeline.bench.timing import Work, peak_bytes
 
 CPU = torch.device("cpu")
 
 
-def setting(against=(), check=True):
-    return Setting(CPU, torch.float32, frozenset(against), check=check)
+def setting(against=()):
+    return Setting(CPU, torch.float32, against, check=True)
 
 
 def bench(out, **options) -> dict:
@@ -31,9 +30,8 @@ def bench(out, **options) -> dict:
 
 def test_the_command_checks_measures_and_saves(tmp_path, capsys):
     report = bench(tmp_path / "kernels.json", rounds=2)
-    assert {row["group"] for row in report["errors"]} == {"rope", "muon"}
-    assert all(row["within"] for row in report["errors"])
-    muon = next(case for case in report["cases"] if case["group"] == "muon")
+    assert {label.partition(":")[0] for label in report["errors"]} == {"rope", "muon"}
+    muon = next(row for label, row in report["cases"].items() if label.startswith("muon"))
     assert {"ours", "torch.optim.Muon"} <= set(muon["sides"])
     forward = muon["sides"]["ours"]["forward"]
     assert forward["p10_ms"] <= forward["median_ms"] <= forward["p90_ms"] and forward["peak_mib"] > 0
@@ -54,8 +52,7 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         bench(out)
     before = json.loads(out.read_text())
-    assert [case["label"] for case in before["cases"]] == measured
-    assert {row["group"] for row in before["errors"]} == {"rope", "muon"}
+    assert list(before["cases"]) == measured and len(before["errors"]) == 2
 
     def other(case, setting, rounds):
         assert case.label not in measured
@@ -64,7 +61,7 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
     monkeypatch.setattr(kernels, "measure", other)
     monkeypatch.setattr(kernels, "errors", lambda case: pytest.fail("compared again"))
     after = bench(out, resume=True)
-    assert after["cases"][0] == before["cases"][0] and len(after["cases"]) > 1
+    assert after["cases"][measured[0]] == before["cases"][measured[0]] and len(after["cases"]) > 1
     changed = before | {"environment": before["environment"] | {"device": "another"}}
     for content, words in ((changed, "was made with device another"), ({}, "is no report")):
         out.write_text(json.dumps(content))
@@ -74,9 +71,7 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_row(tmp_path, monkeypat
 
 def test_shapes_choose_cases_by_their_label(tmp_path):
     out = tmp_path / "kernels.json"
-    labels = [case["label"] for case in bench(out)["cases"]]
-    chosen = [case["label"] for case in bench(out, shapes=labels[-1][:9])["cases"]]
-    assert chosen == [label for label in labels if labels[-1][:9] in label] and len(chosen) < len(labels)
+    assert list(bench(out, shapes="D 24")["cases"]) == ["rope: T 4096 H 4 D 24"]
     with pytest.raises(UserError, match="'B99' is in no label; there are"):
         bench(out, shapes="B99")
 
@@ -97,56 +92,32 @@ def test_fla_is_called_as_its_users_call_it(lengths, shape, monkeypatch):
         side = kda_cases.fla_kda(segments, CPU, -5.0, safe)
         for _ in range(2):
             assert torch.equal(side(q, q, q, q, q[..., 0], torch.zeros(2), torch.zeros(2, 4)), q)
-    assert {found[0] for found in seen} == {shape} and [found[2] for found in seen] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert {found[0] for found in seen} == {shape}
+    assert [found[2] for found in seen] == [False, False, True, True]
     assert seen[0][1] is seen[1][1] and (seen[0][1] is None) == (len(set(lengths)) == 1)
 
 
-def test_casting_a_sides_inputs_is_not_timed_as_its_work():
-    x, seen = torch.randn(5, 3, requires_grad=True), []
-    half = x.detach().to(torch.bfloat16).requires_grad_()
-    case = Case(
-        "l",
-        [x],
-        [torch.ones(5, 3)],
-        {"ours": lambda a: 2 * a, "peer": lambda a: seen.append(a) or 2 * a},
-        Work(8, 8),
-        Work(8, 8),
-        lambda a: 2 * a,
-        leaves_of={"peer": [half]},
-    )
-    measure(case, setting(), rounds=1)
-    assert len(seen) > 2 and all(given is half for given in seen) and errors(case)["peer"] < 1e-2
-
-
-def test_a_wrong_kernel_is_noticed():
+def double(**sides):
+    """A case of doubling a number, with these sides."""
     x = torch.randn(5, 3, requires_grad=True)
-    case = Case(
-        "l",
-        [x],
-        [torch.ones(5, 3)],
-        {"ours": lambda a: 2.1 * a},
-        Work(1, 1),
-        None,
-        lambda a: 2 * a,
-    )
-    assert errors(case)["ours"] == pytest.approx(0.05, rel=1e-3)
-    case.sides = {"ours": lambda a: a * torch.nan}
-    assert errors(case)["ours"] == float("inf")
+    return Case("", "double", [x], sides, lambda a: 2 * a, Work(8, 8), Work(8, 8))
+
+
+def test_a_wrong_kernel_is_noticed_in_outputs_and_in_gradients():
+    wrong_gradient = lambda a: (2 * a).detach() + 2.1 * (a - a.detach())
+    case = double(ours=lambda a: 2.1 * a, other=wrong_gradient, nan=lambda a: a * torch.nan)
+    found = errors(case)
+    assert found["ours"] == pytest.approx(0.05, rel=1e-3) == found["other"]
+    assert found["nan"] == float("inf")
 
 
 def test_a_failing_peer_is_listed_not_fatal():
     def broken(_):
         raise RuntimeError("no kernel image")
 
-    x = torch.randn(5, 3, requires_grad=True)
-    case = Case("l", [x], [torch.ones(5, 3)], {"ours": lambda a: 2 * a, "peer": broken}, Work(8, 8), None)
-    result = measure(case, setting(), rounds=2)
-    assert "no kernel image" in result["failed"]["peer"] and "peer" not in result["sides"]
+    case = double(ours=lambda a: 2 * a, peer=broken)
+    assert "peer" not in measure(case, setting(), rounds=2)["sides"]
+    assert "no kernel image" in case.skipped["peer"]
 
 
 def test_the_regimes_are_what_they_are_called():
@@ -162,15 +133,6 @@ def test_the_regimes_are_what_they_are_called():
     assert decays["R1"].max() <= 5
     assert decays["R3"].max() > 500 and decays["R3"].max() > 50 * decays["R3"].median()
     assert 5e-4 < decays["R4"].median() < 2e-3
-    assert len(kda_cases.SHAPES) == 14
-
-
-def test_both_schedules_of_a_residual_path_are_the_same_function():
-    case = path_case(("small", 3, 4, 32, 9), setting(["eager"]))
-    found = errors(case)
-    assert found["ours"] < 1e-5 and found["eager"] < 1e-4
-    single = path_case(("full", 5, 1, 32, 9), setting(["eager"]))
-    assert errors(single)["ours"] < 1e-5 and errors(single)["eager"] < 1e-4
 
 
 def test_peak_memory_counts_what_is_alive_at_once():
@@ -185,13 +147,7 @@ def test_peak_memory_counts_what_is_alive_at_once():
 
 @pytest.mark.parametrize(
     "options,match",
-    [
-        ({"only": "kdaa"}, "kda"),
-        ({"against": "flaa"}, "fla"),
-        ({"device": "cuda"}, "CUDA"),
-        ({"device": "toaster"}, "names no device"),
-        ({"rounds": -1}, "rounds"),
-    ],
+    [({"only": "kdaa"}, "kda"), ({"against": "flaa"}, "fla"), ({"device": "cuda"}, "CUDA")],
 )
 def test_bad_options_are_named(tmp_path, options, match):
     if options == {"device": "cuda"} and torch.cuda.is_available():
@@ -208,6 +164,6 @@ def test_the_peers_of_kda_on_a_cpu_compute_the_same_and_are_measured():
     assert set(errors(case)) == {"ours", "transformers", "recurrence"}
     assert max(errors(case).values()) < 1e-4  # fp32, sums in another order
     result = measure(case, setting(), rounds=1)
-    assert not result["failed"], result["failed"]
+    assert not case.skipped
     for passes in result["sides"].values():
         assert passes["both"]["median_ms"] > 0 and passes["both"]["peak_mib"] > 0

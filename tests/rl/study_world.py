@@ -9,20 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from earlyfusion.eval.measured import Measured, write_measured
-from earlyfusion.rl.study.transfer.plan import START, StudyConfig, matched_file, measured_file
+from earlyfusion.rl.study.plan import START, StudyConfig, beside, measured_file
 
 Effects = Mapping[tuple[str, str], float]
 """(arm, label) -> change of accuracy; ("sharp", arm) is not one of them: see `sharpen`."""
 
 
+ARMS = {"vision": "picture", "random": "picture", "text": "twin", "sft": "picture"}
+
+
 def study(**changes) -> StudyConfig:
     """A small study with four arms."""
-    arms = [
-        {"name": "vision", "about": "vision RL", "kind": "treated", "tasks": ["{skill}/picture"]},
-        {"name": "random", "about": "random reward", "kind": "control", "tasks": ["{skill}/picture"]},
-        {"name": "text", "about": "text RL", "kind": "control", "tasks": ["{skill}/twin"]},
-        {"name": "sft", "about": "SFT", "kind": "control", "tasks": ["{skill}/picture"]},
-    ]
+    arms = []
+    for name, form in ARMS.items():
+        kind = "treated" if name == "vision" else "control"
+        arms.append({"name": name, "about": name, "kind": kind, "tasks": [f"{{skill}}/{form}"]})
     tree = {
         "skill": "counting/0",
         "unrelated": "relation/0",
@@ -87,15 +88,15 @@ def plant(
                         right, q = base[label], cold
                     made += records(rng, label, right, q, 0.3 if arm.name == sharpen else 0.6, samples)
                     other = cold if arm.name == sharpen else sure[label]
+                    targets = {one.key: float(x) for one, x in zip(made[-items:], other)}
                     matched[label] = {
                         "temperature": 0.5,
                         "entropy": 0.3,
-                        "wanted": 0.3,
                         "reached": True,
-                        "p_target": {one.key: float(x) for one, x in zip(made[-items:], other)},
+                        "p_target": targets,
                     }
-                write_measured(measured_file(out, p, arm.name, r), made)
-                matched_file(out, p, arm.name, r).write_text(json.dumps(matched))
+                file = write_measured(measured_file(out, p, arm.name, r), made)
+                beside(file, "matched").write_text(json.dumps(matched))
 
 
 def _after(rng, base: np.ndarray, effect: float) -> tuple[np.ndarray, np.ndarray]:

@@ -72,23 +72,15 @@ def test_probabilities_and_entropies_are_those_of_a_naive_forward(seed, temperat
 def test_answers_and_samples_are_those_of_the_engine(seed):
     """Same tokens as an engine gives to requests of the same ids, whatever the size of the chunks."""
     net = model(seed)
-    asked = m.ask(
-        net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9
-    )
-    engine = Engine(net, TOKENIZER, max_slots=8)
-    greedy = engine.generate(
-        [Request(q.id, q.prompt, SamplingParams(q.budget, 0.0)) for q in asked.questions]
-    )
-    drawn = engine.generate(
-        [Request(q.id, q.prompt, SamplingParams(q.budget, 0.9, n=3)) for q in asked.questions]
-    )
-    assert [done.ids for done in asked.greedy] == [done.ids for done in greedy]
-    assert [done.text for done in asked.greedy] == [done.text for done in greedy]
-    assert [one.ids for group in asked.samples for one in group] == [done.ids for done in drawn]
-    assert len({tuple(one.ids) for group in asked.samples for one in group}) > 10
-    small = m.ask(
-        net, TOKENIZER, ENTRIES, problems=4, seed=seed, samples=3, max_new_tokens=6, temperature=0.9, slots=5
-    )
+    how = {"problems": 4, "seed": seed, "samples": 3, "max_new_tokens": 6, "temperature": 0.9}
+    asked, small = (m.ask(net, TOKENIZER, ENTRIES, **how, slots=slots) for slots in (128, 5))
+    engine, done = Engine(net, TOKENIZER, max_slots=8), {}
+    for name, options in (("greedy", {"temperature": 0.0}), ("drawn", {"temperature": 0.9, "n": 3})):
+        requests = [Request(q.id, q.prompt, SamplingParams(q.budget, **options)) for q in asked.questions]
+        done[name] = engine.generate(requests)
+    assert [(a.ids, a.text) for a in asked.greedy] == [(a.ids, a.text) for a in done["greedy"]]
+    drawn = [one.ids for group in asked.samples for one in group]
+    assert drawn == [one.ids for one in done["drawn"]] and len({tuple(ids) for ids in drawn}) > 10
     for one, other in zip(asked.measured(), small.measured()):
         assert one.answer == other.answer and one.sampled == other.sampled
         assert one.p_target == pytest.approx(other.p_target, rel=1e-3)
@@ -113,11 +105,6 @@ def test_an_answer_that_the_limit_cut_off_is_none_and_four_times_the_limit_shows
         assert list(one.sampled) == [float(s.ids[-1] in ends and bool(s.text)) for s in drawn]
         kinds.add((one.ended, one.ended_4x))
     assert kinds >= {(True, True), (False, False)} or kinds >= {(True, True), (False, True)}
-    rows = numbers.summary(asked.measured())
-    for label, row in rows.items():
-        part = [one for one in asked.measured() if one.label == label]
-        assert row["ended"] == sum(one.ended for one in part) / len(part)
-        assert row["accuracy_4x"] == sum(one.solved_4x for one in part) / len(part)
 
 
 def test_pictures_are_replaced_and_questions_stay():
@@ -215,20 +202,6 @@ def test_ece_of_known_cases():
     assert numbers.ece(p, rng.random(20_000) < p) < 0.02  # calibrated by construction
 
 
-def test_summary_counts_by_label():
-    measured = m.measure(model(), TOKENIZER, ENTRIES, problems=5, seed=0, samples=4)
-    told = numbers.summary(measured)
-    assert list(told) == [entry.label for entry in ENTRIES]
-    for label, row in told.items():
-        part = [one for one in measured if one.label == label]
-        assert row["n"] == 5
-        assert row["accuracy"] == np.mean([one.solved for one in part])
-        assert row["pass@1"] == pytest.approx(
-            np.mean([numbers.solved(one.task, s) for one in part for s in one.sampled])
-        )
-        assert row["pass@1"] <= row["pass@2"] <= row["pass@4"] and "pass@8" not in row
-
-
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
 def test_entropy_matching_finds_the_temperature_back(temperature):
     net = model()
@@ -255,20 +228,18 @@ def test_an_entropy_out_of_reach_is_said_to_be():
 
 def test_files_keep_everything_but_the_picture_which_is_drawn_again(tmp_path):
     measured = m.measure(model(), TOKENIZER, ENTRIES, problems=3, seed=0, samples=2)
-    back = load_measured(write_measured(tmp_path / "a" / "measured.jsonl", measured))
-    assert back == [replace(one, picture=None) for one in measured]
+    file = write_measured(tmp_path / "a" / "measured.jsonl", measured)
+    assert load_measured(file) == [replace(one, picture=None) for one in measured]
     for one in measured[:3]:
         assert problem_of(one.key).picture.tobytes() == one.picture.tobytes()
+    older = json.loads(file.read_text().splitlines()[0])
+    del older["ended"]
+    for text, said in (("{}", "line 1"), (json.dumps(older), "judged by their beginning")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=said):
+            load_measured(file)
     with pytest.raises(DataError, match="no such file"):
         load_measured(tmp_path / "b.jsonl")
-    (tmp_path / "c.jsonl").write_text('{"task": 1}\n')
-    with pytest.raises(DataError, match="line 1"):
-        load_measured(tmp_path / "c.jsonl")
-    older = json.loads((tmp_path / "a" / "measured.jsonl").read_text().splitlines()[0])
-    del older["ended"]
-    (tmp_path / "d.jsonl").write_text(json.dumps(older) + "\n")
-    with pytest.raises(DataError, match="judged by their beginning"):
-        load_measured(tmp_path / "d.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -289,20 +260,18 @@ def test_wrong_labels_are_refused(label):
 
 def test_paired_rows_see_a_planted_difference_and_nothing_else():
     before = m.measure(model(), TOKENIZER, ENTRIES, problems=40, seed=0)
-    after = [
-        replace(one, solved=i % 40 < 30, score=float(i % 40 < 30)) if "picture" in one.label else one
-        for i, one in enumerate(before)
-    ]
+    after = []
+    for i, one in enumerate(before):
+        right = i % 40 < 30
+        after.append(replace(one, solved=right, score=float(right)) if "picture" in one.label else one)
     rows = {(row["label"], row["metric"]): row for row in paired(before, after)}
-    assert rows["counting/1/picture", "accuracy"]["clear"]
-    assert rows["counting/1/picture", "accuracy"]["after"] == pytest.approx(0.75)
-    assert (
-        not rows["counting/1/twin", "accuracy"]["clear"]
-        and rows["counting/1/twin", "accuracy"]["p_holm"] == 1.0
-    )
+    seen, same = rows["counting/1/picture", "accuracy"], rows["counting/1/twin", "accuracy"]
+    assert seen["clear"] and seen["after"] == pytest.approx(0.75)
+    assert not same["clear"] and same["p_holm"] == 1.0
     assert ("counting/1/picture", "pass@1") not in rows, "no samples were drawn"
     drawn = [[replace(one, sampled=(1.0, x, 0.0, 0.0)) for one in before] for x in (0.0, 1.0)]
-    row = next(r for r in paired(*drawn) if r["label"] == "counting/1/picture" and r["metric"] == "pass@1")
+    rows = {(row["label"], row["metric"]): row for row in paired(*drawn)}
+    row = rows["counting/1/picture", "pass@1"]
     assert (row["before"], row["after"], row["value"]) == (0.25, 0.5, 0.25)
     assert "pass@1" not in {r["metric"] for r in paired(before, drawn[0])}, "only one side drew"
     with pytest.raises(DataError, match="share no problem"):
@@ -340,14 +309,14 @@ def test_the_verb_writes_compares_and_names_mistakes(tmp_path, capsys):
     rows = json.loads((out / "b" / "summary.json").read_text())["against"]["rows"]
     assert len(rows) == 8 and all(row["value"] == 0 and not row["clear"] for row in rows)
     capsys.readouterr()
-    assert main([*common, "--tasks", "counting", "--pictures", "true,gray"]) == 2
-    assert "did you mean 'grey'" in capsys.readouterr().err
-    assert main([*common, "--tasks", "countin"]) == 2
-    assert "did you mean 'counting'" in capsys.readouterr().err
-    assert main([*common, "--tasks", "counting", "counting/0"]) == 2
-    assert "twice" in capsys.readouterr().err
-    assert main([*common, "--tasks", "counting", "--max-new-tokens", "0"]) == 2
-    assert "greater than or equal to 1" in capsys.readouterr().err
+    for words, said in (
+        ("counting --pictures true,gray", "did you mean 'grey'"),
+        ("countin", "did you mean 'counting'"),
+        ("counting counting/0", "twice"),
+        ("counting --max-new-tokens 0", "greater than 0"),
+    ):
+        assert main([*common, "--tasks", *words.split()]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_prompts_are_those_of_training():

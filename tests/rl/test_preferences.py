@@ -1,107 +1,121 @@
-"""Long to short: averaged weights, shortest right answers, preference pairs and their loss."""
+"""Long to short by its definitions: averaged weights, preference pairs, the loss of pairs."""
 
 import math
 
 import pytest
 import torch
+from engine_cases import TOKENIZER, model
+from rl_cases import problem_of
 
-from earlyfusion.data.errors import DataError
-from earlyfusion.rl.long2short.preferences import (
-    average_weights,
-    dpo_loss,
-    preference_pairs,
-    shortest_correct,
-)
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.rl.long2short.average import mean_state
+from earlyfusion.rl.long2short.heldout import compared
+from earlyfusion.rl.long2short.preferences import Pair, batches, dpo_loss, make_pairs, pair_lines
+from earlyfusion.rl.long2short.samples import Answer, Answered
+from earlyfusion.rl.long2short.shortest import lengths
+from earlyfusion.rl.recipe import TaskEntry
+from earlyfusion.rl.rollouts.prompts import Prompt, encode_prompt
 
 EXACT = 1e-12  # float64
 
 
-def test_weight_average_is_the_mean_and_of_linear_models_the_mean_output():
-    torch.manual_seed(0)
-    models = [torch.nn.Linear(3, 2).double() for _ in range(3)]
-    x = torch.randn(5, 3, dtype=torch.float64)
-    mixed = torch.nn.Linear(3, 2).double()
-    mixed.load_state_dict(average_weights([m.state_dict() for m in models], [2, 1, 1]))
-    expected = 0.5 * models[0](x) + 0.25 * models[1](x) + 0.25 * models[2](x)
-    torch.testing.assert_close(mixed(x), expected, atol=EXACT, rtol=EXACT)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_average_of_linear_nets_answers_with_the_average_of_their_answers(seed):
+    torch.manual_seed(seed)
+    nets = [torch.nn.Linear(5, 3).double() for _ in range(3)]
+    merged, x = torch.nn.Linear(5, 3).double(), torch.randn(7, 5, dtype=torch.float64)
+    merged.load_state_dict(mean_state([net.state_dict() for net in nets], [1, 2, 5]))
+    by_hand = sum(share * net(x) for share, net in zip((0.125, 0.25, 0.625), nets))
+    torch.testing.assert_close(merged(x), by_hand, atol=EXACT, rtol=EXACT)
 
 
-def test_weight_average_of_one_or_of_copies_is_the_same_and_sums_in_float32():
+def test_an_average_of_copies_is_the_same_and_sums_in_float32():
     state = {"w": torch.randn(4).bfloat16(), "steps": torch.tensor(3), "b": torch.randn(2)}
-    for copies in (1, 2, 4):
-        got = average_weights([state] * copies)
-        assert all(
-            torch.equal(got[name], state[name]) and got[name].dtype == state[name].dtype for name in state
-        )
-    assert got["w"].data_ptr() != state["w"].data_ptr()
+    got = mean_state([state] * 4, [1.0] * 4)
+    assert all(
+        torch.equal(got[name], value) and got[name].dtype == value.dtype for name, value in state.items()
+    )
     # 256 + 1 is not a bfloat16 number: a running sum in bfloat16 would lose the 1.
-    values = [256.0, 1.0, 1.0, -254.0]
-    mean = average_weights([{"w": torch.tensor([v]).bfloat16()} for v in values])["w"]
-    assert float(mean) == 1.0
+    states = [{"w": torch.tensor([v]).bfloat16()} for v in (256.0, 1.0, 1.0, -254.0)]
+    assert float(mean_state(states, [1.0] * 4)["w"]) == 1.0
 
 
-def test_weight_average_names_what_differs():
-    with pytest.raises(DataError, match="'extra'"):
-        average_weights([{"w": torch.zeros(1)}, {"w": torch.zeros(1), "extra": torch.zeros(1)}])
-    with pytest.raises(DataError, match="w: shapes"):
-        average_weights([{"w": torch.zeros(1)}, {"w": torch.zeros(2)}])
-    with pytest.raises(DataError, match="steps"):
-        average_weights([{"steps": torch.tensor(1)}, {"steps": torch.tensor(2)}])
-    for weights in ([1.0], [0.0, 0.0], [2.0, -1.0]):
-        with pytest.raises(DataError, match="weights"):
-            average_weights([{"w": torch.zeros(1)}] * 2, weights)
+def made_up(number: int, *answers: tuple[int, bool]) -> Answered:
+    """A problem with answers of these (tokens, right)."""
+    entry = TaskEntry(name="counting", form="twin")
+    prompt = Prompt(0, 0, number, None)
+    prompt.__dict__["problem"] = problem_of(f"counting/train/0/{number}")
+    prompt.__dict__["encoded"] = encode_prompt(prompt.problem, entry, TOKENIZER, model(0).config.vision)
+    made = [Answer(tuple(range(20, 20 + n)), f"{n}", "stop", float(right), right) for n, right in answers]
+    return Answered(prompt, entry.label, made)
 
 
-LENGTH = torch.tensor([30, 10, 12, 15, 20, 5, 8, 9])
-RIGHT = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]).bool()
-PROMPT = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])
+def test_pairs_by_hand():
+    """Chosen: 4 tokens. 6 is right and 1.5 times as long, 5 is right and is not, 5 and 9 are wrong, 3 is
+    wrong but shorter; the second problem was never solved, in the third everything is equal."""
+    answered = [
+        made_up(0, (6, True), (4, True), (5, True), (5, False), (9, False), (3, False)),
+        made_up(1, (2, False), (7, False)),
+        made_up(2, (3, True), (3, True), (3, False)),
+        made_up(3, (8, False), (2, True)),
+    ]
+    pairs = make_pairs(answered)
+    assert pairs == [Pair(0, 1, 0), Pair(0, 1, 3), Pair(0, 1, 4), Pair(3, 1, 0)]
+    with pytest.raises(UserError, match="no pairs: 1 of 2 problems got a right answer"):
+        make_pairs(answered[1:3])
+    assert [one.shortest() for one in answered] == [1, None, 0, 1]
+    assert pair_lines(answered, pairs).count("\n") == 4
+
+    # Lengths by entry: means over problems of the right ones, over answers of all.
+    row = lengths(answered[:2])["all"]
+    assert (row["problems"], row["solved"], row["accuracy"]) == (2, 1, 3 / 8)
+    assert row["tokens_all"] == pytest.approx((6 + 4 + 5 + 5 + 9 + 3 + 2 + 7) / 8)
+    assert (row["tokens_right"], row["tokens_shortest"]) == (5, 4)
 
 
-def test_shortest_right_answer_of_each_prompt():
-    assert shortest_correct(LENGTH, RIGHT, PROMPT) == {0: 1}
-    tied = shortest_correct(torch.tensor([4, 4]), torch.tensor([True, True]), torch.tensor([9, 9]))
-    assert tied == {9: 0}
-
-
-def test_rejected_are_longer_wrong_and_much_longer_right_answers():
-    """Chosen: 10 tokens. 12 is right but under 1.5 times as long, 5 is wrong but shorter, prompt 1 was never
-    solved."""
-    assert preference_pairs(LENGTH, RIGHT, PROMPT) == [(1, 0), (1, 3), (1, 4)]
-    assert preference_pairs(LENGTH, RIGHT, PROMPT, longer=1.1) == [(1, 0), (1, 2), (1, 3), (1, 4)]
-    with pytest.raises(DataError, match="more than 1"):
-        preference_pairs(LENGTH, RIGHT, PROMPT, longer=1.0)
+def test_every_epoch_takes_every_pair_once():
+    steps = batches(10, 4, 3, seed=1)
+    assert [len(step) for step in steps] == [4, 4, 2] * 3
+    for epoch in range(3):
+        assert sorted(p for step in steps[3 * epoch : 3 * epoch + 3] for p in step) == list(range(10))
+    assert steps[:3] != steps[3:6] and steps == batches(10, 4, 3, seed=1) != batches(10, 4, 3, seed=2)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_gradient_equals_closed_form_and_finite_differences(seed, smoothing):
+def test_dpo_gradient_equals_closed_form_and_finite_differences(seed):
     g = torch.Generator().manual_seed(seed)
     c, r, rc, rr = (torch.randn(6, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i in range(4))
-    out = dpo_loss(c, r, rc, rr, beta=0.3, label_smoothing=smoothing)
-    by_c, by_r = torch.autograd.grad(out.loss, [c, r])
+    loss, margins = dpo_loss(c, r, rc, rr, beta=0.3)
+    by_c, by_r = torch.autograd.grad(loss, [c, r])
     margin = 0.3 * ((c - rc) - (r - rr)).detach()
-    by_hand = -0.3 * ((1 - smoothing) * torch.sigmoid(-margin) - smoothing * torch.sigmoid(margin)) / 6
+    by_hand = -0.3 * torch.sigmoid(-margin) / 6
     torch.testing.assert_close(by_c, by_hand, atol=EXACT, rtol=EXACT)
     torch.testing.assert_close(by_r, -by_hand, atol=EXACT, rtol=EXACT)
-    assert float(out.accuracy) == pytest.approx(float((margin > 0).double().mean()))
-    assert torch.autograd.gradcheck(lambda a, b: dpo_loss(a, b, rc, rr, 0.3, smoothing).loss, (c, r))
+    torch.testing.assert_close(margins, margin, atol=EXACT, rtol=EXACT)
+    assert torch.autograd.gradcheck(lambda a, b: dpo_loss(a, b, rc, rr, 0.3)[0], (c, r))
 
 
-def test_dpo_starts_at_log_two_and_knows_no_reference_offset():
+def test_dpo_starts_at_log_two_and_stays_finite():
     c, r = torch.randn(4), torch.randn(4)
-    assert float(dpo_loss(c, r, c, r).loss) == pytest.approx(math.log(2))
-    shifted = dpo_loss(c + 5, r + 5, torch.zeros(4), torch.zeros(4)).loss
-    torch.testing.assert_close(shifted, dpo_loss(c, r, torch.zeros(4), torch.zeros(4)).loss)
+    assert float(dpo_loss(c, r, c, r)[0]) == pytest.approx(math.log(2))
     none = torch.zeros(0, requires_grad=True)
-    assert float(dpo_loss(none, none, none, none).loss) == 0
-    assert torch.isfinite(dpo_loss(c - 1e5, r, c, r).loss)
+    assert float(dpo_loss(none, none, none, none)[0].detach()) == 0
+    assert torch.isfinite(dpo_loss(c - 1e5, r, c, r)[0])
 
 
-def test_dpo_refuses_bad_numbers():
-    one = torch.zeros(1)
-    with pytest.raises(DataError, match="beta"):
-        dpo_loss(one, one, one, one, beta=0.0)
-    with pytest.raises(DataError, match="smoothing"):
-        dpo_loss(one, one, one, one, label_smoothing=0.5)
-    with pytest.raises(DataError, match="shapes"):
-        dpo_loss(one, torch.zeros(2), one, one)
+def held(number: int, tokens: float, right: float) -> dict:
+    same = {"label": "t", "key": f"k{number}", "way": "greedy", "answer": ""}
+    return {**same, "tokens": tokens, "accuracy": right}
+
+
+def test_before_and_after_are_paired_by_problem():
+    before = [held(i, 10.0 + i, float(i % 2)) for i in range(4)]
+    after = [held(i, 8.0 + i, 1.0) for i in reversed(range(4))]
+    rows = {row["metric"]: row for row in compared(before, after) if row["label"] == "t"}
+    assert rows["tokens"]["n"] == 4
+    assert rows["tokens"]["value"] == rows["tokens"]["low"] == rows["tokens"]["high"] == -2.0
+    assert (rows["accuracy"]["before"], rows["accuracy"]["after"]) == (0.5, 1.0)
+    # d = 0, 1, 0, 1: mean 0.5, sd 0.577, SE 0.289, t(3) = 3.182
+    assert rows["accuracy"]["low"] == pytest.approx(0.5 - 3.182 * 0.2887, abs=1e-3)
+    alone = compared(before[:1], after)[0]
+    assert alone["n"] == 1 and math.isnan(alone["low"])

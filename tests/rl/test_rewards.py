@@ -11,7 +11,7 @@ import pytest
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.eval.measure import Answer
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.rl.long2short.heldout import _judged
+from earlyfusion.rl.long2short.heldout import judged
 from earlyfusion.rl.rewards import OnTop, RandomReward, Range, Rewards, TaskReward, make_reward
 
 TIMEOUT_S = 0.5
@@ -128,8 +128,8 @@ def test_a_right_answer_is_one_that_earns_the_highest_of_its_range(problem):
     said = Answer([1], problem.target), Answer([1, 2], "no idea")
     asked = SimpleNamespace(problem=problem, entry=SimpleNamespace(label="arithmetic"))
     with Rewards(lambda p, text: 0.0 if text == p.target else -1.0, span=Range(-1, 0)) as rewards:
-        held = _judged([asked] * 2, [[one] for one in said], "greedy", rewards)
-    assert [one.right for one in held] == [1.0, 0.0]
+        held = judged([asked] * 2, [[one] for one in said], "greedy", rewards)
+    assert [one["accuracy"] for one in held] == [1.0, 0.0]
 
 
 def test_rewards_by_name_and_bad_settings():

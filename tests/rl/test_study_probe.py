@@ -18,9 +18,9 @@ from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.rl.entries import entry_of
 from earlyfusion.rl.rollouts.prompts import encode_prompt
+from earlyfusion.rl.study.analysis import read_probes
+from earlyfusion.rl.study.plan import beside, measured_file
 from earlyfusion.rl.study.probe import RIDGE, Reader, probe, states_of
-from earlyfusion.rl.study.transfer.plan import measured_file, probe_file
-from earlyfusion.rl.study.transfer.probe import read_probes
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_changes_are_means_over_runs_and_starts_with_their_interval(tmp_path):
         for arm, runs in [("none", 1), ("vision", 2)]:
             for r in range(runs):
                 values[p, arm, r] = rng.random(3)
-                file = probe_file(measured_file(tmp_path, p, arm, r))
+                file = beside(measured_file(tmp_path, p, arm, r), "probe")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps({"picture": {"twin": list(values[p, arm, r])}}))
     found = read_probes(config, tmp_path)
@@ -119,4 +119,4 @@ def test_changes_are_means_over_runs_and_starts_with_their_interval(tmp_path):
     assert list(found["arms"]) == ["vision"]
     assert read_probes(config, tmp_path / "empty") == {}
     alone = read_probes(config.model_copy(update={"seeds": 1}), tmp_path)
-    assert alone["arms"]["vision"]["picture>twin"]["low"] == [None] * 3
+    assert np.isnan(alone["arms"]["vision"]["picture>twin"]["low"]).all()

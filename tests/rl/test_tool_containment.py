@@ -32,12 +32,12 @@ from earlyfusion.eval.measured import summary
 from earlyfusion.eval.sandbox import host as sandbox
 from earlyfusion.eval.sandbox import seccomp as sandbox_seccomp
 from earlyfusion.eval.sandbox.host import SandboxError
+from earlyfusion.model import generate
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline import cli
 from earlyfusion.pipeline.track import read_metrics
-from earlyfusion.rl.measure import cmd as measure_cmd
-from earlyfusion.rl.measure import tools as tool_measure
-from earlyfusion.rl.measure.tools import measure_tools
+from earlyfusion.rl import measure as measure_cmd
+from earlyfusion.rl.measure import measure_tools
 from earlyfusion.rl.recipe import RolloutSection, TaskEntry
 from earlyfusion.rl.rollouts.tools import cut, fitted, kinds_of, repeatable, turn_ids
 
@@ -175,7 +175,7 @@ def test_malformed_calls_are_told_or_end_the_answer_and_are_counted(folder, tmp_
 def held_engine(monkeypatch):
     """Measures with an engine that calls a program, then answers 2."""
 
-    class Held(tool_measure.Engine):
+    class Held(generate.Engine):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.allowed = hold(self)
@@ -186,7 +186,7 @@ def held_engine(monkeypatch):
             self.allowed[request.id] = Among(choices, self.rules.vocab_size)
             return super().submit(request, after)
 
-    monkeypatch.setattr(tool_measure, "Engine", Held)
+    monkeypatch.setattr(generate, "Engine", Held)
 
 
 def test_held_out_problems_are_answered_with_the_tool_and_pair_with_those_without(folder, held_engine):

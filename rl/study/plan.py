@@ -21,18 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.base import SourceConfig
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.model.hub.config import model_folder
-from earlyfusion.pipeline.config.compose import merge, to_toml, validate
+from earlyfusion.pipeline.config.compose import merge, read_toml, recipe_names, to_toml, validate
 from earlyfusion.pipeline.config.schema import Section
 from earlyfusion.rl.entries import entry_of
-from earlyfusion.rl.recipe import RLConfig, TaskEntry
+from earlyfusion.rl.recipe import RLConfig
 
-FOLDER = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent
+# In tables it stands among the arms, as the one that was not trained.
 START = "none"
 """Name of the arm without training: the start itself."""
 Form = Literal["picture", "twin", "rendered"]
@@ -64,6 +65,7 @@ class MeasureSection(Section):
     """Problems that the linear probe is fitted on; 0: no probe."""
 
 
+# Arms differ in one thing each; everything else comes from [rl].
 class Arm(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     about: str
@@ -116,6 +118,7 @@ class StudyConfig(Section):
     def _label(cls, value: str) -> str:
         try:
             entry = entry_of(value)
+        # pydantic turns a ValueError into its report, and nothing else.
         except DataError as error:
             raise ValueError(str(error)) from None
         return f"{entry.name}/{entry.difficulty}"
@@ -123,7 +126,7 @@ class StudyConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> StudyConfig:
         names = [arm.name for arm in self.arms]
-        if len(set(names)) < len(names) or START in names:
+        if len({*names, START}) <= len(names):
             raise ValueError(f'arms {names}: every arm needs a name of its own, and not "{START}"')
         if self.skill == self.unrelated:
             raise ValueError(f"skill and unrelated are both {self.skill}; name two different skills")
@@ -137,7 +140,11 @@ class StudyConfig(Section):
                     raise ValueError(f"arm {arm.name}: against {other!r}; {did_you_mean(other, names)}")
             if arm.replay and not self.replay:
                 raise ValueError(f"arm {arm.name}: replay without [[replay]] sources")
-            self.recipe(arm)
+            # A mistake in an arm is told before hours of pretraining, not after.
+            try:
+                validate(self.recipe(arm), RLConfig)
+            except UserError as error:
+                raise ValueError(f"arm {arm.name}: {error}") from None
         return self
 
     def label(self, text: str) -> str:
@@ -157,90 +164,73 @@ class StudyConfig(Section):
         found = [f"{self.skill}/{form}" for form in self.measure.forms]
         if self.measure.unrelated:
             found += [f"{self.unrelated}/picture", f"{self.unrelated}/twin"]
-        if arm.thought if arm is not None else any(one.thought for one in self.arms):
+        if any(one.thought for one in ([arm] if arm else self.arms)):
             found += [f"{self.skill}/{form}/thought" for form in ("twin", "picture")]
         return found
 
+    def runs(self) -> list[tuple[Arm, int]]:
+        """Every arm with the number of its run, of one start."""
+        return [(arm, run) for run in range(self.rl_seeds) for arm in self.arms]
+
     def recipe(self, arm: Arm) -> dict[str, Any]:
-        """The reinforcement learning recipe of an arm, as a plain dict. Raises ValueError for one that is not
-        valid."""
-        tree = merge(self.rl, arm.config)
-        tree["tasks"] = [_entry(entry_of(self.label(text))) | {"power": arm.power} for text in arm.tasks]
+        """The reinforcement learning recipe of an arm, as a plain dict."""
+        # Measuring during a run is for its curves: off unless the study asks for it.
+        tree = merge({"run": {"name": arm.name}, "eval": {"problems": 0}}, merge(self.rl, arm.config))
+        tree["tasks"] = [self.entry(text) | {"power": arm.power} for text in arm.tasks]
+        if "tasks" not in tree["eval"]:
+            tree["eval"]["tasks"] = [self.entry("{skill}/picture"), self.entry("{skill}/twin")]
+
         sources = [dict(source) for source in self.replay] if arm.replay else []
         for number, (text, weight) in enumerate(arm.documents.items()):
-            entry = entry_of(self.label(text))
-            options = {
-                "tasks": {entry.name: 1},
-                "difficulty": {entry.name: entry.difficulty},
-                "forms": {entry.form: 1},
-            }
-            options["thought"] = float(entry.thought)
-            sources.append(
-                {"name": f"documents{number}", "kind": "problems", "weight": weight, "options": options}
-            )
+            entry = self.entry(text)
+            name = entry["name"]
+            # Curated documents: the very problems of the label, answered.
+            options: dict[str, Any] = {"tasks": {name: 1}, "difficulty": {name: entry["difficulty"]}}
+            options |= {"forms": {entry["form"]: 1}, "thought": float(entry["thought"])}
+            source = {"name": f"documents{number}", "kind": "problems", "weight": weight}
+            sources.append({**source, "options": options})
+        # RLConfig takes any table as data; what is wrong in it would show at the first step.
+        for source in sources:
+            SourceConfig.model_validate(source)
         if sources:
             tree["data"] = {"seed": 0, **tree.get("data", {}), "sources": sources}
-            for source in sources:
-                SourceConfig.model_validate(source)
-        tree = merge({"eval": {"problems": 0}}, tree)
-        if "tasks" not in tree["eval"] and tree["eval"]["problems"]:
-            shown = dict.fromkeys([f"{self.skill}/picture", f"{self.skill}/twin"])
-            tree["eval"]["tasks"] = [_entry(entry_of(label)) for label in shown]
-        tree = merge({"run": {"name": arm.name}}, tree)
-        try:
-            validate(tree, RLConfig)
-        except UserError as error:
-            raise ValueError(f"arm {arm.name}: {error}") from None
         return tree
 
+    def entry(self, text: str) -> dict[str, Any]:
+        """A label as an entry of a recipe."""
+        return entry_of(self.label(text)).model_dump(include={"name", "difficulty", "form", "thought"})
 
-def _entry(entry: TaskEntry) -> dict[str, Any]:
-    return {"name": entry.name, "difficulty": entry.difficulty, "form": entry.form, "thought": entry.thought}
 
-
-def read_study(given: str, changes: Mapping[str, Any] | None = None) -> StudyConfig:
+def read_study(given: str, changes: Mapping[str, Any]) -> StudyConfig:
     """A study by the name of a shipped one, or a TOML file. changes: top keys that the command line sets.
 
     Raises UserError, one line, for what is wrong.
     """
+    # A name without an ending is a shipped study.
     path = Path(given)
-    if not given.endswith(".toml") and path.parent == Path("."):
+    if path.suffix != ".toml":
         path = FOLDER / f"{given}.toml"
         if not path.is_file():
-            raise UserError(
-                f"study {given!r} is not shipped here;"
-                f" {did_you_mean(given, [p.stem for p in FOLDER.glob('*.toml')])}"
-            )
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"study {given}: cannot be read ({error.strerror}); give a shipped name or a TOML file"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"study {path}: not valid TOML: {error}") from None
-    try:
-        return StudyConfig.model_validate({**tree, **(changes or {})})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"study {given}: {where + ': ' if where else ''}{first['msg']}") from None
+            raise UserError(f"study {given!r} is not shipped; {did_you_mean(given, recipe_names(FOLDER))}")
+    config: StudyConfig = validate({**read_toml(path, "study"), **changes}, StudyConfig)
+    return config
 
 
 @dataclass(frozen=True)
 class Stage:
     """One piece of work. results: what exists when it is done; after: names of the stages it needs; folder:
-    its own."""
+    its own.
+
+    partial: it does what it can when stages it needs have failed, and goes on by itself; every other one
+    takes --resume when its folder holds a complete checkpoint.
+    """
 
     name: str
     command: tuple[str, ...]
     results: tuple[Path, ...]
     folder: Path
     after: tuple[str, ...] = ()
-    resumable: bool = False
-    """Its command takes --resume when the folder holds a complete checkpoint."""
     partial: bool = False
-    """Does what it can when stages it needs have failed."""
 
     @property
     def done(self) -> bool:
@@ -254,124 +244,92 @@ def start_of(config: StudyConfig, out: Path, seed: int) -> Path:
     return model_folder(given[seed]) if given else out / "pretrain" / f"p{seed}" / "model"
 
 
-def run_folder(out: Path, seed: int, arm: str, rl_seed: int) -> Path:
+def run_folder(out: Path, seed: int, arm: str, run: int) -> Path:
     """The folder of one reinforcement learning run."""
-    return out / "runs" / f"p{seed}" / arm / f"r{rl_seed}"
+    return out / "runs" / f"p{seed}" / arm / f"r{run}"
 
 
-def measured_file(out: Path, seed: int, arm: str = START, rl_seed: int = 0) -> Path:
+def measured_file(out: Path, seed: int, arm: str = START, run: int = 0) -> Path:
     """The answers of the start, or of a run, to the held-out problems."""
-    return out / "measured" / f"p{seed}" / (f"{START}.jsonl" if arm == START else f"{arm}-r{rl_seed}.jsonl")
+    name = START if arm == START else f"{arm}-r{run}"
+    return out / "measured" / f"p{seed}" / f"{name}.jsonl"
 
 
-def matched_file(out: Path, seed: int, arm: str, rl_seed: int) -> Path:
-    """The start at a run's entropy."""
-    return out / "measured" / f"p{seed}" / f"{arm}-r{rl_seed}-matched.json"
-
-
-def probe_file(measured: Path) -> Path:
-    """What a linear probe read from the model whose answers lie in `measured`."""
-    return measured.with_name(f"{measured.stem}-probe.json")
+def beside(measured: Path, kind: str) -> Path:
+    """What else is known of the model whose answers lie in `measured`: "matched" (the start at its entropy)
+    or "probe"."""
+    return measured.with_name(f"{measured.stem}-{kind}.json")
 
 
 def stages(config: StudyConfig, out: Path) -> list[Stage]:
     """Every stage, in an order in which they could be run one after the other."""
-    python = (sys.executable, "-m")
     made: list[Stage] = []
+
+    def add(name: str, folder: Path, words: list[str], needs: list[str]) -> str:
+        """A stage that ends with a model in its folder."""
+        command = (sys.executable, "-m", *words, "--out", str(folder))
+        made.append(Stage(name, command, (folder / "model" / "config.json",), folder, tuple(needs)))
+        return name
+
     for seed in range(config.seeds):
         start, needs = start_of(config, out, seed), []
         if not config.pretrain.models:
-            folder = out / "pretrain" / f"p{seed}"
-            extra = [f"--{key}={_text(value)}" for key, value in config.pretrain.overrides.items()]
-            command = (
-                *python,
-                "earlyfusion.pipeline.pretrain",
-                *config.pretrain.recipes,
-                "--out",
-                str(folder),
-                f"--run.seed={seed}",
-                f"--data.seed={seed}",
-                *extra,
-            )
-            made.append(Stage(f"pretrain/p{seed}", command, (start / "config.json",), folder, (), True))
-            needs = [made[-1].name]
-        runs = []
-        for rl_seed in range(config.rl_seeds):
-            for arm in config.arms:
-                folder = run_folder(out, seed, arm.name, rl_seed)
-                command = (
-                    *python,
-                    "earlyfusion.rl.train",
-                    str(folder / "arm.toml"),
-                    "--init-from",
-                    str(start),
-                    "--out",
-                    str(folder),
-                    f"--run.seed={1000 * seed + rl_seed + 1}",
-                )
-                if arm.replay or arm.documents:
-                    command += (f"--data.seed={1000 * seed + rl_seed + 1}",)
-                name = f"run/p{seed}/{arm.name}/r{rl_seed}"
-                made.append(
-                    Stage(name, command, (folder / "model" / "config.json",), folder, tuple(needs), True)
-                )
-                runs.append(name)
-        folder = out / "measured" / f"p{seed}"
-        command = (*python, "earlyfusion.rl.study.transfer.measure", str(out), str(seed))
-        results = [measured_file(out, seed)]
-        for arm in config.arms:
-            for rl_seed in range(config.rl_seeds):
-                results += [
-                    measured_file(out, seed, arm.name, rl_seed),
-                    matched_file(out, seed, arm.name, rl_seed),
-                ]
+            words = ["earlyfusion.pipeline.pretrain", *config.pretrain.recipes]
+            # Data and weights are drawn anew for every start.
+            for key, value in {"run.seed": seed, "data.seed": seed, **config.pretrain.overrides}.items():
+                words.append(f"--{key}={str(value).lower() if isinstance(value, bool) else value}")
+            needs.append(add(f"pretrain/p{seed}", start.parent, words, []))
+
+        # Runs of one number share their seed in all arms: they see the same prompts.
+        runs, results = [], [measured_file(out, seed)]
+        for arm, run in config.runs():
+            folder, number = run_folder(out, seed, arm.name, run), 1000 * seed + run + 1
+            words = ["earlyfusion.rl.train", str(folder / "arm.toml"), "--init-from", str(start)]
+            words.append(f"--run.seed={number}")
+            if arm.replay or arm.documents:
+                words.append(f"--data.seed={number}")
+            runs.append(add(f"run/p{seed}/{arm.name}/r{run}", folder, words, needs))
+            file = measured_file(out, seed, arm.name, run)
+            results += [file, beside(file, "matched")]
+
+        # A stage that wrote answers and no probes is not done.
         if config.measure.probe:
-            results += [probe_file(file) for file in results if file.suffix == ".jsonl"]
-        made.append(Stage(f"measure/p{seed}", command, tuple(results), folder, (*needs, *runs), partial=True))
+            results += [beside(file, "probe") for file in results if file.suffix == ".jsonl"]
+        command = (sys.executable, "-m", "earlyfusion.rl.study.measure", str(out), str(seed))
+        folder, after = measured_file(out, seed).parent, (*needs, *runs)
+        made.append(Stage(f"measure/p{seed}", command, tuple(results), folder, after, partial=True))
     return made
-
-
-def _text(value: Any) -> str:
-    """A value as it stands on a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_recipes(config: StudyConfig, out: Path) -> None:
     """Write study.toml and every run's arm.toml. Raises UserError when OUT holds another study."""
     out.mkdir(parents=True, exist_ok=True)
     text, path = to_toml(config.model_dump(mode="json")), out / "study.toml"
+    # Results of two plans in one folder would be compared as if they were one.
     if path.is_file():
-        old = tomllib.loads(path.read_text(encoding="utf-8"))
-        changed = differing(old, tomllib.loads(text))
+        changed = differing(tomllib.loads(path.read_text(encoding="utf-8")), tomllib.loads(text))
         if changed:
             raise UserError(
                 f"{out} holds a study with other {', '.join(changed)}: name another folder with --out; only"
                 " seeds, rl_seeds and further arms may change"
             )
     path.write_text(text, encoding="utf-8")
-    for arm in config.arms:
-        recipe = to_toml(config.recipe(arm))
+    for arm, run in config.runs():
         for seed in range(config.seeds):
-            for rl_seed in range(config.rl_seeds):
-                folder = run_folder(out, seed, arm.name, rl_seed)
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "arm.toml").write_text(recipe, encoding="utf-8")
+            file = run_folder(out, seed, arm.name, run) / "arm.toml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(to_toml(config.recipe(arm)), encoding="utf-8")
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Keys in which two plans differ so that their results must not be mixed."""
-    keys = [
-        key
-        for key in {*old, *new}
-        if key not in ("seeds", "rl_seeds", "arms") and old.get(key) != new.get(key)
-    ]
-    trained = lambda arm: {
-        key: value for key, value in arm.items() if key not in ("about", "kind", "against")
-    }
-    known = {arm["name"]: trained(arm) for arm in old.get("arms", [])}
-    keys += [
-        f"arms.{arm['name']}"
-        for arm in new.get("arms", [])
-        if known.get(arm["name"], trained(arm)) != trained(arm)
-    ]
+    free = ("seeds", "rl_seeds", "arms")
+    keys = [key for key in {*old, *new} if key not in free and old.get(key) != new.get(key)]
+
+    # What is only said about an arm may change.
+    known = {arm["name"]: arm for arm in old.get("arms", [])}
+    for arm in new["arms"]:
+        before = known.get(arm["name"], arm)
+        if any(before.get(key) != arm.get(key) for key in {*before, *arm} - {"about", "kind", "against"}):
+            keys.append(f"arms.{arm['name']}")
     return sorted(keys)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from earlyfusion.pipeline.cli import group_of
 from earlyfusion.pipeline.verbs import Verb
 
+# One row a study; its module is imported when it is called.
 STUDIES = {
     "transfer": Verb(
-        "earlyfusion.rl.study.transfer.cmd:transfer",
+        "earlyfusion.rl.study.transfer:transfer",
         "vision RL and the same skill in words, with its controls",
     ),
 }

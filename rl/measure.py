@@ -1,0 +1,334 @@
+"""What a model knows of held-out problems of the verifiable tasks (eval/measure.py): greedy accuracy,
+p(correct), pass@k and calibration, the same problems for every model.
+
+earlyfusion measure --model DIR --tasks counting/1/picture counting/1/twin --samples 8
+earlyfusion measure --model TREATED --recipe vision-rl --against BEFORE/measured.jsonl --out AFTER
+earlyfusion measure --model UNTOUCHED --tasks counting/1/twin --match-entropy 0.21
+earlyfusion measure --model SFT --tasks counting/0/picture/tools --pictures true,grey,swapped,none
+
+An answer that the limit cut off is no answer. "ended" is the share of greedy answers that ended by
+themselves; "accuracy_4x" and "ended_4x" are accuracy and that share with four times the limit, where a policy
+that does not end is found out. With --out the answers are kept with the table. --against pairs every
+problem with an earlier measurement of other weights: difference, 95 % interval, exact or sampled
+sign-flip test, Holm over the rows.
+
+Answers with the tool (`measure_tools`) are those to the same problems as without, so the two pair by key.
+Their confidence is that of the last message given the model's own calls and what the programs said; p_target
+is the same number where that message is the target word for word, else 0 (the target is not forced into a
+conversation that would not have led to it). Greedy conversations are held once, with LONGER times the tokens:
+what they are at the limit is their beginning. Programs find the true picture under its name whatever is
+shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, PositiveInt
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.tables import print_table
+from earlyfusion.data.tokenizer import Tokenizer
+from earlyfusion.eval.measure import (
+    LONGER,
+    Pictures,
+    Question,
+    ask,
+    check_counts,
+    match_entropy,
+    parse_pictures,
+    questions_of,
+    token_log_probs,
+)
+from earlyfusion.eval.measured import Measured, load_measured, paired, summary, write_measured
+from earlyfusion.kernels.errors import UserError
+from earlyfusion.kernels.files import write_json
+from earlyfusion.model.engine.requests import Request, SamplingParams
+from earlyfusion.model.fusion import NativeFusion
+from earlyfusion.model.generate import engine_for, evaluating
+from earlyfusion.model.hub.config import model_folder
+from earlyfusion.model.hub.folder import load_model
+from earlyfusion.pipeline.config.compose import compose, validate
+from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.options import Options, verb
+from earlyfusion.rl.entries import entry_of
+from earlyfusion.rl.recipe import RLConfig, RolloutSection, TaskEntry
+from earlyfusion.rl.rollouts.packing import Trajectory, pack
+from earlyfusion.rl.rollouts.prompts import encode_prompt, tool_files
+from earlyfusion.rl.rollouts.tools import ToolRollouts, ToolRunner
+
+TOKENS, TOKENS_WITH_TOOLS = 8, 512  # longest answer of --tasks where nothing is said
+
+
+# ---- Answers with the tool.
+
+
+def measure_tools(
+    model: NativeFusion,
+    tokenizer: Tokenizer,
+    entries: Sequence[TaskEntry],
+    rollout: RolloutSection,
+    *,
+    problems: int,
+    seed: int,
+    samples: int = 0,
+    temperature: float = 1.0,
+    slots: int = 128,
+    pictures: Sequence[Pictures] = ("true",),
+    share: tuple[int, int] = (0, 1),
+    allow_weaker: bool = False,
+) -> list[Measured]:
+    """Greedy answers to `problems` held-out problems of every entry, and `samples` drawn ones, in the order
+    of the entries. rollout: its limits of turns, tokens and programs hold. The rest as in eval.measure.ask.
+    Raises SandboxError where no sandbox can be started, DataError without entries or for numbers out of
+    range."""
+    limit = rollout.max_new_tokens
+    check_counts(problems, samples, limit, slots, temperature)
+    if not entries:
+        raise DataError("no task entries with tools to measure; give at least one")
+    # The same problems as without tools: `held_out` draws them by the entry alone.
+    every: list[Question] = []
+    for entry in entries:
+        every += questions_of(
+            entry, tokenizer, model, problems, seed, limit, pictures, encode_prompt=encode_prompt
+        )
+    # Every process measures its own share; the caller gathers.
+    questions = every[share[0] :: share[1]]
+    if not questions:
+        return []
+
+    runner = ToolRunner(rollout, allow_weaker)
+    try:
+        with evaluating(model):
+            # One conversation with the long limit holds the short one as its beginning.
+            longer = rollout.model_copy(update={"max_new_tokens": LONGER * limit})
+            params = SamplingParams(longer.max_new_tokens, 0.0, logprobs=True)
+            greedy = play(model, tokenizer, questions, longer, runner, params, slots)
+            drawn: list[list[Trajectory]] = [[] for _ in questions]
+            if samples:
+                params = SamplingParams(limit, temperature, logprobs=True, n=samples)
+                drawn = play(model, tokenizer, questions, rollout, runner, params, max(slots, samples))
+            records = []
+            for question, answers, more in zip(questions, greedy, drawn):
+                records.append(record(model, question, answers[0], more, limit, runner.weaker))
+            return records
+    finally:
+        runner.close()
+
+
+def play(
+    model: NativeFusion,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    rollout: RolloutSection,
+    runner: ToolRunner,
+    params: SamplingParams,
+    slots: int,
+) -> list[list[Trajectory]]:
+    """`params.n` answers to every question, all side by side."""
+    # A conversation grows by what programs print, which the limit of new tokens does not count.
+    behind = rollout.max_new_tokens + rollout.tool_turns * rollout.tool_output_tokens
+    prompts = [question.prompt for question in questions for _ in range(params.n + 1)]
+    engine = engine_for(model, tokenizer, prompts, behind, slots)
+
+    tools = ToolRollouts(rollout, runner, tokenizer, model.config.vision, params, replay=False)
+    names = [f"{question.label}|{question.problem.key}" for question in questions]
+    for name, question in zip(names, questions):
+        tools.open(name, question.prompt, tool_files(question.problem, question.entry.form))
+        engine.submit(Request(name, question.prompt, params, keep_state=True))
+
+    while engine.has_work or tools.waits:
+        for turn in tools.due(idle=not engine.has_work)[0]:
+            engine.submit(*turn)
+        for event in engine.step():
+            if event.completion is not None:
+                tools.take(event.completion, event.left)
+    return [tools.answers(name) or [] for name in names]
+
+
+def record(
+    model: NativeFusion,
+    question: Question,
+    answer: Trajectory,
+    sampled: Sequence[Trajectory],
+    limit: int,
+    sandbox: str,
+) -> Measured:
+    """The measurement of one question."""
+    text, ended_4x = answer.completion.text, answer.ended
+    ended = ended_4x and len(answer.ids) <= limit
+    longer, *drawn = [question.task.reward(question.problem, one.answer) for one in (answer, *sampled)]
+
+    # What the model thought of its own tokens; those of the programs' answers are not judged.
+    logp = entropy = torch.zeros(0)
+    if answer.ids:
+        row, places = pack(model, [answer])
+        states = model.hidden(row).index_select(0, places.positions_M)
+        ((logp, entropy),) = token_log_probs(model, [states], [answer.ids], 1.0)
+    # Confidence is that of the last message: from behind the last program's output.
+    last = answer.inserted[-1].at if answer.inserted else 0
+    confidence = float(logp[:limit][last:].sum().exp())
+
+    # The target is not forced into a conversation that would not have led to it.
+    said = ended and text.strip() == question.problem.target
+    return question.record(
+        text,
+        [longer * ended, longer],
+        drawn,
+        p_target=confidence * said,
+        confidence=confidence,
+        entropy=float(entropy[:limit].mean()) if len(entropy) else 0.0,
+        ended=ended,
+        ended_4x=ended_4x,
+        sandbox=sandbox,
+    )
+
+
+# ---- The verb.
+
+
+class MeasureOptions(Options):
+    model: str
+    """model directory, or embedded:NAME"""
+    tasks: list[str] = []
+    """such as counting/1/twin: task/difficulty/form[/thought or /tools]"""
+    recipe: str | None = None
+    """measure what this reinforcement learning recipe measures"""
+    problems: int = 200
+    """held-out problems of each task"""
+    seed: int = 12345
+    """which problems"""
+    samples: int = 0
+    """sampled answers to each problem (pass@k)"""
+    temperature: float = 1.0
+    """of samples and probabilities"""
+    max_new_tokens: PositiveInt | None = None
+    """longest answer, in tokens; if not given the recipe's, or 8, with tools 512"""
+    pictures: str = "true"
+    """what is shown, one after the other: true, grey, swapped (another problem's), none; tools keep the true
+    one"""
+    slots: int = 128
+    """answers written at a time"""
+    match_entropy: float | None = None
+    """also at the temperature of this mean entropy, in nats"""
+    against: Path | None = None
+    """measured.jsonl of other weights, paired by problem"""
+    out: Path | None = None
+    """folder for measured.jsonl and summary.json"""
+    allow_weaker: Annotated[bool, Field(alias="sandbox.allow_weaker")] = False
+    """run programs although walls of the sandbox are missing here; the records name them"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+
+
+@verb
+def measure(options: MeasureOptions) -> None:
+    """Entry of `earlyfusion measure`."""
+    entries, rollout, weaker = asked_for(options)
+    plain = [entry for entry in entries if not entry.tools]
+    tools = [entry for entry in entries if entry.tools]
+    if tools and options.match_entropy is not None:
+        raise UserError(
+            f"--match-entropy: {tools[0].label} answers with tools, whose entropy is not matched; leave"
+            " it out"
+        )
+    # A file that cannot be read is named before the model is loaded.
+    earlier = load_measured(options.against) if options.against else None
+    shared: dict[str, Any] = options.model_dump(
+        include={"problems", "seed", "samples", "slots", "temperature"}
+    )
+    shared["pictures"] = parse_pictures(options.pictures)
+
+    # The same problems without and with the tool.
+    folder = model_folder(options.model)
+    model, tokenizer = load_model(folder, device=device_of(options.device)), Tokenizer.load(folder)
+    measured: list[Measured] = []
+    asked = None
+    if plain:
+        # A recipe knows how long its answers may be.
+        tokens = options.max_new_tokens or (rollout.max_new_tokens if options.recipe else TOKENS)
+        asked = ask(model, tokenizer, plain, max_new_tokens=tokens, **shared)
+        measured += asked.measured(options.temperature)
+    if tools:
+        measured += measure_tools(model, tokenizer, tools, rollout, allow_weaker=weaker, **shared)
+
+    # What is shown and kept: the table, the control for sharpening, the differences.
+    result: dict[str, Any] = {"model": options.model, "seed": options.seed, "tasks": summary(measured)}
+    show_rows(options.model, result["tasks"])
+    # A figure from a weaker sandbox must say so.
+    for one in measured:
+        if one.sandbox:
+            result["sandbox"] = one.sandbox
+    if options.match_entropy is not None and asked is not None:
+        result["matched"] = {}
+        for label in result["tasks"]:
+            found = match_entropy(asked.only(label), options.match_entropy)
+            about = {"temperature": found.temperature, "reached": found.reached}
+            result["matched"][label] = {**summary(found.measured)[label], **about}
+        show_rows(f"at entropy {options.match_entropy:g}", result["matched"])
+    if earlier is not None:
+        result["against"] = {"file": str(options.against), "rows": paired(earlier, measured)}
+        title = "against the earlier weights; * interval excludes 0 after Holm"
+        show_differences(title, result["against"]["rows"])
+    if options.out:
+        write_measured(options.out / "measured.jsonl", measured)
+        write_json(options.out / "summary.json", result)
+        print(f"written: {options.out}/measured.jsonl, {options.out}/summary.json")
+
+
+def asked_for(options: MeasureOptions) -> tuple[list[TaskEntry], RolloutSection, bool]:
+    """What is measured, the limits of answers with tools, and whether a weaker sandbox is allowed."""
+    if bool(options.tasks) == bool(options.recipe):
+        raise UserError("what is to be measured? Give --tasks TASK ... or --recipe RECIPE, one of them")
+    entries, weaker = [entry_of(label) for label in options.tasks], options.allow_weaker
+    rollout = RolloutSection(max_new_tokens=TOKENS_WITH_TOOLS)
+    if options.recipe:
+        config = validate(compose([options.recipe]), RLConfig)
+        entries, rollout, weaker = config.measured, config.rollout, config.sandbox.allow_weaker or weaker
+    if options.max_new_tokens:
+        rollout = rollout.model_copy(update={"max_new_tokens": options.max_new_tokens})
+
+    names = [entry.label for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--tasks: {name} is given twice; name every one once")
+    return entries, rollout, weaker
+
+
+def table_of(title: str, columns: Sequence[str]) -> Table:
+    """An empty table; numbers are never cut, whatever the width."""
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("task", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def show_rows(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the summary of every label."""
+    columns = ["n", "accuracy", "ended", "accuracy_4x", "ended_4x", "p_target", "ece", "entropy"]
+    for name in next(iter(rows.values())):
+        if name.startswith("pass@") or name == "temperature":
+            columns.append(name)
+    table = table_of(title, columns)
+    for label, row in rows.items():
+        table.add_row(label, *(f"{row[name]:.3f}".removesuffix(".000") for name in columns))
+    print_table(Console(), table)
+
+
+def show_differences(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print paired differences: those of eval.measured.paired, and of long2short."""
+    table = table_of(title, ("metric", "before", "after", "change", "95 %", "p Holm"))
+    for row in rows:
+        span, p = f"[{row['low']:+.3f}, {row['high']:+.3f}]", row.get("p_holm", row["p"])
+        figures = (f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['value']:+.3f}", span)
+        star = "*" if row.get("clear") else ""
+        name = " ".join([row["label"], row.get("way", "")])
+        table.add_row(name, row["metric"], *figures, f"{p:.3f}{star}")
+    print_table(Console(), table)
