@@ -12,39 +12,13 @@ from earlyfusion.rl.study.statistics import bootstrap_means, compare_arms, cross
 DRAWS = 1000
 
 
-def world(rng, *, starts=5, runs=3, items=100, gain=0.0, by_start=0.02, by_run=0.02, flips=0.1):
-    """(base, treated): binary answers; an arm's true change varies by start and by run."""
-    hard = rng.random(items)
-    base, treated = [], []
+def planted(rng, *, starts=5, runs=3, items=60, gain=0.0, by_start=0.03, by_run=0.03, by_item=0.0, noise=0.3):
+    """(base, treated): deltas with known variance components; the base is 0."""
+    item, treated = rng.normal(0, by_item, items), []
     for _ in range(starts):
-        own = hard + rng.normal(0, 0.1, items)
-        before = (own < 0.5).astype(float)
-        shift = gain + rng.normal(0, by_start)
-        after = []
-        for _ in range(runs):
-            share = shift + rng.normal(0, by_run)
-            noisy = np.where(
-                rng.random(items) < flips, 1 - before, before
-            )  # as many flips up as down, if half is right
-            up = rng.random(items) < abs(share)
-            after.append(np.where(up, float(share > 0), noisy) if abs(share) > 0 else noisy)
-        base.append(before[None])
-        treated.append(np.array(after))
-    return base, treated
-
-
-def continuous(rng, *, starts, runs, items, gain, by_start, by_run, by_item, noise):
-    """Deltas with known variance components; the base is 0."""
-    item = rng.normal(0, by_item, items)
-    treated = []
-    for _ in range(starts):
-        start = gain + rng.normal(0, by_start)
-        treated.append(
-            np.array(
-                [start + rng.normal(0, by_run) + item + rng.normal(0, noise, items) for _ in range(runs)]
-            )
-        )
-    return [np.zeros((1, items)) for _ in range(starts)], treated
+        run = gain + rng.normal(0, by_start) + rng.normal(0, by_run, (runs, 1))
+        treated.append(run + item + rng.normal(0, noise, (runs, items)))
+    return [np.zeros((1, items))] * starts, treated
 
 
 def test_where_only_starts_vary_it_is_the_t_interval_over_starts():
@@ -91,19 +65,15 @@ def test_the_bootstrap_has_the_variance_of_all_resamples():
     assert ours.mean() == pytest.approx(np.mean(means), abs=0.005)
 
 
-NULL = dict(starts=5, runs=3, items=60, by_start=0.03, by_run=0.03, by_item=0.0, noise=0.3, gain=0.0)
-
-
 @pytest.mark.parametrize("by_item", [0.0, 0.3])
 def test_intervals_cover_the_truth(by_item):
     """200 worlds with 5 starts, 3 runs, 60 problems: the 95 % interval holds the truth in 92 % to 99.5 %."""
     rng = np.random.default_rng(2)
     truth, hits, alarms = 0.05, 0, 0
     for _ in range(200):
-        about = {**NULL, "by_item": by_item}
-        found = compare_arms(*continuous(rng, **{**about, "gain": truth}), draws=400)
+        found = compare_arms(*planted(rng, gain=truth, by_item=by_item), draws=400)
         hits += found["low"] <= truth <= found["high"]
-        null = compare_arms(*continuous(rng, **about), draws=400)
+        null = compare_arms(*planted(rng, by_item=by_item), draws=400)
         alarms += word(null, null["p"]) != "no difference shown"
     assert 184 <= hits <= 199 and alarms <= 16
 
@@ -114,7 +84,7 @@ def test_a_bootstrap_over_problems_alone_would_raise_false_alarms():
     rng = np.random.default_rng(3)
     naive = careful = 0
     for _ in range(100):
-        base, treated = continuous(rng, **{**NULL, "items": 200, "by_start": 0.05, "by_run": 0.0})
+        base, treated = planted(rng, items=200, by_start=0.05, by_run=0.0)
         naive += mean_estimate(np.concatenate([t.ravel() for t in treated])).excludes_zero
         found = compare_arms(base, treated, draws=400)
         careful += word(found, found["p"]) != "no difference shown"
@@ -124,11 +94,11 @@ def test_a_bootstrap_over_problems_alone_would_raise_false_alarms():
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_planted_gain_is_found_and_a_null_is_not_called_one(seed):
     rng = np.random.default_rng(seed)
-    found = compare_arms(*world(rng, gain=0.25), draws=DRAWS)
-    null = compare_arms(*world(rng, gain=0.0, by_start=0.0, by_run=0.0), draws=DRAWS)
+    found = compare_arms(*planted(rng, gain=0.25), draws=DRAWS)
+    null = compare_arms(*planted(rng, by_start=0.0, by_run=0.0), draws=DRAWS)
     p_found, p_null = holm([found["p"], null["p"]])
     assert word(found, p_found) == "gain" and word(null, p_null) == "no difference shown"
-    lost = compare_arms(*world(rng, gain=-0.25), draws=DRAWS)
+    lost = compare_arms(*planted(rng, gain=-0.25), draws=DRAWS)
     assert word(lost, lost["p"]) == "loss"
 
 
@@ -145,7 +115,7 @@ def test_holm_bites():
 
 
 def test_one_start_claims_nothing():
-    one = compare_arms(*world(np.random.default_rng(0), starts=1, gain=0.3), draws=DRAWS)
+    one = compare_arms(*planted(np.random.default_rng(0), starts=1, gain=0.3), draws=DRAWS)
     assert one["value"] > 0.1 and math.isnan(one["se"])
     assert word(one, one["p"]) == "one start: nothing can be said"
 
@@ -166,6 +136,6 @@ def test_arms_must_share_starts_and_problems_but_runs_may_be_missing():
 
 
 def test_equal_seeds_give_equal_numbers():
-    made = world(np.random.default_rng(0), gain=0.1)
+    made = planted(np.random.default_rng(0))
     first, again, other = (compare_arms(*made, draws=DRAWS, seed=seed) for seed in (5, 5, 6))
     assert first == again and first["boot_low"] != other["boot_low"]
