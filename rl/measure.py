@@ -28,12 +28,8 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from earlyfusion.data.errors import DataError
-from earlyfusion.data.tables import print_table
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measure import (
     LONGER,
@@ -55,6 +51,7 @@ from earlyfusion.model.generate import engine_for, evaluating
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.config.compose import compose, validate
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.generate_cmd import device_of
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.rl.entries import entry_of
@@ -260,7 +257,7 @@ def measure(options: MeasureOptions) -> None:
 
     # What is shown and kept: the table, the control for sharpening, the differences.
     result: dict[str, Any] = {"model": options.model, "seed": options.seed, "tasks": summary(measured)}
-    show_rows(options.model, result["tasks"])
+    show(options.model, result["tasks"])
     # A figure from a weaker sandbox must say so.
     for one in measured:
         if one.sandbox:
@@ -271,10 +268,10 @@ def measure(options: MeasureOptions) -> None:
             found = match_entropy(asked.only(label), options.match_entropy)
             about = {"temperature": found.temperature, "reached": found.reached}
             result["matched"][label] = {**summary(found.measured)[label], **about}
-        show_rows(f"at entropy {options.match_entropy:g}", result["matched"])
+        show(f"at entropy {options.match_entropy:g}", result["matched"])
     if earlier is not None:
         result["against"] = {"file": str(options.against), "rows": paired(earlier, measured)}
-        title = "against the earlier weights; * interval excludes 0 after Holm"
+        title = "against the earlier weights; clear: the interval excludes 0, also after Holm"
         show_differences(title, result["against"]["rows"])
     if options.out:
         write_measured(options.out / "measured.jsonl", measured)
@@ -301,34 +298,12 @@ def asked_for(options: MeasureOptions) -> tuple[list[TaskEntry], RolloutSection,
     return entries, rollout, weaker
 
 
-def table_of(title: str, columns: Sequence[str]) -> Table:
-    """An empty table; numbers are never cut, whatever the width."""
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("task", overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def show_rows(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the summary of every label."""
-    columns = ["n", "accuracy", "ended", "accuracy_4x", "ended_4x", "p_target", "ece", "entropy"]
-    for name in next(iter(rows.values())):
-        if name.startswith("pass@") or name == "temperature":
-            columns.append(name)
-    table = table_of(title, columns)
-    for label, row in rows.items():
-        table.add_row(label, *(f"{row[name]:.3f}".removesuffix(".000") for name in columns))
-    print_table(Console(), table)
-
-
 def show_differences(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print paired differences: those of eval.measured.paired, and of long2short."""
-    table = table_of(title, ("metric", "before", "after", "change", "95 %", "p Holm"))
+    columns: dict[str, dict[str, Any]] = {}
     for row in rows:
-        span, p = f"[{row['low']:+.3f}, {row['high']:+.3f}]", row.get("p_holm", row["p"])
-        figures = (f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['value']:+.3f}", span)
-        star = "*" if row.get("clear") else ""
-        name = " ".join([row["label"], row.get("way", "")])
-        table.add_row(name, row["metric"], *figures, f"{p:.3f}{star}")
-    print_table(Console(), table)
+        name = " ".join([row["label"], row.get("way", ""), row["metric"]])
+        for figure in ("before", "after", "value", "low", "high", "p_holm", "clear"):
+            if figure in row:
+                columns.setdefault(figure, {})[name] = row[figure]
+    show(title, columns)

@@ -21,9 +21,10 @@ from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.bench.record import Result, save_record, show
+from earlyfusion.pipeline.bench.record import Result, save_record
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.config.schema import RunConfig
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.picture_exchange import EXCHANGE_ABOVE
 from earlyfusion.pipeline.runtime import Runtime

@@ -30,9 +30,10 @@ from earlyfusion.data.vocabulary import embedded_tokenizer
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.pipeline import build
 from earlyfusion.pipeline.bench.loaders import BATCHES, PATCHES
-from earlyfusion.pipeline.bench.record import Result, in_turn, run_side, save_record, show
+from earlyfusion.pipeline.bench.record import Result, in_turn, run_side, save_record
 from earlyfusion.pipeline.bench.shards import write_shards
 from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.stage_data import StageLoaders

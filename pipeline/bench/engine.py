@@ -40,9 +40,10 @@ from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import cast
 from earlyfusion.pipeline.bench.contexts import measure_context, model_pair
 from earlyfusion.pipeline.bench.peer import FIRST_TOKEN, our_model, shared_shape, their_model, their_names
-from earlyfusion.pipeline.bench.record import Result, chosen, in_turn, run_side, save_record, show
+from earlyfusion.pipeline.bench.record import Result, chosen, in_turn, run_side, save_record
 from earlyfusion.pipeline.bench.timing import default_device, now, peak_mib
 from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 

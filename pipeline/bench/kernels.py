@@ -24,7 +24,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.bench.case import PEERS, Case, Setting, errors, forward_and_backward, outputs_of
 from earlyfusion.pipeline.bench.cases import CASES
-from earlyfusion.pipeline.bench.record import Result, chosen, show
+from earlyfusion.pipeline.bench.record import Result, chosen
 from earlyfusion.pipeline.bench.timing import (
     copy_bandwidth,
     default_device,
@@ -33,6 +33,7 @@ from earlyfusion.pipeline.bench.timing import (
     product_rate,
 )
 from earlyfusion.pipeline.errors import EXIT_FAILURE, EXIT_OK
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import installed
 

@@ -22,7 +22,8 @@ from earlyfusion.eval.benchmarks.lm_eval import require_lm_eval
 from earlyfusion.eval.benchmarks.mmlu_pro import MmluPro
 from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import ScoreRequest, TaskOptions
-from earlyfusion.pipeline.bench.record import Result, save_record, show
+from earlyfusion.pipeline.bench.record import Result, save_record
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 
 

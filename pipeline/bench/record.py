@@ -1,5 +1,4 @@
-"""What the benchmarks share: sides in processes of their own that take turns, the record that is saved,
-tables.
+"""What the benchmarks share: sides in processes of their own that take turns, and the record that is saved.
 
 python -m earlyfusion.pipeline.bench.record MODULE:FUNCTION JSON     one side: FUNCTION(**JSON) as a JSON line
 """
@@ -17,10 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from earlyfusion.data.tables import print_table
 from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 
@@ -98,36 +94,6 @@ def save_record(out: str, options: Mapping[str, Any], **parts: Any) -> None:
         **parts,
     }
     print(f"saved {write_json(out, record)}")
-
-
-def console() -> Console:
-    """Where tables go; a log file has no width, and wrapped figures are hard to read."""
-    # Colours only where somebody looks.
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=150)
-
-
-def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
-    """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
-    table = Table("", title=title, title_justify="left", caption=caption or None)
-
-    # Columns may have rows of their own: a dict keeps all names in order.
-    rows: dict[str, None] = {}
-    for name, figures in columns.items():
-        table.add_column(name, justify="right")
-        rows |= dict.fromkeys(figures)
-    for row in rows:
-        table.add_row(row, *(shown(figures.get(row)) for figures in columns.values()))
-    print_table(console(), table)
-
-
-def shown(value: Any) -> str:
-    """A figure as text: four digits, or whole from a thousand on; nothing for None."""
-    if isinstance(value, float) and abs(value) < 1000:
-        return f"{value:.4g}"
-    if isinstance(value, int | float):
-        return f"{value:,.0f}"
-    return str(value or "")
 
 
 if __name__ == "__main__":

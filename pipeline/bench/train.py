@@ -25,9 +25,10 @@ from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import ModelConfig
 from earlyfusion.model.decoder import Decoder
 from earlyfusion.pipeline.bench.peer import shared_shape, their_model
-from earlyfusion.pipeline.bench.record import Result, SideFailed, in_turn, run_side, save_record, show
+from earlyfusion.pipeline.bench.record import Result, SideFailed, in_turn, run_side, save_record
 from earlyfusion.pipeline.bench.timing import default_device, peak_mib
 from earlyfusion.pipeline.config.compose import load_config
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 
 

@@ -20,9 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from earlyfusion.data.chat.rows import Media, messages_of
 from earlyfusion.data.chat.template import chat_sample
@@ -33,6 +30,7 @@ from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic, write_json
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.errors import EXIT_OK, EXIT_REQUEUE
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import verb
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.rl.long2short.samples import (
@@ -181,17 +179,6 @@ samples = 0
 """
 
 
-def lengths_table(rows: dict[str, dict[str, float]]) -> Table:
-    """The lengths, a task a row."""
-    table = Table(title="mean tokens of the sampled answers", box=SIMPLE_HEAD)
-    names = ("problems", "solved", "accuracy", "tokens_all", "tokens_right", "tokens_shortest")
-    for name in ("task", *names):
-        table.add_column(name.removeprefix("tokens_"))
-    for label, row in rows.items():
-        table.add_row(label, *(f"{row[name]:.4g}" if name in row else "-" for name in names))
-    return table
-
-
 @verb
 def shortest(options: SampleOptions) -> int:
     """Entry of `earlyfusion long2short shortest`."""
@@ -220,6 +207,6 @@ def shortest(options: SampleOptions) -> int:
     write_atomic(out / "sft.toml", recipe_text(out, folder, sizes))
     rows = lengths(answered)
     write_json(out / "summary.json", {"model": str(folder), "documents": len(sizes), "entries": rows})
-    Console(highlight=False).print(lengths_table(rows))
+    show("mean tokens of the sampled answers", rows)
     print(f"{len(sizes)} documents; train on them: earlyfusion sft {out / 'sft.toml'}")
     return EXIT_OK

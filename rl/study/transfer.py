@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import PositiveInt
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.errors import EXIT_OK
+from earlyfusion.pipeline.figures import show
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.rl.study.analysis import Row, analyse
 from earlyfusion.rl.study.plan import Stage, StudyConfig, read_study, stages, write_recipes
@@ -106,21 +104,22 @@ def report(config: StudyConfig, out: Path) -> None:
     results = analyse(config, out)
     write_json(out / "study.json", {"config": config.model_dump(mode="json"), **results})
     page = write_report(config, out, results)
-    show(results)
+    show_primary(results)
     print(f"written: {page}, {out / 'study.json'}")
 
 
-def show(results: Row) -> None:
+def show_primary(results: Row) -> None:
     """The primary table in the terminal."""
-    table = Table(title=f"greedy accuracy in words, {results['primary']}, %", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("arm", "start", "after", "delta", "95 %", "p Holm", "verdict"):
-        table.add_column(name)
+    columns = {}
     for row in results["rows"]:
         if row["registered"] and row["metric"] == "accuracy":
-            ends = (percent(row["before"]), percent(row["after"]), points(row["value"]))
-            span = f"[{points(row['low'])}, {points(row['high'])}]"
-            verdict = results["verdicts"][row["arm"]]
-            table.add_row(row["arm"], *ends, span, f"{row['p_holm']:.3f}", verdict)
-    console = Console()
-    console.print(table)
-    console.print(headline(results))
+            columns[row["arm"]] = {
+                "start": percent(row["before"]),
+                "after": percent(row["after"]),
+                "change": points(row["value"]),
+                "95 %": f"[{points(row['low'])}, {points(row['high'])}]",
+                "p Holm": row["p_holm"],
+                "verdict": results["verdicts"][row["arm"]],
+            }
+    show(f"greedy accuracy in words, {results['primary']}, %", columns)
+    print(headline(results))

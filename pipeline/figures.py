@@ -1,0 +1,38 @@
+"""Figures as a table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from earlyfusion.data.tables import print_table
+
+
+def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
+    """Print figures as a table: {column: {row: value}}; a row is named as in the record."""
+    # A log file has no width, and wrapped figures are hard to read.
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=150)
+    table = Table("", title=title, title_justify="left", caption=caption or None)
+
+    # Columns may have rows of their own: a dict keeps all names in order.
+    rows: dict[str, None] = {}
+    for name, figures in columns.items():
+        table.add_column(name, justify="right")
+        rows |= dict.fromkeys(figures)
+    for row in rows:
+        table.add_row(row, *(shown(figures.get(row)) for figures in columns.values()))
+    print_table(console, table)
+
+
+def shown(value: Any) -> str:
+    """A figure as text: four digits, or whole from a thousand on; nothing for None."""
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.4g}"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value or "")
