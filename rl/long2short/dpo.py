@@ -1,6 +1,6 @@
 """Preference training for shorter answers (DPO, k1.5 2.4): sample, pair, train, measure.
 
-earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 --out runs/dpo
+earlyfusion long2short dpo --model DIR --recipe vision-rl --problems 512 --out runs/dpo --set optim.lr=1e-4
 
 Answers are sampled once from the start, made into pairs (the shortest right answer against longer wrong ones
 and right ones of 1.5 times its length), and the policy is trained against the frozen start. Log-probabilities
@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, PositiveInt
 
 from earlyfusion.data.loading.order import digest64
 from earlyfusion.data.tokenizer import Tokenizer
@@ -80,18 +80,15 @@ class DpoOptions(SampleOptions):
     """pairs of one update"""
     epochs: PositiveInt = 2
     """passes over the pairs"""
-    steps: PositiveInt | None = None
-    """stop after N updates of the schedule"""
-    optimizer: Literal["muonclip", "adamw"] | None = None
-    """the recipe's (muonclip) if left out"""
-    lr: float = 2e-4
-    """learning rate, falling linearly to a tenth"""
-    checkpoint_every: NonNegativeInt = 0
-    """updates between checkpoints; 0: at the end"""
-    eval_problems: NonNegativeInt = 128
-    """held-out problems of each task; 0: none"""
-    eval_samples: NonNegativeInt = 0
-    """sampled answers to each, beside the greedy one"""
+
+
+# Laid over the recipe, which --set changes: a schedule of reinforcement learning is not meant here.
+RECIPE = {
+    "optim": {"lr": 2e-4, "weight_decay": 0.0},
+    "train": {"final_lr_ratio": 0.1, "warmup_updates": 0},
+    "eval": {"problems": 128, "samples": 0},
+    "checkpoint": {"every": 0},
+}
 
 
 class DpoRun:
@@ -99,17 +96,7 @@ class DpoRun:
     measures."""
 
     def __init__(self, options: DpoOptions) -> None:
-        more: dict[str, Any] = {
-            "run": {"steps": options.steps},
-            "optim": {"lr": options.lr, "weight_decay": 0.0},
-            # A recipe of reinforcement learning has a schedule of its own, which is not meant here.
-            "train": {"final_lr_ratio": 0.1, "warmup_updates": 0},
-            "eval": {"problems": options.eval_problems, "samples": options.eval_samples},
-            "checkpoint": {"every": options.checkpoint_every},
-        }
-        if options.optimizer is not None:
-            more["optim"]["name"] = options.optimizer
-        self.options, self.config = options, recipe_of(options, more)
+        self.options, self.config = options, recipe_of(options, RECIPE)
         config = self.config
         self.folder, self.out, self.step = start_directory(config), Path(options.out), 0
         self.tokenizer = Tokenizer.load(self.folder)
@@ -226,7 +213,7 @@ class DpoRun:
     def updates(self, steps: list[list[int]]) -> bool:
         """The updates that are left; False when a signal came."""
         config, runtime = self.config, self.runtime
-        # --steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
+        # run.steps cuts the schedule short and leaves it as it is, so that a resume goes on in it.
         total = min(len(steps), config.run.steps or len(steps))
         tracker = Tracker(
             self.out,
