@@ -11,7 +11,7 @@ from earlyfusion.eval.measure import measure
 from earlyfusion.eval.measured import Measured
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.rl.measure.tools import measure_tools
+from earlyfusion.rl.measure import measure_tools
 from earlyfusion.rl.recipe import RLConfig
 
 

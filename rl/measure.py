@@ -218,7 +218,7 @@ class MeasureOptions(Options):
     """measured.jsonl of other weights, paired by problem"""
     out: Path | None = None
     """folder for measured.jsonl and summary.json"""
-    allow_weaker: Annotated[bool, Field(alias="sandbox.allow_weaker")] = False
+    allow_weaker: Annotated[bool, Field(serialization_alias="sandbox.allow_weaker")] = False
     """run programs although walls of the sandbox are missing here; the records name them"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""

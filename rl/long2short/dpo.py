@@ -120,7 +120,7 @@ class DpoRun:
         self.guard = Guard(**config.guard.model_dump(), agree=self.runtime.agree)
         silent = sorted(token_rules(self.model, self.tokenizer).banned_ids)
         # Its packed rows and log-probabilities, not its objective.
-        self.learner = Learner(config, self.model, self.runtime, None, silent)
+        self.learner = Learner(config, self.model, self.runtime, silent)
         self.runtime.stop.install()
 
     def say(self, text: str) -> None:
