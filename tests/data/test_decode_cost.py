@@ -32,10 +32,11 @@ def memory_of(backend, samples):
     stills = [jpeg(width, height, 0) for width, height in ((1024, 768), (640, 480), (333, 500))]
     clips = [write_clip(numbered(8, 160, 120), codec) for codec in ("h264", "vp9", "av1", "gif")]
     decode, cfg, sizes = DecodeConfig(video_backend=backend), vision_of(BASE), []
+    tokenizer = embedded_tokenizer()
     for number in range(samples):
         media = Image(stills[number % 3]) if number % 2 else VideoFile(clips[number // 2 % 4], max_frames=4)
         sample = Sample([media, Text(f"sample {number % 1000}")], "memory", str(number))
-        encode(sample, embedded_tokenizer(), cfg, decode=decode)
+        encode(sample, tokenizer, cfg, decode=decode)
         if number % 24 == 23:
             sizes.append(resident_mib())
     return sizes, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
