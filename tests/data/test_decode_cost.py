@@ -49,7 +49,7 @@ def test_memory_of_a_worker_stays_flat_over_pictures_and_videos(backend, monkeyp
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         sizes, files, threads = pool.submit(memory_of, backend, 1200).result()
-    assert threads <= 6 and files <= 16
+    assert threads <= 8 and files <= 24
     assert max(sizes[-len(sizes) // 5 :]) - max(sizes[: len(sizes) // 2]) < FLAT_MIB
 
 
