@@ -97,6 +97,7 @@ def hidden_sizes(data: bytes) -> Iterator[tuple[int, int]]:
 def png_is_short(data: bytes) -> bool:
     """Whether a PNG is smaller than its pixels can be packed: most of its rows are not there, which Pillow
     does not tell."""
+    # A header without its sizes is refused by Pillow itself.
     if data[:8] != _PNG or len(data) < 26:
         return False
     width, height = struct.unpack_from(">II", data, 16)

@@ -238,4 +238,5 @@ class Sample:
     @property
     def text(self) -> str:
         """All text of the document, without media and regions."""
+        # What a model reads of it; regions are written only when a picture is decoded.
         return "".join(segment.text for segment in self.segments if isinstance(segment, Text))

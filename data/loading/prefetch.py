@@ -6,8 +6,8 @@ on the way. The state travels with the batches, so what a checkpoint saves is wh
 ahead the preparation has run. A worker that dies or stands still is told with the sample it held; nobody
 waits for it.
 
-    DirectFeed     calls `prepare(lanes)` when a step is asked for
-    AheadFeed      one thread for each Line: it calls prepare(lanes), or receives what a process has prepared
+    Line    one thread that keeps steps ready: it calls prepare(lanes), or receives what a process has prepared
+    Feed    the lines of this rank side by side; without any it calls prepare(lanes) when a step is asked for
 """
 
 from __future__ import annotations
