@@ -6,7 +6,7 @@ on the way. The state travels with the batches, so what a checkpoint saves is wh
 ahead the preparation has run. A worker that dies or stands still is told with the sample it held; nobody
 waits for it.
 
-    Line    one thread that keeps steps ready: it calls prepare(lanes), or receives what a process has prepared
+    Line    one thread that keeps steps ready: it calls prepare(lanes), or receives what a process prepared
     Feed    the lines of this rank side by side; without any it calls prepare(lanes) when a step is asked for
 """
 
