@@ -1,35 +1,46 @@
 """Compile Triton kernels ahead of time, without a GPU, and read what the assembler made of them.
 
-``compile_variant`` compiles one kernel for one architecture and returns registers per thread, spilled bytes,
-shared memory and the PTX. A kernel module that defines ``aot_variants() -> list[Variant]`` (or
-``aot_variants(arch)``, where tiles depend on the architecture) can be printed as a table:
+Every operation is called here as a model calls it, forward and backward, on tensors of the CPU; a launch
+compiles its kernel for the architecture asked for and runs nothing. So what is compiled is what the launchers
+launch: their tiles, their constants, and what Triton itself makes of the arguments (pointers and strides that
+are multiples of 16, integers that are 1).
 
-    python -m earlyfusion.kernels.aot earlyfusion.kernels.kda.triton.aot --arch 90 80 [--json FILE]
+    python -m earlyfusion.kernels.aot [OPERATION ...] [--arch 90 80] [--only PART] [--json FILE]
 
-The command exits with 1 if a variant spills or asks for more shared memory than a block may have. The process
-must not run Triton's interpreter (``TRITON_INTERPRET``); the command removes that variable for itself. Triton
-is imported only when something is compiled.
+prints a table: registers per thread, spilled bytes, shared memory of a block. It exits with 1 if a kernel
+spills or asks for more shared memory than a block may have. Triton's interpreter (``TRITON_INTERPRET``) must
+be off in the process; the command turns it off for itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.kernels.files import write_json
+import torch
+from torch import Tensor
 
-# Shared memory one block may use, bytes (CUDA programming guide,
-# compute capabilities table; 1 KiB is reserved).
+from earlyfusion.kernels import launch
+from earlyfusion.kernels.dispatch import ENVIRONMENT, resolve
+from earlyfusion.kernels.files import write_json
+from earlyfusion.kernels.kda.decode import DecodeCache, decode
+from earlyfusion.kernels.segments import Segments
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+MULTIPROCESSORS = 132  # of the GPU that is pretended: an H100's
+
+# Shared memory one block may use, bytes (CUDA programming guide, compute capabilities table; 1 KiB is
+# reserved).
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
@@ -43,29 +54,191 @@ class Compiled:
     registers: int  # per thread
     spills: int  # bytes of local memory per thread
     shared_bytes: int  # per block
-    uses_wgmma: bool
-    uses_mma: bool  # any tensor core instruction
-    ptx: str = field(repr=False)
-
-    @property
-    def fits(self) -> bool:
-        """No spills and the shared memory of one block suffices."""
-        return self.spills == 0 and self.shared_bytes <= SHARED_LIMIT.get(self.arch, 48 * 1024)
+    cores: str  # the tensor core instructions used: wgmma, mma or -
+    fits: bool  # no spills, and the shared memory of one block suffices
+    ptx: str
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel with the types and constants it is launched with. ``signature`` names every run-time
-    argument."""
+Call = Callable[[], Any]
+"""One use of an operation; every launch in it is compiled."""
 
-    name: str
-    fn: Any
-    signature: Mapping[str, Any]
-    constexprs: Mapping[str, Any]
-    num_warps: int = 4
-    num_stages: int = 2
-    divisible: tuple[str, ...] = ()  # integer arguments that are multiples of 16; pointers always are
-    only_arch: int | None = None  # set where tile sizes depend on the architecture
+
+# ---- what is launched: (label, call) of every operation, at the shapes of the models ----
+
+
+def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+
+def leaves(count: int, *shape: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    return [leaf(*shape, dtype=dtype) for _ in range(count)]
+
+
+def use(op: str, *args: Any, **options: Any) -> None:
+    """An operation's Triton form, forward and, where something has a gradient, backward."""
+    roots: list[Tensor] = []
+    # Outputs may be tuples of tuples; whatever has a gradient is asked for it.
+    pending = [resolve(op, "cpu")(*args, **options)]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, tuple):
+            pending += part
+        elif part is not None and part.requires_grad:
+            roots.append(part)
+    if roots:
+        torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+
+
+def use_kda(
+    key_dim: int, value_dim: int, dtype: torch.dtype, documents: int, states: bool, **options: Any
+) -> None:
+    """Documents of 130 tokens: two whole chunks and a rest. With 32 heads, five of them fill the device."""
+    # A last chunk that is not full: the masks must be compiled as well.
+    tokens, segments = (130 * documents, 32), Segments((130,) * documents)
+    q, k, f = leaves(3, *tokens, key_dim, dtype=dtype)
+    v, b = leaf(*tokens, value_dim, dtype=dtype), leaf(*tokens, dtype=dtype)
+    if states:
+        state = leaf(documents, 32, key_dim, value_dim, dtype=FP32)
+        options |= {"initial_state_NGKV": state, "output_final_state": True}
+    use("kda", q, k, v, f, b, leaf(32, dtype=FP32), leaf(32, key_dim, dtype=FP32), segments, **options)
+
+
+def kda() -> Iterator[tuple[str, Call]]:
+    """Both gates for each head shape in bfloat16, whole documents and segments of them, few documents and
+    many; the smaller chunks; one shape in float16, two in float32."""
+    for key_dim, value_dim in ((32, 32), (64, 64), (128, 128), (256, 256), (128, 256), (64, 128)):
+        label, shape = f"bfloat16 K{key_dim} V{value_dim}", (key_dim, value_dim, BF16)
+        for bound in (None, -5.0):
+            call = partial(use_kda, *shape, 1, True, segment_chunks=1, lower_bound=bound)
+            yield f"{label} bound {bound}", call
+        yield f"{label} crowded", partial(use_kda, *shape, 5, True, segment_chunks=0)
+
+    shape = (128, 128, BF16)
+    for count in (0, 1):
+        yield f"bfloat16 stateless {count}", partial(use_kda, *shape, 1, False, segment_chunks=count)
+    for chunk in (16, 32):
+        yield f"bfloat16 C{chunk}", partial(use_kda, *shape, 1, True, segment_chunks=1, chunk=chunk)
+    for dim, dtype in ((128, FP16), (32, FP32), (64, FP32)):
+        yield f"{dtype} K{dim}", partial(use_kda, dim, dim, dtype, 1, True, segment_chunks=1)
+
+
+def kda_decode() -> Iterator[tuple[str, Call]]:
+    for dim in (64, 128, 256):
+        for bound in (None, -5.0):
+            half: list[Any] = [
+                torch.zeros(5, *shape, dtype=BF16) for shape in ((96 * dim,), (32, dim), (32,))
+            ]
+            gate: list[Any] = [torch.zeros(96 * dim, 4), torch.zeros(32), torch.zeros(32, dim)]
+            cache, slots = DecodeCache.new(64, 32, 32, dim, dim), torch.arange(5)
+            inputs: list[Any] = [*half, *gate, cache, slots, slots]
+            yield f"K{dim} bound {bound}", partial(decode, *inputs, lower_bound=bound)
+
+
+def others() -> Iterator[tuple[str, str, Call]]:
+    """(operation, label, call)."""
+    # Not a multiple of 16: what the launcher may assume of a length is the least.
+    segments, tokens = Segments((200, 9)), 209
+    for dtype in (BF16, FP32):
+        for taps in (None, leaf(2, 2304, 3, dtype=dtype)):
+            label = f"{dtype} {'without' if taps is None else 'with'} taps"
+            conv = leaf(tokens, 2304, dtype=dtype), leaf(2304, 4, dtype=FP32), segments
+            yield "short_conv", label, partial(use, "short_conv", *conv, initial_taps_NCW1=taps)
+
+    # MLA of 192 and 128, also after earlier keys and with its largest logits; the towers' 72 and 128.
+    for heads, width, value, causal in ((32, 192, 128, True), (16, 72, 72, False), (12, 128, 128, False)):
+        attend = *leaves(2, tokens, heads, width), leaf(tokens, heads, value), segments
+        yield "attention", str(width), partial(use, "attention", *attend, causal=causal, scale=0.1)
+    q, k, v = (leaf(tokens, 32, dim) for dim in (192, 192, 128))
+    append = q[:150], k, v, Segments((141, 9)), segments
+    yield "attention", "append", partial(use, "attention_append", *append, scale=0.1)
+    largest = q, k, torch.zeros(tokens, 32), segments
+    yield "attention", "192", partial(use, "max_logit", *largest, causal=True, scale=0.1, tau=100.0)
+    for heads, dim in ((16, 72), (12, 128)):
+        turns = torch.zeros(tokens, dim // 2, dtype=torch.complex64)
+        yield "qkv_rope", str(dim), partial(use, "qkv_rope", leaf(tokens, 3, heads, dim), turns)
+    query, pages = torch.zeros(5, 32, 576, dtype=BF16), torch.zeros(9, 64, 576, dtype=BF16)
+    table, lengths = torch.zeros(5, 40, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    yield "mla_decode", "512 + 64", partial(use, "mla_decode", query, pages, table, lengths, 512, 0.1)
+
+    # 48B (9 blocks), a width of 4,096, K3, and one mix over all 54 sources.
+    for label, count, queries, width in (("48B", 9, 6, 2304), ("d4096", 5, 8, 4096), ("K3", 8, 24, 7168)):
+        opened = leaves(count, tokens, width), leaf(queries, width, dtype=FP32)
+        yield "attnres", label, partial(use, "attnres_open", *opened, 1e-5)
+        o1, *sums = leaves(3, tokens, width)
+        step = o1, leaf(tokens, dtype=FP32), *sums, *leaves(2, width, dtype=FP32)
+        yield "attnres", label, partial(use, "attnres_step", *step, 1e-5, 1e-5)
+    full = leaves(54, tokens, 2304), leaf(1, 2304, dtype=FP32)
+    yield "attnres", "full", partial(use, "attnres_phase1", *full, 1e-5)
+
+    # The widths of the 48B model, and its vocabulary.
+    ids, weights = torch.zeros(401, 2, dtype=torch.int64), leaf(401, 2, dtype=FP32)
+    experts = leaf(401, 2304), ids, weights, leaf(4, 2048, 2304), leaf(4, 2304, 1024)
+    yield "moe_experts", "48B", partial(use, "moe_experts", *experts)
+    head = leaf(33, 64), leaf(163_840, 64), torch.zeros(33, dtype=torch.int64)
+    yield "loss", "cross-entropy", partial(use, "linear_cross_entropy", *head, torch.ones(33))
+    yield "loss", "log-probabilities", partial(use, "token_log_probs", *head)
+    for batch, wanted in ((2, None), (1, None), (1, FP32)):
+        gradients = torch.zeros(batch, 256, 528)
+        yield "newton_schulz", f"{batch} {wanted}", partial(use, "newton_schulz", gradients, dtype=wanted)
+
+
+NAMES = "kda kda_decode short_conv attention qkv_rope mla_decode attnres moe_experts loss newton_schulz"
+OPERATIONS = NAMES.split()
+
+
+def calls_of(operation: str) -> Iterator[tuple[str, Call]]:
+    if operation == "kda":
+        yield from kda()
+    elif operation == "kda_decode":
+        yield from kda_decode()
+    else:
+        for name, label, call in others():
+            if name == operation:
+                yield label, call
+
+
+# ---- the device that compiles ----
+
+
+class _Compiler:
+    """A driver of Triton that knows its target and has no device."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # the key of Triton's caches: one set of kernels for each architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+@contextmanager
+def launches(on_launch: Callable[..., None], arch: int) -> Iterator[None]:
+    """Inside, a launch calls on_launch(name, compile, args, options); compile(*args, **options) gives what
+    would run on ``sm_<arch>``."""
+    import triton
+    from triton.runtime import driver
+
+    function = triton.runtime.jit.JITFunction
+    original, before = function.run, launch.OFF_GPU
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        on_launch(self.__name__, partial(original, self, grid=grid, warmup=True), args, options)
+
+    # Triton asks its driver for the target; ours needs no device.
+    driver.set_active(_Compiler(arch))
+    launch.OFF_GPU = launch.Hardware(arch, MULTIPROCESSORS)
+    function.run = run
+    try:
+        yield
+    finally:
+        function.run, launch.OFF_GPU = original, before
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -76,74 +249,52 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+)\s+STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage: {text[:400]!r}")
     return int(found[1]), int(found[2])
 
 
-def compile_variant(variant: Variant, arch: int, max_registers: int | None = None) -> Compiled:
-    """Compile a variant for ``sm_<arch>``; no device is needed. max_registers: cap on registers per thread.
+def compile_operation(
+    operation: str, arch: int, only: str = "", ones: bool = False, **overrides: Any
+) -> list[Compiled]:
+    """Every kernel that an operation launches, each once; nothing of it runs.
 
-    Raises:
-        ValueError: an argument of the kernel is neither in ``signature`` nor in ``constexprs``, or the kernel
-            was made under TRITON_INTERPRET.
+    only: kernels whose "name label" contains this. ones: all integer arguments are 1. overrides: options of
+    the launches, such as maxnreg (a cap on registers per thread).
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    made: dict[int, tuple[str, Any]] = {}
 
-    fn, signature, constexprs = variant.fn, variant.signature, variant.constexprs
-    if not isinstance(fn, triton.runtime.jit.JITFunction):
-        raise ValueError(
-            f"compile_variant: fn is a {type(fn).__name__}, expected a triton JITFunction. Under"
-            " TRITON_INTERPRET=1 kernels are interpreted; compile in a process without that variable."
-        )
-    missing = [arg for arg in fn.arg_names if arg not in signature and arg not in constexprs]
-    if missing:
-        raise ValueError(
-            f"compile_variant: {fn.__name__} needs {', '.join(missing)}; give a type or a constant for each"
-        )
+    def on_launch(label: str, name: str, compiled: Any, args: Any, options: Any) -> None:
+        name = f"{name} {label}"
+        if only not in name:
+            return
+        # What the launcher does by itself with an argument of 1.
+        if ones:
+            args = [1 if type(x) is int else x for x in args]
+        kernel = compiled(*args, **{**options, **overrides})
+        made.setdefault(id(kernel), (name, kernel))  # Triton gives the same object for the same launch
 
-    # Pointers, also those of a tuple, and the integers named are multiples of 16, as the launcher finds them.
-    types = {arg: "constexpr" if arg in constexprs else signature[arg] for arg in fn.arg_names}
-    aligned: list[tuple[int, ...]] = []
-    for number, (arg, kind) in enumerate(types.items()):
-        if isinstance(kind, tuple):
-            aligned += [(number, part) for part in range(len(kind))]
-        elif kind.startswith("*") or (arg in variant.divisible and kind != "constexpr"):
-            aligned.append((number,))
-    attrs = {place: [["tt.divisibility", 16]] for place in aligned}
+    # On CPU tensors, too.
+    os.environ[ENVIRONMENT] = "triton"
+    for label, call in calls_of(operation):
+        with launches(partial(on_launch, label), arch):
+            call()
 
-    # No device: the target is named, and what the assembler made is read from the file.
-    source = ASTSource(fn=fn, signature=types, constexprs=dict(constexprs), attrs=attrs)
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    if max_registers is not None:
-        options["maxnreg"] = max_registers
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    registers, stack = _resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    return Compiled(
-        name=variant.name,
-        arch=arch,
-        num_warps=variant.num_warps,
-        registers=registers,
-        spills=stack,
-        shared_bytes=compiled.metadata.shared,
-        uses_wgmma="wgmma.mma_async" in ptx,
-        uses_mma="mma.sync" in ptx or "wgmma.mma_async" in ptx,
-        ptx=ptx,
-    )
-
-
-def variants_of(module: str, arch: int) -> list[Variant]:
-    """What a module launches on ``sm_<arch>``."""
-    make: Callable[..., list[Variant]] = import_module(module).aot_variants
-    variants = make(arch) if inspect.signature(make).parameters else make()
-    return [variant for variant in variants if variant.only_arch in (None, arch)]
+    found = []
+    for name, kernel in made.values():
+        ptx, warps, shared = kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared
+        registers, stack = _resources(kernel.asm["cubin"])
+        cores = "-"
+        if "wgmma.mma_async" in ptx:
+            cores = "wgmma"
+        elif "mma.sync" in ptx:
+            cores = "mma"
+        fits = stack == 0 and shared <= SHARED_LIMIT.get(arch, 48 * 1024)
+        found.append(Compiled(name, arch, warps, registers, stack, shared, cores, fits, ptx))
+    return found
 
 
 def table(rows: Sequence[Compiled]) -> str:
@@ -151,33 +302,30 @@ def table(rows: Sequence[Compiled]) -> str:
     headings = ("kernel", "sm", "warps", "registers", "spills, B", "shared, KiB", "tensor cores")
     lines = [headings, ("---",) * len(headings)]
     for row in rows:
-        cores = "wgmma" if row.uses_wgmma else "mma"
         shared = f"{row.shared_bytes / 1024:.1f}"
-        figures = (row.arch, row.num_warps, row.registers, row.spills, shared, cores if row.uses_mma else "-")
+        figures = row.arch, row.num_warps, row.registers, row.spills, shared, row.cores
         lines.append((row.name, *map(str, figures)))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the variants of the named modules and print the table. 0: all fit, 1: one spills or is too
-    large."""
+    """Compile and print the table. 0: all fit, 1: one spills or is too large."""
     parser = argparse.ArgumentParser(prog="earlyfusion.kernels.aot", description=__doc__)
     add = parser.add_argument
-    add("modules", nargs="+", help="kernel modules that define aot_variants()")
+    add("operations", nargs="*", help=f"of {', '.join(OPERATIONS)} (default: all)")
     add("--arch", nargs="+", type=int, default=[90, 80], help="compute capabilities (default: 90 80)")
-    add("--only", default="", help="compile only variants whose name contains this (default: all)")
+    add("--only", default="", help="compile only kernels whose name contains this (default: all)")
     add("--json", help="also write the rows, without PTX, to this file")
     args = parser.parse_args(argv)
 
     os.environ.pop("TRITON_INTERPRET", None)
     rows = []
-    for module in args.modules:
+    for operation in args.operations or OPERATIONS:
         for arch in args.arch:
-            chosen = [variant for variant in variants_of(module, arch) if args.only in variant.name]
-            rows += [compile_variant(variant, arch) for variant in chosen]
+            rows += compile_operation(operation, arch, args.only)
     print(table(rows))
     if args.json is not None:
-        write_json(args.json, [{**asdict(row), "ptx": "", "fits": row.fits} for row in rows])
+        write_json(args.json, [{**asdict(row), "ptx": ""} for row in rows])
     return 0 if rows and all(row.fits for row in rows) else 1
 
 

@@ -50,107 +50,39 @@ def register(op: str, backend: str, path: str) -> None:
     """
     if backend not in BACKENDS:
         raise BackendError(f"backend {backend!r} is unknown; {did_you_mean(backend, BACKENDS)}")
+    # Other rooms may bring their own, also for operations of this one.
     REGISTRY.setdefault(op, {})[backend] = path
 
 
-_OURS: dict[str, dict[str, str]] = {
-    "kda": {
-        "naive": "kda.naive:kda",
-        "torch": "kda.chunk:kda",
-        "triton": "kda.triton.kda:kda",
-    },
-    "kda_step": {
-        "naive": "kda.naive:kda_step",
-        "torch": "kda.step:kda_step",
-    },
-    "short_conv": {
-        "naive": "kda.naive:short_conv",
-        "torch": "kda.conv:short_conv",
-        "triton": "kda.triton.conv:short_conv",
-    },
-    "attention": {
-        "naive": "attention.naive:attention",
-        "torch": "attention.varlen:attention",
-        "triton": "attention.triton.flash:attention",
-    },
-    "attention_append": {
-        "naive": "attention.naive:attention_append",
-        "triton": "attention.triton.flash:attention_append",
-    },
-    "qkv_rope": {
-        "naive": "attention.rope:qkv_rope_naive",
-        "torch": "attention.rope:qkv_rope",
-        "triton": "attention.triton.rope:qkv_rope",
-    },
-    "mla_decode": {
-        "naive": "attention.decode:mla_decode",
-        "torch": "attention.tiles:mla_decode",
-        "triton": "attention.triton.decode:mla_decode",
-    },
-    "max_logit": {
-        "naive": "attention.naive:max_logit",
-        "torch": "attention.max_logit:max_logit",
-        "triton": "attention.triton.max_logit:max_logit",
-    },
-    "attnres_phase1": {
-        "naive": "attnres.naive:phase1",
-        "torch": "attnres.two_phase:phase1",
-        "cpu": "attnres.cpu:phase1",
-        "triton": "attnres.triton_phase1:phase1",
-    },
-    "attnres_merge": {
-        "naive": "attnres.naive:merge",
-        "torch": "attnres.two_phase:merge",
-        "triton": "attnres.triton_merge:merge",
-    },
-    "attnres_open": {
-        "naive": "attnres.fused:open_block_naive",
-        "torch": "attnres.fused:open_block",
-        "triton": "attnres.triton_phase1:open_block",
-    },
-    "attnres_step": {
-        "naive": "attnres.fused:step_naive",
-        "torch": "attnres.fused:step",
-        "triton": "attnres.triton_merge:step",
-    },
-    "moe_experts": {
-        "naive": "moe.naive:moe_experts",
-        "torch": "moe.grouped:moe_experts",
-        "cpu": "moe.cpu:moe_experts",
-        "triton": "moe.triton_experts:moe_experts",
-    },
-    "linear_cross_entropy": {
-        "naive": "loss.naive:linear_cross_entropy",
-        "torch": "loss.chunked_ce:linear_cross_entropy",
-        "triton": "loss.triton_rows:linear_cross_entropy",
-    },
-    "token_log_probs": {
-        "naive": "loss.naive:token_log_probs",
-        "torch": "loss.chunked_ce:token_log_probs",
-        "triton": "loss.triton_rows:token_log_probs",
-    },
-    "newton_schulz": {
-        "naive": "muon.naive:newton_schulz",
-        "torch": "muon.newton_schulz:newton_schulz",
-        "triton": "muon.triton_symmetric:newton_schulz",
-    },
-    "attnres_block": {
-        "naive": "attnres.naive:run_block",
-        "torch": "attnres.block:run_block",
-        "cpu": "attnres.cpu:run_block",
-        "triton": "attnres.block:run_block_fused",
-    },
-    "rms_norm": {
-        "naive": "norm:rms_norm",
-        "torch": "norm:rms_norm_closed",
-        "cpu": "norm:rms_norm",
-        "triton": "norm:rms_norm_on_gpu",
-    },
-}
+_OURS = """
+kda kda.naive kda.chunk - kda.triton.kda
+kda_step kda.naive kda.step - -
+short_conv kda.naive kda.conv - kda.triton.conv
+attention attention.naive attention.varlen - attention.triton.flash
+attention_append attention.naive - - attention.triton.flash
+qkv_rope attention.rope:qkv_rope_naive attention.rope - attention.triton.rope
+mla_decode attention.decode attention.tiles - attention.triton.decode
+max_logit attention.naive attention.max_logit - attention.triton.max_logit
+attnres_phase1 attnres.naive:phase1 attnres.two_phase:phase1 attnres.cpu:phase1 attnres.triton_phase1:phase1
+attnres_merge attnres.naive:merge attnres.two_phase:merge - -
+attnres_open attnres.fused:open_block_naive attnres.fused:open_block - attnres.triton_phase1:open_block
+attnres_step attnres.fused:step_naive attnres.fused:step - attnres.triton_merge:step
+attnres_block attnres.naive:run_block attnres.block:run_block attnres.cpu:run_block attnres.block:run_fused
+moe_experts moe.naive moe.grouped moe.cpu moe.triton_experts
+linear_cross_entropy loss.naive loss.chunked_ce - loss.triton_rows
+token_log_probs loss.naive loss.chunked_ce - loss.triton_rows
+newton_schulz muon.naive muon.newton_schulz - muon.triton_symmetric
+rms_norm norm norm:rms_norm_closed norm norm:rms_norm_on_gpu
+"""
+"""A line per operation: module:function of each of BACKENDS in turn, or -. A module alone: its function
+of that name."""
 
-for _op, _entries in _OURS.items():
-    for _backend, _path in _entries.items():
-        register(_op, _backend, f"earlyfusion.kernels.{_path}")
+for _line in _OURS.strip().splitlines():
+    _op, *_paths = _line.split()
+    for _backend, _path in zip(BACKENDS, _paths, strict=True):
+        if _path != "-":
+            _place = _path if ":" in _path else f"{_path}:{_op}"
+            register(_op, _backend, f"earlyfusion.kernels.{_place}")
 
 
 def requested_backend() -> str:
@@ -159,6 +91,7 @@ def requested_backend() -> str:
     Raises:
         BackendError: it names no backend.
     """
+    # Read at every call: tests and users set it at any time.
     value = os.environ.get(ENVIRONMENT, "auto").strip().lower() or "auto"
     choices = ("auto", *BACKENDS)
     if value not in choices:
@@ -173,6 +106,7 @@ def _has_triton() -> bool:
 
 def _answers_alone(like: Tensor | torch.device | str) -> bool:
     """Whether this is inference on a CPU in full precision."""
+    # A device alone does not say whether anyone wants a gradient.
     if not isinstance(like, Tensor) or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
     return like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64)
@@ -192,6 +126,7 @@ def pick(op: str, like: Tensor | torch.device | str) -> str:
         most = "triton" if device.type == "cuda" else "cpu"
 
     usable = {"naive": True, "torch": True, "cpu": _answers_alone(like), "triton": _has_triton()}
+    # From the most special that is allowed down to the law.
     for backend in reversed(BACKENDS[: BACKENDS.index(most) + 1]):
         if backend in REGISTRY[op] and usable[backend]:
             return backend

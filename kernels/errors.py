@@ -32,6 +32,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     if not listed:
         return "nothing is known here"
 
+    # Without a near one the list is the better help.
     near = nearest(word, listed)
     known = f"known: {', '.join(listed)}"
     if near is None:

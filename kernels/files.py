@@ -41,6 +41,7 @@ def write_atomic(path: str | Path, content: str | bytes, sync: bool = True) -> P
 
     Half a character (a lone surrogate, which names and JSON may hold) is written as its escape.
     """
+    # A lone surrogate would raise in the middle of a run that is otherwise fine.
     raw = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with replacing(path, sync) as temporary:
         temporary.write_bytes(raw)

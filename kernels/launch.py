@@ -1,70 +1,72 @@
-"""What every Triton wrapper needs on the host: checks that name the argument, tile choice, the device to
-launch on.
+"""What every Triton launcher needs: is triton there, is it interpreted, which tiles, which device.
 
-Kernels trust their pointers, so anything that could make one read outside its tensor is refused here.
+Nothing here imports triton at module level, so a machine without it can import every launcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the Triton kernels read and write
-MOST_BLOCKS = 65_535
+MOST_BLOCKS = 65_535  # of the second and third dimension of a CUDA grid
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What launchers ask of a GPU."""
+
+    arch: int  # compute capability: 10 * major + minor
+    multiprocessors: int
+
+
+# Off the GPU only the interpreter runs: three, so that tests see several programs. kernels/aot.py puts the
+# device here that it compiles for.
+OFF_GPU = Hardware(arch=90, multiprocessors=3)
+
+
+# Asking the driver takes longer than a launch.
+@lru_cache(maxsize=64)
+def _read(device: torch.device) -> Hardware:
+    about = torch.cuda.get_device_properties(device)
+    return Hardware(10 * about.major + about.minor, about.multi_processor_count)
+
+
+def hardware(device: torch.device) -> Hardware:
+    """Of the GPU that the tensors are on."""
+    return _read(device) if device.type == "cuda" else OFF_GPU
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one for a launch; nothing on a CPU (Triton's interpreter)."""
+    # Triton launches on the current device, not on that of the tensors.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def programs(device: torch.device, per_multiprocessor: int = 1) -> int:
-    """How many persistent programs fill the device; 3 under the interpreter, so that tests see several."""
-    return _multiprocessors(device) * per_multiprocessor if device.type == "cuda" else 3
-
-
-@lru_cache(maxsize=64)
-def arch(device: torch.device) -> int:
-    """Compute capability as 10 * major + minor; 90 off the GPU, where only the interpreter runs."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def check_tensor(
-    op: str,
-    name: str,
-    tensor: Tensor,
-    shape: Sequence[int] | None = None,
-    dtypes: Sequence[torch.dtype] = FLOATS,
-    device: torch.device | None = None,
-    contiguous: bool = True,
-) -> None:
-    """Raise ValueError naming the argument unless dtype, shape, device and layout are what a kernel takes."""
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(
-            f"{op}: {name} is {str(tensor.dtype).removeprefix('torch.')}; expected one of {allowed}"
+def require_triton(op: str) -> None:
+    """ImportError that says how to get triton, where it is not installed."""
+    # Looked up without importing: that takes a second.
+    if find_spec("triton") is None:
+        raise ImportError(
+            f"{op}: the triton backend needs triton, which is not installed; pip install"
+            " 'earlyfusion[triton]', or set EF_KERNELS=torch"
         )
-    if shape is not None and tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
-    if device is not None and tensor.device != device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}; expected {device} like the other arguments")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; expected a"
-            f" contiguous tensor, pass {name}.contiguous()"
-        )
+
+
+def interpreted(kernel: Any) -> bool:
+    """True if ``kernel`` was defined under TRITON_INTERPRET=1 and therefore runs on CPU tensors, in numpy."""
+    return type(kernel).__name__ == "InterpretedFunction"
+
+
+def dot_dtype(dtype: torch.dtype, kernel: Any) -> torch.dtype:
+    """Dtype of matrix product operands: that of the inputs; float32 under the interpreter, whose bfloat16 is
+    broken."""
+    return torch.float32 if interpreted(kernel) else dtype
 
 
 def check_blocks(op: str, what: str, count: int) -> None:
@@ -87,6 +89,7 @@ def column_tile(width: int, most: int, least: int = 16, waste: float = 0.04) -> 
     and 38 % of the lanes.
     """
     tile = most
+    # Padding to the next power of two would idle almost half of the lanes for common widths.
     while tile > least and -(-width // tile) * tile > width * (1 + waste):
         tile //= 2
     return tile

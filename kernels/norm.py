@@ -21,7 +21,9 @@ from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype
 def rms_norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float) -> Tensor:
     """The definition, and the form for inference."""
     wide = accumulate_dtype(x.dtype)
+    # Cast first: statistics of 8-bit mantissas would be noise.
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    # In the dtype of the gate: it may be wider than x.
     if gate is not None:
         y = y * gate.to(accumulate_dtype(gate.dtype)).sigmoid()
     return y.to(compute_dtype(x))
@@ -63,6 +65,7 @@ class _RmsNorm(torch.autograd.Function):
         fp = x.to(accumulate_dtype(x.dtype))
         size, w = fp.shape[-1], weight.to(fp.dtype)
         r = torch.linalg.vecdot(fp, fp).div_(size).add_(ctx.eps).rsqrt_().unsqueeze(-1)
+        # From x again: the normed input is not kept.
         unit, dn, dgate = fp * r, dy.to(fp.dtype), None
         if gate is not None:
             s = gate.to(accumulate_dtype(gate.dtype)).sigmoid()
@@ -70,6 +73,7 @@ class _RmsNorm(torch.autograd.Function):
             dgate = (dn * unit).mul_(w).mul_(s.neg_().add_(1.0)).to(gate.dtype)
 
         dweight = (dn * unit).view(-1, size).sum(0).to(weight.dtype)
+        # What lies along x changes nothing but its length, which the norm takes away.
         u = dn * w
         mean = torch.linalg.vecdot(u, unit).unsqueeze(-1).div_(-size)
         return u.addcmul_(unit, mean).mul_(r).to(x.dtype), dweight, dgate, None, None

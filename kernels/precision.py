@@ -47,6 +47,7 @@ def wide_bmm(a_BMK: Tensor, b_BKN: Tensor, alpha: float = 1.0) -> Tensor:
     of the sums: the operands already are bfloat16 values.
     """
     wide = accumulate_dtype(a_BMK.dtype)
+    # cuBLAS can give its float32 sums as they are.
     if a_BMK.device.type == "cuda" and a_BMK.dtype != wide:
         return torch.bmm(a_BMK, b_BKN, out_dtype=wide).mul_(alpha)
     out_BMN = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2], dtype=wide)

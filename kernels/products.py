@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ENVIRONMENT = "EF_ONEDNN"
+# Of the kernel shapes oneDNN compiles there are then few.
 TILE, STEP = 256, 16  # rows
 FEWEST = 32  # rows, and
 LEAST = 1 << 21  # multiply-adds from which on a call of oneDNN pays
@@ -53,6 +54,7 @@ def quick() -> bool:
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
+        # An Intel processor is served well by MKL; with AMX oneDNN would round to bfloat16.
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
         return False
@@ -79,6 +81,7 @@ def with_onednn(multiply: Callable[[], Tensor]) -> Tensor:
     """What `multiply` returns, its products on a CPU by oneDNN, which may use bfloat16 inside where there is
     AMX."""
     setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    # A process-wide switch: it is put back whatever happens.
     before = setting.fp32_precision
     if before == "bf16":  # another thread's, or the user's
         return multiply()
@@ -99,6 +102,7 @@ def product(x_RA: Tensor, w_AB: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def _in_steps(x_RA: Tensor, w_AB: Tensor, out: Tensor | None) -> Tensor:
     rows = x_RA.shape[0]
+    # Whole tiles in one call, so that few shapes are ever compiled.
     unit = TILE if rows >= TILE else STEP
     whole = rows // unit * unit
     if whole == rows or not whole:
@@ -106,6 +110,7 @@ def _in_steps(x_RA: Tensor, w_AB: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         out = x_RA.new_empty(rows, w_AB.shape[1])
     torch.mm(x_RA[:whole], w_AB, out=out[:whole])
+    # Rows are computed twice rather than in a shape of their own.
     low = rows - -(-(rows - whole) // STEP) * STEP
     out[whole:] = torch.mm(x_RA[low:], w_AB)[whole - low :]
     return out
@@ -119,6 +124,7 @@ def product_over_rows(left_RB: Tensor, right_RA: Tensor, *, out: Tensor | None =
     if not whole or not _suits(left_RB) or not _pays(rows, *shape):
         return torch.mm(left_RB.T, right_RA) if out is None else torch.mm(left_RB.T, right_RA, out=out)
     sums_BA = left_RB.new_empty(shape) if out is None else out
+    # The rest first: it fills the output that whole tiles are added to.
     rest = slice(whole, rows)
     if whole < rows:
         torch.mm(left_RB[rest].T, right_RA[rest], out=sums_BA)
@@ -156,6 +162,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight_BA: Tensor, bias_B: Tensor | None = None) -> Tensor:
     """`F.linear`, [..., A] -> [..., B]. Where oneDNN is used (see the file's head) it is differentiable
     once."""
+    # Parametrised or quantised weights have ways of their own.
     plain = type(weight_BA) in (Tensor, torch.nn.Parameter) and weight_BA.dtype == x.dtype and x.dim() > 1
     if not plain or not _suits(x) or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight_BA, bias_B)

@@ -40,7 +40,9 @@ class Segments:
     _cache: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # A tensor here would be a host sync in every kernel that asks.
         for index, length in enumerate(self.lengths):
+            # bool is an int to Python, and a mask given for lengths would pass.
             if not isinstance(length, int) or isinstance(length, bool):
                 raise TypeError(
                     f"Segments: document {index} has length {length!r} of type {type(length).__name__};"
@@ -103,6 +105,7 @@ class Segments:
         """Document index of every token, int32 [T]."""
 
         def build() -> Tensor:
+            # Made on the host, then copied once: a repeat on the device would have to know its size.
             lengths = torch.tensor(self.lengths, dtype=torch.int64)
             index = torch.arange(self.num, dtype=torch.int32)
             return torch.repeat_interleave(index, lengths).to(device)

@@ -98,9 +98,7 @@ class KdaSlots:
         qkv, taps = conv_step(qkv, weight, taps)
         q, k, v = (part.unflatten(1, (layer.num_heads, -1)) for part in qkv.chunk(3, dim=-1))
         gate = layer.gate(f, beta)
-        o_NHV, state = resolve("kda_step", qkv)(
-            q, k, v, *gate, state, lower_bound=layer.lower_bound, scale=None
-        )
+        o_NHV, state = resolve("kda_step", qkv)(q, k, v, *gate, state, lower_bound=layer.lower_bound)
         self.write(plan, state, taps)
         return o_NHV
 

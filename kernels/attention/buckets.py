@@ -18,6 +18,7 @@ from torch import Tensor
 
 from earlyfusion.kernels.segments import Segments
 
+# A launch costs about as much as the square of so many tokens.
 SLACK = 32**2  # L^2 work of padding that costs less than issuing one more bucket
 
 
@@ -40,8 +41,10 @@ class Bucket:
     def pad(self, x: Tensor) -> Tensor:
         """[T, ...] -> [B, L, ...], zeros after the end of every document."""
         shape = (self.documents, self.length, *x.shape[1:])
+        # Documents of one length next to each other, as pictures of one size are: no copy at all.
         if self.span is not None:
             return x[self.span].reshape(shape)
+        # Zeros, not garbage: padded keys get -inf, but 0 times NaN is NaN.
         padded = x.new_zeros(self.documents * self.length, *x.shape[1:])
         return padded.index_copy_(0, self.slots, x.index_select(0, self.rows)).view(shape)
 
@@ -58,6 +61,7 @@ class Bucket:
         if self.slots.shape[0] == self.documents * self.length:
             return None
         device = self.lengths_B.device
+        # Under a causal mask nobody asks for this: padding stands behind every token.
         padding_BL = torch.arange(self.length, device=device) >= self.lengths_B[:, None]
         return torch.zeros(padding_BL.shape, dtype=dtype, device=device).masked_fill_(
             padding_BL, float("-inf")
@@ -77,6 +81,7 @@ def group_lengths(lengths: Sequence[int], multiple: int, slack: int = SLACK) -> 
     groups: list[list[int]] = []
     useful = longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        # Work of a document is the square of its length.
         work = padded_length(lengths[index], multiple) ** 2
         if groups and (len(groups[-1]) + 1) * longest <= useful + work + slack:
             groups[-1].append(index)
@@ -92,9 +97,11 @@ def _bucket(segments: Segments, group: list[int], multiple: int, device: torch.d
     lengths, starts = [segments.lengths[i] for i in group], [segments.offsets[i] for i in group]
     length, total = padded_length(max(lengths), multiple), sum(lengths)
     lengths_B = torch.tensor(lengths)
+    # Positions inside each document, then their places in the row and in the rectangle.
     within = torch.cat([torch.arange(n) for n in lengths])
     rows = torch.repeat_interleave(torch.tensor(starts), lengths_B) + within
     slots = torch.repeat_interleave(torch.arange(len(group)) * length, lengths_B) + within
+    # Equal and next to each other: the rectangle is a view of the row.
     adjacent = min(lengths) == length and starts == list(range(starts[0], starts[0] + total, length))
     span = slice(starts[0], starts[0] + total) if adjacent else None
     return Bucket(len(group), length, rows.to(device), slots.to(device), span, lengths_B.to(device))
@@ -107,6 +114,7 @@ def buckets(segments: Segments, device: torch.device, multiple: int = 1) -> tupl
     Without gradients on a CPU no document is padded to its neighbours' length: what it gets is then the same
     bits whatever shares its row (a longer sum is split otherwise).
     """
+    # Part of the key: a plan made for training must not serve an evaluation.
     slack = SLACK if torch.is_grad_enabled() or device.type != "cpu" else 0
 
     def build() -> tuple[Bucket, ...]:

@@ -26,6 +26,7 @@ def suits(bucket: Bucket, q_THD: Tensor) -> bool:
 
 def _operands(bucket: Bucket, causal: bool, *packed: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """[B, heads, L, dim] views of the padded tensors, filled up to one dim, and the additive key mask."""
+    # Zero channels change neither logits nor sums, and are cut off again.
     width = max(x.shape[-1] for x in packed)
     padded = [
         F.pad(y, (0, width - y.shape[-1])) if y.shape[-1] < width else y for y in map(bucket.pad, packed)
@@ -50,6 +51,7 @@ def backward_bucket(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Padded gradients [B, L, heads, dim] of q, k, v; ``saved`` is (q, k, v, o, lse)."""
     q_THD, k_TGD, v_TGV, o_THV, lse_TH = saved
+    # The backward of that kernel knows no shared keys: they are repeated and their gradients summed.
     repeats = q_THD.shape[1] // k_TGD.shape[1]
     k_THD, v_THV = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k_TGD, v_TGV))
     (q, k, v, o, do), mask = _operands(bucket, causal, q_THD, k_THD, v_THV, o_THV, do_THV)

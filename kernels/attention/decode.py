@@ -17,28 +17,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import INTEGERS, check_shapes, check_tensors
+
 
 def check_decode(
     query_BHR: Tensor, pages_PSR: Tensor, table_BN: Tensor, lengths_B: Tensor, rank: int
 ) -> None:
     """Raise ValueError unless the shapes and dtypes belong together."""
-    fits = query_BHR.dim() == 3 and pages_PSR.dim() == 3 and table_BN.dim() == 2 and lengths_B.dim() == 1
-    if fits:
-        batch, _, width = query_BHR.shape
-        fits = pages_PSR.shape[2] == width and table_BN.shape[0] == lengths_B.shape[0] == batch
-    if not fits:
-        raise ValueError(
-            f"mla_decode: got query {tuple(query_BHR.shape)}, pages {tuple(pages_PSR.shape)}, table"
-            f" {tuple(table_BN.shape)}, lengths {tuple(lengths_B.shape)}; expected [B, H, R], [P, S, R], [B,"
-            " N], [B]"
-        )
+    check_shapes(
+        "mla_decode", query_BHR=query_BHR, pages_PSR=pages_PSR, table_BN=table_BN, lengths_B=lengths_B
+    )
     if not 0 < rank <= query_BHR.shape[2]:
         raise ValueError(
             f"mla_decode: rank is {rank}; expected 1 to {query_BHR.shape[2]}, the width of a latent row"
         )
-    for name, tensor in (("table_BN", table_BN), ("lengths_B", lengths_B)):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"mla_decode: {name} is {tensor.dtype}; expected int32 or int64")
+    check_tensors("mla_decode", query_BHR, INTEGERS, "any", table_BN=table_BN, lengths_B=lengths_B)
 
 
 def mla_decode(
@@ -56,6 +49,7 @@ def mla_decode(
     """
     check_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank)
     wide = torch.promote_types(query_BHR.dtype, torch.float32)
+    # Whole pages are gathered; what lies past the end is masked.
     rows_BLR = pages_PSR[table_BN.long().clamp(0, pages_PSR.shape[0] - 1)].flatten(1, 2).to(wide)
     hidden_BL = torch.arange(rows_BLR.shape[1], device=query_BHR.device) >= lengths_B[:, None]
     # rows past the end may hold anything, and 0 * NaN is NaN

@@ -20,6 +20,7 @@ from torch import Tensor
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.segments import Segments, check_packed
 
+# Too large a slack only costs some rows; too small a one would miss the maximum.
 SLACK = (
     1e-2  # relative; covers the error of a kernel's log-sum-exp (7e-3 in torch's bfloat16 CPU flash kernel)
 )
@@ -46,11 +47,13 @@ def floors(lse_TH: Tensor, segments: Segments, causal: bool) -> Tensor:
         if causal:
             visible_T = segments.position(lse_TH.device) + 1
         else:
+            # Without a mask every row sees its whole document.
             visible_T = torch.tensor(segments.lengths, device=lse_TH.device)[
                 segments.ids(lse_TH.device).long()
             ]
         return visible_T.to(lse_TH.dtype).log()[:, None]
 
+    # The same for all layers of a row.
     log_T1 = segments.cached(("max_logit.visible", causal, lse_TH.dtype, str(lse_TH.device)), build)
     floor_H = (lse_TH - log_T1).amax(dim=0)
     return floor_H - SLACK * (1 + floor_H.abs())
@@ -104,6 +107,7 @@ def max_logit(
         return torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
     bound_H = lse_TH.amax(dim=0)
     COUNTS.comparisons += 1
+    # The one look at the device; mostly it ends here.
     if not bool((bound_H > tau).any()):
         return bound_H.float()
     rows = _candidate_rows(lse_TH, segments, causal)
@@ -111,7 +115,9 @@ def max_logit(
     COUNTS.rows += len(rows)
     dtype = compute_dtype(q_THD, k_TGD)  # the operands attention multiplied, under autocast too
     q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)
+    # Only rows that can hold a maximum are multiplied again, document by document.
     best_H = torch.full_like(bound_H, float("-inf"))
+    # Long rows in pieces: the logits of all candidates could be large.
     step, cursor = max(1, LOGITS_AT_ONCE // (q_THD.shape[1] * segments.max_length)), 0
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):

@@ -24,6 +24,7 @@ def _document_logits(q_THD: Tensor, k_TGD: Tensor, causal: bool, scale: float) -
     k_THD = k_TGD.repeat_interleave(q_THD.shape[1] // k_TGD.shape[1], dim=1)
     logits_HTT = torch.einsum("ihd,jhd->hij", q_THD.to(dtype), k_THD.to(dtype)) * scale
     if causal:
+        # Above the diagonal stands the future.
         hidden_TT = torch.ones(logits_HTT.shape[1:], dtype=torch.bool, device=q_THD.device).triu(1)
         logits_HTT = logits_HTT.masked_fill(hidden_TT, float("-inf"))
     return logits_HTT
@@ -56,7 +57,9 @@ def attention(
     with without_autocast(q_THD):
         for start, length in zip(segments.offsets, segments.lengths):
             rows = slice(start, start + length)
+            # Rounded to the compute dtype first: that is what the fast forms multiply.
             logits_HTT = _document_logits(q_THD[rows].to(out_dtype), k_TGD[rows].to(out_dtype), causal, scale)
+            # P from the log-sum-exp, as the fast forms have it.
             lse_HT = logits_HTT.logsumexp(dim=-1)
             v_THV = v_TGV[rows].to(out_dtype).repeat_interleave(repeats, dim=1).to(dtype)
             outputs.append(torch.einsum("hij,jhv->ihv", torch.exp(logits_HTT - lse_HT[..., None]), v_THV))
@@ -111,6 +114,7 @@ def max_logit(
     ``lse_TH`` and ``tau`` are not needed here; the gated form
     (:func:`earlyfusion.kernels.attention.max_logit.max_logit`) shares the signature.
     """
+    # Documents without rows leave -inf, which clips nothing.
     best_H = torch.full((q_THD.shape[1],), float("-inf"), device=q_THD.device)
     dtype = compute_dtype(q_THD, k_TGD)
     q_THD, k_TGD = q_THD.to(dtype), k_TGD.to(dtype)

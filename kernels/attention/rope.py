@@ -13,24 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_multiple, check_shapes
+
 
 def check_qkv(qkv_T3HD: Tensor, turns_TC: Tensor) -> None:
     """Raise ValueError unless qkv is a floating [T, 3, H, D] with even D and the turns complex [T, D / 2]."""
-    if (
-        qkv_T3HD.dim() != 4
-        or qkv_T3HD.shape[1] != 3
-        or qkv_T3HD.shape[3] % 2
-        or not qkv_T3HD.is_floating_point()
-    ):
+    sizes = check_shapes("qkv_rope", qkv_T3HD=qkv_T3HD)
+    check_multiple("qkv_rope", "channels of a head in qkv_T3HD", sizes["D"], "numbers of a pair", 2)
+    check_shapes("qkv_rope", {"T": sizes["T"], "C": sizes["D"] // 2}, turns_TC=turns_TC)
+    if not qkv_T3HD.is_floating_point() or not turns_TC.is_complex():
         raise ValueError(
-            f"qkv_rope: qkv_T3HD is {qkv_T3HD.dtype} {tuple(qkv_T3HD.shape)}; expected a float [T, 3, H, D]"
-            " with even D"
-        )
-    expected = (qkv_T3HD.shape[0], qkv_T3HD.shape[3] // 2)
-    if tuple(turns_TC.shape) != expected or not turns_TC.is_complex():
-        raise ValueError(
-            f"qkv_rope: turns_TC is {turns_TC.dtype} {tuple(turns_TC.shape)}; expected complex numbers"
-            f" {expected}"
+            f"qkv_rope: qkv_T3HD is {qkv_T3HD.dtype}, turns_TC {turns_TC.dtype}; expected floats and complex"
         )
 
 
@@ -42,6 +35,7 @@ def qkv_rope_naive(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, 
     cos, sin = turns_TC.real[:, None].to(wide), turns_TC.imag[:, None].to(wide)
 
     def turn(x: Tensor) -> Tensor:
+        # As two real numbers, so that the law does not lean on complex arithmetic.
         even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
@@ -57,6 +51,7 @@ def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor
     check_qkv(qkv_T3HD, turns_TC)
     qk, v = qkv_T3HD.split((2, 1), dim=1)  # split and unbind: their backward is one concatenation
     wide = torch.promote_types(qkv_T3HD.dtype, torch.float32)
+    # q and k in one product.
     pairs = torch.view_as_complex(qk.to(wide).unflatten(-1, (-1, 2)))
     turned = torch.view_as_real(pairs * turns_TC[:, None, None]).flatten(-2).to(qkv_T3HD.dtype)
     q, k = turned.unbind(1)

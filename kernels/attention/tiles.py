@@ -19,6 +19,7 @@ from torch import Tensor
 from earlyfusion.kernels.attention.decode import check_decode
 from earlyfusion.kernels.precision import accumulate_dtype, wide_bmm
 
+# Tiles grow with the context: few borders, and bounded memory all the same.
 FIRST_TILE, LAST_TILE = 128, 8192
 """Keys; a longer tile is at most a quarter of what stands before it."""
 
@@ -29,6 +30,7 @@ def tiles(length: int) -> tuple[tuple[int, int], ...]:
     borders: list[tuple[int, int]] = []
     start = 0
     while start < length or not borders:
+        # Borders follow from the start alone; the last tile may reach past the end.
         size = FIRST_TILE
         while size * 2 <= min(start // 4, LAST_TILE):
             size *= 2
@@ -60,8 +62,10 @@ def attend_in_tiles(
         else:  # a logit of 20 rounded to 8 bits is off by up to 0.06, and its probability by 6 %
             scores_NXL = wide_bmm(query_NXR, keys_NLR.transpose(1, 2), scale)
         positions_L = torch.arange(start, stop, device=query_NXR.device)
+        # Tokens of a longer neighbour in the batch, or none at all.
         scores_NXL.masked_fill_(positions_L > last_NX1, float("-inf"))
 
+        # Online softmax over tiles.
         highest = scores_NXL.amax(-1, keepdim=True)
         new_top = highest if top is None else torch.maximum(top, highest)
         p_NXL = scores_NXL.sub_(new_top).exp_()
@@ -81,6 +85,7 @@ def attend_in_tiles(
 def pages_of(pages_PSR: Tensor, table_BN: Tensor) -> Callable[[int, int], Tensor]:
     """The `keys` of `attend_in_tiles`: latents gathered from the pages of every sequence, page 0 past the
     last. S must divide FIRST_TILE."""
+    # Tiles begin at pages, as FIRST_TILE is a multiple of their size.
     size, width = pages_PSR.shape[1:]
 
     def keys(start: int, stop: int) -> Tensor:
@@ -101,6 +106,7 @@ def mla_decode(
     size = pages_PSR.shape[1]
     if FIRST_TILE % size:
         raise ValueError(f"mla_decode: pages of {size} rows; expected a divisor of {FIRST_TILE}")
+    # An idle slot is computed with one key, so that no softmax is empty, and then blanked.
     idle_B11 = (lengths_B == 0)[:, None, None]
     last_B11 = (lengths_B - 1).clamp(min=0)[:, None, None]
     keys = pages_of(pages_PSR, table_BN)

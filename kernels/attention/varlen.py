@@ -48,6 +48,7 @@ try:
 except ImportError:  # builds of torch without it still have the buckets
     _varlen = None  # type: ignore[assignment]
 
+# Measured on one core; larger tiles fall out of its second-level cache and take longer.
 TILE_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MB, about a core's cache
 CPU_HALF_MULTIPLE = 64  # see _multiple
 CAUSAL_ROWS = (
@@ -75,8 +76,10 @@ class _Tile(NamedTuple):
 
 
 def _tiles(bucket: Bucket, heads: int, causal: bool) -> Iterator[_Tile]:
+    # Rows of a tile shrink with the number of keys, so that its logits stay in the cache.
     most_rows = max(1, TILE_ELEMENTS // (heads * bucket.length))
     step = min(bucket.length, most_rows, CAUSAL_ROWS if causal else bucket.length)
+    # Short documents share a tile, or every product would be tiny.
     most_documents = max(1, TILE_ELEMENTS // (heads * bucket.length * step))
     first = 0
     while first < bucket.documents:  # in powers of two: few distinct shapes, as for the lengths
@@ -92,6 +95,7 @@ def _tiles(bucket: Bucket, heads: int, causal: bool) -> Iterator[_Tile]:
 def _group(x_BRHD: Tensor, groups: int) -> Tensor:
     """[B, R, H, D] -> [B * G, n * R, D]: the query heads of a group stacked along the rows."""
     batch, rows, heads, width = x_BRHD.shape
+    # Heads that share keys become rows of one product.
     x = x_BRHD.view(batch, rows, groups, heads // groups, width).permute(0, 2, 3, 1, 4)
     return x.reshape(batch * groups, (heads // groups) * rows, width)
 
@@ -107,6 +111,7 @@ class _Masks:
     def __init__(self, bucket: Bucket, groups: int, causal: bool, dtype: torch.dtype) -> None:
         self.groups, self.triangle_RR, self.bias_BL = groups, None, None
         if causal:
+            # A tile's last keys are its own rows: the triangle is the same for all tiles.
             side = min(CAUSAL_ROWS, bucket.length)
             square_RR = torch.full((side, side), float("-inf"), dtype=dtype, device=bucket.lengths_B.device)
             self.triangle_RR = square_RR.triu_(1)
@@ -116,6 +121,7 @@ class _Masks:
     def add_(self, logits: Tensor, tile: _Tile) -> None:
         """In place on [B * G, n * R, M]."""
         if self.triangle_RR is not None:
+            # Only the tile's own rows stand on the diagonal; earlier keys are all visible.
             rows = tile.rows.stop - tile.rows.start
             logits.unflatten(1, (-1, rows))[..., tile.rows] += self.triangle_RR[:rows, :rows]
         elif self.bias_BL is not None:
@@ -139,6 +145,7 @@ def _forward_bucket(
         k, v = _group(k_BLGD[documents, keys], groups), _group(v_BLGV[documents, keys], groups)
         logits = wide_bmm(q, k.transpose(1, 2), scale)
         masks.add_(logits, tile)
+        # The log-sum-exp costs next to nothing here and saves the backward a pass.
         p, lse = softmax_with_lse(logits)
         o_BLHV[documents, rows] = _ungroup(torch.bmm(p.to(v.dtype), v), *shape)
         lse_BLH[documents, rows] = _ungroup(lse[..., None], *shape)[..., 0]
@@ -156,6 +163,7 @@ def _backward_bucket(
     dtype, wide = q_THD.dtype, accumulate_dtype(q_THD.dtype)
     masks = _Masks(bucket, groups, causal, wide)
     dq_BLHD = torch.empty_like(q_BLHD)
+    # Keys are met by several tiles: their gradients are summed in full precision.
     dk_BLGD, dv_BLGV = torch.zeros_like(k_BLGD, dtype=wide), torch.zeros_like(v_BLGV, dtype=wide)
     for tile in _tiles(bucket, heads, causal):
         documents, rows, keys = tile
@@ -164,6 +172,7 @@ def _backward_bucket(
         k, v = _group(k_BLGD[documents, keys], groups), _group(v_BLGV[documents, keys], groups)
         logits = wide_bmm(q, k.transpose(1, 2), scale)
         masks.add_(logits, tile)
+        # Recomputed: P of all tiles would be the memory that flash attention saves.
         p = torch.softmax(logits, dim=-1)
         dp = wide_bmm(
             do, v.transpose(1, 2), scale
@@ -204,6 +213,7 @@ class _BucketedAttention(torch.autograd.Function):
         gradients = [torch.empty_like(x) for x in saved[:3]]
         with without_autocast(do_THV):
             for bucket in buckets(segments, do_THV.device, _multiple(saved[0])):
+                # Chosen as in the forward, from what was saved.
                 run = cpu_flash.backward_bucket if cpu_flash.suits(bucket, saved[0]) else _backward_bucket
                 for gradient, padded in zip(gradients, run(bucket, saved, do_THV, causal, scale)):
                     bucket.unpad_into(gradient, padded)
@@ -226,7 +236,9 @@ def _varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Flash attention over cumulative lengths; the narrower of key and value dim is zero-padded."""
     assert _varlen is not None
+    # Asked of the installed torch instead of its version.
     accepted = inspect.signature(_varlen.varlen_attn).parameters
+    # torch's kernel wants one dim for q, k and v.
     width, value_dim = max(q_THD.shape[-1], v_TGV.shape[-1]), v_TGV.shape[-1]
     q, k, v = (
         F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q_THD, k_TGD, v_TGV)

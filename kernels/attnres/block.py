@@ -47,8 +47,10 @@ def run_block(
     merge = resolve("attnres_merge", qw_SD.device)
     partial: Tensor | None = None
     for index, (sublayer, o_TD, lse_T, qw_D) in enumerate(zip(sublayers, o_STD, lse_ST, qw_SD.unbind())):
+        # A probe wants to see the mix: then the steps are taken one by one.
         if watch is not None:
             watch(index, sources, partial)
+        # Phase 1 alone is the mix as long as the block has no sum.
         h_TD = o_TD if partial is None else merge(o_TD, lse_T, partial, qw_D, eps)
         out_TD = sublayer(h_TD)
         partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD
@@ -56,7 +58,7 @@ def run_block(
     return sources, partial
 
 
-def run_block_fused(
+def run_fused(
     sources: Sequence[Tensor],
     sublayers: Sequence[SubLayer],
     qw_SD: Tensor,
@@ -68,6 +70,7 @@ def run_block_fused(
         return run_block(sources, sublayers, qw_SD, eps, watch)
     o_STD, lse_ST, sources = resolve("attnres_open", qw_SD.device)(list(sources), qw_SD, eps)
     step = resolve("attnres_step", qw_SD.device)
+    # The first sub-layer has no sum to add to: its mix needs no merge.
     summed_TD = sublayers[0](o_STD[0]).to(sources[0].dtype).contiguous()
 
     # The newest output is added to the sum by the kernel in front of the next sub-layer, the last one here.

@@ -21,6 +21,7 @@ from earlyfusion.kernels.precision import accumulate_dtype
 def _scores(sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(sources [T, n, D] in float32 or float64, scores [T, n, S])."""
     wide = accumulate_dtype(sources[0].dtype)
+    # Token by token, so that no product's shape depends on how many tokens there are.
     v_TnD = torch.stack([source.to(wide) for source in sources], dim=1)
     r_Tn1 = torch.rsqrt(v_TnD.square().mean(-1, keepdim=True) + eps)
     return v_TnD, torch.bmm(v_TnD, qw_SD.T.expand(v_TnD.shape[0], -1, -1)).mul_(r_Tn1)
@@ -54,6 +55,7 @@ def run_block(
             fp_TD = partial.to(v_TnD.dtype)
             s_T1 = (fp_TD * qw_SD[index]).sum(-1, keepdim=True)
             s_T1 = s_T1 * torch.rsqrt(fp_TD.square().mean(-1, keepdim=True) + eps)
+            # One softmax over sources and sum: cheaper than a merge for a few rows.
             p_TN = torch.cat([s_Tn, s_T1], dim=1).softmax(-1)
             h_TD = torch.bmm(p_TN[:, None, :-1], v_TnD).squeeze(1).addcmul_(p_TN[:, -1:], fp_TD)
 

@@ -26,6 +26,7 @@ Opened = tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def _open(form: ModuleType, sources: Sequence[Tensor], qw_SD: Tensor, eps: float) -> Opened:
+    # One by one: three gradients of [T, D] are cheaper than one of [S, T, D] that is mostly zero.
     o_STD, lse_ST = form.phase1(sources, qw_SD, eps)
     return o_STD.unbind(), lse_ST.unbind(), tuple(sources)
 
@@ -54,6 +55,7 @@ def _step(
     eps: float,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor]:
+    # The sum is rounded as it is stored: that is what later readers see.
     wide = accumulate_dtype(partial_TD.dtype)
     summed_TD = partial_TD if out_TD is None else (partial_TD.to(wide) + out_TD.to(wide)).to(partial_TD.dtype)
     h_TD = form.merge(o1_TD, lse1_T, summed_TD, qw_D, eps).to(wide)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_shapes
 from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
 
 
@@ -29,15 +30,13 @@ def check_sources(sources: Sequence[Tensor], width: int) -> None:
     """Raise ValueError unless there is a source and all are [T, D] of one shape with D = ``width``."""
     if not sources:
         raise ValueError("attention residual: got no sources; the embedding is always the first one")
-    first = sources[0].shape
-    if len(first) != 2 or first[1] != width or any(source.shape != first for source in sources):
-        shapes = [tuple(source.shape) for source in sources]
-        raise ValueError(
-            f"attention residual: sources {shapes} and a query of width {width}; expected equal [T, D]"
-        )
+    for index, source in enumerate(sources):
+        known = dict(zip("TD", (len(sources[0]), width)))
+        check_shapes("attention residual", known, **{f"sources[{index}]_TD": source})
 
 
 def _scores(v_nTD: Tensor, qw_SD: Tensor, eps: float) -> Tensor:
+    # Keys are normed, so that a source cannot win by its size; values are not, so that sizes add up.
     key_nTD = v_nTD * torch.rsqrt(v_nTD.square().mean(dim=-1, keepdim=True) + eps)
     return torch.einsum("sd,ntd->snt", qw_SD, key_nTD)
 
@@ -73,6 +72,7 @@ def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: 
     with without_autocast(qw_D):
         partial = partial_TD.to(dtype)
         s_T = _scores(partial[None], qw_D[None].to(dtype), eps)[0, 0]
+        # Online softmax of two entries.
         share_T1 = torch.sigmoid(s_T - lse1_T.to(dtype))[:, None]  # exp(s) / (exp(s) + exp(lse1))
         h_TD = (1 - share_T1) * o1_TD.to(dtype) + share_T1 * partial
     return h_TD.to(partial_TD.dtype)
@@ -99,6 +99,7 @@ def run_block(
     for index, (sublayer, qw_D) in enumerate(zip(sublayers, qw_SD.unbind())):
         if watch is not None:
             watch(index, sources, partial)
+        # The block's own sum is one more source from its second sub-layer on.
         every = sources if partial is None else [*sources, partial]
         out_TD = sublayer(mix(every, qw_D, eps))
         partial = out_TD.to(sources[0].dtype) if partial is None else partial + out_TD

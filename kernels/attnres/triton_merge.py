@@ -1,7 +1,7 @@
-"""Phase 2 of Attention Residuals on a GPU: running sum, merge and pre-norm in one pass, forward and backward.
+"""Between two sub-layers under Attention Residuals on a GPU: running sum, merge and pre-norm in one pass.
 
     y = partial (+ out)     s = r <qw, y>, r = rsqrt(mean y^2 + eps)     a = sigmoid(s - lse1)
-    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)     (with the norm)
+    h = (1 - a) o1 + a y    x = h rn g, rn = rsqrt(mean h^2 + norm_eps)
 
 Everything a row needs besides its entries is a handful of inner products, taken in a first walk over D; the
 second walk finds the row in the cache and writes the result. |h|^2 comes from the same products. Backward,
@@ -18,330 +18,215 @@ Legend: T tokens, D hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-from earlyfusion.kernels.aot import Variant
-from earlyfusion.kernels.attnres import fused, two_phase
-from earlyfusion.kernels.launch import FLOATS, check_tensor, column_tile, on_device, programs
+from earlyfusion.kernels.attnres import fused
+from earlyfusion.kernels.checks import check_shapes, check_tensors
+from earlyfusion.kernels.launch import column_tile, hardware, on_device
 from earlyfusion.kernels.precision import compute_dtype
 
+# Few rows, so that many programs share the launch; the walk over D is long enough.
 ROWS = 4  # tokens of a forward tile
 ROWS_BACKWARD = 8  # more rows share one update of the partial sums
 PROGRAMS_PER_MULTIPROCESSOR = 3
 
 
-@triton.jit
-def _tile(base, t_R, col, keep, D: tl.constexpr):
-    return tl.load(base + t_R[:, None] * D + col[None, :], mask=keep, other=0.0).to(tl.float32)
+# Without `out` the sum is the block's first output, and there is nothing to add.
+class Rows(NamedTuple):
+    """What the kernels read."""
+
+    o1: Tensor
+    lse1: Tensor
+    y: Tensor  # the running sum
+    out: Tensor | None  # what is to be added to it
+    qw: Tensor
+    norm: Tensor
 
 
 @triton.jit
-def merge_forward(
-    o1_TD,
-    lse1_T,
-    partial_TD,
-    out_TD,
-    qw_D,
-    norm_D,
-    summed_TD,
-    x_TD,
-    T,
-    eps,
-    norm_eps,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    t_R = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    ok_R = t_R < T
+def tile(base, t, col, keep, D: constexpr):
+    return tl.load(base + t[:, None] * D + col[None, :], mask=keep, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(base, t, col, keep, values, D: constexpr):
+    tl.store(base + t[:, None] * D + col[None, :], values.to(base.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def vector(base, col, D: constexpr):
+    return tl.load(base + col, mask=col < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def shares(x, t, ok, yy, qy, oo, oy, eps, norm_eps, D: constexpr):
+    """(a, 1 - a, r, s, rn) of rows, from the inner products of y, qw and o1."""
+    r = tl.rsqrt(yy / D + eps)
+    s = qy * r
+    lse1 = tl.load(x.lse1 + t, mask=ok, other=0.0).to(tl.float32)
+    a, b = tl.sigmoid(s - lse1), tl.sigmoid(lse1 - s)  # 1 - a without the cancellation
+    # |h|^2 from inner products: h itself is not there yet.
+    hh = b * b * oo + 2 * a * b * oy + a * a * yy
+    rn = tl.rsqrt(tl.maximum(hh, 0.0, propagate_nan=tl.PropagateNan.ALL) / D + norm_eps)
+    return a, b, r, s, rn
+
+
+@triton.jit
+def merge_forward(x, summed, normed, T, eps, norm_eps, D: constexpr, BT: constexpr, BD: constexpr):
+    """normed [T, D]; with ``x.out`` also the new sum."""
+    # 64 bits: rows times D passes 2^31 for long batches.
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    ok = t < T
     yy = tl.zeros([BT, BD], tl.float32)
     qy, oo, oy = tl.zeros_like(yy), tl.zeros_like(yy), tl.zeros_like(yy)
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
-        keep = ok_R[:, None] & (col < D)[None, :]
-        y = _tile(partial_TD, t_R, col, keep, D)
-        if ADD:
-            y += _tile(out_TD, t_R, col, keep, D)
-            stored = y.to(summed_TD.dtype.element_ty)
-            tl.store(summed_TD + t_R[:, None] * D + col[None, :], stored, mask=keep)
-            y = stored.to(tl.float32)  # the sum as later readers see it
-        qw = tl.load(qw_D + col, mask=col < D, other=0.0).to(tl.float32)
+        keep = ok[:, None] & (col < D)[None, :]
+        y = tile(x.y, t, col, keep, D)
+        if x.out is not None:
+            # Rounded before it is used, as the definition has it.
+            y = (y + tile(x.out, t, col, keep, D)).to(summed.dtype.element_ty)
+            store_tile(summed, t, col, keep, y, D)
+            y = y.to(tl.float32)  # the sum as later readers see it
+        o1 = tile(x.o1, t, col, keep, D)
         yy += y * y
-        qy += y * qw[None, :]
-        if NORM:
-            o1 = _tile(o1_TD, t_R, col, keep, D)
-            oo += o1 * o1
-            oy += o1 * y
-    yy_R = tl.sum(yy, axis=1)
-    s_R = tl.sum(qy, axis=1) * tl.rsqrt(yy_R / D + eps)
-    lse1_R = tl.load(lse1_T + t_R, mask=ok_R, other=0.0).to(tl.float32)
-    a_R = tl.sigmoid(s_R - lse1_R)
-    b_R = tl.sigmoid(lse1_R - s_R)  # 1 - a without the cancellation
-    rn_R = tl.full([BT], 1.0, tl.float32)
-    if NORM:
-        hh_R = b_R * b_R * tl.sum(oo, axis=1) + 2 * a_R * b_R * tl.sum(oy, axis=1) + a_R * a_R * yy_R
-        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0, propagate_nan=tl.PropagateNan.ALL) / D + norm_eps)
+        qy += y * vector(x.qw, col, D)[None, :]
+        oo += o1 * o1
+        oy += o1 * y
+    yy, qy, oo, oy = tl.sum(yy, axis=1), tl.sum(qy, axis=1), tl.sum(oo, axis=1), tl.sum(oy, axis=1)
+    a, b, _, _, rn = shares(x, t, ok, yy, qy, oo, oy, eps, norm_eps, D)
+
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
-        keep = ok_R[:, None] & (col < D)[None, :]
-        y = _tile(partial_TD, t_R, col, keep, D)
-        if ADD:
-            y = (y + _tile(out_TD, t_R, col, keep, D)).to(summed_TD.dtype.element_ty).to(tl.float32)
-        x = b_R[:, None] * _tile(o1_TD, t_R, col, keep, D) + a_R[:, None] * y
-        if NORM:
-            x *= rn_R[:, None] * tl.load(norm_D + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(x_TD + t_R[:, None] * D + col[None, :], x.to(x_TD.dtype.element_ty), mask=keep)
+        keep = ok[:, None] & (col < D)[None, :]
+        y = tile(x.y, t, col, keep, D)
+        if x.out is not None:
+            y = (y + tile(x.out, t, col, keep, D)).to(summed.dtype.element_ty).to(tl.float32)
+        h = b[:, None] * tile(x.o1, t, col, keep, D) + a[:, None] * y
+        store_tile(normed, t, col, keep, h * (rn[:, None] * vector(x.norm, col, D)[None, :]), D)
 
 
 @triton.jit
-def _row_scalars(
-    o1_TD,
-    lse1_T,
-    y_TD,
-    dx_TD,
-    qw_D,
-    norm_D,
-    t_R,
-    ok_R,
-    eps,
-    norm_eps,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    NORM: tl.constexpr,
-):
+def row_scalars(x, dx, t, ok, eps, norm_eps, D: constexpr, BT: constexpr, BD: constexpr):
     """a, 1 - a, r, s, rn, k = rn^2 mean(u h), ds of every row."""
     yy = tl.zeros([BT, BD], tl.float32)
-    qy, oo, oy, uo, uy = (
-        tl.zeros_like(yy),
-        tl.zeros_like(yy),
-        tl.zeros_like(yy),
-        tl.zeros_like(yy),
-        tl.zeros_like(yy),
-    )
+    qy, oo, oy = tl.zeros_like(yy), tl.zeros_like(yy), tl.zeros_like(yy)
+    uo, uy = tl.zeros_like(yy), tl.zeros_like(yy)
     for d in range(0, D, BD):
         col = d + tl.arange(0, BD)
-        keep = ok_R[:, None] & (col < D)[None, :]
-        y, o1, u = (
-            _tile(y_TD, t_R, col, keep, D),
-            _tile(o1_TD, t_R, col, keep, D),
-            _tile(dx_TD, t_R, col, keep, D),
-        )
-        if NORM:
-            u *= tl.load(norm_D + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
-            oo += o1 * o1
-            oy += o1 * y
+        keep = ok[:, None] & (col < D)[None, :]
+        y, o1, u = tile(x.y, t, col, keep, D), tile(x.o1, t, col, keep, D), tile(dx, t, col, keep, D)
+        u *= vector(x.norm, col, D)[None, :]
+        oo += o1 * o1
+        oy += o1 * y
         yy += y * y
-        qy += y * tl.load(qw_D + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+        qy += y * vector(x.qw, col, D)[None, :]
         uo += u * o1
         uy += u * y
-    yy_R, uo_R, uy_R = tl.sum(yy, axis=1), tl.sum(uo, axis=1), tl.sum(uy, axis=1)
-    r_R = tl.rsqrt(yy_R / D + eps)
-    s_R = tl.sum(qy, axis=1) * r_R
-    lse1_R = tl.load(lse1_T + t_R, mask=ok_R, other=0.0).to(tl.float32)
-    a_R, b_R = tl.sigmoid(s_R - lse1_R), tl.sigmoid(lse1_R - s_R)
-    rn_R, k_R = tl.full([BT], 1.0, tl.float32), tl.zeros([BT], tl.float32)
-    along_R = uy_R - uo_R  # <dh, y - o1>
-    if NORM:
-        oo_R, oy_R = tl.sum(oo, axis=1), tl.sum(oy, axis=1)
-        hh_R = b_R * b_R * oo_R + 2 * a_R * b_R * oy_R + a_R * a_R * yy_R
-        rn_R = tl.rsqrt(tl.maximum(hh_R, 0.0, propagate_nan=tl.PropagateNan.ALL) / D + norm_eps)
-        k_R = rn_R * rn_R * (b_R * uo_R + a_R * uy_R) / D
-        h_along_R = b_R * (oy_R - oo_R) + a_R * (yy_R - oy_R)  # <h, y - o1>
-        along_R = rn_R * (along_R - k_R * h_along_R)
-    return a_R, b_R, r_R, s_R, rn_R, k_R, a_R * b_R * along_R
+    yy, uo, uy = tl.sum(yy, axis=1), tl.sum(uo, axis=1), tl.sum(uy, axis=1)
+    qy, oo, oy = tl.sum(qy, axis=1), tl.sum(oo, axis=1), tl.sum(oy, axis=1)
+    a, b, r, s, rn = shares(x, t, ok, yy, qy, oo, oy, eps, norm_eps, D)
+    k = rn * rn * (b * uo + a * uy) / D
+    h_along = b * (oy - oo) + a * (yy - oy)  # <h, y - o1>
+    along = rn * (uy - uo - k * h_along)  # <dh, y - o1>
+    return a, b, r, s, rn, k, a * b * along
 
 
 @triton.jit
 def merge_backward(
-    o1_TD,
-    lse1_T,
-    y_TD,
-    qw_D,
-    norm_D,
-    dx_TD,
-    dlater_TD,
-    do1_TD,
-    dlse1_T,
-    dy_TD,
+    x,
+    dx,
+    dlater,
+    do1,
+    dlse1,
+    dy_out,
     partial_P2D,
     T,
     rows_per_program,
     eps,
     norm_eps,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    LATER: tl.constexpr,
-    NORM: tl.constexpr,
+    D: constexpr,
+    BT: constexpr,
+    BD: constexpr,
 ):
+    """dlater: the gradient of the sum that its later readers left, or None."""
     program = tl.program_id(0).to(tl.int64)
     start = program * rows_per_program
     end = tl.minimum(start + rows_per_program, T)
     mine = partial_P2D + program * 2 * D
     for first in range(start, end, BT):
-        t_R = first + tl.arange(0, BT)
-        ok_R = t_R < end
-        a_R, b_R, r_R, s_R, rn_R, k_R, ds_R = _row_scalars(
-            o1_TD, lse1_T, y_TD, dx_TD, qw_D, norm_D, t_R, ok_R, eps, norm_eps, D, BT, BD, NORM
-        )
-        tl.store(dlse1_T + t_R, -ds_R, mask=ok_R)
+        t = first + tl.arange(0, BT)
+        ok = t < end
+        a, b, r, s, rn, k, ds = row_scalars(x, dx, t, ok, eps, norm_eps, D, BT, BD)
+        tl.store(dlse1 + t, -ds, mask=ok)
+        slope = (ds * r)[:, None]
         for d in range(0, D, BD):
             col = d + tl.arange(0, BD)
-            keep, inside = ok_R[:, None] & (col < D)[None, :], col < D
-            y, o1, dx = (
-                _tile(y_TD, t_R, col, keep, D),
-                _tile(o1_TD, t_R, col, keep, D),
-                _tile(dx_TD, t_R, col, keep, D),
-            )
-            qw = tl.load(qw_D + col, mask=inside, other=0.0).to(tl.float32)
-            dh = dx
-            if NORM:
-                h = b_R[:, None] * o1 + a_R[:, None] * y
-                dh = dx * tl.load(norm_D + col, mask=inside, other=0.0).to(tl.float32)[None, :]
-                dh = rn_R[:, None] * (dh - k_R[:, None] * h)
-                dg = tl.sum(dx * h * rn_R[:, None], axis=0)
-                tl.store(mine + D + col, dg + tl.load(mine + D + col, mask=inside, other=0.0), mask=inside)
-            do1 = b_R[:, None] * dh
-            tl.store(do1_TD + t_R[:, None] * D + col[None, :], do1.to(do1_TD.dtype.element_ty), mask=keep)
-            slope = (ds_R * r_R)[:, None]
-            dy = a_R[:, None] * dh + slope * (qw[None, :] - y * (r_R * s_R / D)[:, None])
-            if LATER:
-                dy += _tile(dlater_TD, t_R, col, keep, D)
-            tl.store(dy_TD + t_R[:, None] * D + col[None, :], dy.to(dy_TD.dtype.element_ty), mask=keep)
-            dqw = tl.sum(slope * y, axis=0)
-            tl.store(mine + col, dqw + tl.load(mine + col, mask=inside, other=0.0), mask=inside)
+            keep, inside = ok[:, None] & (col < D)[None, :], col < D
+            y, o1, dn = tile(x.y, t, col, keep, D), tile(x.o1, t, col, keep, D), tile(dx, t, col, keep, D)
+            h = b[:, None] * o1 + a[:, None] * y
+            dh = rn[:, None] * (dn * vector(x.norm, col, D)[None, :] - k[:, None] * h)
+            dg = tl.sum(dn * h * rn[:, None], axis=0)
+            tl.store(mine + D + col, dg + vector(mine + D, col, D), mask=inside)
+            store_tile(do1, t, col, keep, b[:, None] * dh, D)
+            dy = a[:, None] * dh + slope * (vector(x.qw, col, D)[None, :] - y * (r * s / D)[:, None])
+            if dlater is not None:
+                dy += tile(dlater, t, col, keep, D)
+            store_tile(dy_out, t, col, keep, dy, D)
+            tl.store(mine + col, tl.sum(slope * y, axis=0) + vector(mine, col, D), mask=inside)
         tl.debug_barrier()  # the next rows read partial sums that other threads wrote
 
 
-def _check(op: str, o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, **vectors: Tensor) -> None:
-    if partial_TD.dim() != 2:
-        raise ValueError(f"{op}: partial_TD has shape {tuple(partial_TD.shape)}; expected [T, D]")
-    device, (tokens, width) = partial_TD.device, partial_TD.shape
-    check_tensor(op, "partial_TD", partial_TD)
-    check_tensor(op, "o1_TD", o1_TD, partial_TD.shape, FLOATS, device)
-    check_tensor(op, "lse1_T", lse1_T, (tokens,), (torch.float32,), device)
-    for name, vector in vectors.items():
-        check_tensor(op, name, vector, (width,), FLOATS, device)
-
-
-class _Merge(torch.autograd.Function):
-    """(o1, lse1, partial, out | None, qw, norm | None, eps, norm_eps) -> (partial + out, x), or x alone
-    without out."""
+class _Step(torch.autograd.Function):
+    """(eps, norm_eps, o1, lse1, partial, out | None, qw, norm) -> (the sum, x); without out x alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        o1_TD: Tensor,
-        lse1_T: Tensor,
-        partial_TD: Tensor,
-        out_TD: Tensor | None,
-        qw_D: Tensor,
-        norm_D: Tensor | None,
-        eps: float,
-        norm_eps: float,
-    ) -> Any:
-        tokens, width = partial_TD.shape
-        add, norm = out_TD is not None, norm_D is not None
-        summed_TD = torch.empty_like(partial_TD) if add else partial_TD
-        x_TD = torch.empty_like(partial_TD, dtype=compute_dtype(partial_TD) if norm else partial_TD.dtype)
+    def forward(ctx: Any, eps: float, norm_eps: float, *tensors: Any) -> Any:
+        rows = Rows(*tensors)
+        (tokens, width), summed = rows.y.shape, rows.y
+        if rows.out is not None:
+            # A new tensor: the old sum may be saved for its own backward.
+            summed = torch.empty_like(rows.y)
+        normed = torch.empty_like(rows.y, dtype=compute_dtype(rows.y))
         if tokens:
-            with on_device(partial_TD):
+            options = {"D": width, "BT": ROWS, "BD": column_tile(width, 256), "num_warps": 4, "num_stages": 2}
+            with on_device(summed):
                 merge_forward[(triton.cdiv(tokens, ROWS),)](
-                    o1_TD,
-                    lse1_T,
-                    partial_TD,
-                    out_TD if add else partial_TD,
-                    qw_D,
-                    norm_D if norm else qw_D,
-                    summed_TD,
-                    x_TD,
-                    tokens,
-                    eps,
-                    norm_eps,
-                    D=width,
-                    BT=ROWS,
-                    BD=column_tile(width, 256),
-                    ADD=add,
-                    NORM=norm,
-                    num_warps=4,
-                    num_stages=2,
+                    rows, summed, normed, tokens, eps, norm_eps, **options
                 )
-        ctx.save_for_backward(o1_TD, lse1_T, summed_TD, qw_D, norm_D)
-        ctx.eps, ctx.norm_eps, ctx.add = eps, norm_eps, add
-        ctx.dtypes = partial_TD.dtype, out_TD.dtype if out_TD is not None else None
-        return (summed_TD, x_TD) if add else x_TD
+        ctx.save_for_backward(rows.o1, rows.lse1, summed, rows.qw, rows.norm)
+        ctx.eps, ctx.out_dtype = (eps, norm_eps), rows.out.dtype if rows.out is not None else None
+        return normed if rows.out is None else (summed, normed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        o1_TD, lse1_T, y_TD, qw_D, norm_D = ctx.saved_tensors
-        dx_TD = gradients[-1].contiguous()
-        later_TD = gradients[0].contiguous() if ctx.add else dx_TD
-        tokens, width = y_TD.shape
-        do1_TD, dy_TD, dlse1_T = torch.empty_like(o1_TD), torch.empty_like(y_TD), torch.empty_like(lse1_T)
-        most = PROGRAMS_PER_MULTIPROCESSOR * programs(y_TD.device)
+        o1, lse1, y, qw, norm = ctx.saved_tensors
+        rows, (tokens, width) = Rows(o1, lse1, y, None, qw, norm), y.shape
+        *later, dx = (gradient.contiguous() for gradient in gradients)
+        do1, dy, dlse1 = torch.empty_like(o1), torch.empty_like(y), torch.empty_like(lse1)
+        most = PROGRAMS_PER_MULTIPROCESSOR * hardware(y.device).multiprocessors
+        # A multiple of the tile, so that no two programs share rows.
         split = -(-max(1, -(-tokens // most)) // ROWS_BACKWARD) * ROWS_BACKWARD
-        partial_P2D = qw_D.new_zeros(-(-tokens // split), 2, width, dtype=torch.float32)
-        norm = norm_D is not None
+        # Row 0 collects for the query, row 1 for the norm's weight.
+        partial_P2D = qw.new_zeros(-(-tokens // split), 2, width, dtype=torch.float32)
         if tokens:
-            with on_device(y_TD):
+            options = {"BT": ROWS_BACKWARD, "BD": column_tile(width, 128), "num_warps": 4, "num_stages": 2}
+            made = do1, dlse1, dy, partial_P2D
+            with on_device(y):
                 merge_backward[(partial_P2D.shape[0],)](
-                    o1_TD,
-                    lse1_T,
-                    y_TD,
-                    qw_D,
-                    norm_D if norm else qw_D,
-                    dx_TD,
-                    later_TD,
-                    do1_TD,
-                    dlse1_T,
-                    dy_TD,
-                    partial_P2D,
-                    tokens,
-                    split,
-                    ctx.eps,
-                    ctx.norm_eps,
-                    D=width,
-                    BT=ROWS_BACKWARD,
-                    BD=column_tile(width, 128),
-                    LATER=ctx.add,
-                    NORM=norm,
-                    num_warps=4,
-                    num_stages=2,
+                    rows, dx, later[0] if later else None, *made, tokens, split, *ctx.eps, D=width, **options
                 )
-        dqw_D, dnorm_D = partial_P2D.sum(dim=0).unbind()
-        out_dtype = ctx.dtypes[1]
-        return (
-            do1_TD,
-            dlse1_T,
-            dy_TD,
-            None if out_dtype is None else dy_TD.to(out_dtype),
-            dqw_D.to(qw_D.dtype),
-            dnorm_D.to(norm_D.dtype) if norm else None,
-            None,
-            None,
-        )
-
-
-def merge(o1_TD: Tensor, lse1_T: Tensor, partial_TD: Tensor, qw_D: Tensor, eps: float) -> Tensor:
-    """Add the running partial sum to a phase-1 result of the same query; h_TD in the dtype of ``partial_TD``.
-
-    Raises:
-        ValueError: shapes, dtypes, devices or layouts do not fit. float64 goes to the plain torch form.
-    """
-    if partial_TD.dtype == torch.float64:
-        return two_phase.merge(o1_TD, lse1_T, partial_TD, qw_D, eps)
-    _check("attnres_merge", o1_TD, lse1_T, partial_TD, qw_D=qw_D)
-    return _Merge.apply(o1_TD, lse1_T, partial_TD, None, qw_D, None, eps, 0.0)
+        dqw, dnorm = partial_P2D.sum(dim=0).unbind()
+        dout = None if ctx.out_dtype is None else dy.to(ctx.out_dtype)
+        return None, None, do1, dlse1, dy, dout, dqw.to(qw.dtype), dnorm.to(norm.dtype)
 
 
 def step(
@@ -361,32 +246,9 @@ def step(
     """
     if partial_TD.dtype == torch.float64:
         return fused.step(o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D, eps, norm_eps)
-    _check("attnres_step", o1_TD, lse1_T, partial_TD, qw_D=qw_D, norm_D=norm_D)
-    if out_TD is None:
-        return partial_TD, _Merge.apply(o1_TD, lse1_T, partial_TD, None, qw_D, norm_D, eps, norm_eps)
-    check_tensor("attnres_step", "out_TD", out_TD, partial_TD.shape, FLOATS, partial_TD.device)
-    return _Merge.apply(o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D, eps, norm_eps)
-
-
-def aot_variants() -> list[Any]:
-    """Kernels and shapes that are compiled ahead of time."""
-    variants = []
-    for d in (2304, 4096, 7168):
-        common = {
-            "lse1_T": "*fp32",
-            "qw_D": "*fp32",
-            "norm_D": "*fp32",
-            "T": "i32",
-            "eps": "fp32",
-            "norm_eps": "fp32",
-        }
-        half = dict.fromkeys(("o1_TD", "partial_TD", "out_TD", "summed_TD", "x_TD"), "*bf16")
-        forward = {"D": d, "BT": ROWS, "BD": column_tile(d, 256), "ADD": True, "NORM": True}
-        variants.append(Variant(f"attnres step forward d={d}", merge_forward, {**half, **common}, forward))
-        half = dict.fromkeys(("o1_TD", "y_TD", "dx_TD", "dlater_TD", "do1_TD", "dy_TD"), "*bf16")
-        more = {"dlse1_T": "*fp32", "partial_P2D": "*fp32", "rows_per_program": "i32"}
-        backward = {"D": d, "BT": ROWS_BACKWARD, "BD": column_tile(d, 128), "LATER": True, "NORM": True}
-        variants.append(
-            Variant(f"attnres step backward d={d}", merge_backward, {**half, **common, **more}, backward)
-        )
-    return variants
+    rows = {"partial_TD": partial_TD, "o1_TD": o1_TD, "out_TD": out_TD, "qw_D": qw_D, "norm_D": norm_D}
+    check_shapes("attnres_step", **rows, lse1_T=lse1_T)
+    check_tensors("attnres_step", partial_TD, **rows)
+    check_tensors("attnres_step", partial_TD, (torch.float32,), lse1_T=lse1_T)
+    made = _Step.apply(eps, norm_eps, o1_TD, lse1_T, partial_TD, out_TD, qw_D, norm_D)
+    return made if out_TD is not None else (partial_TD, made)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from earlyfusion.kernels.attnres.naive import check_sources
 from earlyfusion.kernels.precision import accumulate_dtype, without_autocast
 
+# Found by measuring; a tile stays in the cache for both products.
 CPU_TILE = 1024  # rows: n + 2S float32 tiles of width 128 stay in a few MB of cache
 GPU_TILE = 16384  # rows: few launches, bounded workspace
 
@@ -36,6 +37,7 @@ def _tiles(tokens: int, device: torch.device) -> Iterator[slice]:
 
 def _weights(v_RnD: Tensor, qw_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Scores s [R, S, n] and inverse norms r [R, 1, n]."""
+    # The norm factor is applied to the scores: a scalar per source instead of a normed copy of it.
     r_R1n = torch.rsqrt(v_RnD.square().mean(dim=-1) + eps)[:, None]
     s_RSn = torch.matmul(v_RnD, qw_SD.T).transpose(1, 2) * r_R1n
     return s_RSn, r_R1n
@@ -53,6 +55,7 @@ class _Phase1(torch.autograd.Function):
             for rows in _tiles(tokens, qw.device):
                 v_RnD = torch.stack([source[rows].to(dtype) for source in sources], dim=1)
                 s_RSn, _ = _weights(v_RnD, qw, eps)
+                # Tiles of rows: the float32 stack of all sources exists for one of them at a time.
                 lse_ST[:, rows] = s_RSn.logsumexp(dim=-1).T
                 o_STD[:, rows] = torch.bmm(s_RSn.softmax(dim=-1), v_RnD).transpose(0, 1)
         ctx.save_for_backward(qw_SD, *sources)
@@ -75,12 +78,16 @@ class _Phase1(torch.autograd.Function):
                 s_RSn, r_R1n = _weights(v_RnD, qw, ctx.eps)
                 p_RSn = s_RSn.softmax(dim=-1)
                 dp_RSn = torch.bmm(x_RSD, v_RnD.transpose(1, 2))
+                # The softmax takes off what all sources have in common; the log-sum-exp's own gradient
+                # joins here.
                 delta_RS1 = (p_RSn * dp_RSn).sum(dim=-1, keepdim=True) - dlse_ST[:, rows].T[..., None]
+                # Every gradient is a small matrix of coefficients times x, qw or the sources themselves.
                 a_RSn = p_RSn * (dp_RSn - delta_RS1) * r_R1n  # ds_i r_i
                 c_Rn1 = ((a_RSn * s_RSn).sum(dim=1) * r_R1n[:, 0])[..., None] / width
                 dv_RnD = torch.matmul(a_RSn.transpose(1, 2), qw).addcmul_(c_Rn1, v_RnD, value=-1)
                 dv_RnD.baddbmm_(p_RSn.transpose(1, 2), x_RSD)
                 dqw_SD += a_RSn.transpose(0, 1).flatten(1) @ v_RnD.flatten(0, 1)
+                # Each source is written once, in its own dtype.
                 for dsource, dv_RD in zip(dsources, dv_RnD.unbind(dim=1)):
                     dsource[rows] = dv_RD
         return dqw_SD.to(qw_SD.dtype), None, *dsources
@@ -96,6 +103,7 @@ class _Merge(torch.autograd.Function):
             partial = partial_TD.to(dtype)
             s_T, _ = _score(partial, qw_D.to(dtype), eps)
             share_T1 = torch.sigmoid(s_T - lse1_T)[:, None]
+            # One pass, and exact at both ends.
             h_TD = torch.lerp(o1_TD.to(dtype), partial, share_T1)
         ctx.save_for_backward(o1_TD, lse1_T, partial_TD, qw_D)
         ctx.eps = eps
@@ -110,6 +118,7 @@ class _Merge(torch.autograd.Function):
             x, partial, qw = dh_TD.to(dtype), partial_TD.to(dtype), qw_D.to(dtype)
             s_T, r_T = _score(partial, qw, ctx.eps)
             share_T = torch.sigmoid(s_T - lse1_T)
+            # The derivative of the sigmoid times how far apart its two sides are.
             ds_T = share_T * (1 - share_T) * (x * (partial - o1_TD)).sum(dim=-1)
             a_T = ds_T * r_T
             do1_TD = x * (1 - share_T)[:, None]

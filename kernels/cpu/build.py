@@ -29,6 +29,7 @@ from earlyfusion.kernels.dispatch import ENVIRONMENT
 HERE = Path(__file__).resolve().parent
 SOURCES = ("decode.cpp", "sample.cpp")
 HEADERS = ("vector.h", "rows.h", "kda.h", "mla.h", "feed.h")
+# No fast-math: a NaN must stay a NaN.
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = (("-march=native",), ("-mcpu=native",), ())
 """Tried in this order: not every compiler knows the first, on every processor."""
@@ -49,6 +50,7 @@ def compiler() -> tuple[str, ...] | None:
         given = shlex.split(os.environ.get("CXX", ""))
     except ValueError:  # a quote that is not closed
         return None
+    # CXX may name its own flags, as make allows.
     for name, *flags in [given] if given else [["g++"], ["clang++"], ["c++"]]:
         found = shutil.which(name)
         if found:
@@ -67,6 +69,7 @@ def _instructions() -> str:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
+    # Only what decides which instructions there are: the clock frequency changes from boot to boot.
     names = ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "".join(line for line in lines if line.startswith(names))
 
@@ -86,6 +89,7 @@ def _key(command: tuple[str, ...]) -> str:
 
 def _ours(path: Path) -> None:
     """Raise Untrusted unless the path is this user's and nobody else may write it."""
+    # Of the link, not of what it points to.
     about = path.lstat()
     mine = not hasattr(os, "getuid") or about.st_uid == os.getuid()
     if not mine or stat.S_ISLNK(about.st_mode) or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -128,6 +132,7 @@ def _keep(path: Path, target: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     """Remove what compilations left that were killed; none takes longer than all its tries."""
+    # A running compilation of another process is left alone.
     oldest = time.time() - len(NATIVE) * SECONDS
     for left in folder.glob("tmp*"):
         try:
@@ -144,6 +149,7 @@ def _compile(path: tuple[str, ...], target: Path) -> None:
         for native in NATIVE:
             command = [*path, *FLAGS, *native, *(str(HERE / name) for name in SOURCES), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            # The seal is written last: without it the library is not loaded.
             if done.returncode == 0:
                 ctypes.CDLL(str(made)).decode  # noqa: B018  (what cannot be loaded is not kept)
                 seal = Path(folder) / "seal"
@@ -174,6 +180,7 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         folder = cache_directory()
+        # What lies there is loaded into the process: nobody else may write it.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         _ours(folder)
         target = folder / f"cpu-{_key(path)}.so"

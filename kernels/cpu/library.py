@@ -35,6 +35,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "product": (INT, AT, INT, AT, AT, INT, INT),
         "apply": (INT, INT, AT, AT),
     }
+    # ctypes would pass 32-bit integers where nothing is declared.
     for name, types in arguments.items():
         function = getattr(found, name)
         function.argtypes, function.restype = types, None
@@ -54,6 +55,7 @@ def run_shared(function: Any, arguments: tuple[Any, ...], starts: Sequence[int],
     """function(*arguments, first, end) over all rows, by so many threads. starts: first row of every
     sequence, and the number of rows; a sequence is not torn apart."""
     shares = share_out(starts, threads)
+    # The first share is this thread's own.
     pool = _pool(len(shares) - 1, os.getpid()) if len(shares) > 1 else None
     others = [pool.submit(function, *arguments, *share) for share in shares[1:]] if pool is not None else []
     function(*arguments, *shares[0])
@@ -66,6 +68,7 @@ def share_out(starts: Sequence[int], threads: int) -> list[tuple[int, int]]:
     are fewer."""
     rows, borders = starts[-1], [0]
     for thread in range(1, threads):
+        # Shares end where sequences end: a sequence's tokens follow each other.
         nearest = starts[bisect_left(starts, rows * thread / threads)]
         if borders[-1] < nearest < rows:
             borders.append(nearest)

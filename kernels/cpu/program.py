@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_tensors
 from earlyfusion.kernels.cpu.library import AT, INT, REAL, compiled, run_shared
 
 ROWS_AT_ONCE = 128
@@ -22,6 +23,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
+# Fields in the order of the C++ structures; tests compare the sizes on both sides.
 class Matrix(ctypes.Structure):
     _fields_ = [("panels", AT), *_fields(INT, "inner columns")]
 
@@ -114,6 +116,7 @@ def pack(weight: Tensor) -> Tensor:
 
     The last panel is filled up with zeros.
     """
+    # Panels of two vectors: a row of a product reads its weights front to back.
     width = panel_width()
     columns = weight.shape[-1]
     panels = -(-columns // width)
@@ -161,11 +164,8 @@ class Program:
 
     def keep(self, tensor: Tensor) -> int:
         """The address of a contiguous float32 tensor, which lives as long as the program."""
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise ValueError(
-                f"expected contiguous float32 on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on"
-                f" {tensor.device}"
-            )
+        check_tensors("program", torch.empty(0), (torch.float32,), weight=tensor)
+        # ctypes holds the address alone; Python would free the memory.
         self.kept.append(tensor)
         return int(tensor.data_ptr())
 
@@ -178,6 +178,7 @@ class Program:
 
     def build(self) -> None:
         listed: list[Any] = self.operations
+        # Addresses into our own structures: they must not move or die.
         each = [_Operation(op.KIND, ctypes.addressof(op)) for op in listed]
         operations = (_Operation * len(each))(*each)
         self.kept.append(operations)
@@ -213,15 +214,10 @@ def step_of(
     int64: slot and position of every row's token, and the row of the result that is to hold what comes of it
     (-1: nobody asks); pages by slot. chosen: receives the experts of every MoE layer.
     """
-    for name, tensor in (
-        ("slots", slots_T),
-        ("positions", positions_T),
-        ("places", places_T),
-        ("table", table_SP),
-    ):
-        if tensor.dtype != torch.int64 or tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: expected int64 with unit stride, got {tensor.dtype} {tensor.stride()}")
+    index = {"slots": slots_T, "positions": positions_T, "places": places_T, "table": table_SP}
+    check_tensors("step", slots_T, (torch.int64,), "rows", **index)
     x_TD = x_TD.contiguous()
+    # Rows that nobody asked for stay zero.
     out_RD = x_TD.new_zeros(results, x_TD.shape[1])
     step = Step(
         slots_T.data_ptr(),

@@ -10,6 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.cpu.build import library
 from earlyfusion.kernels.cpu.library import AT, INT, compiled, run_shared
 
@@ -52,50 +53,34 @@ def sample(
     """
     rows, vocabulary = logits_BV.shape
     mask = banned.dtype == torch.bool
-    wanted = (
-        (logits_BV, torch.float32),
-        (keys_B, torch.int64),
-        (positions_B, torch.int64),
-        (temperature_B, torch.float32),
-        (top_p_B, torch.float32),
-        (min_p_B, torch.float32),
-        (banned, torch.bool if mask else torch.int64),
-    )
-    for tensor, dtype in wanted:
-        if tensor.dtype != dtype or tensor.device.type != "cpu":
-            raise ValueError(
-                f"expected {dtype} on the CPU, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-            )
-    for name, tensor in (
-        ("keys", keys_B),
-        ("positions", positions_B),
-        ("temperature", temperature_B),
-        ("top_p", top_p_B),
-        ("min_p", min_p_B),
-    ):
-        if tensor.shape != (rows,):
-            raise ValueError(
-                f"{name}: expected one number for each of {rows} rows, got {tuple(tensor.shape)}"
-            )
+    controls = {"temperature_B": temperature_B, "top_p_B": top_p_B, "min_p_B": min_p_B}
+    places = {"keys_B": keys_B, "positions_B": positions_B}
+    check_shapes("sample", logits_BV=logits_BV, **places, **controls)
+    cpu = torch.empty(0)
+    check_tensors("sample", cpu, (torch.float32,), "any", logits_BV=logits_BV, **controls)
+    check_tensors("sample", cpu, (torch.int64,), "any", **places)
+    check_tensors("sample", cpu, (torch.bool, torch.int64), "any", banned=banned)
     if not mask and banned.numel():
+        # An id outside would be written outside the row.
         smallest, largest = (int(edge) for edge in banned.aminmax())
         if banned.dim() != 1 or smallest < 0 or largest >= vocabulary:
             raise ValueError(
                 f"banned: expected ids [N] in 0..{vocabulary - 1}, got {tuple(banned.shape)} from {smallest}"
                 f" to {largest}"
             )
-    if mask and banned.shape != logits_BV.shape:
-        raise ValueError(f"banned: expected a mask {tuple(logits_BV.shape)}, got {tuple(banned.shape)}")
-    # kept under a name: the structure holds addresses alone
-    dense = [tensor.contiguous() for tensor, _ in wanted]
-    logits, *controls, banned_at = (tensor.data_ptr() for tensor in dense)
+    if mask:
+        check_shapes("sample", {"B": rows, "V": vocabulary}, banned_BV=banned)
+    # Kept under names: the structure holds addresses alone.
+    given = (logits_BV, *places.values(), *controls.values(), banned)
+    dense = [tensor.contiguous() for tensor in given]
+    logits, *control_at, banned_at = (tensor.data_ptr() for tensor in dense)
     out_3B = torch.empty(3, rows, dtype=torch.float64)
     about = Sampling(
         vocabulary,
         drawn,
         logprobs,
         logits,
-        *controls,
+        *control_at,
         None if mask else banned_at,
         0 if mask else len(banned),
         banned_at if mask else None,

@@ -34,11 +34,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from earlyfusion.kernels.kda.checks import check_row
-from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay, log_decay_backward
+from earlyfusion.kernels.kda.checks import Inputs, check_kda
+from earlyfusion.kernels.kda.gate import log_decay, log_decay_backward, wide_dtype
 from earlyfusion.kernels.kda.grid import Grid, chunk_grid, chunk_states, scan_gradients
 from earlyfusion.kernels.kda.intra import Tree, climb, descend
 from earlyfusion.kernels.kda.naive import L2_EPS
+from earlyfusion.kernels.precision import without_autocast
 from earlyfusion.kernels.segments import Segments
 
 
@@ -52,158 +53,150 @@ class Options(NamedTuple):
 
     lower_bound: float | None
     scale: float
-    group: int  # value heads per query/key head
     grid: Grid
 
 
-def _chunks(x_RGX: Tensor, grid: Grid) -> Tensor:
-    """Rows [N * C, G, X] viewed as [N, G, C, X] (not contiguous)."""
-    return x_RGX.view(grid.num, grid.chunk, *x_RGX.shape[1:]).transpose(1, 2)
+# Cheaper to make twice than to keep: five tensors of the size of the inputs, for one pass over them.
+class _Operands(NamedTuple):
+    """The inputs in chunks, normalised and activated; made again by the backward."""
+
+    q_BCK: Tensor  # scale * q / |q|
+    k_BCK: Tensor
+    alpha_BCK: Tensor  # 0 at a severed row, 1 at a dead one
+    beta_BC1: Tensor
+    norm_q_TH1: Tensor  # scale / |q|
+    norm_k_TH1: Tensor
+    g_TGK: Tensor  # log of alpha, nats
 
 
-def _rows(x_BCX: Tensor, heads: int, grid: Grid) -> Tensor:
-    """Chunks [B, C, X] back to tokens [T, G, X]."""
-    x_NCGX = x_BCX.view(grid.num, heads, grid.chunk, -1).transpose(1, 2)
-    return grid.gather(x_NCGX.reshape(grid.padded, heads, -1))
-
-
-def _normalized(x_THK: Tensor, scale: float, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normalized(x_THK: Tensor, scale: float, group: int, grid: Grid) -> tuple[Tensor, Tensor]:
     """(scale * x / |x| as [B, C, K], scale / |x| as [T, H, 1])."""
-    grid = options.grid
-    x_THK = x_THK.to(dtype)
-    rnorm_TH1 = torch.linalg.vecdot(x_THK, x_THK).add_(L2_EPS).rsqrt_().mul_(scale).unsqueeze(-1)
-    x_NHCK = _chunks(grid.spread(x_THK), grid)
-    out = torch.empty(x_NHCK.shape, dtype=dtype, device=x_THK.device)
-    torch.mul(x_NHCK, _chunks(grid.spread(rnorm_TH1), grid), out=out)
-    if options.group > 1:
-        out = out.repeat_interleave(options.group, dim=1)
-    return out.view(-1, *out.shape[2:]), rnorm_TH1
+    # The norm is taken per query head, before the value heads of a group share it.
+    norm_TH1 = torch.linalg.vecdot(x_THK, x_THK).add_(L2_EPS).rsqrt_().mul_(scale).unsqueeze(-1)
+    x_NHCK = grid.chunks(x_THK)
+    out = torch.empty(x_NHCK.shape, dtype=x_THK.dtype, device=x_THK.device)
+    torch.mul(x_NHCK, grid.chunks(norm_TH1), out=out)
+    if group > 1:
+        out = out.repeat_interleave(group, dim=1)
+    return out.view(-1, *out.shape[2:]), norm_TH1
 
 
 def _normalize_backward(
-    dy_BCK: Tensor, y_BCK: Tensor, rnorm_TH1: Tensor, scale: float, x: Tensor, opts: Options
+    dy_BCK: Tensor, y_BCK: Tensor, norm_TH1: Tensor, scale: float, x: Tensor, group: int, grid: Grid
 ) -> Tensor:
     """Gradient of the raw q or k: (scale / |x|) (dy - y (y . dy) / scale^2)."""
-    grid, heads = opts.grid, x.shape[1]
     along_BC1 = torch.linalg.vecdot(y_BCK, dy_BCK).unsqueeze(-1)
-    if opts.group > 1:
-        shape = (grid.num, heads, opts.group, grid.chunk, -1)
-        dy_BCK, along_BC1 = dy_BCK.view(shape).sum(2), along_BC1.view(shape).sum(2)
-        y_BCK = y_BCK.view(shape)[:, :, 0]
-        dy_BCK, along_BC1, y_BCK = (
-            x.reshape(grid.num * heads, grid.chunk, -1) for x in (dy_BCK, along_BC1, y_BCK)
-        )
+    if group > 1:
+        # The value heads of a group share one query: their gradients add up.
+        shape = (grid.num, x.shape[1], group, grid.chunk, -1)
+        flat = (-1, grid.chunk)
+        dy_BCK = dy_BCK.view(shape).sum(2).reshape(*flat, dy_BCK.shape[-1])
+        along_BC1 = along_BC1.view(shape).sum(2).reshape(*flat, 1)
+        y_BCK = y_BCK.view(shape)[:, :, 0].reshape(*flat, y_BCK.shape[-1])
     dx_BCK = torch.addcmul(dy_BCK, y_BCK, along_BC1, value=-1.0 / scale**2)
-    return _rows(dx_BCK, heads, grid).mul_(rnorm_TH1).to(x.dtype)
+    return grid.rows(dx_BCK).mul_(norm_TH1).to(x.dtype)
 
 
-def _decay(
-    f: Tensor, A_log: Tensor, dt_bias: Tensor, options: Options, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(g_TGK in nats, alpha as a contiguous [B, C, K]): 0 at a severed row, 1 at a dead one."""
-    grid = options.grid
-    g_TGK = log_decay(f, A_log, dt_bias, options.lower_bound).to(dtype)
-    alpha_RGK = grid.spread(g_TGK.exp())
+def _operands(x: Inputs, opts: Options, dtype: torch.dtype) -> _Operands:
+    grid, group = opts.grid, x.v.shape[1] // x.q.shape[1]
+    q_BCK, norm_q = _normalized(x.q.to(dtype), opts.scale, group, grid)
+    k_BCK, norm_k = _normalized(x.k.to(dtype), 1.0, group, grid)
+
+    g_TGK = log_decay(x.f, x.A_log, x.dt_bias, opts.lower_bound).to(dtype)
+    alpha_TGK = g_TGK.exp()
+    alpha_RGK = grid.spread(alpha_TGK)
+    # A document start forgets everything before it; a row that holds no token forgets nothing.
     alpha_RGK.index_fill_(0, grid.severed, 0.0).index_fill_(0, grid.dead, 1.0)
-    alpha_NGCK = _chunks(alpha_RGK, grid).contiguous()
-    return g_TGK, alpha_NGCK.view(-1, *alpha_NGCK.shape[2:])
-
-
-def _column(x_TG: Tensor, grid: Grid) -> Tensor:
-    """[T, G] to [B, C, 1]."""
-    return _chunks(grid.spread(x_TG).unsqueeze(-1), grid).contiguous().view(-1, grid.chunk, 1)
-
-
-def _values(x_TGV: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """[T, G, V] to a contiguous [B, C, V]."""
-    return _chunks(grid.spread(x_TGV.to(dtype)), grid).reshape(-1, grid.chunk, x_TGV.shape[-1])
+    alpha_NCGK = alpha_RGK.view(grid.num, grid.chunk, *alpha_RGK.shape[1:])
+    alpha_BCK = alpha_NCGK.transpose(1, 2).contiguous().view(-1, grid.chunk, alpha_RGK.shape[-1])
+    beta_BC1 = grid.batches(torch.sigmoid(x.b.to(dtype)).unsqueeze(-1))
+    return _Operands(q_BCK, k_BCK, alpha_BCK, beta_BC1, norm_q, norm_k, g_TGK)
 
 
 class _ChunkKDA(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        f: Tensor,
-        b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        initial: Tensor | None,
-        opts: Options,
-    ) -> tuple[Tensor, Tensor]:
-        grid, dtype = opts.grid, compute_dtype(q, v)
-        heads, value_dim = v.shape[1:]
-        with full_precision(q.device):
-            q_BCK, _ = _normalized(q, opts.scale, opts, dtype)
-            k_BCK, _ = _normalized(k, 1.0, opts, dtype)
-            _, alpha_BCK = _decay(f, A_log, dt_bias, opts, dtype)
-            beta_BC1 = _column(torch.sigmoid(b.to(dtype)), grid)
-            tree, P, T = climb(q_BCK, k_BCK, alpha_BCK, beta_BC1, keep=False)
+    def forward(ctx: Any, opts: Options, initial: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        x, grid = Inputs(*tensors), opts.grid
+        dtype, value_dim = wide_dtype(x.q, x.v), x.v.shape[2]
+        with without_autocast(x.q):
+            made = _operands(x, opts, dtype)
+            tree, P, T = climb(made.q_BCK, made.k_BCK, made.alpha_BCK, made.beta_BC1, keep=False)
+            # With beta there are scores; mypy cannot know.
             assert P is not None and T is not None
-            vk_BCX = torch.cat([_values(v, grid, dtype), tree.k_BCK], dim=-1).mul_(beta_BC1)
+
+            # What every chunk makes of the state that enters it: S' = M S + b.
+            vk_BCX = torch.cat([grid.batches(x.v.to(dtype)), tree.k_BCK], dim=-1).mul_(made.beta_BC1)
             RW_BCX = torch.bmm(T, vk_BCX)
             bM_BKX = torch.bmm(tree.tail_BCK.transpose(1, 2), RW_BCX)
             M = bM_BKX[..., value_dim:].neg()
             M.diagonal(dim1=1, dim2=2).add_(tree.carry_BK)
             before, after = chunk_states(M, bM_BKX[..., :value_dim], initial, grid)
+
             S = before.flatten(0, 1)
+            # What the tokens really write: their values less what the incoming state already predicts.
             R = torch.baddbmm(RW_BCX[..., :value_dim], RW_BCX[..., value_dim:], S, alpha=-1.0)
-            o_BCV = torch.bmm(tree.q_BCK, S).baddbmm_(P, R)
-            o = _rows(o_BCV, heads, grid).to(v.dtype)
+            o = grid.rows(torch.bmm(tree.q_BCK, S).baddbmm_(P, R)).to(x.v.dtype)
+            # Empty on the flat grid, where nobody asked for states.
             final = after.index_select(0, grid.tail_D)
-        ctx.save_for_backward(q, k, v, f, b, A_log, dt_bias, initial, P, T, R, before, after)
+        ctx.save_for_backward(initial, P, T, R, before, after, *x)
         ctx.opts = opts
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, f, b, A_log, dt_bias, initial, P, T, R, before, after = ctx.saved_tensors
-        opts: Options = ctx.opts
-        grid, dtype = opts.grid, R.dtype
-        with full_precision(q.device):
-            q_BCK, rnorm_q = _normalized(q, opts.scale, opts, dtype)
-            k_BCK, rnorm_k = _normalized(k, 1.0, opts, dtype)
-            g_TGK, alpha_BCK = _decay(f, A_log, dt_bias, opts, dtype)
-            beta_BC1 = _column(torch.sigmoid(b.to(dtype)), grid)
-            tree, _, _ = climb(q_BCK, k_BCK, alpha_BCK, None, keep=True)
-            do_BCV = _values(do, grid, dtype)
+        initial, P, T, R, before, after, *tensors = ctx.saved_tensors
+        x, opts, dtype = Inputs(*tensors), ctx.opts, R.dtype
+        grid, group = opts.grid, x.v.shape[1] // x.q.shape[1]
+        with without_autocast(x.q):
+            made = _operands(x, opts, dtype)
+            tree, _, _ = climb(made.q_BCK, made.k_BCK, made.alpha_BCK, None, keep=True)
+
+            # Through the states: D is the gradient of the state after every chunk.
+            do_BCV = grid.batches(do.to(dtype))
             Z = torch.bmm(P.transpose(1, 2), do_BCV)
-            D_BKV, dinitial = _state_gradients(tree, T, beta_BC1, do_BCV, Z, dfinal, initial, grid)
+            D_BKV, dinitial = _state_gradients(tree, T, made.beta_BC1, do_BCV, Z, dfinal, initial, grid)
             E = torch.bmm(T.transpose(1, 2), Z.baddbmm_(tree.tail_BCK, D_BKV))
-            db_BC1 = (1.0 - beta_BC1) * torch.linalg.vecdot(E, R).unsqueeze(-1)
-            minus_dV = E.mul_(beta_BC1).neg_()
-            S = before.flatten(0, 1)
-            R_t, S_t = R.transpose(1, 2), S.transpose(1, 2)
+            db_BC1 = (1.0 - made.beta_BC1) * torch.linalg.vecdot(E, R).unsqueeze(-1)
+            minus_dV = E.mul_(made.beta_BC1).neg_()
+
+            # Through the pairs inside the chunks.
+            R_t, S_t = R.transpose(1, 2), before.flatten(0, 1).transpose(1, 2)
             dP = torch.bmm(do_BCV, R_t)
             dq, dk = torch.bmm(do_BCV, S_t), torch.bmm(minus_dV, S_t)
             dtail = torch.bmm(R, D_BKV.transpose(1, 2))
             descend(tree, dP, torch.bmm(minus_dV, R_t), dq, dk, dtail)
-            dq.mul_(alpha_BCK)
-            dk.mul_(alpha_BCK)
-            dg_TGK = _gate_gradient(q_BCK, k_BCK, dq, dk, dtail, after, D_BKV, grid)
+            dq.mul_(made.alpha_BCK)
+            dk.mul_(made.alpha_BCK)
+
+            # The log decay: each token's gate collects what all tokens after it read across it.
+            dG_BCK = (dk - dtail).mul_(made.k_BCK).addcmul_(made.q_BCK, dq)
+            dG_BCK[:, -1] += torch.linalg.vecdot(after.flatten(0, 1), D_BKV)
+            dG_NGCK = dG_BCK.view(grid.num, -1, *dG_BCK.shape[1:])
+            dG_NCX = dG_NGCK.transpose(1, 2).reshape(grid.num, grid.chunk, -1)
+            dg_NCX = torch.bmm(grid.reach_NCC, dG_NCX)
+            dg_TGK = grid.gather(dg_NCX.view(grid.padded, *x.f.shape[1:]))
             # A token that keeps less than the machine epsilon of the state passes its gate no gradient beyond
             # the rounding noise of the running sum, and the factor exp(A_log) of the gate would amplify that
             # noise.
-            dg_TGK = dg_TGK.masked_fill(g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
-            same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(
-                -1
-            )  # a token reading itself: no decay in between
-            dq.addcmul_(k_BCK, same_BC1)
-            dk.add_(dtail).addcmul_(q_BCK, same_BC1)
-            df, dA_log, ddt_bias = log_decay_backward(dg_TGK, f, g_TGK, A_log, dt_bias, opts.lower_bound)
+            dg_TGK = dg_TGK.masked_fill(made.g_TGK < math.log(torch.finfo(dtype).eps), 0.0)
+            gate = x.A_log, x.dt_bias
+            df, dA_log, ddt_bias = log_decay_backward(dg_TGK, x.f, made.g_TGK, *gate, opts.lower_bound)
+
+            # A token reading itself: no decay in between.
+            same_BC1 = dP.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+            dq.addcmul_(made.k_BCK, same_BC1)
+            dk.add_(dtail).addcmul_(made.q_BCK, same_BC1)
             return (
-                _normalize_backward(dq, q_BCK, rnorm_q, opts.scale, q, opts),
-                _normalize_backward(dk, k_BCK, rnorm_k, 1.0, k, opts),
-                _rows(minus_dV.neg_(), v.shape[1], grid).to(v.dtype),
-                df.to(f.dtype),
-                _rows(db_BC1, v.shape[1], grid).squeeze(-1).to(b.dtype),
-                dA_log.to(A_log.dtype),
-                ddt_bias.to(dt_bias.dtype),
-                dinitial,
                 None,
+                dinitial,
+                _normalize_backward(dq, made.q_BCK, made.norm_q_TH1, opts.scale, x.q, group, grid),
+                _normalize_backward(dk, made.k_BCK, made.norm_k_TH1, 1.0, x.k, group, grid),
+                grid.rows(minus_dV.neg_()).to(x.v.dtype),
+                df.to(x.f.dtype),
+                grid.rows(db_BC1).squeeze(-1).to(x.b.dtype),
+                dA_log.to(x.A_log.dtype),
+                ddt_bias.to(x.dt_bias.dtype),
             )
 
 
@@ -222,10 +215,13 @@ def _state_gradients(
     M = torch.bmm(tree.tail_BCK.transpose(1, 2), W).neg_()
     M.diagonal(dim1=1, dim2=2).add_(tree.carry_BK)
     local = torch.bmm(tree.q_BCK.transpose(1, 2), do_BCV).baddbmm_(W.transpose(1, 2), Z_BCV, alpha=-1.0)
+    # Chunks first again: the recursion runs over them.
     M_NGKK = M.view(grid.num, -1, *M.shape[1:])
     local_NGKV = local.view(grid.num, -1, *local.shape[1:])
     D_NGKV = torch.zeros_like(local_NGKV)
+    # What the next chunk reads of the state is its gradient here.
     D_NGKV[:-1] = local_NGKV[1:]
+    # The state after a document's last token is an output: its gradient starts there.
     if grid.aligned:
         D_NGKV.index_copy_(0, grid.tail_D, dfinal_DGKV.to(D_NGKV.dtype))
     D_NGKV = scan_gradients(M_NGKK, D_NGKV, grid.scan)
@@ -235,25 +231,6 @@ def _state_gradients(
         dinitial = local_NGKV.index_select(0, grid.head_D) + M_D.transpose(2, 3) @ D_D
         dinitial = dinitial.to(initial_DGKV.dtype)
     return D_NGKV.flatten(0, 1), dinitial
-
-
-def _gate_gradient(
-    q: Tensor,
-    k: Tensor,
-    dq: Tensor,
-    dk_row: Tensor,
-    dk_column: Tensor,
-    after: Tensor,
-    D_BKV: Tensor,
-    grid: Grid,
-) -> Tensor:
-    """dg_TGK of the log decay, from the gradients of the decayed pairs."""
-    heads = after.shape[1]
-    dG_BCK = (dk_row - dk_column).mul_(k).addcmul_(q, dq)
-    dG_BCK[:, -1] += torch.linalg.vecdot(after.flatten(0, 1), D_BKV)
-    dG_NCX = dG_BCK.view(grid.num, heads, grid.chunk, -1).transpose(1, 2).reshape(grid.num, grid.chunk, -1)
-    dg_NCX = torch.bmm(grid.reach_NCC, dG_NCX)
-    return grid.gather(dg_NCX.view(grid.padded, heads, -1))
 
 
 def kda(
@@ -267,7 +244,6 @@ def kda(
     segments: Segments,
     *,
     lower_bound: float | None = None,
-    scale: float | None = None,
     initial_state_NGKV: Tensor | None = None,
     output_final_state: bool = False,
     chunk: int | None = None,
@@ -280,26 +256,28 @@ def kda(
     Raises:
         ValueError: shapes do not fit each other or the segments, or ``chunk`` is not a power of two.
     """
-    check_row(q_THK, k_THK, v_TGV, f_TGK, b_TG, segments)
+    x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
+    sizes = check_kda("kda", x, segments.total)
     chunk = default_chunk(q_THK.shape[2]) if chunk is None else chunk
+    # The tree inside a chunk halves it down to single tokens.
     if chunk < 2 or chunk & (chunk - 1):
         raise ValueError(f"kda: chunk={chunk}; expected a power of two, at least 2, or None for the default")
-    dtype = compute_dtype(q_THK, v_TGV)
+    dtype = wide_dtype(q_THK, v_TGV)
     if segments.total == 0:
-        state_shape = (0, v_TGV.shape[1], q_THK.shape[2], v_TGV.shape[2])
-        return v_TGV.clone(), v_TGV.new_zeros(state_shape, dtype=dtype) if output_final_state else None
+        state = v_TGV.new_zeros((0, sizes["G"], sizes["K"], sizes["V"]), dtype=dtype)
+        return v_TGV.clone(), state if output_final_state else None
+
+    # States come in or go out at document borders, which then must be chunk borders.
     aligned = output_final_state or initial_state_NGKV is not None
     options = Options(
         lower_bound=lower_bound,
-        scale=q_THK.shape[2] ** -0.5 if scale is None else scale,
-        group=v_TGV.shape[1] // q_THK.shape[1],
+        scale=q_THK.shape[2] ** -0.5,
         grid=chunk_grid(segments, chunk, aligned, dtype, q_THK.device),
     )
-    inputs = (q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK, initial_state_NGKV)
-    o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
+    o_TGV, final_NGKV = _ChunkKDA.apply(options, initial_state_NGKV, *x)
     if not aligned and segments.num > 1 and not o_TGV.detach().sum().isfinite():
         # Zero times NaN is NaN: in a chunk that documents share, one broken token would reach its neighbours
         # through the masked products. The aligned grid gives no chunk to two documents.
         options = options._replace(grid=chunk_grid(segments, chunk, True, dtype, q_THK.device))
-        o_TGV, final_NGKV = _ChunkKDA.apply(*inputs, options)
+        o_TGV, final_NGKV = _ChunkKDA.apply(options, initial_state_NGKV, *x)
     return o_TGV, final_NGKV if output_final_state else None

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import INTEGERS, check_no_nan, check_shapes, check_tensors
 from earlyfusion.kernels.kda.gate import check_lower_bound
-from earlyfusion.kernels.launch import on_device, power_of_two
-from earlyfusion.kernels.triton_support import check_floats, check_no_nan, check_shape, require_triton
+from earlyfusion.kernels.launch import on_device, power_of_two, require_triton
 
 MAX_DIM = 256
 
@@ -44,6 +44,7 @@ class DecodeCache:
         device: torch.device | str = "cpu",
     ) -> DecodeCache:
         """Empty slots; the ring holds as many rows as the convolution has taps."""
+        # q, k and v of a token lie side by side, as the projection leaves them.
         channels = 2 * heads * key_dim + value_heads * value_dim
         state = torch.zeros(slots, value_heads, value_dim, key_dim, dtype=torch.float32, device=device)
         return cls(state, torch.zeros(slots, width, channels, dtype=dtype, device=device))
@@ -53,6 +54,7 @@ class DecodeCache:
     ) -> None:
         """Bring prefilled sequences in: final states and taps of ``kda`` and ``short_conv``, tokens so far of
         each."""
+        # A ring: the row of a position does not move when the next token comes.
         rows, taps = self.x_SRC.shape[1], taps_NCW1.shape[2]
         for n, (slot, length) in enumerate(zip(slots, lengths)):
             self.state_SGVK[slot] = state_NGKV[n].transpose(1, 2)
@@ -60,68 +62,32 @@ class DecodeCache:
                 self.x_SRC[slot, (length - back) % rows] = taps_NCW1[n, :, taps - back].to(self.x_SRC.dtype)
 
 
-def value_block(value_dim: int, key_dim: int) -> int:
-    """Value rows of the state per program."""
-    return min(power_of_two(value_dim), 16 if key_dim > 128 else 32)
-
-
-def _check_decode(
-    x: Tensor,
-    f: Tensor,
-    b: Tensor,
-    weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    cache: DecodeCache,
-    index: dict[str, Tensor],
-) -> int:
+def _check(cache: DecodeCache, **tensors: Tensor) -> int:
     """Everything the kernel takes for granted; returns H, the number of query/key heads."""
-    if x.ndim != 2:
-        raise ValueError(f"decode: x is {tuple(x.shape)}; expected [B, C]")
-    slots, groups, value_dim, key_dim = cache.state_SGVK.shape
-    batch, channels = x.shape
-    for name, size in (("K", key_dim), ("V", value_dim)):
-        if not 1 <= size <= MAX_DIM:
+    state, ring = cache.state_SGVK, cache.x_SRC
+    # The cache first: its sizes are the layer's.
+    sizes = check_shapes("decode", cache_state_SGVK=state, cache_x_SRC=ring, **tensors)
+    for name in "KV":
+        if not 1 <= sizes[name] <= MAX_DIM:
             raise ValueError(
-                f"decode: {name} is {size}; expected 1 to {MAX_DIM} (EF_KERNELS=torch: no limit)"
+                f"decode: {name} is {sizes[name]}; expected 1 to {MAX_DIM} (EF_KERNELS=torch: any)"
             )
-    heads, rest = divmod(channels - groups * value_dim, 2 * key_dim)
-    if rest or heads < 1 or groups % heads:
+    values = sizes["G"] * sizes["V"]
+    # The number of query heads is nowhere given: it is what the channels leave for q and k.
+    heads, rest = divmod(sizes["C"] - values, 2 * sizes["K"])
+    if rest or heads < 1 or sizes["G"] % heads:
         raise ValueError(
-            f"decode: x has {channels} channels; expected 2 H K + G V with G V = {groups * value_dim}, K ="
-            f" {key_dim} and H a divisor of {groups}"
+            f"decode: x_BC has {sizes['C']} channels; expected 2 H K + G V with G V = {values},"
+            f" K = {sizes['K']} and H a divisor of {sizes['G']}"
         )
-    width, rows = weight.shape[-1], cache.x_SRC.shape[1]
-    if rows < width:
-        raise ValueError(f"decode: the cache has {rows} ring rows; expected at least W = {width}")
-    check_shape("decode", "weight", weight, (channels, width), "[C, W]")
-    check_shape("decode", "f", f, (batch, groups, key_dim), "[B, G, K]")
-    check_shape("decode", "b", b, (batch, groups), "[B, G]")
-    check_shape("decode", "A_log", A_log, (groups,), "[G]")
-    check_shape("decode", "dt_bias", dt_bias, (groups, key_dim), "[G, K]")
-    check_shape("decode", "cache.x", cache.x_SRC, (slots, rows, channels), "[S, R, C]")
-    check_floats(
-        "decode", x, x=x, f=f, b=b, weight=weight, A_log=A_log, dt_bias=dt_bias, cache_state=cache.state_SGVK
-    )
-    contiguous = {"x": x, "f": f, "b": b, "weight": weight, "A_log": A_log, "dt_bias": dt_bias}
-    for name, tensor in contiguous.items():
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"decode: {name} has strides {tensor.stride()}; expected a contiguous tensor, pass"
-                f" {name}.contiguous()"
-            )
-    for name, tensor in index.items():
-        check_shape("decode", name, tensor, (batch,), "[B]")
-        if (
-            tensor.dtype not in (torch.int32, torch.int64)
-            or tensor.device != x.device
-            or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"decode: {name} is {tensor.dtype} on {tensor.device}; expected contiguous int32 or int64 on"
-                f" {x.device}"
-            )
-    check_no_nan("decode", f=f, b=b, A_log=A_log, dt_bias=dt_bias)
+    # A program may write the new row while another still reads the oldest.
+    if sizes["R"] < sizes["W"]:
+        raise ValueError(f"decode: the cache has {sizes['R']} ring rows; expected at least W = {sizes['W']}")
+
+    index = {name: tensors.pop(name) for name in ("slots_B", "position_B")}
+    check_tensors("decode", state, cache_x=ring, **tensors)
+    check_tensors("decode", state, INTEGERS, **index)
+    check_no_nan("decode", **{name: tensors[name] for name in ("f_BGK", "b_BG", "A_log_G", "dt_bias_GK")})
     return heads
 
 
@@ -138,7 +104,6 @@ def decode(
     position_B: Tensor,
     *,
     lower_bound: float | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Outputs o_BGV (dtype of x) of one new token per sequence; the cache is advanced in place.
 
@@ -152,18 +117,29 @@ def decode(
     Raises:
         ValueError: a wrong shape, dtype, device or stride, NaN, or too small a ring, naming the argument.
     """
+    # Imported here: the engine imports this file also where triton is missing.
     require_triton("decode")
     from earlyfusion.kernels.kda.triton import decode as triton_decode
 
-    index = {"slots": slots_B, "position": position_B}
-    heads = _check_decode(x_BC, f_BGK, b_BG, weight_CW, A_log_G, dt_bias_GK, cache, index)
+    heads = _check(
+        cache,
+        x_BC=x_BC,
+        f_BGK=f_BGK,
+        b_BG=b_BG,
+        weight_CW=weight_CW,
+        A_log_G=A_log_G,
+        dt_bias_GK=dt_bias_GK,
+        slots_B=slots_B,
+        position_B=position_B,
+    )
     check_lower_bound(lower_bound)
     slots, groups, value_dim, key_dim = cache.state_SGVK.shape
     batch, channels = x_BC.shape
     o_BGV = torch.empty(batch, groups, value_dim, dtype=x_BC.dtype, device=x_BC.device)
     if batch == 0:
         return o_BGV
-    block = value_block(value_dim, key_dim)
+    # Wider keys leave fewer registers for rows.
+    block = min(power_of_two(value_dim), 16 if key_dim > 128 else 32)  # value rows of the state per program
     with on_device(x_BC):
         triton_decode.decode[(-(-value_dim // block), batch, groups)](
             x_BC,
@@ -177,7 +153,7 @@ def decode(
             slots_B,
             position_B,
             o_BGV,
-            key_dim**-0.5 if scale is None else scale,
+            key_dim**-0.5,
             lower_bound or 0.0,
             slots,
             cache.x_SRC.shape[1],

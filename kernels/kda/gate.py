@@ -14,15 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def compute_dtype(*tensors: Tensor) -> torch.dtype:
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any argument is float64, else float32: gates, states and sums are never kept in half
     precision."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-def full_precision(device: torch.device) -> torch.autocast:
-    """Context in which autocast does not round the operands of matrix products on ``device``."""
-    return torch.autocast(device.type, enabled=False)
 
 
 def check_lower_bound(lower_bound: float | None) -> None:
@@ -38,10 +33,11 @@ def log_decay(f_TGK: Tensor, A_log_G: Tensor, dt_bias_GK: Tensor, lower_bound: f
     """g_TGK in nats per token, all entries <= 0, in float32 (float64 if an argument is). Leading axes of f
     are free."""
     check_lower_bound(lower_bound)
-    dtype = compute_dtype(f_TGK, A_log_G, dt_bias_GK)
+    dtype = wide_dtype(f_TGK, A_log_G, dt_bias_GK)
     rate_G1 = A_log_G.to(dtype).exp().unsqueeze(-1)
     x_TGK = f_TGK.to(dtype) + dt_bias_GK.to(dtype)
     if lower_bound is None:
+        # exp(A_log) is the rate of a head, between 1 and 16 when it is made.
         return F.softplus(x_TGK) * -rate_G1
     return torch.sigmoid(x_TGK * rate_G1) * lower_bound
 
@@ -66,6 +62,7 @@ def log_decay_backward(
         dA_log_G = (dg_TGK * g_TGK).sum(0).sum(-1)
         df_TGK = x_TGK.sigmoid_().mul_(dg_TGK).mul_(-rate_G1)
     else:
+        # From the value, not from the sigmoid again: where it saturates the difference is an exact zero.
         inner_TGK = torch.addcmul(g_TGK, g_TGK, g_TGK, value=-1.0 / lower_bound).mul_(dg_TGK).mul_(rate_G1)
         dA_log_G = (inner_TGK * x_TGK).sum(0).sum(-1)
         df_TGK = inner_TGK

@@ -26,6 +26,8 @@ from earlyfusion.kernels.segments import Segments
 
 
 @dataclass(frozen=True)
+# Longer chains first, so that the chunks of a level are a prefix of those of the level before: each step
+# then works on contiguous memory, without gathering.
 class Scan:
     """Chunks ordered by level: all chain heads, then all second chunks, ... with longer chains first in every
     level."""
@@ -68,6 +70,7 @@ class Grid:
 
     def spread(self, x_T: Tensor) -> Tensor:
         """Tokens [T, ...] into padded rows [N * C, ...]; dead rows are zero. May return ``x_T`` itself."""
+        # No copy where the row happens to fill its chunks.
         if self.padded == self.total:
             return x_T
         out = x_T.new_zeros(self.padded, *x_T.shape[1:])
@@ -83,6 +86,20 @@ class Grid:
             return x_R[: self.total]
         return x_R.index_select(0, self.rows_T)
 
+    def chunks(self, x_TGX: Tensor) -> Tensor:
+        """Tokens as [N, G, C, X], a view of the padded row (not contiguous)."""
+        x_RGX = self.spread(x_TGX)
+        return x_RGX.view(self.num, self.chunk, *x_RGX.shape[1:]).transpose(1, 2)
+
+    def batches(self, x_TGX: Tensor) -> Tensor:
+        """Tokens as a contiguous [B, C, X]."""
+        return self.chunks(x_TGX).contiguous().view(-1, self.chunk, x_TGX.shape[-1])
+
+    def rows(self, x_BCX: Tensor) -> Tensor:
+        """Chunks [B, C, X] back to tokens [T, G, X]."""
+        x_NCGX = x_BCX.view(self.num, -1, self.chunk, x_BCX.shape[-1]).transpose(1, 2)
+        return self.gather(x_NCGX.reshape(self.padded, -1, x_BCX.shape[-1]))
+
 
 def _scan(heads: list[bool], device: torch.device) -> Scan:
     """Levels of chains; ``heads[c]`` says that chunk c starts one (chunk 0 always does)."""
@@ -91,6 +108,7 @@ def _scan(heads: list[bool], device: torch.device) -> Scan:
         if head:
             chains.append([])
         chains[-1].append(chunk)
+    # A stable sort: chunks of equal chains keep their order, and one chain needs no permutation at all.
     chains.sort(key=len, reverse=True)
     order: list[int] = []
     levels: list[tuple[int, int]] = []
@@ -98,6 +116,7 @@ def _scan(heads: list[bool], device: torch.device) -> Scan:
         members = [chain[level] for chain in chains if len(chain) > level]
         levels.append((len(order), len(members)))
         order.extend(members)
+    # None lets arrange and restore leave the tensors where they are.
     if order == list(range(len(order))):
         return Scan(tuple(levels), None, None)
     order_N = torch.tensor(order, dtype=torch.int64)
@@ -108,8 +127,10 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
     index = lambda values: torch.tensor(values, dtype=torch.int64, device=device)
     total, starts = segments.total, segments.offsets[:-1]
     if aligned:
+        # Aligned: documents are pushed apart until each begins at a chunk.
         counts = [-(-length // chunk) for length in segments.lengths]
         heads = [position == 0 for count in counts for position in range(count)]
+        # Where a document's states go in and come out.
         tail_D = torch.tensor(counts, dtype=torch.int64).cumsum(0) - 1
         head_D = tail_D + 1 - torch.tensor(counts, dtype=torch.int64)
         starts_D = torch.tensor(starts, dtype=torch.int64)
@@ -118,6 +139,7 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
         severed: list[int] = []
         document_R = torch.repeat_interleave(torch.arange(segments.num), torch.tensor(counts) * chunk)
     else:
+        # Flat: chunks lie over the row, and a document start inside one severs it there.
         heads = [False] * -(-total // chunk)
         for start in starts:
             heads[start // chunk] = True
@@ -127,9 +149,11 @@ def _build(segments: Segments, chunk: int, aligned: bool, dtype: torch.dtype, de
         document_R = torch.full((len(heads) * chunk,), segments.num - 1, dtype=torch.int64)
         document_R[:total] = segments.ids().long()
     num = len(heads)
+    # Rows without a token must neither forget nor write: their decay is 1, everything else 0.
     is_dead = torch.ones(num * chunk, dtype=torch.bool)
     is_dead[rows_T] = False
     document_NC = document_R.view(num, chunk)
+    # A gate collects the gradients of the tokens after it, as far as its document goes.
     reach_NCC = torch.ones(chunk, chunk, dtype=torch.bool).triu() & (
         document_NC[:, :, None] == document_NC[:, None, :]
     )
@@ -160,10 +184,12 @@ def chunk_grid(
 
 def scan_states(M_NGKK: Tensor, b_NGKV: Tensor, scan: Scan) -> Tensor:
     """States after every chunk: S'[c] = M[c] S'[c - 1] + b[c] along every chain, S' = b at its head."""
+    # Only heads: every state is its own chunk's.
     if len(scan.levels) == 1:
         return b_NGKV
     M, S = scan.arrange(M_NGKK), scan.arrange(b_NGKV)
     for (source, _), (first, count) in zip(scan.levels, scan.levels[1:]):
+        # The chunks of a level continue the first ones of the level before, in the same order.
         here, before = S[first : first + count].flatten(0, 1), S[source : source + count].flatten(0, 1)
         here.baddbmm_(M[first : first + count].flatten(0, 1), before)
     return scan.restore(S)
@@ -174,6 +200,7 @@ def scan_gradients(M_NGKK: Tensor, dS_NGKV: Tensor, scan: Scan) -> Tensor:
     if len(scan.levels) == 1:
         return dS_NGKV
     M, D = scan.arrange(M_NGKK), scan.arrange(dS_NGKV)
+    # The same walk backwards: each chunk hands its gradient to the one before it.
     for (source, _), (first, count) in reversed(list(zip(scan.levels, scan.levels[1:]))):
         M_here, D_here = M[first : first + count].flatten(0, 1), D[first : first + count].flatten(0, 1)
         D[source : source + count].flatten(0, 1).baddbmm_(M_here.transpose(1, 2), D_here)
@@ -187,8 +214,10 @@ def chunk_states(
     M = M_BKK.view(grid.num, -1, *M_BKK.shape[1:])
     b = b_BKV.view(grid.num, -1, *b_BKV.shape[1:])
     if initial_DGKV is not None:
+        # A given state enters like the state of a chunk before the first.
         initial_DGKV = initial_DGKV.to(b.dtype)
         b = b.index_add(0, grid.head_D, M.index_select(0, grid.head_D) @ initial_DGKV)
+    # One allocation for both results: "before" is "after" one chunk later.
     around = b.new_zeros(grid.num + 1, *b.shape[1:])
     around[1:] = scan_states(M, b, grid.scan)
     before, after = around[:-1], around[1:]

@@ -38,6 +38,7 @@ def _halves(x_BCK: Tensor, b: int) -> tuple[Tensor, Tensor]:
 def _corners(x_BCC: Tensor, b: int) -> Tensor:
     """The blocks (later half, earlier half) of a contiguous [B, C, C], a view [B, n, b, b]."""
     batch, chunk, _ = x_BCC.shape
+    # The blocks below the diagonal lie at equal distances: a view instead of a gather.
     strides = (chunk * chunk, 2 * b * (chunk + 1), chunk, 1)
     return x_BCC.as_strided((batch, chunk // (2 * b), b, b), strides, x_BCC.storage_offset() + b * chunk)
 
@@ -45,6 +46,7 @@ def _corners(x_BCC: Tensor, b: int) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Batched matrix product; as a sum of outer products where the inner dimension is tiny (bmm is slow
     there)."""
+    # Near the leaves of the tree the inner dimension is 1 or 2, and a batched product is all overhead.
     inner = right.shape[1]
     if inner > 4 or left.device.type != "cpu":
         return torch.bmm(left, right)
@@ -55,6 +57,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 @dataclass
+# What the levels hold is read once, in the opposite order.
 class Tree:
     """Decayed operands of one chunk, and what the backward sweep needs of the levels below the top."""
 
@@ -78,6 +81,7 @@ def climb(
     batch, chunk, dim = k_BCK.shape
     q, k, tail, whole = q_BCK * alpha_BCK, k_BCK * alpha_BCK, k_BCK.clone(), alpha_BCK
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
+    # The backward asks for the decayed operands alone: P and T were saved.
     P_BCC = T = None
     if beta_BC1 is not None:
         P_BCC = q.new_zeros(batch, chunk, chunk)
@@ -85,15 +89,19 @@ def climb(
         T = q.new_ones(batch * chunk, 1, 1)
     b = 1
     while b < chunk:
+        # Every pair of this level has its key in an earlier half and its query in the later one.
         early, late_q, late_k = _halves(tail, b)[0], _halves(q, b)[1], _halves(k, b)[1]
         decays = whole.view(-1, 2, 1, dim)
+        # q and k meet the same keys: one product gives both score matrices.
         late = torch.cat([late_q, late_k], dim=1)
         if beta_BC1 is not None and P_BCC is not None and T is not None:
             scores = torch.bmm(late, early.transpose(1, 2))
             _corners(P_BCC, b).copy_(scores[:, :b].view(batch, -1, b, b))
             T = _merge(T, scores[:, b:], _halves(beta_BC1, b)[1])
+        # Before they are scaled for the next level.
         if keep:
             levels.append((late, early.clone(), decays))
+        # One level up the edge is farther away by a whole half.
         late_q *= decays[:, 0]
         late_k *= decays[:, 0]
         early *= decays[:, 1]
@@ -106,10 +114,12 @@ def _merge(T: Tensor, scores: Tensor, beta: Tensor) -> Tensor:
     """Inverses [2 M, b, b] of neighbouring diagonal blocks into [M, 2 b, 2 b]; L21 = beta * scores."""
     b = T.shape[-1]
     L21 = scores * beta
+    # Two neighbours and the block between them.
     T = T.view(-1, 2, b, b)
     merged = T.new_zeros(T.shape[0], 2 * b, 2 * b)
     merged[:, :b, :b] = T[:, 0]
     merged[:, b:, b:] = T[:, 1]
+    # A block of one is 1, and its correction the score alone.
     if b == 1:
         torch.neg(L21, out=merged[:, b:, :b])
     else:
@@ -130,6 +140,7 @@ def descend(
             dk (the inclusive decay of a single token), the gradients of q, of k in rows and of k in columns.
     """
     batch, chunk, _ = dq_BCK.shape
+    # From the root down: what came through the wider levels is decayed once more at each step.
     b = chunk
     for late, early, decays in reversed(tree.levels):
         b //= 2

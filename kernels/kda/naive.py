@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from earlyfusion.kernels.kda.checks import check_row, check_sequences
-from earlyfusion.kernels.kda.gate import compute_dtype, full_precision, log_decay
-from earlyfusion.kernels.segments import Segments, check_packed
+from earlyfusion.kernels.checks import check_shapes
+from earlyfusion.kernels.kda.checks import Inputs, check_kda
+from earlyfusion.kernels.kda.gate import log_decay, wide_dtype
+from earlyfusion.kernels.precision import without_autocast
+from earlyfusion.kernels.segments import Segments
 
 L2_EPS = 1e-6
 
@@ -41,28 +43,31 @@ def kda_step(
     dt_bias_GK: Tensor,
     state_BGKV: Tensor,
     lower_bound: float | None = None,
-    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token of each of B sequences: decay the state, predict, update, then read with q.
 
     Arguments are as in :func:`kda`, with B in the place of T. Returns (o_BGV in the dtype of v, new
     state_BGKV).
     """
-    check_sequences(q_BHK, k_BHK, v_BGV, f_BGK, b_BG)
-    dtype = compute_dtype(q_BHK, v_BGV, state_BGKV)
+    x = Inputs(q_BHK, k_BHK, v_BGV, f_BGK, b_BG, A_log_G, dt_bias_GK)
+    check_kda("kda_step", x, state_BGKV.shape[0])
+    dtype = wide_dtype(q_BHK, v_BGV, state_BGKV)
     group = v_BGV.shape[1] // q_BHK.shape[1]
-    scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
+    scale = q_BHK.shape[-1] ** -0.5
     q_BGK = l2_normalize(q_BHK.to(dtype)).repeat_interleave(group, dim=1)
     k_BGK = l2_normalize(k_BHK.to(dtype)).repeat_interleave(group, dim=1)
     alpha_BGK = log_decay(f_BGK, A_log_G, dt_bias_GK, lower_bound).to(dtype).exp()
     beta_BG1 = torch.sigmoid(b_BG.to(dtype)).unsqueeze(-1)
 
+    # The order of the delta rule: forget first, then ask what the decayed state predicts for this key, then
+    # correct it by what the value has beyond that.
     decayed_BGKV = state_BGKV.to(dtype) * alpha_BGK.unsqueeze(-1)
-    with full_precision(q_BHK.device):
+    with without_autocast(q_BHK):
         predicted_BGV = torch.einsum("bgk,bgkv->bgv", k_BGK, decayed_BGKV)
     delta_BGV = beta_BG1 * (v_BGV.to(dtype) - predicted_BGV)
     state_BGKV = decayed_BGKV + k_BGK.unsqueeze(-1) * delta_BGV.unsqueeze(-2)
-    with full_precision(q_BHK.device):
+    with without_autocast(q_BHK):
+        # Read after the update: a token sees itself.
         o_BGV = scale * torch.einsum("bgk,bgkv->bgv", q_BGK, state_BGKV)
     return o_BGV.to(v_BGV.dtype), state_BGKV
 
@@ -78,7 +83,6 @@ def kda(
     segments: Segments,
     *,
     lower_bound: float | None = None,
-    scale: float | None = None,
     initial_state_NGKV: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +94,6 @@ def kda(
         A_log_G, dt_bias_GK: gate parameters, see kernels/kda/gate.py.
         segments: the documents of the row; no state passes from one to the next.
         lower_bound: None for the softplus gate, a negative number for the bounded gate.
-        scale: of the queries, K ** -0.5 by default.
         initial_state_NGKV: state before the first token of each document, zero by default.
         output_final_state: also return the state after each document's last token.
 
@@ -100,26 +103,24 @@ def kda(
     Raises:
         ValueError: shapes do not fit each other or the segments.
     """
-    check_row(q_THK, k_THK, v_TGV, f_TGK, b_TG, segments)
-    groups, key_dim, value_dim = v_TGV.shape[1], q_THK.shape[2], v_TGV.shape[2]
-    outputs, states = [], []
+    x = Inputs(q_THK, k_THK, v_TGV, f_TGK, b_TG, A_log_G, dt_bias_GK)
+    sizes = check_kda("kda", x, segments.total)
+    shape = segments.num, sizes["G"], sizes["K"], sizes["V"]
+    state_NGKV = initial_state_NGKV
+    if state_NGKV is None:
+        state_NGKV = torch.zeros(shape, dtype=wide_dtype(q_THK, v_TGV), device=v_TGV.device)
+
+    # The empty first parts keep the dtype and the shape where there is no document at all.
+    outputs, states = [torch.zeros_like(v_TGV[:0])], [state_NGKV[:0]]
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
-        if initial_state_NGKV is None:
-            state = torch.zeros(
-                1, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device
-            )
-        else:
-            state = initial_state_NGKV[n : n + 1]
+        state = state_NGKV[n : n + 1]
         for t in range(start, start + length):
-            q, k, v, f, b = (x[t : t + 1] for x in (q_THK, k_THK, v_TGV, f_TGK, b_TG))
-            o, state = kda_step(q, k, v, f, b, A_log_G, dt_bias_GK, state, lower_bound, scale)
+            # A token is a batch of one sequence, so that decoding and training share one law.
+            q, k, v, f, b = (tensor[t : t + 1] for tensor in x[:5])
+            o, state = kda_step(q, k, v, f, b, A_log_G, dt_bias_GK, state, lower_bound)
             outputs.append(o)
         states.append(state)
-    o_TGV = torch.cat(outputs) if outputs else torch.zeros_like(v_TGV)
-    if not output_final_state:
-        return o_TGV, None
-    empty = torch.zeros(0, groups, key_dim, value_dim, dtype=compute_dtype(q_THK, v_TGV), device=v_TGV.device)
-    return o_TGV, torch.cat(states) if states else empty
+    return torch.cat(outputs), torch.cat(states) if output_final_state else None
 
 
 def short_conv(
@@ -139,21 +140,19 @@ def short_conv(
         (y_TC in the dtype of x, taps_NCW1 or None): taps are the last W - 1 inputs of each document, oldest
         first, including the initial taps where the document is shorter than W - 1.
     """
-    check_packed("short_conv", x_TC, segments)
+    check_shapes("short_conv", {"T": segments.total}, x_TC=x_TC, weight_CW=weight_CW)
     channels, width = weight_CW.shape
-    dtype = compute_dtype(x_TC, weight_CW)
-    outputs, taps = [], []
+    dtype = wide_dtype(x_TC, weight_CW)
+    taps_NCW1 = initial_taps_NCW1
+    if taps_NCW1 is None:
+        taps_NCW1 = x_TC.new_zeros(segments.num, channels, width - 1)
+
+    outputs, taps = [torch.zeros_like(x_TC)[:0]], [x_TC.new_zeros(0, channels, width - 1)]
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
-        if initial_taps_NCW1 is None:
-            before = torch.zeros(channels, width - 1, dtype=dtype, device=x_TC.device)
-        else:
-            before = initial_taps_NCW1[n].to(dtype)
-        padded = torch.cat([before, x_TC[start : start + length].to(dtype).T], dim=1)
-        with full_precision(x_TC.device):
+        # What stands before a document is its own past or zero, never its neighbour's end.
+        padded = torch.cat([taps_NCW1[n].to(dtype), x_TC[start : start + length].to(dtype).T], dim=1)
+        with without_autocast(x_TC):
             z_CT = F.conv1d(padded.unsqueeze(0), weight_CW.to(dtype).unsqueeze(1), groups=channels).squeeze(0)
         outputs.append(F.silu(z_CT).T.to(x_TC.dtype))
-        taps.append(padded[:, padded.shape[1] - (width - 1) :].to(x_TC.dtype))
-    y_TC = torch.cat(outputs) if outputs else torch.zeros_like(x_TC)
-    if not output_taps:
-        return y_TC, None
-    return y_TC, torch.stack(taps) if taps else x_TC.new_zeros(0, channels, width - 1)
+        taps.append(padded[None, :, padded.shape[1] - (width - 1) :].to(x_TC.dtype))
+    return torch.cat(outputs), torch.cat(taps) if output_taps else None

@@ -34,6 +34,7 @@ from earlyfusion.kernels.precision import (
 )
 from earlyfusion.kernels.products import product, product_over_rows
 
+# The logits of a chunk are written once and read twice.
 CPU_ELEMENTS = 1 << 20  # logits alive at once on a CPU: 4 MB, about a core's cache; larger chunks are slower
 
 
@@ -47,6 +48,7 @@ class Statistics(NamedTuple):
     kept_RV: Tensor
 
 
+# A pair of functions, so that the chunking exists once for both backends.
 class Rows(NamedTuple):
     """statistics(logits_RV, labels_R, with_mean); gradient(kept_RV, lse_R, labels_R, soft_R, hot_R, dtype) ->
     [R, V]
@@ -84,6 +86,7 @@ class _Gradients:
 
     def __init__(self, h_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, wants: tuple[bool, bool]) -> None:
         wide = accumulate_dtype(dtype)
+        # Skipped rows keep their zeros.
         self.dh_TD = torch.zeros_like(h_TD) if wants[0] else None
         self.dweight_VD = torch.zeros_like(weight_VD, dtype=wide) if wants[1] else None
 
@@ -116,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows_M = ((labels_T != IGNORE) & (loss_weights_T != 0)).nonzero()[
                 :, 0
             ]  # the op's one host sync on CUDA
+            # Once, not for every chunk.
             weight = weight_VD.to(dtype)
             nll_T = h_TD.new_zeros(h_TD.shape[0], dtype=wide)
             loss = h_TD.new_zeros((), dtype=wide)
@@ -124,6 +128,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
                 w_R = loss_weights_T[rows_R].to(wide)
                 lse_R, picked_R, _, kept_RV = rows.statistics(wide_mm(h_RD, weight.T), labels_R, False)
+                # Gradients are made here for an upstream of one: the loss is linear, so the backward only
+                # scales.
                 nll_R = lse_R - picked_R
                 nll_T[rows_R] = nll_R
                 loss += torch.dot(nll_R, w_R)
@@ -186,6 +192,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for rows_R in _chunks(rows_M, chunk):
                 h_RD, labels_R = h_TD.index_select(0, rows_R).to(dtype), labels_T[rows_R]
                 logits_RV = wide_mm(h_RD, weight.T).div_(temperature)
+                # Each token has its own upstream gradient, so the logits are computed again.
                 lse_R, _, _, kept_RV = rows.statistics(logits_RV, labels_R, False)
                 slope_R = -dlogp_T[rows_R].to(lse_R.dtype) / temperature
                 dlogits_RV = rows.gradient(kept_RV, lse_R, labels_R, slope_R, slope_R, dtype)
@@ -236,6 +243,7 @@ def linear_cross_entropy(
     """
     check_loss(h_TD, weight_VD, labels_T, loss_weights_T)
     chunk = chunk_rows(chunk, h_TD, weight_VD.shape[0])
+    # Asked outside: inside the function everything looks as if it had no gradient.
     tracked = torch.is_grad_enabled()
     wants = (tracked and h_TD.requires_grad, tracked and weight_VD.requires_grad)
     return _LinearCrossEntropy.apply(h_TD, weight_VD, labels_T, loss_weights_T.detach(), chunk, wants, rows)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_shapes, check_tensors
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
 IGNORE = -100  # the label of a position without a loss, as in torch.nn.functional.cross_entropy
@@ -20,17 +21,14 @@ IGNORE = -100  # the label of a position without a loss, as in torch.nn.function
 
 def check_loss(h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, loss_weights_T: Tensor) -> None:
     """Raise ValueError unless shapes and dtypes belong together."""
-    fits = h_TD.dim() == 2 and weight_VD.dim() == 2 and h_TD.shape[1] == weight_VD.shape[1]
-    if not fits or labels_T.shape != h_TD.shape[:1] or loss_weights_T.shape != h_TD.shape[:1]:
-        raise ValueError(
-            f"linear_cross_entropy: got h {tuple(h_TD.shape)}, weight {tuple(weight_VD.shape)}, labels"
-            f" {tuple(labels_T.shape)}, loss weights {tuple(loss_weights_T.shape)}; expected [T, D], [V, D],"
-            " [T], [T]"
-        )
-    if labels_T.dtype != torch.int64:
-        raise ValueError(
-            f"linear_cross_entropy: labels_T is {labels_T.dtype}; expected torch.int64 vocabulary ids"
-        )
+    check_shapes(
+        "linear_cross_entropy",
+        h_TD=h_TD,
+        weight_VD=weight_VD,
+        labels_T=labels_T,
+        loss_weights_T=loss_weights_T,
+    )
+    check_tensors("linear_cross_entropy", labels_T, (torch.int64,), "any", labels_T=labels_T)
 
 
 def _logits(h_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -62,6 +60,7 @@ def linear_cross_entropy(
     """
     check_loss(h_TD, weight_VD, labels_T, loss_weights_T)
     counted_T = (labels_T != IGNORE) & (loss_weights_T != 0)
+    # All of them: this is the memory that the other forms avoid.
     logits_TV = _logits(h_TD, weight_VD)
     nll_T = F.cross_entropy(
         logits_TV, labels_T.where(counted_T, IGNORE), ignore_index=IGNORE, reduction="none"

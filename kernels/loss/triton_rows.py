@@ -13,24 +13,23 @@ Legend: R rows of a chunk, V vocabulary, BV columns of a tile.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.launch import on_device
 from earlyfusion.kernels.loss import chunked_ce
 from earlyfusion.kernels.loss.chunked_ce import TORCH_ROWS, Rows, Statistics
 
+# A vocabulary of 163,840 takes forty turns.
 TILE = 4096
 WARPS = 8
 
 
 @triton.jit
 def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.constexpr, MEAN: tl.constexpr):
+    # Rows times vocabulary passes 2^31.
     row = tl.program_id(0).to(tl.int64)
     top = tl.full([BV], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
@@ -39,6 +38,7 @@ def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.const
     ):  # every lane keeps its own running softmax; they are joined once, at the end
         col = start + tl.arange(0, BV)
         x = tl.load(logits_RV + row * V + col, mask=col < V, other=float("-inf"))
+        # A lane that has seen only -inf must not subtract it from itself.
         new = tl.maximum(top, x)
         base = tl.where(new == float("-inf"), 0.0, new)
         scale, p = tl.exp(top - base), tl.exp(x - base)
@@ -46,6 +46,7 @@ def row_statistics(logits_RV, labels_R, lse_R, picked_R, mean_R, V, BV: tl.const
         if MEAN:
             weighted = weighted * scale + tl.where(p > 0, p * x, 0.0)
         top = new
+    # Lanes join: each is rescaled to the common maximum.
     best = tl.max(top, axis=0)
     scale = tl.exp(top - best)
     whole = tl.sum(total * scale, axis=0)
@@ -76,6 +77,7 @@ def _tile(vocabulary: int) -> int:
 
 
 def _statistics(logits_RV: Tensor, labels_R: Tensor, with_mean: bool) -> Statistics:
+    # float64 is for checking: the plain form.
     if logits_RV.dtype != torch.float32:
         return TORCH_ROWS.statistics(logits_RV, labels_R, with_mean)
     rows, vocabulary = logits_RV.shape
@@ -101,6 +103,7 @@ def _gradient(
     if kept_RV.dtype != torch.float32:
         return TORCH_ROWS.gradient(kept_RV, lse_R, labels_R, soft_R, hot_R, dtype)
     rows, vocabulary = kept_RV.shape
+    # The narrower gradient lies over the first bytes of each row's logits.
     out_RV = kept_RV.view(dtype)[:, :vocabulary]
     with on_device(kept_RV):
         row_gradient[(rows,)](
@@ -121,17 +124,6 @@ def _gradient(
 TRITON_ROWS = Rows(_statistics, _gradient)
 
 
-def _check_labels(op: str, h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> None:
-    for name, tensor in (("weight_VD", weight_VD), ("labels_T", labels_T)):
-        if tensor.device != h_TD.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}; expected {h_TD.device} like h_TD")
-    if not h_TD.is_floating_point() or not weight_VD.is_floating_point():
-        name = "weight_VD" if h_TD.is_floating_point() else "h_TD"
-        raise ValueError(
-            f"{op}: {name} is {(weight_VD if name == 'weight_VD' else h_TD).dtype}; expected a float dtype"
-        )
-
-
 def linear_cross_entropy(
     h_TD: Tensor,
     weight_VD: Tensor,
@@ -142,7 +134,6 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The chunked loss with fused row kernels; see
     :func:`earlyfusion.kernels.loss.chunked_ce.linear_cross_entropy`."""
-    _check_labels("linear_cross_entropy", h_TD, weight_VD, labels_T)
     return chunked_ce.linear_cross_entropy(
         h_TD, weight_VD, labels_T, loss_weights_T, chunk=chunk, rows=TRITON_ROWS
     )
@@ -153,37 +144,6 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Per-token log-probabilities with fused row kernels; see
     :func:`earlyfusion.kernels.loss.naive.token_log_probs`."""
-    _check_labels("token_log_probs", h_TD, weight_VD, labels_T)
     return chunked_ce.token_log_probs(
         h_TD, weight_VD, labels_T, temperature=temperature, chunk=chunk, rows=TRITON_ROWS
     )
-
-
-def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time, for a vocabulary of 163,840."""
-    rows = dict.fromkeys(("lse_R", "picked_R", "mean_R", "soft_R", "hot_R"), "*fp32") | {
-        "labels_R": "*i64",
-        "V": "i32",
-    }
-    return [
-        Variant(
-            f"loss row statistics{' with mean' if mean else ''}",
-            row_statistics,
-            {"logits_RV": "*fp32", **rows},
-            {"BV": TILE, "MEAN": mean},
-            WARPS,
-            2,
-            ("V",),
-        )
-        for mean in (False, True)
-    ] + [
-        Variant(
-            "loss row gradient",
-            row_gradient,
-            {"logits_RV": "*fp32", "out_RV": "*bf16", **rows, "out_stride": "i32"},
-            {"BV": TILE},
-            WARPS,
-            2,
-            ("V", "out_stride"),
-        )
-    ]

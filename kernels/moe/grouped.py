@@ -28,6 +28,7 @@ from earlyfusion.kernels.moe.naive import check_experts
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 from earlyfusion.kernels.products import product, product_over_rows
 
+# Coarse enough that a training run meets all shapes in its first steps.
 CPU_ROW_MULTIPLE = 128  # see _row_multiple
 
 
@@ -62,7 +63,9 @@ class _Groups:
             and dtype == torch.bfloat16
             and all(width % 8 == 0 for width in widths)
         )
+        # Stable: inside an expert rows keep the order of their tokens, whatever the number of threads.
         order_R = ids_R.argsort(stable=True)
+        # Row of every sorted pair; filling rows come in between.
         place_R = torch.arange(ids_R.shape[0], device=device)
         counts_E = torch.zeros(experts, dtype=torch.int64, device=device)
         counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
@@ -71,6 +74,7 @@ class _Groups:
         if multiple == 1:
             self.pair_P = order_R
         else:
+            # Filling rows repeat pair 0 with weight 0: they cost a product's rows and change nothing.
             filled_E = (counts_E + multiple - 1) // multiple * multiple
             shift_E = (filled_E - counts_E).cumsum(0) - (filled_E - counts_E)
             place_R = place_R + shift_E[ids_R[order_R]]
@@ -80,6 +84,7 @@ class _Groups:
             counts_E = filled_E
         self.slot_R = torch.empty_like(order_R).index_copy_(0, order_R, place_R)
         self.ends_E = counts_E.cumsum(0).to(torch.int32)
+        # The one look at the loads: free on a CPU.
         if not self.fused:
             ends = [0, *self.ends_E.tolist()]
             self.slices = [
@@ -99,6 +104,7 @@ class _Groups:
         """[P, B]: every row times the transposed [B, A] weight of its expert."""
         if self.fused:
             return F.grouped_mm(rows_PA.contiguous(), weight_EBA.transpose(1, 2), offs=self.ends_E)
+        # Every row belongs to exactly one expert, so every row is written.
         out_PB = rows_PA.new_empty(rows_PA.shape[0], weight_EBA.shape[1])
         for expert, rows in self.slices:
             product(rows_PA[rows], weight_EBA[expert].T, out=out_PB[rows])
@@ -108,6 +114,7 @@ class _Groups:
         """[E, B, A]: left^T right over the rows of every expert; zeros for an expert without rows."""
         if self.fused:
             sums_EBA = F.grouped_mm(left_PB.contiguous().T, right_PA.contiguous(), offs=self.ends_E)
+            # The grouped product leaves an expert without rows as it found the memory.
             starts_E = F.pad(self.ends_E[:-1], (1, 0))
             return sums_EBA.masked_fill((starts_E == self.ends_E)[:, None, None], 0)
         out_EBA = left_PB.new_zeros(self.ends_E.shape[0], left_PB.shape[1], right_PA.shape[1])
@@ -131,6 +138,7 @@ class _Experts(torch.autograd.Function):
                 x_TD.to(dtype).index_select(0, groups.pair_P // choices), gate_up_ECD.to(dtype)
             )
             gate_PF, up_PF = h_PC.to(wide).chunk(2, dim=-1)
+            # The router weight on the F-wide activation: the product after it is linear.
             act_PF = F.silu(gate_PF).mul_(up_PF).mul_(groups.weights(weights_TJ, wide))
             y_PD = groups.rows_by_weight(act_PF.to(dtype), down_EDF.to(dtype))
             y_TD = _sum_choices(y_PD, groups.slot_R, choices, wide)
@@ -151,6 +159,7 @@ class _Experts(torch.autograd.Function):
             silu_PF = F.silu(gate_PF)
             act_PF = silu_PF * up_PF
             dact_PF = groups.rows_by_weight(dy_PD, down_EDF.to(dtype).transpose(1, 2)).to(wide)
+            # Before the weight is multiplied in.
             dweights_TJ = torch.linalg.vecdot(dact_PF, act_PF)[groups.slot_R].view_as(weights_TJ)
             ddown_EDF = groups.rows_by_rows(dy_PD, act_PF.mul_(weight_P1).to(dtype))
             dact_PF = dact_PF * weight_P1
@@ -170,6 +179,7 @@ class _Experts(torch.autograd.Function):
 
 def _sum_choices(rows_PD: Tensor, slot_R: Tensor, choices: int, wide: torch.dtype) -> Tensor:
     """[T, D]: the sum of every token's J rows, in choice order."""
+    # In choice order, so that a token's sum does not depend on how rows were sorted.
     slot_TJ = slot_R.view(-1, choices)
     total_TD = rows_PD.index_select(0, slot_TJ[:, 0]).to(wide)
     for choice in range(1, choices):

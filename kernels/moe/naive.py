@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_shapes
 from earlyfusion.kernels.precision import accumulate_dtype, compute_dtype, without_autocast
 
 
@@ -20,28 +21,16 @@ def check_experts(
     x_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor, gate_up_ECD: Tensor, down_EDF: Tensor
 ) -> None:
     """Raise ValueError unless the shapes belong together."""
-    shapes = {
-        "x_TD": tuple(x_TD.shape),
-        "expert_ids_TJ": tuple(expert_ids_TJ.shape),
-        "weights_TJ": tuple(weights_TJ.shape),
-        "gate_up_ECD": tuple(gate_up_ECD.shape),
-        "down_EDF": tuple(down_EDF.shape),
-    }
-    fits = x_TD.dim() == 2 and expert_ids_TJ.dim() == 2 and gate_up_ECD.dim() == 3 and down_EDF.dim() == 3
-    if fits:
-        tokens, hidden = x_TD.shape
-        experts, _, width = down_EDF.shape
-        fits = (
-            expert_ids_TJ.shape == weights_TJ.shape
-            and expert_ids_TJ.shape[0] == tokens
-            and gate_up_ECD.shape == (experts, 2 * width, hidden)
-            and down_EDF.shape[1] == hidden
-        )
-    if not fits:
-        raise ValueError(
-            f"moe_experts: got {shapes}; expected [T, D], [T, J], [T, J], [E, 2F, D] with the gate rows"
-            " first, [E, D, F]"
-        )
+    sizes = check_shapes(
+        "moe_experts",
+        x_TD=x_TD,
+        expert_ids_TJ=expert_ids_TJ,
+        weights_TJ=weights_TJ,
+        gate_up_ECD=gate_up_ECD,
+        down_EDF=down_EDF,
+    )
+    if sizes["C"] != 2 * sizes["F"]:
+        raise ValueError(f"moe_experts: gate_up_ECD has C = {sizes['C']} ; expected 2 F, gate rows first")
 
 
 def moe_experts(
@@ -64,6 +53,7 @@ def moe_experts(
     y_TD = torch.zeros_like(x)
     with without_autocast(x_TD):
         for expert, (gate_up_CD, down_DF) in enumerate(zip(gate_up_ECD, down_EDF)):
+            # A token may name the same expert twice: its weights add up.
             weight_T1 = (weights_TJ.to(dtype) * (expert_ids_TJ == expert)).sum(dim=1, keepdim=True)
             token_ids = (expert_ids_TJ == expert).any(dim=1).nonzero()[:, 0]
             gate, up = (x[token_ids] @ gate_up_CD.to(out_dtype).to(dtype).T).chunk(2, dim=-1)

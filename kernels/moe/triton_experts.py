@@ -22,8 +22,7 @@ Legend: T tokens, D hidden, J experts per token, R = T * J rows, E experts, F ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,158 +30,160 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-from earlyfusion.kernels.aot import Variant
-from earlyfusion.kernels.launch import FLOATS, check_blocks, on_device, power_of_two
+from earlyfusion.kernels.attention.triton.flash import dot
+from earlyfusion.kernels.checks import FLOATS, check_tensors
+from earlyfusion.kernels.launch import check_blocks, on_device, power_of_two
 from earlyfusion.kernels.moe import grouped
 from earlyfusion.kernels.moe.naive import check_experts
 from earlyfusion.kernels.precision import compute_dtype
 
 
+# It travels into the kernels whole.
+class Plan(NamedTuple):
+    """Rows sorted by expert, and the device-side table of row tiles."""
+
+    pair_R: Tensor  # flat (token, choice) index of every row
+    slot_R: Tensor  # its inverse
+    ends_E: Tensor
+    weight_R: Tensor
+    tile_expert: Tensor
+    tile_start: Tensor
+    tile_stop: Tensor
+    rows_tile: int
+    choices: int
+
+
 @triton.jit
-def _dot(a, b, acc):
-    if a.dtype == tl.float32:
-        acc = tl.dot(a, b, acc, input_precision="tf32x3")
-    else:
-        acc = tl.dot(a, b, acc)
-    return acc
+def tile_rows(plan, BM: constexpr):
+    """(expert, rows, which of them are the tile's) of this program's row tile."""
+    tile = tl.program_id(1)
+    row = tl.load(plan.tile_start + tile).to(tl.int64) + tl.arange(0, BM)
+    return tl.load(plan.tile_expert + tile).to(tl.int64), row, row < tl.load(plan.tile_stop + tile)
+
+
+@triton.jit
+def has_rows(plan):
+    tile = tl.program_id(1)
+    return tl.load(plan.tile_start + tile) < tl.load(plan.tile_stop + tile)
 
 
 @triton.jit
 def gate_up_swiglu(
-    x_TD,
-    pair_R,
-    weight_R,
-    gate_up_ECD,
-    h_RC,
-    act_RF,
-    tile_expert,
-    tile_start,
-    tile_stop,
-    CHOICES,
-    D: tl.constexpr,
-    FW: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    x,
+    plan,
+    gate_up,
+    h,
+    act,
+    D: constexpr,
+    FW: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
 ):
-    tile = tl.program_id(1)
-    start, stop = tl.load(tile_start + tile).to(tl.int64), tl.load(tile_stop + tile)
-    if start < stop:
-        expert = tl.load(tile_expert + tile).to(tl.int64)
-        row = start + tl.arange(0, BM)
+    """h [R, 2 F] and the weighted activation [R, F] of rows that are gathered from x [T, D]."""
+    # The grid has room for the worst loads; programs without rows leave at once.
+    if has_rows(plan):
+        expert, row, ok_M = tile_rows(plan, BM)
         col = tl.program_id(0) * BN + tl.arange(0, BN)
-        ok_M, ok_N = row < stop, col < FW
-        token = tl.load(pair_R + row, mask=ok_M, other=0) // CHOICES
+        ok_N = col < FW
+        token = tl.load(plan.pair_R + row, mask=ok_M, other=0) // plan.choices
         gate, up = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-        weights = gate_up_ECD + expert * (2 * FW * D)
+        # Gate rows first, up rows FW behind them: both products read x once.
+        weights = gate_up + expert * (2 * FW * D)
         for k in range(0, D, BK):
             at = k + tl.arange(0, BK)
-            x = tl.load(
-                x_TD + token[:, None] * D + at[None, :], mask=ok_M[:, None] & (at < D)[None, :], other=0.0
+            ok_K = at < D
+            rows = tl.load(
+                x + token[:, None] * D + at[None, :], mask=ok_M[:, None] & ok_K[None, :], other=0.0
             )
-            here, keep = weights + col[None, :] * D + at[:, None], ok_N[None, :] & (at < D)[:, None]
-            gate = _dot(x, tl.load(here, mask=keep, other=0.0), gate)
-            up = _dot(x, tl.load(here + FW * D, mask=keep, other=0.0), up)
+            here, keep = weights + col[None, :] * D + at[:, None], ok_N[None, :] & ok_K[:, None]
+            gate = dot(rows, tl.load(here, mask=keep, other=0.0), gate)
+            up = dot(rows, tl.load(here + FW * D, mask=keep, other=0.0), up)
         keep = ok_M[:, None] & ok_N[None, :]
-        out = h_RC + row[:, None] * (2 * FW) + col[None, :]
-        tl.store(out, gate.to(h_RC.dtype.element_ty), mask=keep)
-        tl.store(out + FW, up.to(h_RC.dtype.element_ty), mask=keep)
-        w = tl.load(weight_R + row, mask=ok_M, other=0.0)
-        act = gate * tl.sigmoid(gate) * up * w[:, None]
-        tl.store(act_RF + row[:, None] * FW + col[None, :], act.to(act_RF.dtype.element_ty), mask=keep)
+        out = h + row[:, None] * (2 * FW) + col[None, :]
+        tl.store(out, gate.to(h.dtype.element_ty), mask=keep)
+        tl.store(out + FW, up.to(h.dtype.element_ty), mask=keep)
+        w = tl.load(plan.weight_R + row, mask=ok_M, other=0.0)
+        weighted = gate * tl.sigmoid(gate) * up * w[:, None]
+        tl.store(act + row[:, None] * FW + col[None, :], weighted.to(act.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def grouped_product(
     rows_A,
-    pair_R,
+    plan,
     weight_E,
     out_RB,
-    tile_expert,
-    tile_start,
-    tile_stop,
-    CHOICES,
     stride_e,
     stride_a,
     stride_b,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    GATHER: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    A: constexpr,
+    B: constexpr,
+    GATHER: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    BK: constexpr,
 ):
     """out[r, b] = sum_a rows[r or its token, a] weight[expert, a, b]."""
-    tile = tl.program_id(1)
-    start, stop = tl.load(tile_start + tile).to(tl.int64), tl.load(tile_stop + tile)
-    if start < stop:
-        expert = tl.load(tile_expert + tile).to(tl.int64)
-        row = start + tl.arange(0, BM)
+    if has_rows(plan):
+        expert, row, ok_M = tile_rows(plan, BM)
         col = tl.program_id(0) * BN + tl.arange(0, BN)
-        ok_M, ok_N = row < stop, col < B
+        ok_N = col < B
         source = row
         if GATHER:
-            source = tl.load(pair_R + row, mask=ok_M, other=0) // CHOICES
+            source = tl.load(plan.pair_R + row, mask=ok_M, other=0) // plan.choices
         acc = tl.zeros([BM, BN], tl.float32)
         weights = weight_E + expert * stride_e
         for k in range(0, A, BK):
             at = k + tl.arange(0, BK)
-            x = tl.load(
-                rows_A + source[:, None] * A + at[None, :], mask=ok_M[:, None] & (at < A)[None, :], other=0.0
-            )
-            w = tl.load(
-                weights + at[:, None] * stride_a + col[None, :] * stride_b,
-                mask=(at < A)[:, None] & ok_N[None, :],
-                other=0.0,
-            )
-            acc = _dot(x, w, acc)
+            ok_K = at < A
+            x_at, w_at = source[:, None] * A + at[None, :], at[:, None] * stride_a + col[None, :] * stride_b
+            x = tl.load(rows_A + x_at, mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+            acc = dot(x, tl.load(weights + w_at, mask=ok_K[:, None] & ok_N[None, :], other=0.0), acc)
         out = out_RB + row[:, None] * B + col[None, :]
         tl.store(out, acc.to(out_RB.dtype.element_ty), mask=ok_M[:, None] & ok_N[None, :])
 
 
 @triton.jit
 def grouped_outer(
-    left_B,
-    right_A,
-    pair_R,
-    ends_E,
+    left,
+    right,
+    plan,
     out_EBA,
-    CHOICES,
-    B: tl.constexpr,
-    A: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    BN: tl.constexpr,
-    BA: tl.constexpr,
-    BK: tl.constexpr,
+    B: constexpr,
+    A: constexpr,
+    GATHER_LEFT: constexpr,
+    BN: constexpr,
+    BA: constexpr,
+    BK: constexpr,
 ):
     """out[e, b, a] = sum over the expert's rows of left[row, b] right[row, a]; the other side than left is
     gathered."""
     expert = tl.program_id(2).to(tl.int64)
-    stop = tl.load(ends_E + expert).to(tl.int64)
-    start = tl.load(ends_E + expert - 1, mask=expert > 0, other=0).to(tl.int64)
+    stop = tl.load(plan.ends_E + expert).to(tl.int64)
+    start = tl.load(plan.ends_E + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     b, a = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BA + tl.arange(0, BA)
+    # One program walks over all rows of its expert: no atomics, one order.
     acc = tl.zeros([BN, BA], tl.float32)
     for first in range(start, stop, BK):
         row = first + tl.arange(0, BK)
         ok = row < stop
-        token = tl.load(pair_R + row, mask=ok, other=0) // CHOICES
+        token = tl.load(plan.pair_R + row, mask=ok, other=0) // plan.choices
         left_row, right_row = row, token
         if GATHER_LEFT:
             left_row, right_row = token, row
-        left = tl.load(
-            left_B + left_row[None, :] * B + b[:, None], mask=ok[None, :] & (b < B)[:, None], other=0.0
-        )
-        right = tl.load(
-            right_A + right_row[:, None] * A + a[None, :], mask=ok[:, None] & (a < A)[None, :], other=0.0
-        )
-        acc = _dot(left, right, acc)
+        left_at, right_at = left_row[None, :] * B + b[:, None], right_row[:, None] * A + a[None, :]
+        x = tl.load(left + left_at, mask=ok[None, :] & (b < B)[:, None], other=0.0)
+        y = tl.load(right + right_at, mask=ok[:, None] & (a < A)[None, :], other=0.0)
+        acc = dot(x, y, acc)
     out = out_EBA + expert * (B * A) + b[:, None] * A + a[None, :]
     tl.store(out, acc.to(out_EBA.dtype.element_ty), mask=(b < B)[:, None] & (a < A)[None, :])
 
 
 @triton.jit
-def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: tl.constexpr, BF: tl.constexpr):
+def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: constexpr, BF: constexpr):
     """dh, the weighted activation (for the down gradient) and the gradient of the row's router weight."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight_R + row)
@@ -193,6 +194,7 @@ def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: tl.co
         gate = tl.load(h_RC + row * 2 * FW + col, mask=ok, other=0.0).to(tl.float32)
         up = tl.load(h_RC + row * 2 * FW + FW + col, mask=ok, other=0.0).to(tl.float32)
         d = tl.load(dact_RF + row * FW + col, mask=ok, other=0.0).to(tl.float32)
+        # The activation again from h: cheaper than a third tensor of its size.
         s = tl.sigmoid(gate)
         silu = gate * s
         along += d * silu * up
@@ -205,7 +207,7 @@ def swiglu_backward(h_RC, dact_RF, weight_R, dh_RC, act_RF, dweight_R, FW: tl.co
 
 
 @triton.jit
-def combine(rows_RD, slot_TJ, y_TD, J: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+def combine(rows_RD, slot_TJ, y_TD, J: constexpr, D: constexpr, BD: constexpr):
     """y[t] = sum_j rows[slot[t, j]], in choice order."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -216,42 +218,26 @@ def combine(rows_RD, slot_TJ, y_TD, J: tl.constexpr, D: tl.constexpr, BD: tl.con
     tl.store(y_TD + token * D + col, acc.to(y_TD.dtype.element_ty), mask=col < D)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Rows sorted by expert, and the device-side table of row tiles."""
-
-    pair_R: Tensor
-    slot_R: Tensor
-    ends_E: Tensor
-    weight_R: Tensor
-    tile_expert: Tensor
-    tile_start: Tensor
-    tile_stop: Tensor
-    rows_tile: int
-    choices: int
-
-
-def rows_tile(rows: int, experts: int) -> int:
-    """Rows of a tile: near the mean load, 16 to 128."""
-    return min(128, max(16, power_of_two(rows // max(1, experts))))
-
-
 def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     """Sort the pairs by expert; everything stays on the device."""
+    # Bad ids are computed like good ones: an assertion would be a sync.
     ids_R = ids_TJ.flatten()
     inside_R = (ids_R >= 0) & (ids_R < experts)
     ids_R = ids_R.where(inside_R, 0)
     order_R = ids_R.argsort(stable=True)
-    slot_R = torch.zeros_like(order_R).index_copy_(
-        0, order_R, torch.arange(ids_R.shape[0], device=ids_R.device)
-    )
+    place_R = torch.arange(ids_R.shape[0], device=ids_R.device)
+    slot_R = torch.zeros_like(order_R).index_copy_(0, order_R, place_R)
     counts_E = torch.zeros(experts, dtype=torch.int64, device=ids_R.device)
     counts_E.scatter_add_(0, ids_R, torch.ones_like(ids_R))
     ends_E = counts_E.cumsum(0)
-    tile = rows_tile(ids_R.shape[0], experts)
+
+    # Tiles of about the mean load. Only the device knows how many each expert needs: the table has room for
+    # one partly filled tile per expert, and those that are not used have no rows.
+    rows = ids_R.shape[0]
+    tile = min(128, max(16, power_of_two(rows // max(1, experts))))
     tiles_E = (counts_E + tile - 1) // tile
     last_E = tiles_E.cumsum(0)
-    most = min(ids_R.shape[0], ids_R.shape[0] // tile + experts)
+    most = min(rows, rows // tile + experts)
     check_blocks("moe_experts", f"tiles of {tile} rows", most)
     index = torch.arange(most, device=ids_R.device)
     expert = torch.searchsorted(last_E, index, right=True)
@@ -259,56 +245,49 @@ def make_plan(ids_TJ: Tensor, weights_TJ: Tensor, experts: int) -> Plan:
     expert = expert.clamp(max=experts - 1)
     start = (ends_E - counts_E)[expert] + (index - (last_E - tiles_E)[expert]) * tile
     stop = torch.where(used, torch.minimum(start + tile, ends_E[expert]), start)
+
+    # An id outside the experts was sent to the first one: NaN keeps that from passing for an answer.
     weight_R = weights_TJ.flatten().float().where(inside_R, torch.nan)[order_R]
-    return Plan(
-        order_R, slot_R, ends_E.int(), weight_R, expert.int(), start.int(), stop.int(), tile, ids_TJ.shape[1]
-    )
+    table = expert.int(), start.int(), stop.int()
+    return Plan(order_R, slot_R, ends_E.int(), weight_R, *table, tile, ids_TJ.shape[1])
 
 
 def _tiles(width: int, depth: int, dtype: torch.dtype) -> dict[str, int]:
+    # float32 operands are split into parts and need twice the room.
     most = 128 if dtype.itemsize == 2 else 64
     return {"BN": min(most, max(16, power_of_two(width))), "BK": min(most // 2, max(16, power_of_two(depth)))}
-
-
-def _plain(dtype: torch.dtype, *widths: int, device: torch.device) -> bool:
-    """Whether torch's grouped product takes these operands; it is the quicker one for rows that need no
-    gather."""
-    return (
-        device.type == "cuda"
-        and hasattr(F, "grouped_mm")
-        and dtype == torch.bfloat16
-        and all(w % 8 == 0 for w in widths)
-    )
 
 
 def _product(rows: Tensor, weight_EBA: Tensor, plan: Plan, gather: bool) -> Tensor:
     """[R, B]: rows [R or T, A] times the transposed [B, A] matrix of their expert (a view of any layout)."""
     _, width, depth = weight_EBA.shape
-    if not gather and _plain(rows.dtype, width, depth, device=rows.device):
+    # torch's grouped product is the quicker one for rows that need no gather, where it takes the operands.
+    aligned = rows.dtype == torch.bfloat16 and width % 8 == 0 and depth % 8 == 0
+    if rows.is_cuda and not gather and aligned and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, weight_EBA.transpose(1, 2), offs=plan.ends_E)
     out_RB = rows.new_empty(plan.pair_R.shape[0], width)
     sizes = _tiles(width, depth, rows.dtype)
+    stride_e, stride_b, stride_a = weight_EBA.stride()
     grouped_product[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
         rows,
-        plan.pair_R,
+        plan,
         weight_EBA,
         out_RB,
-        plan.tile_expert,
-        plan.tile_start,
-        plan.tile_stop,
-        plan.choices,
-        weight_EBA.stride(0),
-        weight_EBA.stride(2),
-        weight_EBA.stride(1),
+        stride_e,
+        stride_a,
+        stride_b,
         A=depth,
         B=width,
         GATHER=gather,
         BM=plan.rows_tile,
         **sizes,
-        num_warps=8 if plan.rows_tile == 128 else 4,
-        num_stages=3,
+        **_options(plan.rows_tile == 128),
     )
     return out_RB
+
+
+def _options(large: bool) -> dict[str, int]:
+    return {"num_warps": 8 if large else 4, "num_stages": 3}
 
 
 def _outer(left: Tensor, right: Tensor, plan: Plan, gather_left: bool) -> Tensor:
@@ -319,18 +298,15 @@ def _outer(left: Tensor, right: Tensor, plan: Plan, gather_left: bool) -> Tensor
     grouped_outer[(triton.cdiv(depth, deep), triton.cdiv(width, wide), experts)](
         left,
         right,
-        plan.pair_R,
-        plan.ends_E,
+        plan,
         out_EBA,
-        plan.choices,
         B=width,
         A=depth,
         GATHER_LEFT=gather_left,
         BN=wide,
         BA=deep,
         BK=32,
-        num_warps=8 if wide * deep >= 128 * 128 else 4,
-        num_stages=3,
+        **_options(wide * deep >= 128 * 128),
     )
     return out_EBA
 
@@ -360,21 +336,15 @@ class _Experts(torch.autograd.Function):
                 sizes["BN"] = min(64, sizes["BN"])  # two accumulators
             gate_up_swiglu[(triton.cdiv(width, sizes["BN"]), plan.tile_expert.shape[0])](
                 x,
-                plan.pair_R,
-                plan.weight_R,
+                plan,
                 gate_up,
                 h_RC,
                 act_RF,
-                plan.tile_expert,
-                plan.tile_start,
-                plan.tile_stop,
-                plan.choices,
                 D=hidden,
                 FW=width,
                 BM=plan.rows_tile,
                 **sizes,
-                num_warps=8 if plan.rows_tile == 128 else 4,
-                num_stages=3,
+                **_options(plan.rows_tile == 128),
             )
             y_TD = _combine(_product(act_RF, down, plan, gather=False), plan, x.shape[0])
         ctx.save_for_backward(x_TD, weights_TJ, gate_up_ECD, down_EDF, h_RC)
@@ -387,20 +357,15 @@ class _Experts(torch.autograd.Function):
         x_TD, weights_TJ, gate_up_ECD, down_EDF, h_RC = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.dtype
         dy, x, gate_up, down = (t.to(dtype).contiguous() for t in (dy_TD, x_TD, gate_up_ECD, down_EDF))
-        rows, width = h_RC.shape[0], down.shape[2]
         with on_device(dy):
+            # dy is gathered while it is multiplied: no [R, D] copy of it.
             dact_RF = _product(dy, down.transpose(1, 2), plan, gather=True)
-            dh_RC, act_RF = torch.empty_like(h_RC), dact_RF.new_empty(rows, width)
+            dh_RC, act_RF = torch.empty_like(h_RC), torch.empty_like(dact_RF)
             dweight_R = torch.empty_like(plan.weight_R)
+            rows, width = act_RF.shape
+            tile = min(1024, power_of_two(width))
             swiglu_backward[(rows,)](
-                h_RC,
-                dact_RF,
-                plan.weight_R,
-                dh_RC,
-                act_RF,
-                dweight_R,
-                FW=width,
-                BF=min(1024, power_of_two(width)),
+                h_RC, dact_RF, plan.weight_R, dh_RC, act_RF, dweight_R, FW=width, BF=tile
             )
             ddown_EDF = _outer(dy, act_RF, plan, gather_left=True)
             dgate_up_ECD = _outer(dh_RC, x, plan, gather_left=False)
@@ -408,6 +373,7 @@ class _Experts(torch.autograd.Function):
         return (
             dx_TD.to(x_TD.dtype),
             None,
+            # Back from the order of experts to that of choices.
             dweight_R[plan.slot_R].view_as(weights_TJ).to(weights_TJ.dtype),
             dgate_up_ECD.to(gate_up_ECD.dtype),
             ddown_EDF.to(down_EDF.dtype),
@@ -425,59 +391,9 @@ def moe_experts(
         ValueError: shapes, dtypes or devices do not belong together.
     """
     check_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-    tensors = {"x_TD": x_TD, "weights_TJ": weights_TJ, "gate_up_ECD": gate_up_ECD, "down_EDF": down_EDF}
     if x_TD.dtype == torch.float64 or expert_ids_TJ.numel() == 0:
         return grouped.moe_experts(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOATS:
-            raise ValueError(f"moe_experts: {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-    if expert_ids_TJ.dtype != torch.int64:
-        raise ValueError(f"moe_experts: expert_ids_TJ is {expert_ids_TJ.dtype}; expected torch.int64")
-    for name, tensor in {**tensors, "expert_ids_TJ": expert_ids_TJ}.items():
-        if tensor.device != x_TD.device:
-            raise ValueError(f"moe_experts: {name} is on {tensor.device}; expected {x_TD.device} like x_TD")
+    floats = {"x_TD": x_TD, "weights_TJ": weights_TJ, "gate_up_ECD": gate_up_ECD, "down_EDF": down_EDF}
+    check_tensors("moe_experts", x_TD, FLOATS, "any", **floats)
+    check_tensors("moe_experts", x_TD, (torch.int64,), "any", expert_ids_TJ=expert_ids_TJ)
     return _Experts.apply(x_TD, expert_ids_TJ, weights_TJ, gate_up_ECD, down_EDF)
-
-
-def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time, at the shapes of the 48B model (hidden 2304, expert width
-    1024)."""
-    table = dict.fromkeys(("tile_expert", "tile_start", "tile_stop", "ends_E"), "*i32")
-    index = {"pair_R": "*i64", "slot_TJ": "*i64", "CHOICES": "i32"}
-    strides = {"stride_e": "i32", "stride_a": "i32", "stride_b": "i32"}
-    half = dict.fromkeys(
-        (
-            "x_TD",
-            "gate_up_ECD",
-            "h_RC",
-            "act_RF",
-            "rows_A",
-            "weight_E",
-            "out_RB",
-            "left_B",
-            "right_A",
-            "out_EBA",
-            "dact_RF",
-            "dh_RC",
-            "rows_RD",
-            "y_TD",
-        ),
-        "*bf16",
-    )
-    types = {**table, **index, **strides, **half, "weight_R": "*fp32", "dweight_R": "*fp32"}
-    product = {"A": 1024, "B": 2304, "BM": 128, "BN": 128, "BK": 64}
-    # the gathered product is that of the backward pass: dy [R, 2304] times down [2304, 1024] as it lies, so
-    # stride_b is 1, which the launcher makes a constant
-    gathered = {**product, "A": 2304, "B": 1024, "GATHER": True, "stride_b": 1}
-    first = {"D": 2304, "FW": 1024, "BM": 128, "BN": 64, "BK": 64}
-    outer = {"B": 2048, "A": 2304, "GATHER_LEFT": False, "BN": 128, "BA": 128, "BK": 32}
-    return [
-        Variant("moe gather + gate/up + SwiGLU", gate_up_swiglu, types, first, 8, 3),
-        Variant(
-            "moe grouped product", grouped_product, types, {**product, "GATHER": False}, 8, 3, tuple(strides)
-        ),
-        Variant("moe gathered product", grouped_product, types, gathered, 8, 3, tuple(strides)),
-        Variant("moe weight gradient", grouped_outer, types, outer, 8, 3),
-        Variant("moe SwiGLU backward", swiglu_backward, types, {"FW": 1024, "BF": 1024}),
-        Variant("moe combine", combine, types, {"J": 8, "D": 2304, "BD": 1024}),
-    ]

@@ -23,7 +23,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from earlyfusion.kernels.muon.naive import EPS, check_batch, coefficients
+from earlyfusion.kernels.muon.naive import check_batch, coefficients
+from earlyfusion.kernels.muon.newton_schulz import normalised
 
 SymmetricProduct = Callable[[Tensor, Tensor | None, float, float], Tensor]
 
@@ -46,15 +47,6 @@ def symmetric_product(X_Bsl: Tensor, added_Bss: Tensor | None, beta: float, alph
 def prefers_gram(batch: int, rows: int, columns: int) -> bool:
     """Whether the Gram form is used for this stack: several matrices, clearly longer than wide."""
     return batch > 1 and max(rows, columns) >= ASPECT * min(rows, columns)
-
-
-def normalised(G_Bmn: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """X_0 [B, s, l] with unit Frobenius norm (taken in float32 or wider), and whether it is transposed."""
-    tall = G_Bmn.shape[1] > G_Bmn.shape[2]
-    G_Bsl = G_Bmn.mT if tall else G_Bmn
-    wide = G_Bsl if G_Bsl.dtype == torch.float64 else G_Bsl.float()
-    norm_B11 = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=EPS)
-    return (wide / norm_B11).to(dtype).contiguous(), tall
 
 
 def gram_newton_schulz(
@@ -84,15 +76,18 @@ def gram_newton_schulz(
     restart_at = restarts(len(steps))
     R_Bss, Q_Bss = product(X_Bsl, None, 0.0, 1.0), None
     for index, (a, b, c) in enumerate(steps):
+        # Form X, and take its Gram matrix afresh: rounding has grown in R.
         if index in restart_at:
             assert Q_Bss is not None
             X_Bsl = torch.bmm(Q_Bss, X_Bsl)
             R_Bss, Q_Bss = product(X_Bsl, None, 0.0, 1.0), None
         Z_Bss = product(R_Bss, R_Bss, b, c) if c else b * R_Bss
+        # The first product after a restart starts from the identity.
         if Q_Bss is None:
             Q_Bss = Z_Bss + a * identity_ss
         else:
             Q_Bss = torch.baddbmm(Q_Bss, Q_Bss, Z_Bss, beta=a)
+        # R after the last step, or before a restart, is read by nobody.
         if index + 1 < len(steps) and index + 1 not in restart_at:
             half_Bss = torch.baddbmm(R_Bss, R_Bss, Z_Bss, beta=a)
             R_Bss = torch.baddbmm(half_Bss, Z_Bss, half_Bss, beta=a)

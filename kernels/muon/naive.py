@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.checks import check_shapes
 from earlyfusion.kernels.errors import did_you_mean
 
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -63,11 +64,9 @@ def coefficients(preset: str) -> Coefficients:
 
 def check_batch(G_Bmn: Tensor) -> None:
     """Raises ValueError unless G is a floating-point batch of matrices [B, m, n]."""
-    if G_Bmn.ndim != 3 or not G_Bmn.is_floating_point():
-        raise ValueError(
-            f"newton_schulz takes a floating-point batch of matrices [B, m, n], got {G_Bmn.dtype} of shape "
-            f"{tuple(G_Bmn.shape)}; give one matrix as G[None]"
-        )
+    check_shapes("newton_schulz", G_Bmn=G_Bmn)
+    if not G_Bmn.is_floating_point():
+        raise ValueError(f"newton_schulz: G_Bmn is {G_Bmn.dtype}; expected a float dtype")
 
 
 def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dtype | None = None) -> Tensor:
@@ -85,6 +84,7 @@ def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dty
     out_Bmn = torch.empty_like(G_Bmn)
     for index in range(G_Bmn.shape[0]):
         X = G_Bmn[index].to(dtype)
+        # Singular values of at most 1: the polynomials are made for that interval.
         X = X / torch.linalg.matrix_norm(X).clamp(min=EPS)
         for a, b, c in steps:
             gram = X @ X.mT

@@ -23,10 +23,21 @@ def default_dtype(device: torch.device) -> torch.dtype:
     ms; 8 of 256x512: 15 against 73 ms). Other CPUs emulate bf16, so they get fp32. A rule, not a timing at
     run time: the same machine always computes the same numbers.
     """
+    # Orthogonality to two digits is enough for an update; speed is not.
     if device.type != "cpu":
         return torch.bfloat16
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return torch.bfloat16 if probe is not None and probe() else torch.float32
+
+
+def normalised(G_Bmn: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """X_0 [B, s, l] with unit Frobenius norm (taken in float32 or wider), and whether it is transposed."""
+    # The polar factor of the transpose is the transpose of the polar factor.
+    tall = G_Bmn.shape[1] > G_Bmn.shape[2]
+    G_Bsl = G_Bmn.mT if tall else G_Bmn
+    wide = G_Bsl if G_Bsl.dtype == torch.float64 else G_Bsl.float()
+    norm_B11 = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    return (wide / norm_B11).to(dtype).contiguous(), tall
 
 
 def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dtype | None = None) -> Tensor:
@@ -43,13 +54,10 @@ def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dty
         dtype = torch.float64 if G_Bmn.dtype == torch.float64 else default_dtype(G_Bmn.device)
     if G_Bmn.numel() == 0:
         return torch.empty_like(G_Bmn)
-    tall = G_Bmn.shape[1] > G_Bmn.shape[2]
-    G_Bsl = G_Bmn.mT if tall else G_Bmn
-    wide = G_Bsl if G_Bsl.dtype == torch.float64 else G_Bsl.float()
-    norm_B11 = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp(min=EPS)
-    X_Bsl = (wide / norm_B11).to(dtype)
+    X_Bsl, tall = normalised(G_Bmn, dtype)
     for a, b, c in steps:
         gram_Bss = torch.bmm(X_Bsl, X_Bsl.mT)
+        # No fifth power, no square of the Gram matrix.
         if c == 0.0:
             X_Bsl = torch.baddbmm(X_Bsl, gram_Bss, X_Bsl, beta=a, alpha=b)
         else:

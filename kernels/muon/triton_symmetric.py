@@ -10,18 +10,17 @@ Shapes: B matrices, s rows, l columns.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from earlyfusion.kernels.aot import Variant
-from earlyfusion.kernels.launch import FLOATS, on_device, power_of_two
+from earlyfusion.kernels.attention.triton.flash import dot
+from earlyfusion.kernels.checks import check_shapes, check_tensors
+from earlyfusion.kernels.launch import on_device, power_of_two
 from earlyfusion.kernels.muon import gram
+from earlyfusion.kernels.muon import newton_schulz as torch_form
 from earlyfusion.kernels.muon.naive import check_batch, coefficients
-from earlyfusion.kernels.muon.newton_schulz import newton_schulz as torch_newton_schulz
 
 LEAST_SIDE = 256  # below, half of the tiles is less than what cuBLAS gains by other means
 
@@ -31,10 +30,12 @@ def symmetric_tiles(
     x_Bsl, added_Bss, out_Bss, S, L, beta, alpha, BM: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr
 ):
     i, j = tl.program_id(0), tl.program_id(1)
+    # Programs above the diagonal have nothing to do: they are mirrored.
     if j <= i:
         batch = tl.program_id(2).to(tl.int64)
         x = x_Bsl + batch * S * L
         row, col = i * BM + tl.arange(0, BM), j * BM + tl.arange(0, BM)
+        # A stack of large matrices has more than 2^31 elements.
         row64, col64 = row.to(tl.int64), col.to(tl.int64)
         acc = tl.zeros([BM, BM], tl.float32)
         for k in range(0, L, BK):
@@ -45,16 +46,14 @@ def symmetric_tiles(
             right = tl.load(
                 x + col64[None, :] * L + at[:, None], mask=(col < S)[None, :] & (at < L)[:, None], other=0.0
             )
-            if left.dtype == tl.float32:
-                acc = tl.dot(left, right, acc, input_precision="tf32x3")
-            else:
-                acc = tl.dot(left, right, acc)
+            acc = dot(left, right, acc)
         acc *= alpha
         keep = (row < S)[:, None] & (col < S)[None, :]
         at_out = batch * S * S + row64[:, None] * S + col64[None, :]
         if ADD:
             acc += beta * tl.load(added_Bss + at_out, mask=keep, other=0.0).to(tl.float32)
         out = acc.to(out_Bss.dtype.element_ty)
+        # The diagonal tiles are computed whole, but only their lower half is stored.
         lower = keep & (row[:, None] >= col[None, :])  # so that the result is symmetric to the last bit
         tl.store(out_Bss + at_out, out, mask=lower)
         mirrored = batch * S * S + col64[None, :] * S + row64[:, None]
@@ -68,18 +67,10 @@ def symmetric_product(X_Bsl: Tensor, added_Bss: Tensor | None, beta: float, alph
         ValueError: X is not a contiguous float32, bfloat16 or float16 [B, s, l], or ``added`` is not [B, s,
         s] like it.
     """
-    if X_Bsl.dim() != 3 or X_Bsl.dtype not in FLOATS or not X_Bsl.is_contiguous():
-        raise ValueError(
-            f"symmetric_product: X_Bsl is {X_Bsl.dtype} {tuple(X_Bsl.shape)} with strides {X_Bsl.stride()};"
-            " expected a contiguous float32, bfloat16 or float16 batch [B, s, l]"
-        )
-    batch, side, length = X_Bsl.shape
-    if added_Bss is not None and (added_Bss.shape != (batch, side, side) or added_Bss.dtype != X_Bsl.dtype):
-        raise ValueError(
-            f"symmetric_product: added_Bss is {added_Bss.dtype} {tuple(added_Bss.shape)}; expected"
-            f" {X_Bsl.dtype} {(batch, side, side)}"
-        )
+    batch, side, length = check_shapes("symmetric_product", X_Bsl=X_Bsl, added_Bss=added_Bss).values()
+    check_tensors("symmetric_product", X_Bsl, X_Bsl=X_Bsl)
     if added_Bss is not None:
+        check_tensors("symmetric_product", X_Bsl, (X_Bsl.dtype,), "any", added_Bss=added_Bss)
         added_Bss = added_Bss.contiguous()
     out_Bss = X_Bsl.new_empty(batch, side, side)
     if not out_Bss.numel():
@@ -115,16 +106,16 @@ def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dty
     """
     check_batch(G_Bmn)
     steps = coefficients(preset)
-    if dtype == torch.float64 or (dtype is None and G_Bmn.dtype == torch.float64):
-        return torch_newton_schulz(G_Bmn, preset, dtype)
     batch, rows, columns = G_Bmn.shape
-    if min(rows, columns) < LEAST_SIDE and G_Bmn.is_cuda:
-        return torch_newton_schulz(G_Bmn, preset, dtype)
+    # Half of few tiles is less than cuBLAS gains by other means.
+    small = min(rows, columns) < LEAST_SIDE and G_Bmn.is_cuda
+    if torch.float64 in (dtype, G_Bmn.dtype) or small:
+        return torch_form.newton_schulz(G_Bmn, preset, dtype)
     if dtype is None and gram.prefers_gram(batch, rows, columns):
         return gram.gram_newton_schulz(G_Bmn, preset, product=symmetric_product)
     if G_Bmn.numel() == 0:
         return torch.empty_like(G_Bmn)
-    X_Bsl, tall = gram.normalised(G_Bmn, dtype or torch.bfloat16)
+    X_Bsl, tall = torch_form.normalised(G_Bmn, dtype or torch.bfloat16)
     for a, b, c in steps:
         R_Bss = symmetric_product(X_Bsl, None, 0.0, 1.0)
         if c == 0.0:
@@ -132,20 +123,3 @@ def newton_schulz(G_Bmn: Tensor, preset: str = "polar_express", dtype: torch.dty
         else:
             X_Bsl = torch.baddbmm(X_Bsl, symmetric_product(R_Bss, R_Bss, b, c), X_Bsl, beta=a)
     return (X_Bsl.mT if tall else X_Bsl).to(G_Bmn.dtype)
-
-
-def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time."""
-    variants = []
-    for label, dtype, tile, depth in (
-        ("bf16", "*bf16", 128, 64),
-        ("fp16", "*fp16", 128, 64),
-        ("fp32", "*fp32", 64, 32),
-    ):
-        types = dict.fromkeys(("x_Bsl", "added_Bss", "out_Bss"), dtype)
-        types |= {"S": "i32", "L": "i32", "beta": "fp32", "alpha": "fp32"}
-        for add in (False, True):
-            constants = {"BM": tile, "BK": depth, "ADD": add}
-            name = f"muon symmetric product {label}{' + C' if add else ''}"
-            variants.append(Variant(name, symmetric_tiles, types, constants, tile // 16, 3, ("S", "L")))
-    return variants

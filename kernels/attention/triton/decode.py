@@ -11,27 +11,29 @@ sequence.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
-from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import decode
-from earlyfusion.kernels.attention.triton.flash import LN2, LOG2E, _dot, split_dim
-from earlyfusion.kernels.launch import FLOATS, check_tensor, on_device, power_of_two, programs
+from earlyfusion.kernels.attention.triton.flash import (
+    LN2,
+    LOG2E,
+    add_product,
+    dot,
+    inner,
+    load,
+    load_halves,
+    split_dim,
+    store_halves,
+    zero_halves,
+)
+from earlyfusion.kernels.checks import INTEGERS, check_tensors
+from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 
 HEADS, KEYS = 16, 32
-
-
-@triton.jit
-def _rows(base, row, ok, FIRST: tl.constexpr, TILE: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr):
-    col = FIRST + tl.arange(0, TILE)
-    return tl.load(
-        base + row[:, None] * R + col[None, :], mask=ok[:, None] & (col < LAST)[None, :], other=0.0
-    )
 
 
 @triton.jit
@@ -47,69 +49,65 @@ def decode_share(
     N,
     PAGES,
     share,
-    H: tl.constexpr,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    RANK: tl.constexpr,
-    VA: tl.constexpr,
-    VB: tl.constexpr,
-    REST: tl.constexpr,
-    BH: tl.constexpr,
-    BN: tl.constexpr,
+    H: constexpr,
+    S: constexpr,
+    R: constexpr,
+    RANK: constexpr,
+    VA: constexpr,
+    VB: constexpr,
+    REST: constexpr,
+    BH: constexpr,
+    BN: constexpr,
 ):
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     ok_h = head < H
+    # A length beyond the table would read pages of nobody.
     length = tl.minimum(tl.load(lengths_B + b), N * S)
     begin = part * share
     stop = tl.minimum(begin + share, length)
     q_row = b * H + head
-    q_a = _rows(query_BHR, q_row, ok_h, 0, VA, RANK, R)
-    q_b, q_r = q_a, q_a
-    if VB > 0:
-        q_b = _rows(query_BHR, q_row, ok_h, VA, VB, RANK, R)
+    q = load_halves(query_BHR, q_row, R, ok_h, RANK, VA, VB)
+    q_rest = q[0]
+    # Without a shared part a latent row is its value.
     if REST > 0:
-        q_r = _rows(query_BHR, q_row, ok_h, RANK, REST, R, R)
+        q_rest = load(query_BHR, q_row, R, ok_h, RANK, REST, R)
     m, l = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32)
-    acc_a, acc_b = tl.zeros([BH, VA], tl.float32), tl.zeros([BH, VB if VB > 0 else 16], tl.float32)
+    acc = zero_halves(BH, VA, VB)
     for first in range(begin, stop, BN):
         token = first + tl.arange(0, BN)
         ok = token < stop
         page = tl.load(table_BN + b * N + token // S, mask=ok, other=0).to(tl.int64)
+        # An index that is no page is not read; its logits are -inf.
         ok = ok & (page >= 0) & (page < PAGES)
         row = page * S + token % S
-        k_a = _rows(pages_PSR, row, ok, 0, VA, RANK, R).to(q_a.dtype)
-        s = _dot(q_a, tl.trans(k_a), tl.zeros([BH, BN], tl.float32))
-        k_b = k_a
-        if VB > 0:
-            k_b = _rows(pages_PSR, row, ok, VA, VB, RANK, R).to(q_a.dtype)
-            s = _dot(q_b, tl.trans(k_b), s)
+        k_a, k_b = load_halves(pages_PSR, row, R, ok, RANK, VA, VB)
+        k = k_a.to(q[0].dtype), k_b.to(q[0].dtype)
+        s = inner(q, k, VB)
         if REST > 0:
-            s = _dot(q_r, tl.trans(_rows(pages_PSR, row, ok, RANK, REST, R, R).to(q_a.dtype)), s)
+            k_rest = load(pages_PSR, row, R, ok, RANK, REST, R)
+            s = dot(q_rest, tl.trans(k_rest.to(q[0].dtype)), s)
         s = tl.where(ok[None, :], s * (scale * LOG2E), float("-inf"))
+
+        # Online softmax; before the first key that counts there is no maximum to shrink by.
         new = tl.maximum(m, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p, shrink = tl.exp2(s - base[:, None]), tl.exp2(m - base)
         l = l * shrink + tl.sum(p, axis=1)
         m = new
-        p = p.to(q_a.dtype)
-        acc_a = _dot(p, k_a, acc_a * shrink[:, None])
-        if VB > 0:
-            acc_b = _dot(p, k_b, acc_b * shrink[:, None])
+        acc = acc[0] * shrink[:, None], acc[1] * shrink[:, None]
+        acc = add_product(acc, p.to(q[0].dtype), k, VB)
     safe = tl.where(l > 0, l, 1.0)
     out_row = part * (B * H) + b * H + head
-    out = mixed_XBHr + out_row[:, None] * RANK
-    col_a = tl.arange(0, VA)
-    tl.store(out + col_a[None, :], acc_a / safe[:, None], mask=ok_h[:, None] & (col_a < RANK)[None, :])
-    if VB > 0:
-        col_b = VA + tl.arange(0, VB)
-        tl.store(out + col_b[None, :], acc_b / safe[:, None], mask=ok_h[:, None] & (col_b < RANK)[None, :])
+    mixed = acc[0] / safe[:, None], acc[1] / safe[:, None]
+    store_halves(mixed_XBHr, out_row, RANK, ok_h, mixed, RANK, VA, VB)
     tl.store(lse_XBH + out_row, tl.where(l > 0, (m + tl.log2(safe)) * LN2, float("-inf")), mask=ok_h)
 
 
 def shares(batch: int, head_tiles: int, most_tokens: int, device: torch.device) -> tuple[int, int]:
     """(number of shares, tokens of a share): enough programs for the device, at least 256 tokens each."""
-    wanted = max(1, 2 * programs(device) // max(1, batch * head_tiles))
+    # Two programs a multiprocessor hide each other's loads.
+    wanted = max(1, 2 * hardware(device).multiprocessors // max(1, batch * head_tiles))
     tokens = max(256 if device.type == "cuda" else KEYS, -(-most_tokens // wanted))
     tokens = -(-tokens // KEYS) * KEYS
     return max(1, -(-most_tokens // tokens)), tokens
@@ -128,10 +126,8 @@ def mla_decode(
     if query_BHR.dtype == torch.float64 or not query_BHR.numel():
         return decode.mla_decode(query_BHR, pages_PSR, table_BN, lengths_B, rank, scale)
     device = query_BHR.device
-    check_tensor("mla_decode", "query_BHR", query_BHR, None, FLOATS)
-    check_tensor("mla_decode", "pages_PSR", pages_PSR, None, FLOATS, device)
-    for name, tensor in (("table_BN", table_BN), ("lengths_B", lengths_B)):
-        check_tensor("mla_decode", name, tensor, None, (torch.int32, torch.int64), device)
+    check_tensors("mla_decode", query_BHR, query_BHR=query_BHR, pages_PSR=pages_PSR)
+    check_tensors("mla_decode", query_BHR, INTEGERS, table_BN=table_BN, lengths_B=lengths_B)
     batch, heads, width = query_BHR.shape
     if width > 1024:
         raise ValueError(f"mla_decode: query_BHR has latent width {width}; the kernel takes at most 1024")
@@ -166,37 +162,10 @@ def mla_decode(
             num_warps=4,
             num_stages=2,
         )
+    # One share is already the answer.
     if count == 1:
         return mixed_XBHr[0].to(query_BHR.dtype), lse_XBH[0]
     lse_BH = lse_XBH.logsumexp(dim=0)
+    # Shares join by their log-sum-exps; one without tokens has -inf and no weight.
     weight_XBH = torch.where(lse_XBH == float("-inf"), 0.0, torch.exp(lse_XBH - lse_BH))
     return (mixed_XBHr * weight_XBH[..., None]).sum(dim=0).to(query_BHR.dtype), lse_BH
-
-
-def aot_variants() -> list[Any]:
-    """The decode kernel for rank 512 + 64, 32 heads, pages of 64."""
-    types = {
-        "query_BHR": "*bf16",
-        "pages_PSR": "*bf16",
-        "table_BN": "*i32",
-        "lengths_B": "*i32",
-        "mixed_XBHr": "*fp32",
-        "lse_XBH": "*fp32",
-        "scale": "fp32",
-        "B": "i32",
-        "N": "i32",
-        "PAGES": "i32",
-        "share": "i32",
-    }
-    constants = {
-        "H": 32,
-        "S": 64,
-        "R": 576,
-        "RANK": 512,
-        "VA": 512,
-        "VB": 0,
-        "REST": 64,
-        "BH": HEADS,
-        "BN": KEYS,
-    }
-    return [Variant("mla decode 512 + 64", decode_share, types, constants, 4, 2, ("share",))]

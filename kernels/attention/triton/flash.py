@@ -16,18 +16,20 @@ Legend: T tokens, H query heads, G key/value heads, D key dim, V value dim, BM q
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import naive, varlen
 from earlyfusion.kernels.attention.checks import check_append, check_attention
-from earlyfusion.kernels.launch import FLOATS, arch, on_device, power_of_two
+from earlyfusion.kernels.checks import FLOATS
+from earlyfusion.kernels.launch import hardware, on_device, power_of_two
 from earlyfusion.kernels.precision import compute_dtype
 from earlyfusion.kernels.segments import Segments
 
@@ -35,8 +37,61 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+# Named tuples travel into the kernels as they are: constants together, strides together.
+class Sizes(NamedTuple):
+    """Constants of a call, which its kernels are compiled for."""
+
+    H: int
+    REPEAT: int  # query heads per key head
+    CAUSAL: bool
+    D: int
+    DA: int  # the tiles of the key dim, then those of the value dim
+    DB: int
+    V: int
+    VA: int
+    VB: int
+    BM: int
+    BN: int
+
+
+class Strides(NamedTuple):
+    """Elements from token to token and from head to head."""
+
+    q_t: int
+    q_h: int
+    k_t: int
+    k_g: int
+    v_t: int
+    v_g: int
+
+
+class Tiles(NamedTuple):
+    """First row, document begin and document end of every tile, int32; shift: how far a document's queries
+    stand from their own keys, or None where they stand together."""
+
+    first: Tensor
+    begin: Tensor
+    end: Tensor
+    shift: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What the kernels of the backward read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+# ---- device code: operands come as two halves, (a, b); b is not used where one tile suffices ----
+
+
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
+    """acc + a b; float32 operands in three tensor core passes."""
     if a.dtype == tl.float32:
         acc = tl.dot(a, b, acc, input_precision="tf32x3")
     else:
@@ -45,539 +100,380 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _load(base, row, stride, ok, FIRST: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
-    """Rows x TILE channels from FIRST on."""
+def load(base, row, stride, ok, FIRST: constexpr, TILE: constexpr, DIM: constexpr):
+    """Rows x TILE channels from FIRST on, zero from DIM on."""
     col = FIRST + tl.arange(0, TILE)
-    return tl.load(
-        base + row[:, None] * stride + col[None, :], mask=ok[:, None] & (col < DIM)[None, :], other=0.0
-    )
+    at = base + row[:, None] * stride + col[None, :]
+    return tl.load(at, mask=ok[:, None] & (col < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _store(base, row, stride, ok, value, FIRST: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr):
+def load_halves(base, row, stride, ok, DIM: constexpr, A: constexpr, B: constexpr):
+    a = load(base, row, stride, ok, 0, A, DIM)
+    # Something must stand here for the compiler; where B is 0 nobody reads it.
+    b = a
+    if B > 0:
+        b = load(base, row, stride, ok, A, B, DIM)
+    return a, b
+
+
+@triton.jit
+def zeros(ROWS: constexpr, COLUMNS: constexpr):
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_halves(ROWS: constexpr, A: constexpr, B: constexpr):
+    return tl.zeros([ROWS, A], tl.float32), tl.zeros([ROWS, B if B > 0 else 16], tl.float32)
+
+
+@triton.jit
+def store(base, row, stride, ok, x, FIRST: constexpr, TILE: constexpr, DIM: constexpr):
     col = FIRST + tl.arange(0, TILE)
     keep = ok[:, None] & (col < DIM)[None, :]
-    tl.store(base + row[:, None] * stride + col[None, :], value.to(base.dtype.element_ty), mask=keep)
+    tl.store(base + row[:, None] * stride + col[None, :], x.to(base.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def _scores(
-    q_a,
-    q_b,
-    k,
-    key,
-    stride,
-    ok,
-    D: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+def store_halves(base, row, stride, ok, x, DIM: constexpr, A: constexpr, B: constexpr):
+    store(base, row, stride, ok, x[0], 0, A, DIM)
+    if B > 0:
+        store(base, row, stride, ok, x[1], A, B, DIM)
+
+
+@triton.jit
+def inner(x, y, B: constexpr):
+    """x y^T over both halves."""
+    # The accumulator of the first half goes into the second product.
+    acc = dot(x[0], tl.trans(y[0]), zeros(x[0].shape[0], y[0].shape[0]))
+    if B > 0:
+        acc = dot(x[1], tl.trans(y[1]), acc)
+    return acc
+
+
+@triton.jit
+def add_product(acc, p, x, B: constexpr):
+    """acc + p x, half by half."""
+    a, b = dot(p, x[0], acc[0]), acc[1]
+    if B > 0:
+        b = dot(p, x[1], acc[1])
+    return a, b
+
+
+@triton.jit
+def scores(q, k, key, stride, ok, S: constexpr):
     """Queries times the keys of a tile, [BM, BN], unscaled and unmasked."""
-    s = _dot(q_a, tl.trans(_load(k, key, stride, ok, 0, DA, D)), tl.zeros([BM, BN], tl.float32))
-    if DB > 0:
-        s = _dot(q_b, tl.trans(_load(k, key, stride, ok, DA, DB, D)), s)
+    # Keys are loaded half by half next to their product: fewer of them live at once.
+    s = dot(q[0], tl.trans(load(k, key, stride, ok, 0, S.DA, S.D)), zeros(S.BM, S.BN))
+    if S.DB > 0:
+        s = dot(q[1], tl.trans(load(k, key, stride, ok, S.DA, S.DB, S.D)), s)
     return s
 
 
 @triton.jit
-def _forward_keys(
-    q_a,
-    q_b,
-    k,
-    v,
-    stride_k,
-    stride_v,
-    row,
-    end,
-    begin,
-    stop,
-    m,
-    l,
-    acc_a,
-    acc_b,
-    scale2,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    VA: tl.constexpr,
-    VB: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    for n in range(begin, stop, BN):
-        key = n + tl.arange(0, BN).to(tl.int64)
+def tile_of(tiles):
+    """First row, begin and end of this program's tile."""
+    tile = tl.program_id(0)
+    first, begin = tl.load(tiles.first + tile).to(tl.int64), tl.load(tiles.begin + tile).to(tl.int64)
+    return first, begin, tl.load(tiles.end + tile).to(tl.int64)
+
+
+@triton.jit
+def forward_keys(q, k, v, strides, place, end, begin, stop, m, l, acc, scale2, S: constexpr, MASK: constexpr):
+    """Maximum, sum and output of the softmax, brought forward over the keys begin .. stop."""
+    for n in range(begin, stop, S.BN):
+        key = n + tl.arange(0, S.BN).to(tl.int64)
         ok = key < end
-        s = _scores(q_a, q_b, k, key, stride_k, ok, D, DA, DB, BM, BN) * scale2
+        s = scores(q, k, key, strides.k_t, ok, S) * scale2
         if MASK:
             visible = ok[None, :]
-            if CAUSAL:
-                visible = visible & (key[None, :] <= row[:, None])
+            if S.CAUSAL:
+                visible = visible & (key[None, :] <= place[:, None])
             s = tl.where(visible, s, float("-inf"))
+        # Online softmax: what was summed so far shrinks when a larger logit turns up.
         new = tl.maximum(m, tl.max(s, axis=1))
         p = tl.exp2(s - new[:, None])
         shrink = tl.exp2(m - new)
         l = l * shrink + tl.sum(p, axis=1)
         m = new
-        v_a = _load(v, key, stride_v, ok, 0, VA, V)
+        v_a = load(v, key, strides.v_t, ok, 0, S.VA, S.V)
         p = p.to(v_a.dtype)
-        acc_a = _dot(p, v_a, acc_a * shrink[:, None])
-        if VB > 0:
-            acc_b = _dot(p, _load(v, key, stride_v, ok, VA, VB, V), acc_b * shrink[:, None])
-    return m, l, acc_a, acc_b
+        a, b = dot(p, v_a, acc[0] * shrink[:, None]), acc[1]
+        if S.VB > 0:
+            b = dot(p, load(v, key, strides.v_t, ok, S.VA, S.VB, S.V), acc[1] * shrink[:, None])
+        acc = a, b
+    return m, l, acc
 
 
 @triton.jit
-def flash_forward(
-    q_THD,
-    k_TGD,
-    v_TGV,
-    o_THV,
-    lse_TH,
-    tile_first,
-    tile_begin,
-    tile_end,
-    tile_shift,
-    scale,
-    sq_t,
-    sq_h,
-    sk_t,
-    sk_g,
-    sv_t,
-    sv_g,
-    H: tl.constexpr,
-    REPEAT: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    VA: tl.constexpr,
-    VB: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """tile_shift: how far a document's queries stand from their own keys, or None where they stand
-    together."""
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.load(tile_first + tile).to(tl.int64)
-    begin, end = tl.load(tile_begin + tile).to(tl.int64), tl.load(tile_end + tile).to(tl.int64)
-    row = first + tl.arange(0, BM)
-    if tile_shift is not None:
-        first += tl.load(tile_shift + tile).to(tl.int64)
-    place = first + tl.arange(0, BM)  # of the queries among the keys
+def flash_forward(q, k, v, o, lse, tiles, scale, strides, S: constexpr):
+    """o [T, H, V] and lse [T, H]. Grid (query tiles, H)."""
+    head = tl.program_id(1).to(tl.int64)
+    first, begin, end = tile_of(tiles)
+    row = first + tl.arange(0, S.BM)
+    # Appended queries: row counts the new tokens, place their keys.
+    if tiles.shift is not None:
+        first += tl.load(tiles.shift + tl.program_id(0)).to(tl.int64)
+    place = first + tl.arange(0, S.BM)  # of the queries among the keys
     ok = place < end
-    q, group = q_THD + head * sq_h, head // REPEAT
-    k, v = k_TGD + group * sk_g, v_TGV + group * sv_g
-    q_a = _load(q, row, sq_t, ok, 0, DA, D)
-    q_b = q_a
-    if DB > 0:
-        q_b = _load(q, row, sq_t, ok, DA, DB, D)
+    group = head // S.REPEAT
+    k, v = k + group * strides.k_g, v + group * strides.v_g
+    # Queries stay in registers for the whole walk.
+    queries = load_halves(q + head * strides.q_h, row, strides.q_t, ok, S.D, S.DA, S.DB)
+    BM: constexpr = S.BM
     m, l = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32)
-    acc_a, acc_b = tl.zeros([BM, VA], tl.float32), tl.zeros([BM, VB if VB > 0 else 16], tl.float32)
+    acc = zero_halves(S.BM, S.VA, S.VB)
+
+    # Keys that every row of the tile sees need no mask; the rest does.
     scale2 = scale * LOG2E
-    stop = tl.minimum(first + BM, end) if CAUSAL else end
-    whole = (
-        begin + (tl.minimum(first + 1, end) - begin if CAUSAL else end - begin) // BN * BN
-    )  # seen by every row
-    m, l, acc_a, acc_b = _forward_keys(
-        q_a,
-        q_b,
-        k,
-        v,
-        sk_t,
-        sv_t,
-        place,
-        end,
-        begin,
-        whole,
-        m,
-        l,
-        acc_a,
-        acc_b,
-        scale2,
-        D,
-        V,
-        DA,
-        DB,
-        VA,
-        VB,
-        BM,
-        BN,
-        False,
-        CAUSAL,
-    )
-    m, l, acc_a, acc_b = _forward_keys(
-        q_a,
-        q_b,
-        k,
-        v,
-        sk_t,
-        sv_t,
-        place,
-        end,
-        whole,
-        stop,
-        m,
-        l,
-        acc_a,
-        acc_b,
-        scale2,
-        D,
-        V,
-        DA,
-        DB,
-        VA,
-        VB,
-        BM,
-        BN,
-        True,
-        CAUSAL,
-    )
-    o = o_THV + head * V
-    _store(o, row, H * V, ok, acc_a / l[:, None], 0, VA, V)
-    if VB > 0:
-        _store(o, row, H * V, ok, acc_b / l[:, None], VA, VB, V)
-    tl.store(lse_TH + row * H + head, (m + tl.log2(l)) * LN2, mask=ok)
+    stop = tl.minimum(first + S.BM, end) if S.CAUSAL else end
+    seen = tl.minimum(first + 1, end) - begin if S.CAUSAL else end - begin
+    whole = begin + seen // S.BN * S.BN
+    m, l, acc = forward_keys(queries, k, v, strides, place, end, begin, whole, m, l, acc, scale2, S, False)
+    m, l, acc = forward_keys(queries, k, v, strides, place, end, whole, stop, m, l, acc, scale2, S, True)
+    out = acc[0] / l[:, None], acc[1] / l[:, None]
+    store_halves(o + head * S.V, row, S.H * S.V, ok, out, S.V, S.VA, S.VB)
+    tl.store(lse + row * S.H + head, (m + tl.log2(l)) * LN2, mask=ok)
 
 
 @triton.jit
-def row_dots(o_THV, do_THV, delta_TH, rows, V: tl.constexpr, VP: tl.constexpr, BR: tl.constexpr):
+def row_dots(o, do, delta, rows, V: constexpr, VP: constexpr, BR: constexpr):
     """delta = <o, do> of every (token, head)."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     ok = row < rows
-    o, do = _load(o_THV, row, V, ok, 0, VP, V), _load(do_THV, row, V, ok, 0, VP, V)
-    tl.store(delta_TH + row, tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1), mask=ok)
+    left, right = load(o, row, V, ok, 0, VP, V), load(do, row, V, ok, 0, VP, V)
+    tl.store(delta + row, tl.sum(left.to(tl.float32) * right.to(tl.float32), axis=1), mask=ok)
 
 
 @triton.jit
-def flash_backward_keys(
-    q_THD,
-    k_TGD,
-    v_TGV,
-    do_THV,
-    lse_TH,
-    delta_TH,
-    dk_TGD,
-    dv_TGV,
-    tile_first,
-    tile_begin,
-    tile_end,
-    scale,
-    sq_t,
-    sq_h,
-    sk_t,
-    sk_g,
-    sv_t,
-    sv_g,
-    H: tl.constexpr,
-    REPEAT: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    VA: tl.constexpr,
-    VB: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.load(tile_first + tile).to(tl.int64)
-    begin, end = tl.load(tile_begin + tile).to(tl.int64), tl.load(tile_end + tile).to(tl.int64)
-    key = first + tl.arange(0, BN)
+def query_rows(x, head, row, ok, strides, S: constexpr):
+    """(q, dO, lse, delta) of rows of one head."""
+    q = load_halves(x.q + head * strides.q_h, row, strides.q_t, ok, S.D, S.DA, S.DB)
+    do = load_halves(x.do + head * S.V, row, S.H * S.V, ok, S.V, S.VA, S.VB)
+    # P is recomputed from the log-sum-exp, so nothing of size [T, T] was ever kept.
+    lse = tl.load(x.lse + row * S.H + head, mask=ok, other=0.0)
+    return q, do, lse, tl.load(x.delta + row * S.H + head, mask=ok, other=0.0)
+
+
+@triton.jit
+def key_rows(x, group, key, ok, strides, S: constexpr):
+    """(k, v) of rows of one group."""
+    k = load_halves(x.k + group * strides.k_g, key, strides.k_t, ok, S.D, S.DA, S.DB)
+    v = load_halves(x.v + group * strides.v_g, key, strides.v_t, ok, S.V, S.VA, S.VB)
+    return k, v
+
+
+@triton.jit
+def flash_backward_keys(x, dk, dv, tiles, scale, strides, S: constexpr):
+    """dk [T, G, D] and dv [T, G, V]. Grid (key tiles, G)."""
+    group = tl.program_id(1).to(tl.int64)
+    first, begin, end = tile_of(tiles)
+    key = first + tl.arange(0, S.BN)
     ok_n = key < end
-    k, v = k_TGD + group * sk_g, v_TGV + group * sv_g
-    k_a, v_a = _load(k, key, sk_t, ok_n, 0, DA, D), _load(v, key, sv_t, ok_n, 0, VA, V)
-    k_b, v_b = k_a, v_a
-    dk_a, dv_a = tl.zeros([BN, DA], tl.float32), tl.zeros([BN, VA], tl.float32)
-    dk_b, dv_b = (
-        tl.zeros([BN, DB if DB > 0 else 16], tl.float32),
-        tl.zeros([BN, VB if VB > 0 else 16], tl.float32),
-    )
-    if DB > 0:
-        k_b = _load(k, key, sk_t, ok_n, DA, DB, D)
-    if VB > 0:
-        v_b = _load(v, key, sv_t, ok_n, VA, VB, V)
-    for repeat in range(REPEAT):
-        head = group * REPEAT + repeat
-        for start in range(first if CAUSAL else begin, end, BM):
-            row = start + tl.arange(0, BM)
+    k, v = key_rows(x, group, key, ok_n, strides, S)
+    dk_sum, dv_sum = zero_halves(S.BN, S.DA, S.DB), zero_halves(S.BN, S.VA, S.VB)
+    for repeat in range(S.REPEAT):
+        head = group * S.REPEAT + repeat
+        # Causal: queries before the tile's first key see none of it.
+        for start in range(first if S.CAUSAL else begin, end, S.BM):
+            row = start + tl.arange(0, S.BM)
             ok_m = row < end
-            q_a = _load(q_THD + head * sq_h, row, sq_t, ok_m, 0, DA, D)
-            do_a = _load(do_THV + head * V, row, H * V, ok_m, 0, VA, V)
-            s = _dot(k_a, tl.trans(q_a), tl.zeros([BN, BM], tl.float32))
-            if DB > 0:
-                q_b = _load(q_THD + head * sq_h, row, sq_t, ok_m, DA, DB, D)
-                s = _dot(k_b, tl.trans(q_b), s)
-            lse = tl.load(lse_TH + row * H + head, mask=ok_m, other=0.0)
-            delta = tl.load(delta_TH + row * H + head, mask=ok_m, other=0.0)
+            q, do, lse, delta = query_rows(x, head, row, ok_m, strides, S)
             visible = ok_n[:, None] & ok_m[None, :]
-            if CAUSAL:
+            if S.CAUSAL:
                 visible = visible & (key[:, None] <= row[None, :])
+            s = inner(k, q, S.DB)
             p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[None, :]), 0.0)
-            dv_a = _dot(p.to(q_a.dtype), do_a, dv_a)
-            dp = _dot(v_a, tl.trans(do_a), tl.zeros([BN, BM], tl.float32))
-            if VB > 0:
-                do_b = _load(do_THV + head * V, row, H * V, ok_m, VA, VB, V)
-                dv_b = _dot(p.to(q_a.dtype), do_b, dv_b)
-                dp = _dot(v_b, tl.trans(do_b), dp)
-            ds = (p * (dp - delta[None, :])).to(q_a.dtype)
-            dk_a = _dot(ds, q_a, dk_a)
-            if DB > 0:
-                dk_b = _dot(ds, q_b, dk_b)
-    groups: tl.constexpr = H // REPEAT
-    _store(dk_TGD + group * D, key, groups * D, ok_n, dk_a * scale, 0, DA, D)
-    _store(dv_TGV + group * V, key, groups * V, ok_n, dv_a, 0, VA, V)
-    if DB > 0:
-        _store(dk_TGD + group * D, key, groups * D, ok_n, dk_b * scale, DA, DB, D)
-    if VB > 0:
-        _store(dv_TGV + group * V, key, groups * V, ok_n, dv_b, VA, VB, V)
+            dv_sum = add_product(dv_sum, p.to(q[0].dtype), do, S.VB)
+            # dO V^T - delta: how much better a key's value is than the mixture.
+            ds = (p * (inner(v, do, S.VB) - delta[None, :])).to(q[0].dtype)
+            dk_sum = add_product(dk_sum, ds, q, S.DB)
+    groups: constexpr = S.H // S.REPEAT
+    dk_sum = dk_sum[0] * scale, dk_sum[1] * scale
+    store_halves(dk + group * S.D, key, groups * S.D, ok_n, dk_sum, S.D, S.DA, S.DB)
+    store_halves(dv + group * S.V, key, groups * S.V, ok_n, dv_sum, S.V, S.VA, S.VB)
 
 
 @triton.jit
-def flash_backward_queries(
-    q_THD,
-    k_TGD,
-    v_TGV,
-    do_THV,
-    lse_TH,
-    delta_TH,
-    dq_THD,
-    tile_first,
-    tile_begin,
-    tile_end,
-    scale,
-    sq_t,
-    sq_h,
-    sk_t,
-    sk_g,
-    sv_t,
-    sv_g,
-    H: tl.constexpr,
-    REPEAT: tl.constexpr,
-    D: tl.constexpr,
-    V: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    VA: tl.constexpr,
-    VB: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.load(tile_first + tile).to(tl.int64)
-    begin, end = tl.load(tile_begin + tile).to(tl.int64), tl.load(tile_end + tile).to(tl.int64)
-    row = first + tl.arange(0, BM)
+def flash_backward_queries(x, dq, tiles, scale, strides, S: constexpr):
+    """dq [T, H, D]. Grid (query tiles, H)."""
+    head = tl.program_id(1).to(tl.int64)
+    first, begin, end = tile_of(tiles)
+    row = first + tl.arange(0, S.BM)
     ok_m = row < end
-    group = head // REPEAT
-    k, v = k_TGD + group * sk_g, v_TGV + group * sv_g
-    q_a, do_a = (
-        _load(q_THD + head * sq_h, row, sq_t, ok_m, 0, DA, D),
-        _load(do_THV + head * V, row, H * V, ok_m, 0, VA, V),
-    )
-    q_b, do_b = q_a, do_a
-    dq_a, dq_b = tl.zeros([BM, DA], tl.float32), tl.zeros([BM, DB if DB > 0 else 16], tl.float32)
-    if DB > 0:
-        q_b = _load(q_THD + head * sq_h, row, sq_t, ok_m, DA, DB, D)
-    if VB > 0:
-        do_b = _load(do_THV + head * V, row, H * V, ok_m, VA, VB, V)
-    lse = tl.load(lse_TH + row * H + head, mask=ok_m, other=0.0)
-    delta = tl.load(delta_TH + row * H + head, mask=ok_m, other=0.0)
-    for n in range(begin, tl.minimum(first + BM, end) if CAUSAL else end, BN):
-        key = n + tl.arange(0, BN)
+    q, do, lse, delta = query_rows(x, head, row, ok_m, strides, S)
+    dq_sum = zero_halves(S.BM, S.DA, S.DB)
+    for n in range(begin, tl.minimum(first + S.BM, end) if S.CAUSAL else end, S.BN):
+        key = n + tl.arange(0, S.BN)
         ok_n = key < end
-        k_a, v_a = _load(k, key, sk_t, ok_n, 0, DA, D), _load(v, key, sv_t, ok_n, 0, VA, V)
-        s = _dot(q_a, tl.trans(k_a), tl.zeros([BM, BN], tl.float32))
-        dp = _dot(do_a, tl.trans(v_a), tl.zeros([BM, BN], tl.float32))
-        if DB > 0:
-            k_b = _load(k, key, sk_t, ok_n, DA, DB, D)
-            s = _dot(q_b, tl.trans(k_b), s)
-        if VB > 0:
-            dp = _dot(do_b, tl.trans(_load(v, key, sv_t, ok_n, VA, VB, V)), dp)
+        k, v = key_rows(x, head // S.REPEAT, key, ok_n, strides, S)
+        s, dp = inner(q, k, S.DB), inner(do, v, S.VB)
         visible = ok_n[None, :] & ok_m[:, None]
-        if CAUSAL:
+        if S.CAUSAL:
             visible = visible & (key[None, :] <= row[:, None])
         p = tl.where(visible, tl.exp2(s * (scale * LOG2E) - (lse * LOG2E)[:, None]), 0.0)
-        ds = (p * (dp - delta[:, None])).to(k_a.dtype)
-        dq_a = _dot(ds, k_a, dq_a)
-        if DB > 0:
-            dq_b = _dot(ds, k_b, dq_b)
-    _store(dq_THD + head * D, row, H * D, ok_m, dq_a * scale, 0, DA, D)
-    if DB > 0:
-        _store(dq_THD + head * D, row, H * D, ok_m, dq_b * scale, DA, DB, D)
+        ds = (p * (dp - delta[:, None])).to(q[0].dtype)
+        dq_sum = add_product(dq_sum, ds, k, S.DB)
+    dq_sum = dq_sum[0] * scale, dq_sum[1] * scale
+    store_halves(dq + head * S.D, row, S.H * S.D, ok_m, dq_sum, S.D, S.DA, S.DB)
+
+
+# ---- host ----
 
 
 def split_dim(width: int) -> tuple[int, int]:
     """A head dim as two power-of-two tiles of at least 16, the second 0 where one suffices without waste."""
+    # Tensor cores take no fewer than 16.
     if width <= 16:
         return 16, 0
     large = 1 << (width.bit_length() - 1)
     return (large, 0) if large == width else (large, max(16, power_of_two(width - large)))
 
 
-def dims(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Head dims and their tiles, as the kernels' constants."""
-    (da, db), (va, vb) = split_dim(key_dim), split_dim(value_dim)
-    return {"D": key_dim, "V": value_dim, "DA": da, "DB": db, "VA": va, "VB": vb}
+def launch_sizes(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, longest: int, backward: bool = False
+) -> tuple[Sizes, Strides, dict[str, int]]:
+    """Tiles that fit into registers without spilling on the architecture, strides, and the launch options.
 
-
-def tile_sizes(
-    dtype: torch.dtype, widest: int, longest: int, backward: bool, capability: int
-) -> tuple[dict[str, int], int]:
-    """BM, BN and the number of warps: what fits into registers without spilling on the architecture."""
-    if dtype == torch.float32:
+    longest: tokens of the longest document."""
+    heads, key_dim, value_dim, arch = q.shape[1], q.shape[2], v.shape[2], hardware(q.device).arch
+    if q.dtype == torch.float32:
         rows, keys, warps = 32, 32, 4
-    elif capability < 90:  # operands live in registers there
-        rows, keys, warps = (32, 32, 4) if backward else (64, 32, 8 if widest > 128 else 4)
+    elif arch < 90 and backward:  # operands live in registers there
+        rows, keys, warps = 32, 32, 4
+    elif arch < 90:
+        rows, keys, warps = 64, 32, 8 if max(key_dim, value_dim) > 128 else 4
     elif backward:
         rows, keys, warps = 64, 64, 8
     else:
         rows, keys, warps = 128, 64, 8
+    # Short documents: tiles larger than the longest would idle.
     short = max(16, power_of_two(longest))
     rows, keys = min(rows, short), min(keys, short)
-    return {"BM": rows, "BN": keys}, warps if rows > 32 else 4
+    dims = key_dim, *split_dim(key_dim), value_dim, *split_dim(value_dim)
+    sizes = Sizes(heads, heads // k.shape[1], causal, *dims, rows, keys)
+    strides = Strides(*[stride for x in (q, k, v) for stride in x.stride()[:2]])
+    return sizes, strides, {"num_warps": warps if rows > 32 else 4, "num_stages": 2}
 
 
-def query_tiles(segments: Segments, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First row, document begin and document end of every tile, longest documents first; int32, cached."""
+def _columns(table: Iterable[tuple[int, ...]], device: torch.device) -> Tiles:
+    return Tiles(*torch.tensor(list(table), dtype=torch.int32).T.contiguous().to(device))
 
-    def build() -> tuple[Tensor, Tensor, Tensor]:
-        table = [
-            (first, begin, begin + length)
-            for begin, length in sorted(zip(segments.offsets, segments.lengths), key=lambda item: -item[1])
-            for first in range(begin, begin + length, rows)
-        ]
-        columns: Any = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))
-        return tuple(columns)
+
+def query_tiles(segments: Segments, rows: int, device: torch.device) -> Tiles:
+    """Tiles of so many rows, longest documents first; cached."""
+
+    def build() -> Tiles:
+        table = []
+        # Longest first, so that the last programs to start are short ones.
+        documents = zip(segments.offsets, segments.lengths)
+        for begin, length in sorted(documents, key=lambda document: -document[1]):
+            end = begin + length
+            table += [(first, begin, end) for first in range(begin, end, rows)]
+        return _columns(table, device)
 
     return segments.cached(("attention.tiles", rows, str(device)), build)
 
 
-def append_tiles(
-    segments: Segments, key_segments: Segments, rows: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `query_tiles`, for new tokens whose documents have earlier keys: begin and end are the keys', and
-    the fourth column is what brings a query's row to the row of its own key."""
+def append_tiles(segments: Segments, key_segments: Segments, rows: int, device: torch.device) -> Tiles:
+    """As `query_tiles`, for new tokens whose documents have earlier keys: begin and end are the keys'."""
 
-    def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def build() -> Tiles:
+        table = []
         documents = zip(segments.offsets, segments.lengths, key_segments.offsets, key_segments.lengths)
-        table = [
-            (row, begin, begin + length, begin + length - (first + new))
-            for first, new, begin, length in sorted(documents, key=lambda item: -item[3])
-            for row in range(first, first + new, rows)
-        ]
-        columns: Any = (torch.tensor(column, dtype=torch.int32).to(device) for column in zip(*table))
-        return tuple(columns)
+        for first, new, begin, length in sorted(documents, key=lambda document: -document[3]):
+            end = begin + length
+            # The newest token of the queries is the newest of the keys.
+            shift = end - (first + new)
+            table += [(row, begin, end, shift) for row in range(first, first + new, rows)]
+        return _columns(table, device)
 
     return segments.cached(("attention.append", key_segments.lengths, rows, str(device)), build)
 
 
-class _Flash(torch.autograd.Function):
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, keys: Segments | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse). keys: those of all tokens, where the queries are the newest of them."""
+    longest = (keys or segments).max_length
+    sizes, strides, options = launch_sizes(q, k, v, causal, longest)
+    if keys is None:
+        tiles = query_tiles(segments, sizes.BM, q.device)
+    else:
+        tiles = append_tiles(segments, keys, sizes.BM, q.device)
+    o = q.new_empty(q.shape[0], sizes.H, sizes.V)
+    lse = q.new_empty(q.shape[0], sizes.H, dtype=torch.float32)
+    grid = tiles.first.shape[0], sizes.H
+    with on_device(q):
+        flash_forward[grid](q, k, v, o, lse, tiles, scale, strides, S=sizes, **options)
+    return o, lse
+
+
+class FlashAttention(torch.autograd.Function):
+    """(q, k, v, segments, causal, scale) -> (o, lse); lse has no gradient."""
+
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor, segments: Segments, causal: bool, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        tokens, heads, key_dim = q_THD.shape
-        sizes, warps = tile_sizes(
-            q_THD.dtype, max(key_dim, v_TGV.shape[2]), segments.max_length, False, arch(q_THD.device)
-        )
-        o_THV = q_THD.new_empty(tokens, heads, v_TGV.shape[2])
-        lse_TH = q_THD.new_empty(tokens, heads, dtype=torch.float32)
-        tiles = query_tiles(segments, sizes["BM"], q_THD.device)
-        strides = [s for x in (q_THD, k_TGD, v_TGV) for s in x.stride()[:2]]
-        with on_device(q_THD):
-            flash_forward[(tiles[0].shape[0], heads)](
-                q_THD,
-                k_TGD,
-                v_TGV,
-                o_THV,
-                lse_TH,
-                *tiles,
-                None,
-                scale,
-                *strides,
-                H=heads,
-                REPEAT=heads // k_TGD.shape[1],
-                **dims(key_dim, v_TGV.shape[2]),
-                CAUSAL=causal,
-                **sizes,
-                num_warps=warps,
-                num_stages=2,
-            )
-        ctx.save_for_backward(q_THD, k_TGD, v_TGV, o_THV, lse_TH)
+        o, lse = _forward(q, k, v, segments, None, causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
         ctx.settings = segments, causal, scale
-        ctx.mark_non_differentiable(lse_TH)
-        return o_THV, lse_TH
+        ctx.mark_non_differentiable(lse)
+        return o, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_THV: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGV, o_THV, lse_TH = ctx.saved_tensors
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
         segments, causal, scale = ctx.settings
-        tokens, heads, key_dim = q_THD.shape
-        groups, value_dim = v_TGV.shape[1:]
-        do_THV = do_THV.to(o_THV.dtype).contiguous()
-        delta_TH = torch.empty_like(lse_TH)
-        dq_THD, dk_TGD, dv_TGV = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, v_TGV)
-        )
-        sizes, warps = tile_sizes(
-            q_THD.dtype, max(key_dim, value_dim), segments.max_length, True, arch(q_THD.device)
-        )
-        strides = [s for x in (q_THD, k_TGD, v_TGV) for s in x.stride()[:2]]
-        by_key = query_tiles(segments, sizes["BN"], q_THD.device)
-        by_query = query_tiles(segments, sizes["BM"], q_THD.device)
-        constants = {
-            "H": heads,
-            "REPEAT": heads // groups,
-            **dims(key_dim, value_dim),
-            "CAUSAL": causal,
-            **sizes,
-            "num_warps": warps,
-            "num_stages": 2,
-        }
-        with on_device(q_THD):
-            row_dots[(triton.cdiv(tokens * heads, 16),)](
-                o_THV,
-                do_THV,
-                delta_TH,
-                tokens * heads,
-                V=value_dim,
-                VP=max(16, power_of_two(value_dim)),
-                BR=16,
+        x = Saved(q, k, v, do.to(o.dtype).contiguous(), lse, torch.empty_like(lse))
+        dq, dk, dv = (torch.empty(part.shape, dtype=part.dtype, device=q.device) for part in (q, k, v))
+        sizes, strides, options = launch_sizes(q, k, v, causal, segments.max_length, backward=True)
+        # The same table at another tile height: which rows a tile covers does not say what is in them.
+        by_key = query_tiles(segments, sizes.BN, q.device)
+        by_query = query_tiles(segments, sizes.BM, q.device)
+        rows, padded = lse.numel(), max(16, power_of_two(sizes.V))
+        groups = sizes.H // sizes.REPEAT
+        with on_device(q):
+            row_dots[(triton.cdiv(rows, 16),)](o, x.do, x.delta, rows, V=sizes.V, VP=padded, BR=16)
+            flash_backward_keys[(by_key.first.shape[0], groups)](
+                x, dk, dv, by_key, scale, strides, S=sizes, **options
             )
-            flash_backward_keys[(by_key[0].shape[0], groups)](
-                q_THD,
-                k_TGD,
-                v_TGV,
-                do_THV,
-                lse_TH,
-                delta_TH,
-                dk_TGD,
-                dv_TGV,
-                *by_key,
-                scale,
-                *strides,
-                **constants,
+            flash_backward_queries[(by_query.first.shape[0], sizes.H)](
+                x, dq, by_query, scale, strides, S=sizes, **options
             )
-            flash_backward_queries[(by_query[0].shape[0], heads)](
-                q_THD, k_TGD, v_TGV, do_THV, lse_TH, delta_TH, dq_THD, *by_query, scale, *strides, **constants
-            )
-        return dq_THD, dk_TGD, dv_TGV, None, None, None
+        return dq, dk, dv, None, None, None
 
 
 def prefers_torch(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> bool:
     """Whether torch's variable-length kernel runs this: no gradient is asked for (its backward adds up with
     atomics, so two runs would differ), half precision, equal dims of a multiple of 8, which it does not pad.
     """
+    # Without a gradient there are no atomics either.
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THD, k_TGD, v_TGV))
     return not trains and q_THD.shape[-1] == v_TGV.shape[-1] and varlen.varlen_available(q_THD, v_TGV)
+
+
+def operands(**tensors: Tensor) -> list[Tensor]:
+    """The tensors in the dtype they are multiplied in, channels side by side.
+
+    Raises:
+        ValueError: naming the argument of a wrong dtype, device or head dim.
+    """
+    first, *_ = tensors.values()
+    for name, tensor in tensors.items():
+        if tensor.shape[2] > 256:
+            raise ValueError(
+                f"attention: {name} has head dim {tensor.shape[2]}; the kernels take at most 256"
+            )
+        if tensor.dtype not in (*FLOATS, torch.float64) or tensor.device != first.device:
+            where = f"{tensor.dtype} on {tensor.device}"
+            raise ValueError(f"attention: {name} is {where}; expected a float dtype on {first.device}")
+    dtype = compute_dtype(*tensors.values())
+    # Under autocast the operands are what F.linear would have made of them.
+    wide = [tensor.to(dtype) for tensor in tensors.values()]
+    return [x if x.stride(2) == 1 else x.contiguous() for x in wide]
 
 
 def attention(
@@ -598,17 +494,13 @@ def attention(
 
     Raises:
         ValueError: head counts, dims, dtypes or devices do not fit, the row does not match ``segments``, or a
-        head dim
-            is over 256.
+            head dim is over 256.
     """
     check_attention(q_THD, k_TGD, v_TGV, segments)
-    _check_kernel_takes(q_THD, k_TGD, v_TGV)
-    dtype = compute_dtype(q_THD, k_TGD, v_TGV)
-    q, k, v = (x.to(dtype) for x in (q_THD, k_TGD, v_TGV))
-    if dtype == torch.float64 or segments.total == 0 or prefers_torch(q, k, v):
+    q, k, v = operands(q_THD=q_THD, k_TGD=k_TGD, v_TGV=v_TGV)
+    if q.dtype == torch.float64 or segments.total == 0 or prefers_torch(q, k, v):
         return varlen.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=return_lse)
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    o_THV, lse_TH = _Flash.apply(q, k, v, segments, causal, scale)
+    o_THV, lse_TH = FlashAttention.apply(q, k, v, segments, causal, scale)
     return o_THV, lse_TH if return_lse else None
 
 
@@ -622,88 +514,7 @@ def attention_append(
         ValueError: as there, or a dtype, device or head dim (over 256) that the kernel does not take.
     """
     check_append(q_THD, k_LGD, v_LGV, segments, key_segments)
-    dtype = compute_dtype(q_THD, k_LGD, v_LGV)
-    if dtype == torch.float64 or segments.total == 0:
-        return naive.attention_append(q_THD, k_LGD, v_LGV, segments, key_segments, scale=scale)
-    _check_kernel_takes(q_THD, k_LGD, v_LGV)
-    q, k, v = (x.to(dtype) for x in (q_THD, k_LGD, v_LGV))
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    heads, key_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
-    longest, widest = key_segments.max_length, max(key_dim, value_dim)
-    sizes, warps = tile_sizes(dtype, widest, longest, False, arch(q.device))
-    o_THV = q.new_empty(q.shape[0], heads, value_dim)
-    lse_TH = q.new_empty(q.shape[0], heads, dtype=torch.float32)
-    tiles = append_tiles(segments, key_segments, sizes["BM"], q.device)
-    strides = [s for x in (q, k, v) for s in x.stride()[:2]]
-    with on_device(q):
-        flash_forward[(tiles[0].shape[0], heads)](
-            q,
-            k,
-            v,
-            o_THV,
-            lse_TH,
-            *tiles,
-            scale,
-            *strides,
-            H=heads,
-            REPEAT=heads // k.shape[1],
-            **dims(key_dim, value_dim),
-            CAUSAL=True,
-            **sizes,
-            num_warps=warps,
-            num_stages=2,
-        )
-    return o_THV
-
-
-def _check_kernel_takes(q_THD: Tensor, k_TGD: Tensor, v_TGV: Tensor) -> None:
-    """Raise ValueError naming the argument of a wrong dtype, device or head dim."""
-    for name, tensor in (("q_THD", q_THD), ("k_TGD", k_TGD), ("v_TGV", v_TGV)):
-        if tensor.dtype not in (*FLOATS, torch.float64):
-            raise ValueError(f"attention: {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-        if tensor.device != q_THD.device:
-            raise ValueError(f"attention: {name} is on {tensor.device}; expected {q_THD.device} like q_THD")
-        if tensor.shape[2] > 256:
-            raise ValueError(
-                f"attention: {name} has head dim {tensor.shape[2]}; the kernels take at most 256"
-            )
-
-
-def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time: MLA 192/128 causal, also after earlier keys; the towers' 72
-    and 128."""
-    half = dict.fromkeys(
-        ("q_THD", "k_TGD", "v_TGV", "o_THV", "do_THV", "dq_THD", "dk_TGD", "dv_TGV"), "*bf16"
-    )
-    strides = ("sq_t", "sq_h", "sk_t", "sk_g", "sv_t", "sv_g")
-    types = {
-        **half,
-        "lse_TH": "*fp32",
-        "delta_TH": "*fp32",
-        "scale": "fp32",
-        "rows": "i32",
-        **dict.fromkeys(("tile_first", "tile_begin", "tile_end"), "*i32"),
-        **dict.fromkeys(strides, "i32"),
-    }
-    variants = []
-    shapes = (
-        ("MLA 192/128", 32, 192, 128, True),
-        ("tower 72", 16, 72, 72, False),
-        ("tower 128", 12, 128, 128, False),
-    )
-    kernels = ((flash_forward, False), (flash_backward_keys, True), (flash_backward_queries, True))
-    for label, heads, d, v, causal in shapes:
-        for fn, backward in kernels:
-            for capability in (90, 80):
-                sizes, warps = tile_sizes(torch.bfloat16, max(d, v), 4096, backward, capability)
-                constants = {"H": heads, "REPEAT": 1, **dims(d, v), "CAUSAL": causal, **sizes}
-                name = f"{fn.__name__} {label}"
-                together = {"tile_shift": None} if fn is flash_forward else {}
-                variants.append(Variant(name, fn, types, constants | together, warps, 2, strides, capability))
-                if together and causal:
-                    shifted = types | {"tile_shift": "*i32"}
-                    variants.append(
-                        Variant(f"{name} append", fn, shifted, constants, warps, 2, strides, capability)
-                    )
-    variants.append(Variant("row_dots 128", row_dots, types, {"V": 128, "VP": 128, "BR": 16}))
-    return variants
+    q, k, v = operands(q_THD=q_THD, k_LGD=k_LGD, v_LGV=v_LGV)
+    if q.dtype == torch.float64 or segments.total == 0:
+        return naive.attention_append(q, k, v, segments, key_segments, scale=scale)
+    return _forward(q, k, v, segments, key_segments, True, scale)[0]

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language import constexpr
 
-from earlyfusion.kernels.aot import Variant
 from earlyfusion.kernels.attention import rope
 from earlyfusion.kernels.attention.triton.flash import split_dim
-from earlyfusion.kernels.launch import FLOATS, check_tensor, on_device
+from earlyfusion.kernels.checks import check_tensors
+from earlyfusion.kernels.launch import on_device
 
 ROWS = 16
 
@@ -35,15 +36,16 @@ def _turn(
     ok,
     stride_source,
     stride_target,
-    FIRST: tl.constexpr,
-    TILE: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    SIGN: tl.constexpr,
+    FIRST: constexpr,
+    TILE: constexpr,
+    D: constexpr,
+    BT: constexpr,
+    SIGN: constexpr,
 ):
     """target = source turned; channels FIRST .. FIRST + TILE of every token."""
     col, pair = FIRST + tl.arange(0, TILE), FIRST // 2 + tl.arange(0, TILE // 2)
     keep = ok[:, None] & (col < D)[None, :]
+    # Two adjacent channels are the real and the imaginary part.
     x = tl.load(source + token[:, None] * stride_source + col[None, :], mask=keep, other=0.0).to(tl.float32)
     at = turns + token[:, None] * D + 2 * pair[None, :]
     inside = ok[:, None] & (2 * pair < D)[None, :]
@@ -63,17 +65,18 @@ def rope_forward(
     q,
     k,
     T,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    BT: tl.constexpr,
+    H: constexpr,
+    D: constexpr,
+    DA: constexpr,
+    DB: constexpr,
+    BT: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
     ok = token < T
     for part in tl.static_range(2):
         source = qkv + (part * H + head) * D
+        # Parts 0 and 1 of qkv; values are not turned.
         target = (k if part == 1 else q) + head * D
         _turn(source, target, turns, token, ok, 3 * H * D, H * D, 0, DA, D, BT, 1)
         if DB > 0:
@@ -88,11 +91,11 @@ def rope_backward(
     turns,
     dqkv,
     T,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DA: tl.constexpr,
-    DB: tl.constexpr,
-    BT: tl.constexpr,
+    H: constexpr,
+    D: constexpr,
+    DA: constexpr,
+    DB: constexpr,
+    BT: constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     head = tl.program_id(1)
@@ -103,6 +106,7 @@ def rope_backward(
         _turn(source, target, turns, token, ok, H * D, 3 * H * D, 0, DA, D, BT, -1)
         if DB > 0:
             _turn(source, target, turns, token, ok, H * D, 3 * H * D, DA, DB, D, BT, -1)
+    # The gradient of v goes straight into its third of dqkv.
     for first in tl.static_range(0, DA + DB, 16):
         col = first + tl.arange(0, 16)
         keep = ok[:, None] & (col < D)[None, :]
@@ -115,22 +119,8 @@ class _QkvRope(torch.autograd.Function):
     def forward(ctx: Any, qkv_T3HD: Tensor, turns_TC2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens, _, heads, dim = qkv_T3HD.shape
         q_THD, k_THD = (qkv_T3HD.new_empty(tokens, heads, dim) for _ in range(2))
-        da, db = split_dim(dim)
-        if tokens:
-            with on_device(qkv_T3HD):
-                rope_forward[(triton.cdiv(tokens, ROWS), heads)](
-                    qkv_T3HD,
-                    turns_TC2,
-                    q_THD,
-                    k_THD,
-                    tokens,
-                    H=heads,
-                    D=dim,
-                    DA=da,
-                    DB=db,
-                    BT=ROWS,
-                    num_warps=4,
-                )
+        _launch(rope_forward, qkv_T3HD, turns_TC2, q_THD, k_THD, like=q_THD)
+        # A turn is undone by the turn back: q and k are not needed.
         ctx.save_for_backward(turns_TC2)
         return q_THD, k_THD, qkv_T3HD[:, 2]
 
@@ -141,24 +131,18 @@ class _QkvRope(torch.autograd.Function):
         dq, dk, dv = (x.contiguous() for x in (dq_THD, dk_THD, dv_THD))
         tokens, heads, dim = dq.shape
         dqkv_T3HD = dq.new_empty(tokens, 3, heads, dim)
-        da, db = split_dim(dim)
-        if tokens:
-            with on_device(dq):
-                rope_backward[(triton.cdiv(tokens, ROWS), heads)](
-                    dq,
-                    dk,
-                    dv,
-                    turns_TC2,
-                    dqkv_T3HD,
-                    tokens,
-                    H=heads,
-                    D=dim,
-                    DA=da,
-                    DB=db,
-                    BT=ROWS,
-                    num_warps=4,
-                )
+        _launch(rope_backward, dq, dk, dv, turns_TC2, dqkv_T3HD, like=dq)
         return dqkv_T3HD, None
+
+
+def _launch(kernel: Any, *tensors: Tensor, like: Tensor) -> None:
+    """Over all tokens and heads of [T, H, D]."""
+    tokens, heads, dim = like.shape
+    da, db = split_dim(dim)
+    if tokens:
+        grid = triton.cdiv(tokens, ROWS), heads
+        with on_device(like):
+            kernel[grid](*tensors, tokens, H=heads, D=dim, DA=da, DB=db, BT=ROWS, num_warps=4)
 
 
 def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,20 +155,6 @@ def qkv_rope(qkv_T3HD: Tensor, turns_TC: Tensor) -> tuple[Tensor, Tensor, Tensor
     rope.check_qkv(qkv_T3HD, turns_TC)
     if qkv_T3HD.dtype == torch.float64:
         return rope.qkv_rope(qkv_T3HD, turns_TC)
-    check_tensor("qkv_rope", "qkv_T3HD", qkv_T3HD, None, FLOATS)
-    check_tensor("qkv_rope", "turns_TC", turns_TC, None, (torch.complex64,), qkv_T3HD.device)
+    check_tensors("qkv_rope", qkv_T3HD, qkv_T3HD=qkv_T3HD)
+    check_tensors("qkv_rope", qkv_T3HD, (torch.complex64,), turns_TC=turns_TC)
     return _QkvRope.apply(qkv_T3HD, torch.view_as_real(turns_TC))
-
-
-def aot_variants() -> list[Any]:
-    """Kernels that are compiled ahead of time, for both towers."""
-    half = dict.fromkeys(("qkv", "q", "k", "dq", "dk", "dv", "dqkv"), "*bf16")
-    variants = []
-    for heads, dim in ((16, 72), (12, 128)):
-        da, db = split_dim(dim)
-        constants = {"H": heads, "D": dim, "DA": da, "DB": db, "BT": ROWS}
-        for fn in (rope_forward, rope_backward):
-            variants.append(
-                Variant(f"{fn.__name__} {dim}", fn, {**half, "turns": "*fp32", "T": "i32"}, constants)
-            )
-    return variants

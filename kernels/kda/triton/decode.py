@@ -11,12 +11,13 @@ Legend: B sequences, S slots, R ring rows, H query/key heads, G value heads, K k
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from earlyfusion.kernels.kda.triton.prep import L2_EPS, log2_decay
 
 
 @triton.jit
-def conv_at(x, ring, weight, channel, inside, t, C, R, W: tl.constexpr, N: tl.constexpr):
+def conv_at(x, ring, weight, channel, inside, t, C, R, W: constexpr, N: constexpr):
     """silu of the convolution at absolute position t for N channels; x at the new token, ring at the slot."""
     z = tl.zeros([N], tl.float32)
     for w in tl.static_range(W - 1):
@@ -54,13 +55,13 @@ def decode(
     C,
     H,
     G,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    BV: tl.constexpr,
-    W: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    GROUP: constexpr,
+    K: constexpr,
+    V: constexpr,
+    KP: constexpr,
+    BV: constexpr,
+    W: constexpr,
+    BOUNDED: constexpr,
 ):
     """The next token of one sequence; x [B, C], f [B, G, K], b [B, G], state [S, G, V, K].
 
@@ -75,6 +76,7 @@ def decode(
     s = tl.where(live, s, 0)
     tile = inside_c[:, None] & inside_d[None, :]
     state += (s * G + g) * V * K + c[:, None] * K + d[None, :]
+    # The whole state of these value rows stays in registers.
     S = tl.load(state, mask=tile, other=0.0).to(tl.float32)
     h = g // GROUP
     q_c, k_c, v_c = h * K + d, (H + h) * K + d, 2 * H * K + g * V + c
@@ -99,6 +101,7 @@ def decode(
     S += delta[:, None] * k[None, :]
     out = tl.sum(S * q[None, :], axis=1)
     tl.store(o + (n * G + g) * V + c, tl.where(live, out, 0.0).to(o.dtype.element_ty), mask=c < V)
+    # Written once, after the output is taken.
     tl.store(state, S, mask=tile)
 
     # What all value blocks of a head share is kept by the first of them.

@@ -23,6 +23,7 @@ Legend: T tokens, C tokens per chunk, BK key channels and BV value columns per s
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from earlyfusion.kernels.kda.triton.prep import (
     GRADIENT_FLOOR,
@@ -38,39 +39,26 @@ from earlyfusion.kernels.kda.triton.prep import (
 
 
 @triton.jit
-def pair_gradients(
-    do,
-    residual,
-    E,
-    dv,
-    i,
-    live,
-    G,
-    beta,
-    value_dim,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):
+def pair_gradients(do, residual, E, dv, i, live, G, beta, value_dim, S: constexpr, BV: constexpr):
     """(dP + dP^T, dA + dA^T, sum_v E R, sum_v dO R), the first two without diagonal; writes dV = beta E on
     the way."""
+    C: constexpr = S.C
     dP, dA = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     along, same = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for e in range(0, value_dim, BV):
-        at = i[:, None] * (G * V) + (e + tl.arange(0, BV))[None, :]
-        dod = tl.load(do + at, mask=live[:, None], other=0.0).to(DOT)
+        at = i[:, None] * (G * S.V) + (e + tl.arange(0, BV))[None, :]
+        dod = tl.load(do + at, mask=live[:, None], other=0.0).to(S.DOT)
         R = tl.load(residual + at, mask=live[:, None], other=0.0)
         Ed = tl.load(E + at, mask=live[:, None], other=0.0)
-        dP += dot(dod, tl.trans(R), PREC)
-        dA += dot(Ed, tl.trans(R), PREC)
+        dP += dot(dod, tl.trans(R), S.PREC)
+        dA += dot(Ed, tl.trans(R), S.PREC)
         along += tl.sum(Ed.to(tl.float32) * R.to(tl.float32), axis=1)
         same += tl.sum(dod.to(tl.float32) * R.to(tl.float32), axis=1)
         tl.store(dv + at, (Ed.to(tl.float32) * beta[:, None]).to(dv.dtype.element_ty), mask=live[:, None])
+    # Both triangles at once: a pair sends to its row and to its column.
     lower = i[:, None] > i[None, :]
-    dP = tl.where(lower, dP, 0.0).to(DOT)
-    dA = tl.where(lower, -beta[:, None] * dA, 0.0).to(DOT)
+    dP = tl.where(lower, dP, 0.0).to(S.DOT)
+    dA = tl.where(lower, -beta[:, None] * dA, 0.0).to(S.DOT)
     return dP + tl.trans(dP), dA + tl.trans(dA), along, same
 
 
@@ -87,31 +75,30 @@ def state_gradients(
     beta,
     channel,
     value_dim,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BK: constexpr,
+    BV: constexpr,
 ):
     """(dO S^T, beta E S^T, R dS'^T) [C, BK] and sum_v S dS' [BK] of one slab of key channels."""
-    dq, dr, dc = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    C: constexpr = S.C
+    dq = tl.zeros([C, BK], tl.float32)
+    dr, dc = tl.zeros_like(dq), tl.zeros_like(dq)
     overlap = tl.zeros([BK], tl.float32)
     for e in range(0, value_dim, BV):
         c = e + tl.arange(0, BV)
-        at = i[:, None] * (G * V) + c[None, :]
-        state_at = channel[:, None] * V + c[None, :]
-        S, D = tl.load(states + state_at), tl.load(dstates + state_at)
-        dq += dot(tl.load(do + at, mask=live[:, None], other=0.0).to(DOT), tl.trans(S), PREC)
-        dc += dot(tl.load(residual + at, mask=live[:, None], other=0.0), tl.trans(D), PREC)
+        at = i[:, None] * (G * S.V) + c[None, :]
+        state_at = channel[:, None] * S.V + c[None, :]
+        state, D = tl.load(states + state_at), tl.load(dstates + state_at)
+        dq += dot(tl.load(do + at, mask=live[:, None], other=0.0).to(S.DOT), tl.trans(state), S.PREC)
+        dc += dot(tl.load(residual + at, mask=live[:, None], other=0.0), tl.trans(D), S.PREC)
         Ed = tl.load(E + at, mask=live[:, None], other=0.0).to(tl.float32)
-        dr += dot((Ed * beta[:, None]).to(DOT), tl.trans(S), PREC)
-        overlap += tl.sum(S.to(tl.float32) * D.to(tl.float32), axis=1)
+        dr += dot((Ed * beta[:, None]).to(S.DOT), tl.trans(state), S.PREC)
+        overlap += tl.sum(state.to(tl.float32) * D.to(tl.float32), axis=1)
     return dq, dr, dc, overlap
 
 
 @triton.jit
-def gate_gradient(dg, x, g2, rate, lower_bound, BOUNDED: tl.constexpr):
+def gate_gradient(dg, x, g2, rate, lower_bound, BOUNDED: constexpr):
     """(df, share of dA_log) [C, BK] from dg, the gradient of the log decay in nats."""
     dg = tl.where(g2 < GRADIENT_FLOOR, 0.0, dg)
     g = g2 / LOG2E
@@ -122,31 +109,17 @@ def gate_gradient(dg, x, g2, rate, lower_bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def within_chunk(
-    dq,
-    dr,
-    dc,
-    qn,
-    kn,
-    Gc,
-    dP,
-    dA,
-    scale,
-    levels,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):
+def within_chunk(dq, dr, dc, qn, kn, Gc, dP, dA, scale, levels, S: constexpr, BK: constexpr):
     """dq, r and c with what the pairs inside the chunk add, level by level; qn carries the factor
     ``scale``."""
     for level in range(0, levels):
         B = 1 << level
-        decays = anchored(Gc, B, C, BK)
-        mask, late = level_mask(B, C), is_late(B, C)[:, None]
+        decays = anchored(Gc, B, S.C, BK)
+        mask, late = level_mask(B, S.C), is_late(B, S.C)[:, None]
+        # One product for both directions of a level.
         u = tl.where(late, qn, kn) * decays
-        through_P = decays * dot(tl.where(mask, dP, 0.0).to(DOT), u.to(DOT), PREC)
-        through_A = decays * dot(tl.where(mask, dA, 0.0).to(DOT), (kn * decays).to(DOT), PREC)
+        through_P = decays * dot(tl.where(mask, dP, 0.0).to(S.DOT), u.to(S.DOT), S.PREC)
+        through_A = decays * dot(tl.where(mask, dA, 0.0).to(S.DOT), (kn * decays).to(S.DOT), S.PREC)
         dq += tl.where(late, scale * through_P, 0.0)
         dr += tl.where(late, through_A, 0.0)
         dc += tl.where(late, 0.0, through_P + through_A)
@@ -154,39 +127,11 @@ def within_chunk(
 
 
 @triton.jit
-def gate_slab(
-    dG,
-    last,
-    f,
-    dt_bias,
-    df_out,
-    ddt_bias,
-    rate,
-    lower_bound,
-    i,
-    live,
-    stride_ft,
-    channel,
-    BOUNDED: tl.constexpr,
-):
-    """Write df and this chunk's share of ddt_bias for one slab; returns its share of dA_log."""
-    x, g2 = slab_decay(f, dt_bias, rate, lower_bound, i, live, stride_ft, channel, BOUNDED)
-    dg = tl.cumsum(dG, axis=0, reverse=True) + last[None, :]
-    df, dA_log_share = gate_gradient(dg, x, g2, rate, lower_bound, BOUNDED)
-    df = tl.where(live[:, None], df, 0.0)
-    tl.store(df_out, df.to(df_out.dtype.element_ty), mask=live[:, None])
-    tl.store(ddt_bias + channel, tl.sum(df, axis=0))
-    return tl.sum(tl.sum(tl.where(live[:, None], dA_log_share, 0.0), axis=1), axis=0)
-
-
-@triton.jit
-def normalize_gradients(
-    out, base, norm, along, i, live, stride, G, key_dim, K: tl.constexpr, BK: tl.constexpr
-):
+def normalize_gradients(out, base, norm, along, i, live, stride, G, key_dim, S: constexpr, BK: constexpr):
     """``out`` from gradients of x / |x| to gradients of x: norm (dy - y (y . dy)), in place."""
     for d in range(0, key_dim, BK):
         channel = d + tl.arange(0, BK)
-        at = i[:, None] * (G * K) + channel[None, :]
+        at = i[:, None] * (G * S.K) + channel[None, :]
         dy = tl.load(out + at, mask=live[:, None], other=0.0).to(tl.float32)
         y = load_rows(base, i, live, stride, channel) * norm[:, None]
         dx = norm[:, None] * (dy - y * along[:, None])
@@ -195,119 +140,95 @@ def normalize_gradients(
 
 @triton.jit
 def chunk_gradients(
-    q,
-    k,
-    f,
-    b,
-    A_log,
-    dt_bias,
-    chunk_start,
-    chunk_length,
+    x,
     do,
-    states,
-    residual,
-    dstates,
-    E,
-    dq_out,
-    dk_out,
-    dv,
-    df_out,
-    db,
-    dA_log,
-    ddt_bias,
+    kept,
+    into,
+    chunks,
     scale,
     lower_bound,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
-    stride_ft,
-    stride_fh,
-    stride_b,
+    strides,
     G,
     key_dim,
     value_dim,
     levels,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BK: constexpr,
+    BV: constexpr,
 ):
-    """Gradients of q, k [T, G, K] (per value head), v, f, b, and partial sums for A_log [N, G], dt_bias [N,
-    G, K]."""
+    """``into``: gradients of q, k [T, G, K] (per value head), v, f, b, and partial sums for A_log [N, G],
+    dt_bias [N, G, K]. key_dim, value_dim and levels are not constants, as in prep."""
     chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, C)
-    live = i < tl.load(chunk_length + chunk)
-    start = tl.load(chunk_start + chunk).to(tl.int64)
-    q += start * stride_qt + (g // GROUP) * stride_qh
-    k += start * stride_kt + (g // GROUP) * stride_kh
-    f += start * stride_ft + g * stride_fh
+    i = tl.arange(0, S.C)
+    live = i < tl.load(chunks.length + chunk)
+    start = tl.load(chunks.start + chunk).to(tl.int64)
+    q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
+    k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
+    f = x.f + start * strides.f_t + g * strides.f_h
     head = start * G + g  # of this chunk's first row in [T, G, ..]
-    do, residual, E, dv = do + head * V, residual + head * V, E + head * V, dv + head * V
-    dq_out, dk_out, df_out, db = dq_out + head * K, dk_out + head * K, df_out + head * K, db + head
-    states, dstates = states + (chunk * G + g) * K * V, dstates + (chunk * G + g) * K * V
-    beta = tl.sigmoid(tl.load(b + start * stride_b + g + i * stride_b, mask=live, other=0.0).to(tl.float32))
-    dP, dA, along, same = pair_gradients(
-        do, residual, E, dv, i, live, G, beta, value_dim, V, BV, C, DOT, PREC
-    )
-    tl.store(db + i * G, ((1.0 - beta) * along).to(db.dtype.element_ty), mask=live)
+    do, residual, E = do + head * S.V, kept.residual + head * S.V, kept.E + head * S.V
+    dq_out, dk_out, df_out = into.q + head * S.K, into.k + head * S.K, into.f + head * S.K
+    place = (chunk * G + g) * S.K * S.V
+    states, dstates = kept.states + place, kept.dstates + place
+
+    # The pairs of the chunk, beta and the values.
+    beta_at = x.b + start * strides.b + g + i * strides.b
+    beta = tl.sigmoid(tl.load(beta_at, mask=live, other=0.0).to(tl.float32))
+    dv = into.v + head * S.V
+    dP, dA, along, same = pair_gradients(do, residual, E, dv, i, live, G, beta, value_dim, S, BV)
+    db = (1.0 - beta) * along
+    tl.store(into.b + head + i * G, db.to(into.b.dtype.element_ty), mask=live)
     same *= scale
-    norm_q = row_norms(q, i, live, stride_qt, key_dim, C, BK)
-    norm_k = row_norms(k, i, live, stride_kt, key_dim, C, BK)
-    rate = tl.exp(tl.load(A_log + g).to(tl.float32))
+
+    # Slab by slab: queries, keys and the gate.
+    norm_q = row_norms(q, i, live, strides.q_t, key_dim, S.C, BK)
+    norm_k = row_norms(k, i, live, strides.k_t, key_dim, S.C, BK)
+    rate = tl.exp(tl.load(x.A_log + g).to(tl.float32))
+    C: constexpr = S.C
     along_q, along_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     dA_log_sum = 0.0
     for d in range(0, key_dim, BK):
         channel = d + tl.arange(0, BK)
         dq, dr, dc, overlap = state_gradients(
-            do, residual, E, states, dstates, i, live, G, beta, channel, value_dim, V, BV, BK, C, DOT, PREC
+            do, residual, E, states, dstates, i, live, G, beta, channel, value_dim, S, BK, BV
         )
-        _, g2 = slab_decay(f, dt_bias + g * K, rate, lower_bound, i, live, stride_ft, channel, BOUNDED)
+        _, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
         Gc = tl.cumsum(g2, axis=0)
-        total = tl.sum(tl.where((i == C - 1)[:, None], Gc, 0.0), axis=0)
-        qn = load_rows(q, i, live, stride_qt, channel) * (norm_q * scale)[:, None]
-        kn = load_rows(k, i, live, stride_kt, channel) * norm_k[:, None]
+        total = tl.sum(tl.where((i == S.C - 1)[:, None], Gc, 0.0), axis=0)
+        qn = load_rows(q, i, live, strides.q_t, channel) * (norm_q * scale)[:, None]
+        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
         decay = tl.exp2(Gc)
         dq *= scale * decay
         dr *= -decay
         dc *= tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))
         last = tl.exp2(total) * overlap + tl.sum(kn * dc, axis=0)
-        dq, dr, dc = within_chunk(dq, dr, dc, qn, kn, Gc, dP, dA, scale, levels, C, BK, DOT, PREC)
-        f_at = i[:, None] * (G * K) + channel[None, :]
-        # what follows is loaded again, so that the loop above does not hold it in registers
+        dq, dr, dc = within_chunk(dq, dr, dc, qn, kn, Gc, dP, dA, scale, levels, S, BK)
+        f_at = i[:, None] * (G * S.K) + channel[None, :]
+
+        # What follows is loaded again, so that the loop above does not hold it in registers.
         tl.debug_barrier()
-        qn = load_rows(q, i, live, stride_qt, channel) * norm_q[:, None]
-        kn = load_rows(k, i, live, stride_kt, channel) * norm_k[:, None]
+        qn = load_rows(q, i, live, strides.q_t, channel) * norm_q[:, None]
+        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
         dG = qn * dq + kn * (dr - dc)
-        # a token reading itself: no decay in between, so nothing of it reaches the gate
+        # A token reading itself: no decay in between, so nothing of it reaches the gate.
         dq += same[:, None] * kn
         dk = dr + dc + same[:, None] * qn
         along_q += tl.sum(qn * dq, axis=1)
         along_k += tl.sum(kn * dk, axis=1)
         tl.store(dq_out + f_at, dq.to(dq_out.dtype.element_ty), mask=live[:, None])
         tl.store(dk_out + f_at, dk.to(dk_out.dtype.element_ty), mask=live[:, None])
+
         tl.debug_barrier()
-        dA_log_sum += gate_slab(
-            dG,
-            last,
-            f,
-            dt_bias + g * K,
-            df_out + f_at,
-            ddt_bias + (chunk * G + g) * K,
-            rate,
-            lower_bound,
-            i,
-            live,
-            stride_ft,
-            channel,
-            BOUNDED,
-        )
-    tl.store(dA_log + chunk * G + g, dA_log_sum)
+        raw, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
+        dg = tl.cumsum(dG, axis=0, reverse=True) + last[None, :]
+        df, share = gate_gradient(dg, raw, g2, rate, lower_bound, S.BOUNDED)
+        df = tl.where(live[:, None], df, 0.0)
+        tl.store(df_out + f_at, df.to(df_out.dtype.element_ty), mask=live[:, None])
+        tl.store(into.dt_bias + (chunk * G + g) * S.K + channel, tl.sum(df, axis=0))
+        dA_log_sum += tl.sum(tl.sum(tl.where(live[:, None], share, 0.0), axis=1), axis=0)
+    tl.store(into.A_log + chunk * G + g, dA_log_sum)
+
+    # Every thread's dq and dk must lie in memory before the rows are read back.
     tl.debug_barrier()
-    normalize_gradients(dq_out, q, norm_q, along_q, i, live, stride_qt, G, key_dim, K, BK)
-    normalize_gradients(dk_out, k, norm_k, along_k, i, live, stride_kt, G, key_dim, K, BK)
+    normalize_gradients(dq_out, q, norm_q, along_q, i, live, strides.q_t, G, key_dim, S, BK)
+    normalize_gradients(dk_out, k, norm_k, along_k, i, live, strides.k_t, G, key_dim, S, BK)

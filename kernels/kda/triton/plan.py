@@ -12,38 +12,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from earlyfusion.kernels.launch import hardware
 from earlyfusion.kernels.segments import Segments
 
+# Few dims, so that few kernels are compiled; a padded channel costs its share of the products.
 DIMS = (32, 64, 128, 256)  # key and value dims the kernels are compiled for; others are padded with zeros
 CHUNKS = (16, 32, 64)
 MIN_SEGMENT = 8  # chunks; shorter segments would spend more on their transition than they gain
+
+
+# Named tuples travel into the kernels as they are.
+class Chunks(NamedTuple):
+    """First token of every chunk and how many it has, 1..C."""
+
+    start: Tensor
+    length: Tensor
+
+
+class Stretches(NamedTuple):
+    """First and last + 1 token of every run, and its first chunk."""
+
+    start: Tensor
+    end: Tensor
+    first_chunk: Tensor
 
 
 @dataclass(frozen=True)
 class Runs:
     """Index tensors (int32) of one packed row, each chunk inside one document."""
 
-    chunk: int
-    chunk_start_N: Tensor  # first token of every chunk
-    chunk_length_N: Tensor  # its tokens, 1..C
-    start_J: Tensor  # first and last + 1 token of every run, and its first chunk
-    end_J: Tensor
-    first_chunk_J: Tensor
+    chunks: Chunks
+    stretches: Stretches
     document_run_D1: Tensor  # first run of every document, then J
     last_run_D: Tensor  # int64
     first_run_D: Tensor
 
     @property
     def num_chunks(self) -> int:
-        return self.chunk_start_N.numel()
+        return self.chunks.start.numel()
 
     @property
     def num(self) -> int:
-        return self.start_J.numel()
+        return self.stretches.start.numel()
 
     @property
     def split(self) -> bool:
@@ -55,31 +70,28 @@ def plan_runs(segments: Segments, chunk: int, segment_chunks: int, device: torch
     """Runs of at most ``segment_chunks`` chunks (0: one run per document); built once per row and kept."""
 
     def build() -> Runs:
-        chunk_start: list[int] = []
-        chunk_length: list[int] = []
+        chunks: list[tuple[int, int]] = []
         runs: list[tuple[int, int, int]] = []
         document_run = [0]
         for start, length in zip(segments.offsets, segments.lengths):
             end = start + length
+            # Without segments a run is the whole document.
             step = chunk * (segment_chunks or -(-length // chunk))
             for first in range(start, end, step):
-                runs.append((first, min(first + step, end), len(chunk_start) + (first - start) // chunk))
+                runs.append((first, min(first + step, end), len(chunks) + (first - start) // chunk))
             document_run.append(len(runs))
-            for first in range(start, end, chunk):
-                chunk_start.append(first)
-                chunk_length.append(min(chunk, end - first))
-        index = lambda values, dtype=torch.int32: torch.tensor(values, dtype=dtype, device=device)
-        starts, ends, firsts = zip(*runs)
+            # The last chunk of a document may be short; none reaches into the next.
+            chunks += [(first, min(chunk, end - first)) for first in range(start, end, chunk)]
+
+        index = torch.tensor(document_run, dtype=torch.int32)
+        # One copy to the device for each table, not one for each column.
+        columns = lambda rows: torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
         return Runs(
-            chunk=chunk,
-            chunk_start_N=index(chunk_start),
-            chunk_length_N=index(chunk_length),
-            start_J=index(starts),
-            end_J=index(ends),
-            first_chunk_J=index(firsts),
-            document_run_D1=index(document_run),
-            last_run_D=index([run - 1 for run in document_run[1:]], torch.int64),
-            first_run_D=index(document_run[:-1], torch.int64),
+            chunks=Chunks(*columns(chunks)),
+            stretches=Stretches(*columns(runs)),
+            document_run_D1=index.to(device),
+            last_run_D=(index[1:] - 1).long().to(device),
+            first_run_D=index[:-1].long().to(device),
         )
 
     return segments.cached(("kda.triton.runs", chunk, segment_chunks, str(device)), build)
@@ -111,7 +123,7 @@ def tiles(
     hopper: bool = True,
     chunk: int | None = None,
 ) -> Tiles:
-    """The tile table; tests/kernels/test_aot_kda.py holds its default entries to no spills.
+    """The tile table; tests/kernels/test_aot.py holds its default entries to no spills.
 
     Args:
         wide: products of float32 operands: three tensor core passes, each operand held twice. Meant for
@@ -120,7 +132,9 @@ def tiles(
         crowded: enough documents times heads to fill the device with wide value blocks, which read less.
         hopper: sm_90 or later (a warp group's products read both operands from shared memory).
     """
+    # Value columns of a program: more of them share what is read of the keys, and need registers.
     columns = min(value_dim, 32)
+    # float32 is there for checking: small tiles that fit, not fast ones.
     if wide:
         return Tiles(
             chunk=chunk or 16,
@@ -131,6 +145,7 @@ def tiles(
             join=_launch(4, 1, BV=16, BK=16),
             grad=_launch(8, 1, BK=16, BV=16),
         )
+    # Without warp-group products operands live in registers: smaller chunks.
     if key_dim == 256 or not hopper:
         return Tiles(
             chunk=chunk or 32,
@@ -143,6 +158,7 @@ def tiles(
             join=_launch(8, 1, BV=32, BK=32),
             grad=_launch(8, 1, BK=32, BV=columns),
         )
+    # Wide blocks read the prepared keys half as often, if enough programs are left.
     scan = _launch(8, 2, BV=64) if crowded and value_dim >= 64 else _launch(4, 2, BV=columns)
     return Tiles(
         chunk=chunk or 64,
@@ -155,41 +171,18 @@ def tiles(
     )
 
 
-@lru_cache(maxsize=16)
-def _is_hopper(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """sm_90 or later; True off CUDA, where the interpreter runs the larger tiles."""
-    if device.type != "cuda":
-        return True
-    return _is_hopper(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device, 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
-
-
 def is_crowded(segments: Segments, heads: int, value_dim: int, device: torch.device) -> bool:
     """Would 64 value columns per program still give every multiprocessor one?"""
-    return segments.num * heads * max(value_dim // 64, 1) >= multiprocessors(device)
+    return segments.num * heads * max(value_dim // 64, 1) >= hardware(device).multiprocessors
 
 
 def auto_segments(segments: Segments, heads: int, value_dim: int, tile: Tiles, device: torch.device) -> int:
     """Chunks per segment that fill the device, 0 where documents times heads already do (and always off
     CUDA)."""
+    # What runs at the same time without segments.
     programs = segments.num * heads * max(value_dim // tile.scan["BV"], 1)
     chunks = -(-segments.max_length // tile.chunk)
-    wanted = multiprocessors(device) // programs
+    wanted = hardware(device).multiprocessors // programs
     # The transitions cost the scan's work (K + V) / V times over at
     # half the rate: splitting pays from about 4 ways on.
     if wanted < 4 or chunks < 4 * MIN_SEGMENT:

@@ -24,6 +24,7 @@ chunks.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLAMP = tl.constexpr(-40.0)
@@ -34,15 +35,16 @@ L2_EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def dot(a, b, PREC: tl.constexpr):
+def dot(a, b, PREC: constexpr):
     """float32 a @ b. PREC matters for float32 operands only."""
     return tl.dot(a, b, input_precision=PREC, out_dtype=tl.float32)
 
 
 @triton.jit
-def dot_wide(a, x, EXACT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def dot_wide(a, x, EXACT: constexpr, DOT: constexpr, PREC: constexpr):
     """float32 a @ x for an operand ``a`` that is exact in DOT. EXACT: x keeps float32 precision, as three DOT
     pieces for 16 bit DOT (cheaper than splitting both operands); otherwise x is rounded to DOT."""
+    # A float32 number is the sum of three 16-bit ones: three products with one exact side.
     high = x.to(DOT)
     y = dot(a, high, PREC)
     if EXACT and DOT != tl.float32:
@@ -56,13 +58,14 @@ def dot_wide(a, x, EXACT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
 def softplus(x):
     """log(1 + e^x), to full relative precision also where it is tiny (slow decay)."""
     y = tl.exp(-tl.abs(x))
+    # Kahan's log1p: the rounding of 1 + y is divided out again.
     u = 1.0 + y
     log1p = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(x, 0.0) + log1p
 
 
 @triton.jit
-def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
+def log2_decay(x, rate, lower_bound, BOUNDED: constexpr):
     """g2 = log2 alpha of x = f + dt_bias, clamped; rate = exp(A_log)."""
     if BOUNDED:
         g2 = lower_bound * LOG2E * tl.sigmoid(x * rate)
@@ -77,42 +80,41 @@ def log2_decay(x, rate, lower_bound, BOUNDED: tl.constexpr):
 def load_rows(base, i, live, stride, channel):
     """float32 tile [C, channels] of a [T, ..] tensor with unit channel stride, ``base`` at its first row;
     zero where not live. Offsets inside a chunk are 32 bit, the chunk's own place in the tensor 64 bit."""
-    return tl.load(base + (i[:, None] * stride + channel[None, :]), mask=live[:, None], other=0.0).to(
-        tl.float32
-    )
+    at = base + (i[:, None] * stride + channel[None, :])
+    return tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def slab_decay(f, dt_bias, rate, lower_bound, i, live, stride_f, channel, BOUNDED: tl.constexpr):
+def slab_decay(f, dt_bias, rate, lower_bound, i, live, stride_f, channel, S: constexpr):
     """(x = f + dt_bias, g2) of one slab [C, BK]; rows that are not live do not decay."""
     x = load_rows(f, i, live, stride_f, channel)
     x += tl.load(dt_bias + channel).to(tl.float32)[None, :]
-    g2 = tl.where(live[:, None], log2_decay(x, rate, lower_bound, BOUNDED), 0.0)
+    g2 = tl.where(live[:, None], log2_decay(x, rate, lower_bound, S.BOUNDED), 0.0)
     return x, g2
 
 
 @triton.jit
-def anchored(Gc, B, C: tl.constexpr, BK: tl.constexpr):
+def anchored(Gc, B, C: constexpr, BK: constexpr):
     """x = 2^{-|G - G_anchor|} of level B, [C, BK]; in (0, 1]."""
     anchor = (tl.arange(0, C) & -(2 * B)) | B
     return tl.exp2(-tl.abs(Gc - tl.gather(Gc, tl.broadcast_to(anchor[:, None], (C, BK)), axis=0)))
 
 
 @triton.jit
-def level_mask(B, C: tl.constexpr):
+def level_mask(B, C: constexpr):
     """[C, C]: same segment of 2 B tokens, different halves."""
     half = tl.arange(0, C) & -B  # first token of the half
     return half[:, None] == (half ^ B)[None, :]
 
 
 @triton.jit
-def is_late(B, C: tl.constexpr):
+def is_late(B, C: constexpr):
     """[C]: token stands in the later half of its segment."""
     return (tl.arange(0, C) & B) != 0
 
 
 @triton.jit
-def row_norms(base, i, live, stride, key_dim, C: tl.constexpr, BK: tl.constexpr):
+def row_norms(base, i, live, stride, key_dim, C: constexpr, BK: constexpr):
     """1 / sqrt(sum of squares + eps) of each row, [C]."""
     squares = tl.zeros([C], tl.float32)
     for d in range(0, key_dim, BK):
@@ -122,101 +124,71 @@ def row_norms(base, i, live, stride, key_dim, C: tl.constexpr, BK: tl.constexpr)
 
 
 @triton.jit
-def invert(scores, beta, levels, C: tl.constexpr, INV: tl.constexpr, PREC: tl.constexpr):
+def invert(scores, beta, levels, S: constexpr):
     """T = (I + L)^{-1} with L_ij = beta_i scores_ij below the diagonal; entries at or above it are not
     read."""
-    i = tl.arange(0, C)
+    i = tl.arange(0, S.C)
     L = tl.where(i[:, None] > i[None, :], scores * beta[:, None], 0.0)
-    T = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(level_mask(1, C), L, 0.0)
+    T = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - tl.where(level_mask(1, S.C), L, 0.0)
     for level in range(1, levels):
-        Lb = tl.where(level_mask(1 << level, C), L, 0.0).to(INV)
-        Th = T.to(INV)
-        T -= dot(Th, dot(Lb, Th, PREC).to(INV), PREC)
+        Lb = tl.where(level_mask(1 << level, S.C), L, 0.0).to(S.INV)
+        Th = T.to(S.INV)
+        T -= dot(Th, dot(Lb, Th, S.PREC).to(S.INV), S.PREC)
     return T
 
 
 @triton.jit
-def prep(
-    q,
-    k,
-    f,
-    b,
-    A_log,
-    dt_bias,
-    chunk_start,
-    chunk_length,
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
-    scale,
-    lower_bound,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
-    stride_ft,
-    stride_fh,
-    stride_b,
-    G,
-    key_dim,
-    levels,
-    GROUP: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    DOT: tl.constexpr,
-    INV: tl.constexpr,
-    PREC: tl.constexpr,
-):
+def prep(x, made, chunks, scale, lower_bound, strides, G, key_dim, levels, S: constexpr, BK: constexpr):
     """One chunk of one value head: q^ = s q 2^G, k^ = k 2^G, k~ = k 2^{G_C - G} [T, G, K], carry 2^{G_C} [N,
     G, K], P and T [T, G, C]. q and k are normalised, beta and the gate activated here. key_dim = K and levels
     = log2 C are not constants, or the compiler would unroll the loops they bound and run out of registers."""
+    C: constexpr = S.C
     chunk, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, C)
-    live = i < tl.load(chunk_length + chunk)
-    start = tl.load(chunk_start + chunk).to(tl.int64)
-    q += start * stride_qt + (g // GROUP) * stride_qh
-    k += start * stride_kt + (g // GROUP) * stride_kh
-    f += start * stride_ft + g * stride_fh
-    b += start * stride_b + g
+    live = i < tl.load(chunks.length + chunk)
+    start = tl.load(chunks.start + chunk).to(tl.int64)
+    q = x.q + start * strides.q_t + (g // S.GROUP) * strides.q_h
+    k = x.k + start * strides.k_t + (g // S.GROUP) * strides.k_h
+    f = x.f + start * strides.f_t + g * strides.f_h
+    b = x.b + start * strides.b + g
     head = start * G + g  # of this chunk's first row in [T, G, ..]
-    q_hat, k_hat, k_tail = q_hat + head * K, k_hat + head * K, k_tail + head * K
-    P, T = P + head * C, T + head * C
-    norm_q = row_norms(q, i, live, stride_qt, key_dim, C, BK) * scale
-    norm_k = row_norms(k, i, live, stride_kt, key_dim, C, BK)
-    rate = tl.exp(tl.load(A_log + g).to(tl.float32))
+
+    # First walk: norms need the whole row before any channel can be scaled.
+    norm_q = row_norms(q, i, live, strides.q_t, key_dim, C, BK) * scale
+    norm_k = row_norms(k, i, live, strides.k_t, key_dim, C, BK)
+    rate = tl.exp(tl.load(x.A_log + g).to(tl.float32))
     scores = tl.zeros([C, C], tl.float32)
     same = tl.zeros([C], tl.float32)
     for d in range(0, key_dim, BK):
         channel = d + tl.arange(0, BK)
-        qn = load_rows(q, i, live, stride_qt, channel) * norm_q[:, None]
-        kn = load_rows(k, i, live, stride_kt, channel) * norm_k[:, None]
-        _, g2 = slab_decay(f, dt_bias + g * K, rate, lower_bound, i, live, stride_ft, channel, BOUNDED)
+        qn = load_rows(q, i, live, strides.q_t, channel) * norm_q[:, None]
+        kn = load_rows(k, i, live, strides.k_t, channel) * norm_k[:, None]
+        _, g2 = slab_decay(f, x.dt_bias + g * S.K, rate, lower_bound, i, live, strides.f_t, channel, S)
         Gc = tl.cumsum(g2, axis=0)
         total = tl.sum(tl.where((i == C - 1)[:, None], Gc, 0.0), axis=0)
-        at = i[:, None] * (G * K) + channel[None, :]
+
+        at = i[:, None] * (G * S.K) + channel[None, :]
         decay = tl.exp2(Gc)
-        tl.store(q_hat + at, (qn * decay).to(DOT), mask=live[:, None])
-        tl.store(k_hat + at, (kn * decay).to(DOT), mask=live[:, None])
-        tl.store(
-            k_tail + at, (kn * tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))).to(DOT), mask=live[:, None]
-        )
-        tl.store(carry + (chunk * G + g) * K + channel, tl.exp2(total))
+        tail = kn * tl.exp2(tl.minimum(total[None, :] - Gc, 0.0))
+        tl.store(made.q_hat + head * S.K + at, (qn * decay).to(S.DOT), mask=live[:, None])
+        tl.store(made.k_hat + head * S.K + at, (kn * decay).to(S.DOT), mask=live[:, None])
+        tl.store(made.k_tail + head * S.K + at, tail.to(S.DOT), mask=live[:, None])
+        tl.store(made.carry + (chunk * G + g) * S.K + channel, tl.exp2(total))
+
+        # A token with itself knows no decay; every other pair is met at one level of the tree.
         same += tl.sum(qn * kn, axis=1)
         for level in range(0, levels):
             B = 1 << level
-            x = anchored(Gc, B, C, BK)
-            rows = (tl.where(is_late(B, C)[:, None], qn, kn) * x).to(DOT)
-            columns = (kn * x).to(DOT)
-            scores += tl.where(level_mask(B, C), dot(rows, tl.trans(columns), PREC), 0.0)
-    beta = tl.sigmoid(tl.load(b + i * stride_b, mask=live, other=0.0).to(tl.float32))
+            near = anchored(Gc, B, C, BK)
+            rows = (tl.where(is_late(B, C)[:, None], qn, kn) * near).to(S.DOT)
+            columns = (kn * near).to(S.DOT)
+            scores += tl.where(level_mask(B, C), dot(rows, tl.trans(columns), S.PREC), 0.0)
+
+    # Below the diagonal stand the scores of q, above it, transposed, those of k.
+    beta = tl.sigmoid(tl.load(b + i * strides.b, mask=live, other=0.0).to(tl.float32))
     lower, diagonal = i[:, None] > i[None, :], i[:, None] == i[None, :]
-    at = i[:, None] * (G * C) + i[None, :]
+    at = head * C + i[:, None] * (G * C) + i[None, :]
     p = tl.where(lower, scores, tl.where(diagonal, same[:, None], 0.0))
-    tl.store(P + at, p.to(DOT), mask=live[:, None])
-    inverse = invert(tl.trans(scores), beta, levels, C, INV, PREC)
-    tl.store(T + at, inverse.to(DOT), mask=live[:, None])
+    tl.store(made.P + at, p.to(S.DOT), mask=live[:, None])
+    inverse = invert(tl.trans(scores), beta, levels, S)
+    tl.store(made.T + at, inverse.to(S.DOT), mask=live[:, None])

@@ -19,474 +19,215 @@ chunks, J runs.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from earlyfusion.kernels.kda.triton.prep import dot, dot_wide
 
 
 @triton.jit
-def load_state(state, place, K: tl.constexpr, V: tl.constexpr, v, EXISTS: tl.constexpr, BV: tl.constexpr):
-    """float32 [K, BV] of a [.., K, V] tensor at row ``place``, or zeros."""
-    d = tl.arange(0, K)
-    if EXISTS:
-        at = state + place * K * V + d[:, None] * V + v[None, :]
-        return tl.load(at, mask=(v < V)[None, :], other=0.0).to(tl.float32)
-    return tl.zeros([K, BV], tl.float32)
+def load_state(state, place, v, S: constexpr, BV: constexpr):
+    """float32 [K, BV] of a [.., K, V] tensor at row ``place``; zeros where there is none."""
+    d = tl.arange(0, S.K)
+    if state is None:
+        K: constexpr = S.K
+        return tl.zeros([K, BV], tl.float32)
+    else:
+        at = state + place * S.K * S.V + d[:, None] * S.V + v[None, :]
+        return tl.load(at, mask=(v < S.V)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(state, place, v, values, S: constexpr, EXACT: constexpr):
+    """Columns v of row ``place``; EXACT: of a [.., K, V + K] tensor."""
+    WIDE: constexpr = S.V + S.K if EXACT else S.V
+    d = tl.arange(0, S.K)
+    tl.store(state + place * S.K * WIDE + d[:, None] * WIDE + v[None, :], values, mask=(v < WIDE)[None, :])
+
+
+@triton.jit
+def identity(v, S: constexpr):
+    """[0 | I]: what the last K of V + K columns start from."""
+    return tl.where(tl.arange(0, S.K)[:, None] == (v - S.V)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def beta_of(b, g, t, live, strides):
+    return tl.sigmoid(tl.load(b + g + t * strides.b, mask=live, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def scan_forward(
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
+    made,
     v,
     b,
     initial,
     o,
-    states,
-    residual,
+    kept,
     final,
-    run_start,
-    run_end,
-    run_chunk,
-    stride_vt,
-    stride_vh,
-    stride_b,
+    runs,
+    strides,
     G,
-    run,
-    g,
     column,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    KEEP: tl.constexpr,
-    EXACT: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BV: constexpr,
+    EXACT: constexpr,
 ):
-    """Columns ``column * BV ..`` of one run and head. OUTPUT writes o; KEEP writes S before each chunk and R.
+    """Columns ``column * BV ..`` of one run and head. Writes o, the final state, and with ``kept`` S before
+    each chunk and R; what is None is not written.
 
     EXACT keeps the state and the residual in float32 inside the products, and lets columns beyond V carry the
     identity.
     """
-    start, end = tl.load(run_start + run).to(tl.int64), tl.load(run_end + run).to(tl.int64)
-    chunk = tl.load(run_chunk + run).to(tl.int64)
-    i, d = tl.arange(0, C), tl.arange(0, K)
+    run, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start, end = tl.load(runs.start + run).to(tl.int64), tl.load(runs.end + run).to(tl.int64)
+    chunk = tl.load(runs.first_chunk + run).to(tl.int64)
+    i, d = tl.arange(0, S.C), tl.arange(0, S.K)
     c = column * BV + tl.arange(0, BV)
-    inside = c < V
+    inside = c < S.V
+    # A transition is applied to states of any size: its rounding would be multiplied.
     if EXACT:
-        S = tl.where(d[:, None] == (c - V)[None, :], 1.0, 0.0)
+        state = identity(c, S)
     else:
-        S = load_state(initial, run * G + g, K, V, c, HAS_INITIAL, BV)
-    for first in range(start, end, C):
+        state = load_state(initial, run * G + g, c, S, BV)
+
+    for first in range(start, end, S.C):
         live = first + i < end
-        row = ((first + i) * G + g)[
-            :, None
-        ]  # of each token in [T, G, ..]; made anew in every step to spare registers
-        key_at, pair_at, value_at = row * K + d[None, :], row * C + i[None, :], row * V + c[None, :]
+        # Of each token in [T, G, ..]; made anew in every step to spare registers.
+        row = ((first + i) * G + g)[:, None]
+        key_at, pair_at, value_at = row * S.K + d[None, :], row * S.C + i[None, :], row * S.V + c[None, :]
         here = live[:, None] & inside[None, :]
-        kh = tl.load(k_hat + key_at, mask=live[:, None], other=0.0)
-        x = tl.load(
-            v + g * stride_vh + ((first + i)[:, None] * stride_vt + c[None, :]), mask=here, other=0.0
-        ).to(tl.float32)
-        beta = tl.sigmoid(tl.load(b + g + (first + i) * stride_b, mask=live, other=0.0).to(tl.float32))
-        if KEEP:
-            at = states + (chunk * G + g) * K * V + (d[:, None] * V + c[None, :])
-            tl.store(at, S.to(DOT), mask=inside[None, :])
-        x = beta[:, None] * (x - dot_wide(kh, S, EXACT, DOT, PREC))
-        t = tl.load(T + pair_at, mask=live[:, None], other=0.0)
-        R = dot_wide(t, x, EXACT, DOT, PREC)
-        if KEEP:
-            tl.store(residual + value_at, R.to(DOT), mask=here)
-        if OUTPUT:
-            qh = tl.load(q_hat + key_at, mask=live[:, None], other=0.0)
-            p = tl.load(P + pair_at, mask=live[:, None], other=0.0)
-            out = dot(qh, S.to(DOT), PREC) + dot(p, R.to(DOT), PREC)
+        kh = tl.load(made.k_hat + key_at, mask=live[:, None], other=0.0)
+        x_at = v + g * strides.v_h + ((first + i)[:, None] * strides.v_t + c[None, :])
+        x = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
+        beta = beta_of(b, g, first + i, live, strides)
+        if kept is not None:
+            at = kept.states + (chunk * G + g) * S.K * S.V + (d[:, None] * S.V + c[None, :])
+            tl.store(at, state.to(S.DOT), mask=inside[None, :])
+
+        x = beta[:, None] * (x - dot_wide(kh, state, EXACT, S.DOT, S.PREC))
+        t = tl.load(made.T + pair_at, mask=live[:, None], other=0.0)
+        R = dot_wide(t, x, EXACT, S.DOT, S.PREC)
+        if kept is not None:
+            tl.store(kept.residual + value_at, R.to(S.DOT), mask=here)
+        if o is not None:
+            qh = tl.load(made.q_hat + key_at, mask=live[:, None], other=0.0)
+            p = tl.load(made.P + pair_at, mask=live[:, None], other=0.0)
+            out = dot(qh, state.to(S.DOT), S.PREC) + dot(p, R.to(S.DOT), S.PREC)
             tl.store(o + value_at, out.to(o.dtype.element_ty), mask=here)
-        kt = tl.load(k_tail + key_at, mask=live[:, None], other=0.0)
-        keep = tl.load(carry + (chunk * G + g) * K + d)
-        S = S * keep[:, None] + dot_wide(tl.trans(kt), R, EXACT, DOT, PREC)
+
+        kt = tl.load(made.k_tail + key_at, mask=live[:, None], other=0.0)
+        keep = tl.load(made.carry + (chunk * G + g) * S.K + d)
+        state = state * keep[:, None] + dot_wide(tl.trans(kt), R, EXACT, S.DOT, S.PREC)
         chunk += 1
-    if HAS_FINAL:
-        if EXACT:
-            WIDE: tl.constexpr = V + K
-            tl.store(
-                final + (run * G + g) * K * WIDE + d[:, None] * WIDE + c[None, :], S, mask=(c < WIDE)[None, :]
-            )
-        else:
-            tl.store(final + (run * G + g) * K * V + d[:, None] * V + c[None, :], S, mask=inside[None, :])
+    if final is not None:
+        store_state(final, run * G + g, c, state, S, EXACT)
 
 
 @triton.jit
 def scan_reverse(
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
+    made,
     b,
     do,
     dfinal,
-    dstates,
-    E,
+    kept,
     dinitial,
-    run_start,
-    run_end,
-    run_chunk,
-    stride_b,
+    runs,
+    strides,
     G,
-    run,
-    g,
     column,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_DFINAL: tl.constexpr,
-    HAS_DINITIAL: tl.constexpr,
-    KEEP: tl.constexpr,
-    EXACT: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BV: constexpr,
+    EXACT: constexpr,
 ):
-    """Gradients of the state, last chunk first. KEEP writes dS' of every chunk and E; EXACT as in the
+    """Gradients of the state, last chunk first. ``kept`` receives dS' of every chunk and E; EXACT as in the
     forward."""
-    start, end = tl.load(run_start + run).to(tl.int64), tl.load(run_end + run).to(tl.int64)
-    i, d = tl.arange(0, C), tl.arange(0, K)
+    run, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    start, end = tl.load(runs.start + run).to(tl.int64), tl.load(runs.end + run).to(tl.int64)
+    i, d = tl.arange(0, S.C), tl.arange(0, S.K)
     c = column * BV + tl.arange(0, BV)
-    inside = c < V
-    count = (end - start + C - 1) // C
-    chunk = tl.load(run_chunk + run).to(tl.int64) + count - 1
+    inside = c < S.V
+    count = (end - start + S.C - 1) // S.C
+    chunk = tl.load(runs.first_chunk + run).to(tl.int64) + count - 1
     if EXACT:
-        D = tl.where(d[:, None] == (c - V)[None, :], 1.0, 0.0)
+        D = identity(c, S)
     else:
-        D = load_state(dfinal, run * G + g, K, V, c, HAS_DFINAL, BV)
+        D = load_state(dfinal, run * G + g, c, S, BV)
+
     for step in range(0, count):
-        first = start + (count - 1 - step) * C
+        first = start + (count - 1 - step) * S.C
         live = first + i < end
-        row = ((first + i) * G + g)[
-            :, None
-        ]  # of each token in [T, G, ..]; made anew in every step to spare registers
-        key_at, pair_at, value_at = row * K + d[None, :], row * C + i[None, :], row * V + c[None, :]
+        # Of each token in [T, G, ..]; made anew in every step to spare registers.
+        row = ((first + i) * G + g)[:, None]
+        key_at, pair_at, value_at = row * S.K + d[None, :], row * S.C + i[None, :], row * S.V + c[None, :]
         here = live[:, None] & inside[None, :]
-        dod = tl.load(do + value_at, mask=here, other=0.0).to(DOT)
-        if KEEP:
-            at = dstates + (chunk * G + g) * K * V + (d[:, None] * V + c[None, :])
-            tl.store(at, D.to(DOT), mask=inside[None, :])
-        p = tl.load(P + pair_at, mask=live[:, None], other=0.0)
-        kt = tl.load(k_tail + key_at, mask=live[:, None], other=0.0)
-        dR = dot(tl.trans(p), dod, PREC) + dot_wide(kt, D, EXACT, DOT, PREC)
-        t = tl.load(T + pair_at, mask=live[:, None], other=0.0)
-        e = dot_wide(tl.trans(t), dR, EXACT, DOT, PREC)
-        if KEEP:
-            tl.store(E + value_at, e.to(DOT), mask=here)
-        beta = tl.sigmoid(tl.load(b + g + (first + i) * stride_b, mask=live, other=0.0).to(tl.float32))
-        qh = tl.load(q_hat + key_at, mask=live[:, None], other=0.0)
-        kh = tl.load(k_hat + key_at, mask=live[:, None], other=0.0)
-        keep = tl.load(carry + (chunk * G + g) * K + d)
-        D = D * keep[:, None] + dot(tl.trans(qh), dod, PREC)
-        D -= dot_wide(tl.trans(kh), e * beta[:, None], EXACT, DOT, PREC)
+        dod = tl.load(do + value_at, mask=here, other=0.0).to(S.DOT)
+        if kept is not None:
+            at = kept.dstates + (chunk * G + g) * S.K * S.V + (d[:, None] * S.V + c[None, :])
+            tl.store(at, D.to(S.DOT), mask=inside[None, :])
+
+        p = tl.load(made.P + pair_at, mask=live[:, None], other=0.0)
+        kt = tl.load(made.k_tail + key_at, mask=live[:, None], other=0.0)
+        dR = dot(tl.trans(p), dod, S.PREC) + dot_wide(kt, D, EXACT, S.DOT, S.PREC)
+        t = tl.load(made.T + pair_at, mask=live[:, None], other=0.0)
+        e = dot_wide(tl.trans(t), dR, EXACT, S.DOT, S.PREC)
+        if kept is not None:
+            tl.store(kept.E + value_at, e.to(S.DOT), mask=here)
+
+        beta = beta_of(b, g, first + i, live, strides)
+        qh = tl.load(made.q_hat + key_at, mask=live[:, None], other=0.0)
+        kh = tl.load(made.k_hat + key_at, mask=live[:, None], other=0.0)
+        keep = tl.load(made.carry + (chunk * G + g) * S.K + d)
+        D = D * keep[:, None] + dot(tl.trans(qh), dod, S.PREC)
+        D -= dot_wide(tl.trans(kh), e * beta[:, None], EXACT, S.DOT, S.PREC)
         chunk -= 1
-    if HAS_DINITIAL:
-        if EXACT:
-            WIDE: tl.constexpr = V + K
-            tl.store(
-                dinitial + (run * G + g) * K * WIDE + d[:, None] * WIDE + c[None, :],
-                D,
-                mask=(c < WIDE)[None, :],
-            )
-        else:
-            tl.store(dinitial + (run * G + g) * K * V + d[:, None] * V + c[None, :], D, mask=inside[None, :])
+    if dinitial is not None:
+        store_state(dinitial, run * G + g, c, D, S, EXACT)
 
 
 @triton.jit
-def forward_scan(
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
-    v,
-    b,
-    initial,
-    o,
-    final,
-    run_start,
-    run_end,
-    run_chunk,
-    stride_vt,
-    stride_vh,
-    stride_b,
-    G,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):
+def forward_scan(made, v, b, initial, o, final, runs, strides, G, S: constexpr, BV: constexpr):
     """Second launch of the forward: outputs and final states. Grid (V / BV, J, G)."""
-    run, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    scan_forward(
-        q_hat,
-        k_hat,
-        k_tail,
-        carry,
-        P,
-        T,
-        v,
-        b,
-        initial,
-        o,
-        o,
-        o,
-        final,
-        run_start,
-        run_end,
-        run_chunk,
-        stride_vt,
-        stride_vh,
-        stride_b,
-        G,
-        run,
-        g,
-        tl.program_id(0),
-        K,
-        V,
-        BV,
-        C,
-        HAS_INITIAL,
-        HAS_FINAL,
-        True,
-        False,
-        False,
-        DOT,
-        PREC,
-    )
+    column = tl.program_id(0)
+    scan_forward(made, v, b, initial, o, None, final, runs, strides, G, column, S, BV, False)
 
 
 @triton.jit
 def dual_scan(
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
+    made,
     v,
     b,
     initial,
     do,
     dfinal,
-    states,
-    residual,
-    dstates,
-    E,
+    kept,
     dinitial,
-    run_start,
-    run_end,
-    run_chunk,
-    stride_vt,
-    stride_vh,
-    stride_b,
+    runs,
+    strides,
     G,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    HAS_DFINAL: tl.constexpr,
-    HAS_DINITIAL: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BV: constexpr,
 ):
-    """Both scans of the backward in one launch. Grid (2 COLUMNS, J, G): first half forward, second half
+    """Both scans of the backward in one launch. Grid (2 V / BV, J, G): first half forward, second half
     reverse."""
-    run, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    if tl.program_id(0) < COLUMNS:
-        scan_forward(
-            q_hat,
-            k_hat,
-            k_tail,
-            carry,
-            P,
-            T,
-            v,
-            b,
-            initial,
-            states,
-            states,
-            residual,
-            states,
-            run_start,
-            run_end,
-            run_chunk,
-            stride_vt,
-            stride_vh,
-            stride_b,
-            G,
-            run,
-            g,
-            tl.program_id(0),
-            K,
-            V,
-            BV,
-            C,
-            HAS_INITIAL,
-            False,
-            False,
-            True,
-            False,
-            DOT,
-            PREC,
-        )
+    column, columns = tl.program_id(0), S.V // BV
+    if column < columns:
+        scan_forward(made, v, b, initial, None, kept, None, runs, strides, G, column, S, BV, False)
     else:
-        scan_reverse(
-            q_hat,
-            k_hat,
-            k_tail,
-            carry,
-            P,
-            T,
-            b,
-            do,
-            dfinal,
-            dstates,
-            E,
-            dinitial,
-            run_start,
-            run_end,
-            run_chunk,
-            stride_b,
-            G,
-            run,
-            g,
-            tl.program_id(0) - COLUMNS,
-            K,
-            V,
-            BV,
-            C,
-            HAS_DFINAL,
-            HAS_DINITIAL,
-            True,
-            False,
-            DOT,
-            PREC,
-        )
+        column -= columns
+        scan_reverse(made, b, do, dfinal, kept, dinitial, runs, strides, G, column, S, BV, False)
 
 
 @triton.jit
-def transition(
-    q_hat,
-    k_hat,
-    k_tail,
-    carry,
-    P,
-    T,
-    v,
-    b,
-    out,
-    run_start,
-    run_end,
-    run_chunk,
-    stride_vt,
-    stride_vh,
-    stride_b,
-    G,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    REVERSE: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
-):
+def transition(made, v, b, out, runs, strides, G, S: constexpr, BV: constexpr, REVERSE: constexpr):
     """[c | M] of every run, float32 [J, G, K, V + K]; REVERSE: of the gradients, with v standing for dO.
 
     Grid ((V + K) / BV, J, G).
     """
-    run, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.program_id(0)
     if REVERSE:
-        scan_reverse(
-            q_hat,
-            k_hat,
-            k_tail,
-            carry,
-            P,
-            T,
-            b,
-            v,
-            v,
-            v,
-            v,
-            out,
-            run_start,
-            run_end,
-            run_chunk,
-            stride_b,
-            G,
-            run,
-            g,
-            tl.program_id(0),
-            K,
-            V,
-            BV,
-            C,
-            False,
-            True,
-            False,
-            True,
-            DOT,
-            PREC,
-        )
+        scan_reverse(made, b, v, None, None, out, runs, strides, G, column, S, BV, True)
     else:
-        scan_forward(
-            q_hat,
-            k_hat,
-            k_tail,
-            carry,
-            P,
-            T,
-            v,
-            b,
-            out,
-            out,
-            out,
-            out,
-            out,
-            run_start,
-            run_end,
-            run_chunk,
-            stride_vt,
-            stride_vh,
-            stride_b,
-            G,
-            run,
-            g,
-            tl.program_id(0),
-            K,
-            V,
-            BV,
-            C,
-            False,
-            True,
-            False,
-            False,
-            True,
-            DOT,
-            PREC,
-        )
+        scan_forward(made, v, b, None, None, None, out, runs, strides, G, column, S, BV, True)
 
 
 @triton.jit
@@ -496,41 +237,36 @@ def combine(
     entry,
     document_run,
     G,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    HAS_EDGE: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PREC: tl.constexpr,
+    S: constexpr,
+    BV: constexpr,
+    BK: constexpr,
+    REVERSE: constexpr,
 ):
     """State with which every run of a document begins (REVERSE: the gradient with which it ends), float32 [J,
     G, K, V].
 
     ``moves`` are the [c | M] of :func:`transition`; ``edge`` [documents, G, K, V] the initial states (final
-    gradients). Grid (V / BV, documents, G). The state passes through memory between runs, a slab of BK rows
-    at a time.
+    gradients), if there are any. Grid (V / BV, documents, G). The state passes through memory between runs, a
+    slab of BK rows at a time.
     """
     document, g = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    first, last = (
-        tl.load(document_run + document).to(tl.int64),
-        tl.load(document_run + document + 1).to(tl.int64),
-    )
-    WIDE: tl.constexpr = V + K
-    d, slab = tl.arange(0, K), tl.arange(0, BK)
+    first = tl.load(document_run + document).to(tl.int64)
+    last = tl.load(document_run + document + 1).to(tl.int64)
+    WIDE: constexpr = S.V + S.K
+    d, slab = tl.arange(0, S.K), tl.arange(0, BK)
     c = tl.program_id(0) * BV + tl.arange(0, BV)
-    inside = (c < V)[None, :]
-    S = load_state(edge, document * G + g, K, V, c, HAS_EDGE, BV)
+    inside = (c < S.V)[None, :]
+    state = load_state(edge, document * G + g, c, S, BV)
     for step in range(0, last - first):
         run = first + step
         if REVERSE:
             run = last - 1 - step
-        here = entry + (run * G + g) * K * V
-        tl.store(here + d[:, None] * V + c[None, :], S, mask=inside)
+        here = entry + (run * G + g) * S.K * S.V
+        tl.store(here + d[:, None] * S.V + c[None, :], state, mask=inside)
         tl.debug_barrier()
-        move = moves + (run * G + g) * K * WIDE
-        S = tl.load(move + d[:, None] * WIDE + c[None, :], mask=inside, other=0.0)
-        for k in range(0, K, BK):
-            M = tl.load(move + d[:, None] * WIDE + V + k + slab[None, :])
-            before = tl.load(here + (k + slab)[:, None] * V + c[None, :], mask=inside, other=0.0)
-            S += dot(M, before, PREC)
+        move = moves + (run * G + g) * S.K * WIDE
+        state = tl.load(move + d[:, None] * WIDE + c[None, :], mask=inside, other=0.0)
+        for k in range(0, S.K, BK):
+            M = tl.load(move + d[:, None] * WIDE + S.V + k + slab[None, :])
+            before = tl.load(here + (k + slab)[:, None] * S.V + c[None, :], mask=inside, other=0.0)
+            state += dot(M, before, S.PREC)
