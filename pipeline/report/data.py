@@ -40,7 +40,9 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
 
-    recipe = directory / "recipe.toml"
+    # The first that is there: a run writes one of them.
+    recipes = [directory / f"recipe.{kind}" for kind in ("toml", "json", "txt")]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in recipes if path.is_file()]
     facts = read_dict(directory / "facts.json")
     # Measurements of one name are one curve.
     results: dict[str, list[dict[str, Any]]] = {}
@@ -58,7 +60,7 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
         "results": results,
         "samples": read_steps(directory / "samples"),
         "folder": directory,
-        "recipe": recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        "recipe": "".join(texts[:1]),
         "versions": read_dict(directory / "versions.json"),
     }
 
@@ -92,17 +94,16 @@ def curves(records: Iterable[Record], labels: Mapping[str, str]) -> dict[str, Se
 def family(records: Iterable[Record], prefix: str, without: str = " ") -> dict[str, Series]:
     """Name -> series of every numeric key prefix + name, in order of first appearance; no name that begins
     `without`."""
-    found = {}
-    for key in dict.fromkeys(key for record in records for key in record if key.startswith(prefix)):
-        curve = series(records, key)
-        if curve[0] and not key.startswith(prefix + without):
-            found[key.removeprefix(prefix)] = curve
-    return found
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith(prefix))
+    found = {
+        key.removeprefix(prefix): series(records, key) for key in keys if not key.startswith(prefix + without)
+    }
+    return {name: curve for name, curve in found.items() if curve[0]}
 
 
 def by_source(records: Iterable[Record], key: str, suffix: str = "") -> dict[str, Series]:
     """Name + suffix -> series of what the records hold of each source in their table "sources"."""
-    found: dict[str, Series] = {}
+    found = {}
     for name in dict.fromkeys(name for record in records for name in record["sources"]):
         # A source may be missing from a measurement.
         rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
@@ -115,9 +116,11 @@ def layers(records: Iterable[Record], key: str) -> list[tuple[float, dict[str, l
     else."""
     found = []
     for record in records:
-        if isinstance(table := record.get(key), dict) and table:
-            whole = {layer: row for layer, row in table.items() if row and all(map(is_finite, row))}
-            found.append((record["step"], whole))
+        if isinstance(record.get(key), dict) and record[key]:
+            rows = record[key].items()
+            found.append(
+                (record["step"], {layer: row for layer, row in rows if row and all(map(is_finite, row))})
+            )
     return found
 
 

@@ -7,34 +7,34 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 
 
-def work(task: str, folder: Path, *how: str, **environment: str) -> dict[str, Any]:
+def work(task, folder, *how, **environment):
     """The JSON that worker.py prints for a task."""
+    # A process of its own: the emulated device never goes away again.
     command = [sys.executable, str(HERE / "worker.py"), task, str(folder / "-".join([task, *how])), *how]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def on_the_cpu(task: str, folder: Path) -> dict[str, Any]:
+def on_the_cpu(task, folder):
     """The same on the CPU, also where there is a GPU."""
     return work(task, folder, CUDA_VISIBLE_DEVICES="", EF_KERNELS="torch", TRITON_INTERPRET="0")
 
 
-def furthest(these: list[dict[str, float]], those: list[dict[str, float]]) -> list[float]:
+def furthest(these, those):
     """Largest relative difference of every pair of records."""
     assert len(these) == len(those) > 0
     assert all(a.keys() == b.keys() for a, b in zip(these, those))
     return [max(abs(a[key] - b[key]) / abs(a[key]) for key in a) for a, b in zip(these, those)]
 
 
-def check_ahead(found: dict[str, Any]) -> None:
+def check_ahead(found):
     """What `worker.py ahead` found on a device with graphs: equal answers however far the device ran
     ahead."""
     for name in ("length", "stops"):

@@ -17,7 +17,7 @@ import itertools
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Emulated(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inside: torch.Tensor) -> Emulated:
+    def __new__(cls, inside):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inside.size(),
@@ -83,37 +83,38 @@ class Emulated(torch.Tensor):
             device=CUDA,
         )
 
-    def __init__(self, inside: torch.Tensor) -> None:
+    def __init__(self, inside):
         self.inside = inside
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"Emulated({self.inside})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+    def __deepcopy__(self, memo):
         if id(self) not in memo:
-            new: torch.Tensor = Emulated(self.inside.detach().clone())
+            new = Emulated(self.inside.detach().clone())
             if getattr(self, "_is_param", False):
                 new = torch.nn.Parameter(new, self.requires_grad)
             memo[id(self)] = new
         return memo[id(self)]
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.inside.data_ptr()
 
-    def tolist(self) -> Any:
+    def tolist(self):
         wait("tolist")
         return self.inside.tolist()
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args, **kwargs):
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
 
-def wait(what: str) -> None:
+def wait(what):
     """The host waits for the device: noted; an error while a graph is captured."""
+    # Only the project's own lines say who asked.
     frames = [
         f for f in traceback.extract_stack() if str(ROOT) in f.filename and "site-packages" not in f.filename
     ]
@@ -125,15 +126,15 @@ def wait(what: str) -> None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
-def to_device(value: Any) -> Any:
+def to_device(value):
     return Emulated(value) if isinstance(value, torch.Tensor) and not isinstance(value, Emulated) else value
 
 
-def to_host(value: Any) -> Any:
+def to_host(value):
     return value.inside if isinstance(value, Emulated) else value
 
 
-def on_cuda(device: Any) -> bool:
+def on_cuda(device):
     return device is not None and torch.device(device).type == "cuda"
 
 
@@ -141,11 +142,12 @@ def on_cuda(device: Any) -> bool:
 # -----------------------------------------------------------------------------------------------------
 
 
-def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run(func, args, kwargs):
     """One operation of torch, on the device or not."""
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     emulated = [x for x in tensors if isinstance(x, Emulated)]
     name, target = str(func), kwargs.get("device")
+    # Nothing of the device is involved.
     if not emulated and not on_cuda(target):
         return func(*args, **kwargs)
     if func is aten.is_pinned.default or func is aten.record_stream.default:
@@ -160,6 +162,7 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         wait(name)
     if func in (aten.item.default, aten._local_scalar_dense.default):
         return func(emulated[0].inside)
+    # A GPU would refuse operands on two devices; so must this.
     _check_devices(func, args, tensors)
     host_args, host_kwargs = tree_map(to_host, args), tree_map(to_host, kwargs)
     host_kwargs.pop("pin_memory", None)
@@ -170,11 +173,12 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)
     _record(func, host_args, host_kwargs, out)
+    # In-place operations return the very tensor they were given.
     known = {id(x.inside): x for x in emulated}
     return tree_map(lambda x: known.get(id(x)) if id(x) in known else to_device(x), out)
 
 
-def _placed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _placed(func, args, kwargs):
     """Operations that may leave the device of their input."""
     source, target = args[0], kwargs.get("device")
     lands = on_cuda(target) if target is not None else isinstance(source, Emulated)
@@ -192,7 +196,7 @@ def _placed(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return to_device(out) if lands else out
 
 
-def _copied(func: Any, args: tuple) -> Any:
+def _copied(func, args):
     target, source = args[:2]
     if isinstance(source, Emulated) and not isinstance(target, Emulated):
         wait("copy to the host")
@@ -209,8 +213,9 @@ def _copied(func: Any, args: tuple) -> Any:
     return target
 
 
-def _check_devices(func: Any, args: tuple, tensors: list[torch.Tensor]) -> None:
+def _check_devices(func, args, tensors):
     """Raise as torch does when operands are on several devices; single numbers of the host are fine."""
+    # Tensors without axes are numbers, which may come from the host.
     strays = [x for x in tensors if not isinstance(x, Emulated) and x.dim() > 0]
     if func in INDEXING:
         if strays and isinstance(args[0], Emulated) and all(any(x is i for i in args[1]) for x in strays):
@@ -224,7 +229,7 @@ def _check_devices(func: Any, args: tuple, tensors: list[torch.Tensor]) -> None:
         raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found {shown}")
 
 
-def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _compute(func, args, kwargs):
     name = str(func)
     if not Device.launch_for_real and name.startswith(("aten.empty", "aten.new_empty")):
         return func(*args, **kwargs).zero_()  # what a kernel would have filled
@@ -237,7 +242,7 @@ def _compute(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _record(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+def _record(func, args, kwargs, out):
     if Device.tape is not None:
         Device.tape.append((func, args, kwargs, out))
 
@@ -245,7 +250,7 @@ def _record(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
 class Mode(TorchDispatchMode):
     """Sees the operations that make tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
 
 
@@ -253,7 +258,7 @@ class Mode(TorchDispatchMode):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def _each(value, change):
     """`change` on the items of nested tuples."""
     if not isinstance(value, tuple):
         return change(value)
@@ -261,13 +266,14 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
 
 
-def _interpret(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _interpret(call, args, kwargs):
     """The interpreter gets 16-bit numbers wrong: whole storages are widened before and rounded after."""
-    wide: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    wide = {}
 
-    def widened(x: Any) -> Any:
+    def widened(x):
         if not isinstance(x, torch.Tensor) or x.dtype not in HALF:
             return x
+        # Views that overlap must stay views of one widened memory.
         storage = x.untyped_storage()
         if storage.data_ptr() not in wide:
             flat = torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // 2,))
@@ -280,16 +286,17 @@ def _interpret(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
             flat.copy_(values)
 
 
-def _patch_triton() -> None:
+def _patch_triton():
     from triton.runtime import interpreter
 
     original = interpreter.GridExecutor.__call__
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        tensors: list[torch.Tensor] = []
+    def launch(self, *args, **kwargs):
+        tensors = []
         _each((*args, *kwargs.values()), lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None)
         if len({isinstance(x, Emulated) for x in tensors}) > 1:
             raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        # Noted also when nothing is computed.
         LAUNCHES.append(self.fn.__name__)
         if not Device.guards:
             UNGUARDED.add(self.fn.__name__)
@@ -318,18 +325,18 @@ class Properties:
 
 
 class Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, other: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, *args, **kwargs): ...
+    def wait_stream(self, other): ...
+    def synchronize(self): ...
 
 
 class Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record(self, *args: Any) -> None:
+    def __init__(self, *args, **kwargs): ...
+    def synchronize(self): ...
+    def record(self, *args):
         self.seconds = time.perf_counter()
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return max(1e-3, 1e3 * (other.seconds - self.seconds))
 
 
@@ -338,20 +345,21 @@ class Graph:
 
     tape: list[tuple[Callable[..., Any], tuple, dict, Any]]
 
-    def pool(self) -> tuple[int, int]:
+    def pool(self):
         return (0, 0)
 
-    def replay(self) -> None:
+    def replay(self):
         with _disable_current_modes(), torch.no_grad():
             for func, args, kwargs, out in self.tape:
                 again = _compute(func, args, kwargs)
+                # Later operations of the graph read the old places.
                 for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0]):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
 @contextlib.contextmanager
-def capture(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
+def capture(graph, *args, **kwargs):
     Device.tape = graph.tape = []
     try:
         yield
@@ -360,7 +368,7 @@ def capture(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def current(device: Any) -> Iterator[None]:
+def current(device):
     """torch.cuda.device."""
     Device.guards += 1
     try:
@@ -369,8 +377,8 @@ def current(device: Any) -> Iterator[None]:
         Device.guards -= 1
 
 
-def _patch_cuda() -> None:
-    cuda: Any = torch.cuda
+def _patch_cuda():
+    cuda = torch.cuda
     answers = dict(
         is_available=True,
         device_count=1,
@@ -404,18 +412,18 @@ def _patch_cuda() -> None:
     cuda.device = current
     cuda.stream = cuda.device_of = lambda *args: contextlib.nullcontext()
     torch.version.cuda = "13.0"
-    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign, assignment]
-    torch.Tensor.record_stream = lambda self, *args: None  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *args: self
+    torch.Tensor.record_stream = lambda self, *args: None
     original = torch.Generator
 
-    class Generator(original):  # type: ignore[misc, valid-type]
-        def __new__(cls, device: Any = "cpu") -> Any:
+    class Generator(original):
+        def __new__(cls, device="cpu"):
             return original.__new__(cls, "cpu")
 
-    torch.Generator = Generator  # type: ignore[misc]
+    torch.Generator = Generator
 
 
-def _patch_varlen() -> None:
+def _patch_varlen():
     """Flash attention over variable lengths by its definition, with its limits."""
     try:
         from torch.nn.attention import varlen
@@ -423,19 +431,19 @@ def _patch_varlen() -> None:
         return
 
     def varlen_attn(
-        query: Any,
-        key: Any,
-        value: Any,
-        cu_seq_q: Any,
-        cu_seq_k: Any,
-        max_q: int,
-        max_k: int,
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
         *,
-        return_aux: Any = None,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        **others: Any,
-    ) -> Any:
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+        **others,
+    ):
         assert query.is_cuda and query.dtype in HALF and cu_seq_q.is_cuda and cu_seq_q.dtype == torch.int32
         assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
         ends, outs, normalisers = to_host(cu_seq_q).tolist(), [], []
@@ -453,7 +461,7 @@ def _patch_varlen() -> None:
     varlen.varlen_attn = varlen_attn
 
 
-def install() -> Mode:
+def install():
     """From here on there is one CUDA device. Keep the result."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=): made on the host, then moved
@@ -461,5 +469,6 @@ def install() -> Mode:
     _patch_varlen()
     _patch_triton()
     mode = Mode()
+    # Never left: there is no way back to a process without the device.
     mode.__enter__()
     return mode

@@ -77,6 +77,7 @@ def test_pretraining(emulated, tmp_path):
 
     steps, dry = 5, emulated("pretrain", tmp_path, dry=True)
     for kernels, found in (("torch", gpu), ("triton", dry)):
+        # Between steps the host may wait: for the log, a checkpoint, an evaluation.
         elsewhere = ("pretrain.py:log", "pretrain.py:save", "pretrain.py:finish", "evaluate.py")
         between = {place for part in elsewhere for place in waits(found, part)}
         stepping = waits(found, "pretrain.py:train")

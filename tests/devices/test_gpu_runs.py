@@ -9,49 +9,55 @@ FLOAT32 = 1e-3  # of a step's sums; other kernels, tf32 in three parts
 BFLOAT16 = 3e-2
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_pretraining(tmp_path, kernels):
-    cpu, gpu = (
-        on_the_cpu("pretrain", tmp_path),
-        work("pretrain", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"),
-    )
+KERNELS = pytest.mark.parametrize("kernels", ["torch", "triton"])
+
+
+@pytest.fixture
+def both(tmp_path):
+    """What a task finds on the CPU, and on the GPU with these kernels."""
+
+    def run(task, kernels="auto"):
+        found = work(task, tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
+        return on_the_cpu(task, tmp_path) if task in ("pretrain", "engine", "rl") else None, found
+
+    return run
+
+
+@KERNELS
+def test_pretraining(both, kernels):
+    cpu, gpu = both("pretrain", kernels)
     single = furthest(cpu["float32"], gpu["float32"])
     assert single[0] < FLOAT32 and max(single) < 0.05
     assert furthest(cpu["float32"], gpu["bfloat16"])[0] < BFLOAT16
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_the_engine_and_its_graphs(tmp_path, kernels):
-    cpu, gpu = (
-        on_the_cpu("engine", tmp_path),
-        work("engine", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"),
-    )
-    for name in ("float32", "bfloat16"):
+@KERNELS
+def test_the_engine_and_its_graphs(both, kernels):
+    cpu, gpu = both("engine", kernels)
+    for name, least in (("float32", 8), ("bfloat16", 5)):
         same = [a == b for a, b in zip(cpu[name]["ids"], gpu[name]["ids"], strict=True)]
-        assert sum(same) >= (8 if name == "float32" else 5), (
-            same
-        )  # a tie may fall the other way; bfloat16 has many
+        assert sum(same) >= least, same  # a tie may fall the other way; bfloat16 has many
         assert gpu[name]["graphs"] > 0 or (kernels, name) == ("torch", "float32")
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_a_prompt_read_in_chunks_meets_the_logits_of_training(tmp_path, kernels):
-    found = work("layers", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
+@KERNELS
+def test_a_prompt_read_in_chunks_meets_the_logits_of_training(both, kernels):
+    _, found = both("layers", kernels)
     assert found["whole"] < BFLOAT16 and found["pages"] < 5e-3
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_the_device_runs_ahead_of_the_host(tmp_path, kernels):
-    check_ahead(work("ahead", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0"))
+@KERNELS
+def test_the_device_runs_ahead_of_the_host(both, kernels):
+    check_ahead(both("ahead", kernels)[1])
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_reinforcement_learning(tmp_path, kernels):
-    cpu, gpu = on_the_cpu("rl", tmp_path), work("rl", tmp_path, EF_KERNELS=kernels, TRITON_INTERPRET="0")
+@KERNELS
+def test_reinforcement_learning(both, kernels):
+    cpu, gpu = both("rl", kernels)
     assert furthest(cpu["float32"][:1], gpu["float32"][:1])[0] < 0.05  # an answer may turn over
     assert all(0 <= record["reward"] <= 1 and record["grad_norm"] > 0 for record in gpu["bfloat16"])
 
 
-def test_commands(tmp_path):
-    codes = work("commands", tmp_path, TRITON_INTERPRET="0")
+def test_commands(both):
+    _, codes = both("commands")
     assert len(codes) == 6 and not any(codes.values()), codes

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ sys.path[:0] = [str(TESTS / room) for room in ("pipeline", "model", "rl")]
 torch.set_num_threads(1)
 
 
-def noted() -> dict[str, Any]:
+def noted():
     """Host syncs and kernel launches of the emulated device since the last call."""
     if not EMULATED:
         return {}
@@ -42,7 +41,7 @@ def noted() -> dict[str, Any]:
     return found
 
 
-def pretrain(folder: Path) -> dict[str, Any]:
+def pretrain(folder):
     """Losses of the tiny recipe, five steps of two stages, in float32 and in bfloat16."""
     import tiny_run
 
@@ -56,7 +55,7 @@ def pretrain(folder: Path) -> dict[str, Any]:
     )
     recipe = tiny_run.tiny_recipe(tiny_run.make_tokenizer(folder, 300), **changes)
     recipe["model"]["linear_attn_config"]["head_dim"] = 32  # a width of the kernels
-    found: dict[str, Any] = {}
+    found = {}
     for name, precision in (("float32", "no"), ("bfloat16", "bf16")):
         tiny_run.forget_processes()
         train = {**recipe["train"], "mixed_precision": precision}
@@ -72,7 +71,7 @@ def pretrain(folder: Path) -> dict[str, Any]:
     return found | noted()
 
 
-def engine(folder: Path) -> dict[str, Any]:
+def engine(folder):
     """Tokens of requests of every kind, from a float32 and a bfloat16 model with experts, and how many graphs
     there were."""
     from engine_cases import PLAIN, SHAPE, TOKENIZER, all_returned, drawn, model, pictured, requests, tokens
@@ -80,16 +79,16 @@ def engine(folder: Path) -> dict[str, Any]:
     from earlyfusion.model.engine.engine import Engine
     from earlyfusion.model.engine.requests import Request
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {}
+    found = {}
     for name, net in (("float32", model(0, **PLAIN)), ("bfloat16", model(0, **SHAPE).to(torch.bfloat16))):
+        # Every kind of request: plain, with a picture, in a group, with nucleus sampling.
         given = [
             *requests([5, 9, 17, 33], drawn(10, seed=3)),
             Request("image", pictured(0), drawn(6)),
             Request("group", tokens(11), drawn(8, n=3)),
             Request("top", tokens(7), drawn(6, top_p=0.8, temperature=0.7)),
         ]
-        made = Engine(net.to(device), TOKENIZER, max_slots=8, page_size=8, prefill_chunk=32)
+        made = Engine(net.to(DEVICE), TOKENIZER, max_slots=8, page_size=8, prefill_chunk=32)
         noted()
         answers = [list(done.ids) for done in made.generate(given)]
         all_returned(made)
@@ -98,7 +97,7 @@ def engine(folder: Path) -> dict[str, Any]:
     return found
 
 
-def layers(folder: Path) -> dict[str, Any]:
+def layers(folder):
     """An MLA layer in bfloat16, |logit| up to 20, that reads a prompt at once and in chunks through pages:
     2-norm distances of the chunks from the whole and of the whole from the equations in float64. And
     a convolution with taps."""
@@ -122,14 +121,14 @@ def layers(folder: Path) -> dict[str, Any]:
     q, latents = law.q_proj(x.double()).view(96, 2, 32), law.kv_a_proj_with_mqa(x.double())
     k = law.kv_b_proj(law.kv_a_layernorm(latents[:, :32])).view(96, 2, 40)[..., :24]
     k = torch.cat([k, latents[:, None, 32:].expand(-1, 2, -1)], -1)
+    # Logits of 20 are what trained models reach; rounding shows there.
     law.q_proj.weight *= 20 / (torch.einsum("ihd,jhd->hij", q, k) * law.scale).abs().max()
     law.bfloat16().double()
     layer = MultiHeadLatentAttention(config).bfloat16().eval().requires_grad_(False)
     layer.load_state_dict({name: value.bfloat16() for name, value in law.state_dict().items()})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layer, y = layer.to(device), x.to(device)
+    layer, y = layer.to(DEVICE), x.to(DEVICE)
 
-    def through(memory: Any, plan: Any) -> torch.Tensor:
+    def through(memory, plan):
         parts = []
         for start, stop in pairwise(edges):
             segments, how = plan(start, stop)
@@ -138,23 +137,24 @@ def layers(folder: Path) -> dict[str, Any]:
         return torch.cat(parts)
 
     pages, pools = MlaPages(y.new_zeros(20 * 16, 40), 16), Pools([], 16, 1, 19)
-    sample: Any = SimpleNamespace(slot=1, pages=[7, 2, 9, 4, 11, 5, 12, 3])
-    paged = lambda start, stop: prefill_plan([Part(sample, start, stop)], pools, device)
+    sample = SimpleNamespace(slot=1, pages=[7, 2, 9, 4, 11, 5, 12, 3])
+    paged = lambda start, stop: prefill_plan([Part(sample, start, stop)], pools, DEVICE)
     distance = lambda a, b: ((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm()).item()
+    # What training computes; the chunks must meet it.
     whole = layer(y, Segments((96,)))
-    found: dict[str, Any] = {"whole": distance(whole, law(x.double(), Segments((96,))))}
+    found = {"whole": distance(whole, law(x.double(), Segments((96,))))}
     found["pages"] = distance(through(pages, paged), whole)
 
-    taps = torch.randn(2, 20, 3, device=device, requires_grad=True)
-    u, weight = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((9, 20), (20, 4)))
+    taps = torch.randn(2, 20, 3, device=DEVICE, requires_grad=True)
+    u, weight = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((9, 20), (20, 4)))
     segments = Segments((5, 4))
     segments.cu_seqlens(y.device)  # the emulated device makes no tensor from numbers in autograd's own thread
-    o, _ = resolve("short_conv", device)(u, weight, segments, initial_taps_NCW1=taps)
+    o, _ = resolve("short_conv", DEVICE)(u, weight, segments, initial_taps_NCW1=taps)
     torch.autograd.grad(o.square().sum(), (u, weight, taps))
     return found | noted()
 
 
-def ahead(folder: Path) -> dict[str, Any]:
+def ahead(folder):
     """Long answers of a float32 model without experts, which end at stop ids or by length, and what it says
     next, with the host looking at every token and at many at once; how often it looked, and what the prefix
     cache gave."""
@@ -165,36 +165,32 @@ def ahead(folder: Path) -> dict[str, Any]:
     from earlyfusion.model.engine.engine import RUN_AHEAD, Engine
     from earlyfusion.model.engine.requests import Request, TokenPrompt
 
-    net = model(0, **SHAPE, num_experts=0).to("cuda" if torch.cuda.is_available() else "cpu")
+    net = model(0, **SHAPE, num_experts=0).to(DEVICE)
     sizes = dict(max_slots=6, page_size=8, prefill_chunk=32, prefix_cache=6, checkpoint_every=16)
-    found: dict[str, Any] = {}
-    for name, params in (
-        ("length", drawn(70, seed=1)),
-        ("stops", drawn(90, stop_ids=tuple(range(20, 27)), seed=2)),
-    ):
+    # One ends where the host knows beforehand, one where only the token tells.
+    settings = {"length": drawn(70, seed=1), "stops": drawn(90, stop_ids=tuple(range(20, 27)), seed=2)}
+    found = {}
+    for name, params in settings.items():
         for most in (1, RUN_AHEAD):
             made = Engine(net, TOKENIZER, run_ahead=most, **sizes)
             given = requests([5, 9, 17, 33, 40, 8, 21, 12], params)
-            done = made.generate(given)
-            spoken = [
-                torch.cat([torch.as_tensor(r.prompt.ids), torch.tensor(c.ids)]) for r, c in zip(given, done)
-            ]
-            shorter = replace(params, max_new_tokens=12)
-            done += made.generate(
-                [Request(f"next{i}", TokenPrompt(ids), shorter) for i, ids in enumerate(spoken)]
-            )
+            done, shorter = made.generate(given), replace(params, max_new_tokens=12)
+            spoken = [torch.tensor([*map(int, r.prompt.ids), *c.ids]) for r, c in zip(given, done)]
+            next_ones = [Request(f"next{i}", TokenPrompt(ids), shorter) for i, ids in enumerate(spoken)]
+            done += made.generate(next_ones)
             all_returned(made)
             stats = made.stats()
+            counts = ("decoded_tokens", "read_tokens", "prefix_hit_tokens")
             found[f"{name}/{most}"] = {
                 "answers": [[c.ids, c.text, c.finish_reason, c.cached_tokens, c.versions] for c in done],
                 "logprobs": [p for c in done for p in c.logprobs],
                 "looks": stats["host_syncs"],
-                "counts": [stats[key] for key in ("decoded_tokens", "read_tokens", "prefix_hit_tokens")],
+                "counts": [stats[key] for key in counts],
             }
     return found
 
 
-def rl(folder: Path) -> dict[str, Any]:
+def rl(folder):
     """Rewards and gradients of reinforcement learning: two updates in float32, one in bfloat16."""
     import rl_cases
 
@@ -202,7 +198,7 @@ def rl(folder: Path) -> dict[str, Any]:
 
     start = rl_cases.model_directory(folder)
 
-    def learned(name: str, **changes: Any) -> list[dict[str, float]]:
+    def learned(name, **changes):
         changes = {"optim": {"lr": 1e-5, "weight_decay": 0.0}, "train": {"updates": 2}, **changes}
         # what a limit cuts off earns nothing: enough answers, and room
         # for them to end, so that every update learns
@@ -219,30 +215,22 @@ def rl(folder: Path) -> dict[str, Any]:
     return {"float32": learned("float32"), "bfloat16": learned("bfloat16", **half), **noted()}
 
 
-def commands(folder: Path) -> dict[str, Any]:
+def commands(folder):
     """Exit codes of commands a user would run; `doctor` compares every kernel with its law on the device."""
     from PIL import Image
 
     from earlyfusion.pipeline import cli
 
-    picture, model = folder / "picture.png", "embedded:skills"
-    Image.new("RGB", (40, 30), (200, 30, 30)).save(picture)
-    codes = {
-        "doctor": cli.main(["doctor"]),
-        "measure": cli.main(
-            ["measure", "--model", model, "--tasks", "counting/0/picture", "--problems", "3"]
-        ),
-        "generate": cli.main(
-            ["generate", "--model", model, "--image", str(picture), "--question", "what color is it?"]
-        ),
-        "eval": cli.main(
-            ["eval", "--model", model, "--tasks", "counting", "--limit", "2", "--out", str(folder / "eval")]
-        ),
-        "bench engine": cli.main(
-            shlex.split("bench engine --sides '' --contexts 64,300 --steps 1 --out")
-            + [str(folder / "engine.json")]
-        ),
-    }
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(folder / "picture.png")
+    model = "--model embedded:skills"
+    lines = [
+        "doctor",
+        f"measure {model} --tasks counting/0/picture --problems 3",
+        f"generate {model} --image {folder}/picture.png --question 'what color is it?'",
+        f"eval {model} --tasks counting --limit 2 --out {folder}/eval",
+        f"bench engine --sides '' --contexts 64,300 --steps 1 --out {folder}/engine.json",
+    ]
+    codes = {line: cli.main(shlex.split(line)) for line in lines}
     os.environ["EF_KERNELS"] = "triton"
     return codes | {"doctor with Triton": cli.main(["doctor"])}
 
@@ -252,13 +240,6 @@ if __name__ == "__main__":
     if EMULATED:
         keep = emulated_cuda.install()
         emulated_cuda.Device.launch_for_real = "dry" not in how
+    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     Path(place).mkdir(parents=True, exist_ok=True)
-    tasks = {
-        "pretrain": pretrain,
-        "engine": engine,
-        "layers": layers,
-        "ahead": ahead,
-        "rl": rl,
-        "commands": commands,
-    }
-    print(json.dumps(tasks[task](Path(place))))
+    print(json.dumps(globals()[task](Path(place))))

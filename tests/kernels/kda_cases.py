@@ -15,6 +15,7 @@ def gate_inputs(regime, tokens, heads, key_dim, generator):
     """(f, A_log, dt_bias, lower_bound) of one gate regime."""
     normal = lambda *shape: torch.randn(*shape, generator=generator)
     uniform = lambda *shape: torch.rand(*shape, generator=generator)
+    # As the model is initialised: steps of 0.001 to 0.1, log-uniform.
     dt = torch.exp(uniform(heads, key_dim) * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
     initial_bias = dt + torch.log(-torch.expm1(-dt))
     initial_rate = (1 + 15 * uniform(heads)).log()
@@ -57,8 +58,15 @@ def cast(tensors, dtype):
     return [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
 
 
+def halves(tensors):
+    """bfloat16 but for the gate's parameters and the state, as in the model."""
+    dtypes = [torch.bfloat16] * 5 + [torch.float32] * 3
+    return [x.detach().to(dtype).requires_grad_() for x, dtype in zip(tensors, dtypes)]
+
+
 def call(op, tensors, segments, lower_bound, **options):
     """op on the tensors; final states are asked for when an initial state is given."""
+    # An eighth tensor is the state before the first token.
     states = len(tensors) == len(NAMES)
     return op(
         *tensors[:7],
@@ -76,6 +84,7 @@ def results(op, tensors, segments, lower_bound, seed=17, **options):
     generator = torch.Generator().manual_seed(seed)
     # Rounded to bfloat16 so that a run in any dtype gets the very same incoming gradient.
     weight = lambda x: torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype)
+    # A random functional: a sum of ones would let errors of opposite sign cancel.
     loss = (o * weight(o)).sum()
     found = {"o": o}
     if final is not None:

@@ -1,180 +1,186 @@
-"""Packed attention: every fast path against the per-document definition, and the log-sum-exp gate."""
+"""Packed attention: the fast forms on a CPU and Triton's (interpreted) against the definition, document by
+document: values, gradients, isolation; new tokens after earlier keys; the largest logit behind its gate."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Form, forms, needs_interpreter, poisoned_empties, randn, refused, relative_error
 
 from earlyfusion.kernels.attention import cpu_flash, naive, varlen
 from earlyfusion.kernels.attention import max_logit as gate
 from earlyfusion.kernels.attention.buckets import SLACK, buckets, group_lengths, padded_length
+from earlyfusion.kernels.attention.triton import flash
+from earlyfusion.kernels.attention.triton import max_logit as triton_max_logit
+from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.kernels.segments import Segments
 
-FP64 = 1e-12  # the same sums in another order
-FP32 = 5e-6  # relative to the largest entry; sums of a few hundred float32 terms
-BF16 = 1.5e-2  # relative to the largest entry; outputs and P are rounded to 8 bits
-
+EXACT = Form(varlen, torch.float64, 1e-12)  # the same sums in another order
+TRITON = Form(flash, torch.float32, 1e-5)
+BF16 = 1.5e-2  # outputs and P are rounded to 8 bits
+ROUNDED = {  # what low precision may cost
+    "torch32": Form(varlen, torch.float32, 5e-6),
+    "torch16": Form(varlen, torch.bfloat16, BF16),
+    "triton16": Form(flash, torch.float16, 5e-3),
+}
 ODD = (5, 1, 40, 41, 41, 7, 130)
 LENGTHS = [ODD, (1,), (64, 64, 64), (3, 3, 300), tuple(range(1, 20))]
 HEADS = [(4, 4, 24, 24), (4, 2, 40, 16), (6, 2, 16, 72), (3, 1, 72, 72), (2, 2, 128, 40)]  # H, G, D, V
+SMALL = (37, 1, 16, 33, 2)  # the interpreter is slow
+CAUSAL = pytest.mark.parametrize("causal", [True, False])
 
 
 @pytest.fixture(params=["flash", "products"])
+# Which one is chosen is a matter of speed; both must be right everywhere.
 def way(request, monkeypatch):
     """Both CPU ways, whatever the dtype would choose."""
     monkeypatch.setattr(cpu_flash, "suits", lambda *_: request.param == "flash")
     return request.param
 
 
-def inputs(segments, heads, dtype=torch.float64, seed=0, size=1.0):
-    H, G, D, V = heads
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((H, D), (G, D), (G, V), (H, V))
-    return [
-        (torch.randn(segments.total, *s, generator=generator, dtype=torch.float64) * size).to(dtype)
-        for s in shapes
-    ]
+def inputs(lengths, heads, seed=0, size=1.0, dtype=torch.float64):
+    """q, k, v, do."""
+    (H, G, D, V), T = heads, sum(lengths)
+    shapes = ((T, H, D), (T, G, D), (T, G, V), (T, H, V))
+    return [randn(*shape, seed=seed + i, dtype=dtype) * size for i, shape in enumerate(shapes)]
 
 
-def run(implementation, q, k, v, do, segments, causal, scale):
-    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
-    o, lse = implementation.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=True)
-    gradients = torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
-    assert not lse.requires_grad
-    return [o.detach(), lse, *gradients]
+def compare(form, lengths, heads, causal, seed=0, scale=0.3, size=1.0, error=None):
+    *qkv, do = inputs(lengths, heads, seed, size)
+    segments = Segments(lengths)
+    # The log-sum-exp has no gradient, so it is caught beside the outputs.
+    found = {}
+
+    def run(module, q, k, v):
+        o, found[module] = module.attention(q, k, v, segments, causal=causal, scale=scale, return_lse=True)
+        return o
+
+    got = form.compare(run, naive, qkv, [do], error)
+    lse, want = found[form.op], found[naive]
+    assert not lse.requires_grad and lse.dtype == (torch.float64 if form is EXACT else torch.float32)
+    return got, (lse.double() - want).abs().max().item() if want.numel() else 0.0
 
 
-def relative_error(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
+@CAUSAL
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=len)
+def test_the_torch_form_equals_the_definition(lengths, heads, causal, way):
+    _, lse = compare(EXACT, lengths, heads, causal, seed=len(lengths), scale=heads[2] ** -0.5)
+    assert lse < EXACT.error
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_torch_form_equals_the_definition_in_fp64(lengths, heads, causal, way):
-    segments = Segments.from_lengths(lengths)
-    *qkv, do = inputs(segments, heads, seed=len(lengths))
-    scale = heads[2] ** -0.5
-    got, want = (run(m, *qkv, do, segments, causal, scale) for m in (varlen, naive))
-    for g, w in zip(got, want):
-        assert g.shape == w.shape and g.dtype == w.dtype
-        assert (g - w).abs().max() < FP64
+@needs_interpreter
+@CAUSAL
+@pytest.mark.parametrize("heads", [(2, 1, 24, 16), (2, 2, 72, 72), (1, 1, 16, 40)], ids=str)
+def test_the_triton_form_equals_the_definition(heads, causal):
+    for seed in (0, 10):
+        assert compare(TRITON, SMALL, heads, causal, seed)[1] < 1e-4
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_low_precision_stays_near_fp64(dtype, tolerance, causal, seed, way):
-    segments, heads = Segments.from_lengths(ODD), HEADS[1 + seed]
-    *qkv, do = inputs(segments, heads, dtype, seed)
-    got = run(varlen, *qkv, do, segments, causal, 0.2)
-    want = run(naive, *(x.double() for x in qkv), do.double(), segments, causal, 0.2)
-    assert got[0].dtype == dtype and got[1].dtype == torch.float32
-    rough = way == "flash" and dtype == torch.bfloat16  # that kernel sums rounded exponentials
-    assert (got[1] - want[1]).abs().max() < (1.5e-2 if rough else 1e-5)
-    for g, w in zip(got, want):
-        assert relative_error(g, w) < tolerance
+@CAUSAL
+@forms(**ROUNDED)
+def test_low_precision_loses_only_roundings(form, causal, way):
+    for seed in (0, 10):
+        got, lse = compare(form, SMALL if form.op is flash else ODD, (4, 2, 40, 16), causal, seed, 0.2)
+        # that kernel of torch sums rounded exponentials
+        rough = way == "flash" and form.dtype == torch.bfloat16
+        assert got[0].dtype == form.dtype and lse < (1.5e-2 if rough else 1e-4)
 
 
 def test_definition_equals_sdpa_document_by_document():
-    segments = Segments.from_lengths((9, 4))
-    q, k, v, _ = inputs(segments, (4, 2, 8, 8))
-    o, _ = naive.attention(q, k, v, segments, causal=True, scale=0.3)
+    q, k, v, _ = inputs((9, 4), (4, 2, 8, 8))
+    o, _ = naive.attention(q, k, v, Segments((9, 4)), causal=True, scale=0.3)
     for part, *x in zip(o.split([9, 4]), *(y.split([9, 4]) for y in (q, k, v))):
         batched = [y.transpose(0, 1)[None] for y in x]
         want = F.scaled_dot_product_attention(*batched, is_causal=True, scale=0.3, enable_gqa=True)
-        assert (want[0].transpose(0, 1) - part).abs().max() < FP64
+        assert (want[0].transpose(0, 1) - part).abs().max() < EXACT.error
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@CAUSAL
 def test_gradients_pass_gradcheck(causal, way):
-    segments = Segments.from_lengths((3, 1, 4))
-    *qkv, _ = inputs(segments, (4, 2, 3, 5))
-    qkv = [x.requires_grad_() for x in qkv]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: varlen.attention(q, k, v, segments, causal=causal, scale=0.5)[0], qkv
-    )
+    *qkv, _ = (x.requires_grad_() for x in inputs((3, 1, 4), (4, 2, 3, 5)))
+    call = lambda q, k, v: varlen.attention(q, k, v, Segments((3, 1, 4)), causal=causal, scale=0.5)[0]
+    assert torch.autograd.gradcheck(call, qkv)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents_do_not_leak(causal, dtype, way):
-    """Outputs and gradients of a document do not change by one bit when its neighbours do."""
-    lengths = (11, 64, 30, 64)
-    segments = Segments.from_lengths(lengths)
-    *qkv, do = inputs(segments, (4, 2, 24, 24), dtype)
-    packed = run(varlen, *qkv, do, segments, causal, 0.2)
-    other = [x.clone() for x in (*qkv, do)]
+@CAUSAL
+@forms(torch=EXACT, torch32=Form(varlen, torch.float32, 5e-6), triton=Form(flash, torch.float32, 5e-6))
+def test_packed_documents_do_not_leak(form, causal, way):
+    """Outputs and gradients of a document do not change by one bit when its neighbours do, and are those of
+    the document alone; two runs give the same bits."""
+    lengths = (11, 33, 30, 33) if form.op is flash else (11, 64, 30, 64)
+    segments = Segments(lengths)
+    # The third of four: neighbours on both sides, one of equal length in the same bucket.
+    third = slice(segments.offsets[2], segments.offsets[3])
+
+    def run(tensors, segments):
+        *qkv, do = (x.to(form.dtype).requires_grad_() for x in tensors)
+        o, _ = form.op.attention(*qkv, segments, causal=causal, scale=0.2)
+        return [o.detach(), *torch.autograd.grad(o, qkv, do)]
+
+    given = inputs(lengths, (4, 2, 24, 24))
+    packed = run(given, segments)
+    other = [x.clone() for x in given]
     for x in other:
-        x[75:105] = 1e3 * torch.randn_like(x[75:105])  # rewrite the third document
-    changed = run(varlen, *other, segments, causal, 0.2)
-    for a, b in zip(packed, changed):
-        keep = torch.ones(segments.total, dtype=torch.bool)
-        keep[75:105] = False
-        assert torch.equal(a[keep], b[keep])
+        # Large, so that a leak through a masked product would show.
+        x[third] = 1e3 * torch.randn_like(x[third])
+    keep = torch.ones(segments.total, dtype=torch.bool)
+    keep[third] = False
+    for a, b, again in zip(packed, run(other, segments), run(given, segments)):
+        assert torch.equal(a[keep], b[keep]) and not torch.equal(a, b) and torch.equal(a, again)
     for start, length in zip(segments.offsets, lengths):
-        alone = [x[start : start + length] for x in (*qkv, do)]
-        separate = run(varlen, *alone, Segments.from_lengths([length]), causal, 0.2)
-        for a, b in zip(packed, separate):
-            assert relative_error(a[start : start + length], b) < (FP64 if dtype == torch.float64 else FP32)
+        rows = slice(start, start + length)
+        for a, b in zip(packed, run([x[rows] for x in given], Segments((length,)))):
+            assert relative_error(a[rows], b) < form.error
 
 
-def test_lse_is_the_logsumexp_of_visible_logits(way):
-    segments = Segments.from_lengths((6, 10))
-    q, k, v, _ = inputs(segments, (2, 2, 8, 8), seed=3)
-    ids, place = segments.ids(), torch.arange(16)
-    hidden = (ids[:, None] != ids) | (place[:, None] < place)
-    logits = torch.einsum("ihd,jhd->hij", q, k).mul(0.4).masked_fill(hidden, -math.inf)
-    _, lse = varlen.attention(q, k, v, segments, causal=True, scale=0.4, return_lse=True)
-    assert (lse - logits.logsumexp(-1).T).abs().max() < FP64
+@forms(torch=Form(varlen, torch.float64, 0), triton=TRITON)
+def test_the_future_is_not_seen(form):
+    *qkv, _ = inputs((37, 16), (2, 2, 24, 16), dtype=form.dtype)
+    run = lambda: form.op.attention(*qkv, Segments((37, 16)), causal=True, scale=0.3)[0]
+    before = run()
+    for x in qkv:
+        # The end of the first document: later tokens of the same, and another one behind it.
+        x[20:37] *= -3
+    after = run()
+    assert torch.equal(before[:20], after[:20]) and torch.equal(before[37:], after[37:])
+    assert not torch.equal(before[20:37], after[20:37])
 
 
-def test_extreme_logits_stay_finite(way):
-    segments = Segments.from_lengths((50,))
-    *qkv, do = inputs(segments, (2, 2, 24, 24), torch.float32, size=60.0)
-    for x in run(varlen, *qkv, do, segments, True, 1.0):
-        assert torch.isfinite(x).all()
+@forms(torch=Form(varlen, torch.float32, 5e-3), triton=Form(flash, torch.float32, 5e-3))
+def test_extreme_logits_stay_finite(form, way):
+    got, _ = compare(form, (37, 13), (2, 2, 24, 16), True, scale=300.0, error=float("inf"))
+    assert all(torch.isfinite(x).all() for x in got)
 
 
-@pytest.mark.parametrize("implementation", [naive, varlen])
-def test_empty_row_works_and_keeps_the_graph(implementation):
-    segments = Segments.from_lengths(())
+@forms(naive=Form(naive, torch.float32, 0), torch=Form(varlen, torch.float32, 0), triton=TRITON)
+def test_empty_row_works_and_keeps_the_graph(form):
     q, k, v = (torch.zeros(0, h, 8, requires_grad=True) for h in (4, 2, 2))
-    o, lse = implementation.attention(q, k, v, segments, causal=False, scale=1.0, return_lse=True)
+    o, lse = form.op.attention(q, k, v, Segments(()), causal=False, scale=1.0, return_lse=True)
     assert o.shape == (0, 4, 8) and lse.shape == (0, 4)
     o.sum().backward()
     assert q.grad.shape == q.shape
 
 
 def test_autocast_runs_products_in_bf16_and_returns_fp32_gradients():
-    segments = Segments.from_lengths(ODD)
-    *qkv, do = inputs(segments, (4, 2, 24, 24), torch.float32)
-    want = run(naive, *(x.double() for x in qkv), do.double(), segments, True, 0.2)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = run(varlen, *qkv, do, segments, True, 0.2)  # the backward pass runs under autocast as well
-    assert got[0].dtype == torch.bfloat16 and got[2].dtype == torch.float32
-    for g, w in zip(got, want):
-        assert relative_error(g, w) < BF16
+    with torch.autocast("cpu", torch.bfloat16):  # the backward pass runs under autocast as well
+        got, _ = compare(Form(varlen, torch.float32, BF16), ODD, (4, 2, 24, 24), True, scale=0.2)
+    assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
 
 
 def test_very_long_document_is_tiled_without_changing_the_result(monkeypatch):
-    segments = Segments.from_lengths((90, 300, 90))
-    *qkv, do = inputs(segments, (2, 1, 8, 8))
-    whole = [run(varlen, *qkv, do, segments, causal, 0.3) for causal in (True, False)]
     monkeypatch.setattr(cpu_flash, "suits", lambda *_: False)
+    # Tiles much smaller than the documents.
     monkeypatch.setattr(varlen, "TILE_ELEMENTS", 2000)
     monkeypatch.setattr(varlen, "CAUSAL_ROWS", 7)
-    tiled = [run(varlen, *qkv, do, segments, causal, 0.3) for causal in (True, False)]
-    for a, b in zip(whole, tiled):
-        assert all((x - y).abs().max() < FP64 for x, y in zip(a, b))
+    for causal in (True, False):
+        compare(EXACT, (90, 300, 90), (2, 1, 8, 8), causal)
 
 
 @pytest.mark.parametrize("multiple", [1, 64])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_buckets_cover_every_token_once_and_waste_little(multiple, seed):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 300, (60,), generator=generator).tolist()
+def test_buckets_cover_every_token_once_and_waste_little(multiple):
+    lengths = torch.randint(1, 300, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     segments = Segments.from_lengths(lengths)
     plan = buckets(segments, torch.device("cpu"), multiple)
     assert buckets(segments, torch.device("cpu"), multiple) is plan  # one plan for all layers
@@ -189,86 +195,159 @@ def test_buckets_cover_every_token_once_and_waste_little(multiple, seed):
 
 
 def test_equal_adjacent_documents_are_batched_without_a_copy():
-    segments = Segments.from_lengths([64] * 8)
-    (bucket,) = buckets(segments, torch.device("cpu"))
+    (bucket,) = buckets(Segments((64,) * 8), torch.device("cpu"))
     x = torch.randn(512, 2, 4)
     assert bucket.pad(x).data_ptr() == x.data_ptr() and bucket.key_bias(x.dtype) is None
 
 
-@pytest.mark.parametrize("causal", [True, False])
+# Triton's own: strides, new tokens after earlier keys, which kernel is taken.
+
+
+@needs_interpreter
+def test_the_shape_of_mla_with_grouped_heads_and_views():
+    """Head dims 192 and 128, and q as a slice of a wider tensor, read in place."""
+    q, k, v, _ = inputs((33, 5), (2, 1, 192, 128), dtype=torch.float32)
+    # What lies between the slices must never be read.
+    wide = torch.cat([q, torch.full_like(q, torch.nan)], dim=-1)
+    options = {"causal": True, "scale": 0.07, "return_lse": True}
+    got = flash.attention(wide[..., :192], k, v, Segments((33, 5)), **options)
+    want = naive.attention(q.double(), k.double(), v.double(), Segments((33, 5)), **options)
+    assert all(relative_error(g, w) < TRITON.error for g, w in zip(got, want))
+
+
+KEYS, NEW = Segments((90, 33, 5)), Segments((37, 1, 5))
+
+
+@forms(triton=TRITON, triton16=ROUNDED["triton16"])
+def test_new_tokens_after_earlier_keys_are_the_end_of_attention_over_all(form):
+    """|logit| up to about 20."""
+    # The last tokens of every document are asked again.
+    ends = torch.cat([torch.arange(end - n, end) for end, n in zip(KEYS.offsets[1:], NEW.lengths)])
+    for seed in (0, 10):
+        q, k, v, _ = inputs(KEYS.lengths, (4, 2, 24, 16), seed, dtype=form.dtype)
+        logits = torch.einsum("ihd,jhd->hij", q.float(), k.float().repeat_interleave(2, 1))
+        scale = 20 / logits.abs().max().item()
+        wide = [x.double() for x in (q, k, v)]
+        law, _ = naive.attention(*wide, KEYS, causal=True, scale=scale)
+        asked = naive.attention_append(wide[0][ends], *wide[1:], NEW, KEYS, scale=scale)
+        torch.testing.assert_close(asked, law[ends], rtol=0, atol=1e-12)
+        with poisoned_empties():
+            got = flash.attention_append(q[ends], k, v, NEW, KEYS, scale=scale)
+        assert got.dtype == form.dtype and relative_error(got, law[ends]) < form.error
+
+
+def test_with_a_gradient_the_kernel_without_atomics_is_taken(monkeypatch):
+    """So that a tower trains bit for bit alike twice; without one, torch's kernel serves equal dims."""
+    monkeypatch.setattr(varlen, "varlen_available", lambda q, v: True)
+    q, k, v, _ = inputs(SMALL, (2, 2, 72, 72))
+    assert flash.prefers_torch(q, k, v) and not flash.prefers_torch(q, k, v[..., :40])
+    for leaf in (q, k, v):
+        leaf.requires_grad_()
+        assert not flash.prefers_torch(q, k, v)
+        with torch.no_grad():
+            assert flash.prefers_torch(q, k, v)
+        leaf.requires_grad_(False)
+
+
+# The largest logit: exact once a head may exceed tau, else the log-sum-exp's bound.
+
+GATES = {
+    "torch64": Form(gate, torch.float64, 1e-6),
+    "torch32": Form(gate, torch.float32, 1e-6),
+    "torch16": Form(gate, torch.bfloat16, 1e-6),
+    "triton": Form(triton_max_logit, torch.float32, 3e-6),
+    "triton64": Form(triton_max_logit, torch.float64, 1e-6),  # goes to the other form
+}
+
+
+def logits_case(form, heads, causal, size, lengths=SMALL):
+    """(q, k, lse of the form's own attention, the exact largest logits, ask(tau)); a quiet head stands beside
+    the loud ones."""
+    q, k, v, _ = inputs(lengths, heads, seed=5, size=size, dtype=form.dtype)
+    # Exact for each head, not only for the loudest.
+    q[:, -1] *= 0.1
+    segments, options = Segments(lengths), {"causal": causal, "scale": 0.2}
+    attend = flash if form.op is triton_max_logit else varlen
+    _, lse = attend.attention(q, k, v, segments, **options, return_lse=True)
+    exact = naive.max_logit(q, k, lse, segments, **options, tau=0.0)
+    ask = lambda tau, q=q, k=k: form.op.max_logit(q, k, lse, segments, **options, tau=tau)
+    return q, k, lse, exact, ask
+
+
+@CAUSAL
 @pytest.mark.parametrize("size", [0.5, 3.0, 8.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_max_logit_is_exact_once_a_head_may_exceed_tau(dtype, size, causal, way):
-    segments = Segments.from_lengths(ODD)
-    q, k, v, _ = inputs(segments, (4, 2, 24, 24), dtype, seed=5, size=size)
-    q[:, 1] *= 0.1  # a quiet head next to loud ones is exact too
-    _, lse = varlen.attention(q, k, v, segments, causal=causal, scale=0.2, return_lse=True)
-    want = naive.max_logit(q, k, lse, segments, causal=causal, scale=0.2, tau=0.0)
-    before = gate.COUNTS.opened
-    got = gate.max_logit(q, k, lse, segments, causal=causal, scale=0.2, tau=lse.max().item() - 1e-3)
-    assert gate.COUNTS.opened == before + 1
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+@forms(**GATES)
+def test_the_largest_logit_is_exact_once_a_head_may_exceed_tau(form, size, causal, way):
+    for heads in ((4, 2, 24, 24), (3, 1, 40, 40)):
+        *_, lse, exact, ask = logits_case(form, heads, causal, size)
+        opened = gate.COUNTS.opened
+        with poisoned_empties():
+            got = ask(lse.max().item() - 1e-3)
+        assert relative_error(got, exact) < form.error
+        assert gate.COUNTS.opened - opened == (form.op is gate or form.dtype == torch.float64)
 
 
-def test_max_logit_is_a_bound_below_tau_and_recomputes_nothing_when_no_head_exceeds_it():
-    segments = Segments.from_lengths(ODD)
-    q, k, v, _ = inputs(segments, (4, 2, 24, 24), torch.float32)
-    _, lse = varlen.attention(q, k, v, segments, causal=True, scale=0.2, return_lse=True)
-    exact = naive.max_logit(q, k, lse, segments, causal=True, scale=0.2, tau=0.0)
-    before = gate.COUNTS.rows
-    bound = gate.max_logit(q, k, lse, segments, causal=True, scale=0.2, tau=100.0)
-    assert gate.COUNTS.rows == before
-    assert (bound >= exact).all() and (bound <= 100.0).all()
+@CAUSAL
+@forms(torch=GATES["torch32"], triton=GATES["triton"])
+def test_below_tau_it_is_a_bound_that_reads_no_key(form, causal):
+    q, k, lse, exact, ask = logits_case(form, (4, 2, 24, 24), causal, 1.0)
+    # With NaN for operands, one product would be enough to see it.
+    bound = ask(100.0, torch.full_like(q, torch.nan), torch.full_like(k, torch.nan))
+    assert torch.equal(bound, lse.amax(0)) and (bound >= exact).all()
 
 
-def test_max_logit_ignores_larger_logits_behind_the_mask():
-    """The largest entry of the unmasked product is in the future or in another document; S_h must not see
-    it."""
-    segments = Segments.from_lengths((4, 4))
-    q = torch.zeros(8, 1, 2)
-    k = torch.zeros(8, 1, 2)
-    q[:, 0, 0] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])
-    k[:, 0, 0] = torch.tensor([30.0, 1, 50, 2, 3, 4, 90, 1])
-    _, lse = varlen.attention(q, k, k, segments, causal=True, scale=1.0, return_lse=True)
-    got = gate.max_logit(q, k, lse, segments, causal=True, scale=1.0, tau=10.0)
-    unmasked = (q[:, 0] @ k[:, 0].T).max().item()
-    assert unmasked == 720.0 and got.tolist() == [8 * 90.0]  # row 7 sees key 6
-    k[7, 0, 0], k[6, 0, 0] = (
-        90.0,
-        1.0,
-    )  # now only row 7 itself sees it; move it out of sight of the large rows
-    q[7, 0, 0] = 0.5
-    _, lse = varlen.attention(q, k, k, segments, causal=True, scale=1.0, return_lse=True)
-    got = gate.max_logit(q, k, lse, segments, causal=True, scale=1.0, tau=10.0)
+@forms(torch=GATES["torch32"], triton=GATES["triton"])
+def test_larger_logits_behind_the_mask_are_not_seen(form):
+    """The largest entry of the unmasked product is in the future or in another document."""
+    segments, q, k = Segments((4, 4)), torch.zeros(8, 1, 16), torch.zeros(8, 1, 16)
+    # Products are numbers that can be read off: row i times key j.
+    q[:, 0, 0] = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 0.5])
+    k[:, 0, 0] = torch.tensor([30.0, 1, 50, 2, 3, 4, 1, 90])
+    _, lse = naive.attention(q, k, k, segments, causal=True, scale=1.0, return_lse=True)
+    got = form.op.max_logit(q, k, lse.float(), segments, causal=True, scale=1.0, tau=10.0)
     assert (q[:, 0] @ k[:, 0].T).max().item() == 630.0 and got.tolist() == [200.0]  # row 3, key 2: 4 * 50
 
 
-def test_max_logit_of_an_empty_row_is_minus_infinity():
-    empty = torch.zeros(0, 3, 8)
-    for implementation in (gate, naive):
-        got = implementation.max_logit(
-            empty, empty, torch.zeros(0, 3), Segments.from_lengths(()), causal=True, scale=1.0, tau=1.0
-        )
-        assert got.tolist() == [-math.inf] * 3
+@needs_interpreter
+def test_views_are_read_in_place():
+    q, k, _, exact, ask = logits_case(GATES["triton"], (2, 2, 24, 24), True, 3.0)
+    wide = torch.full((sum(SMALL), 2, 60), torch.nan)
+    wide[..., 4:28], wide[..., 30:54] = q, k
+    assert relative_error(ask(0.1, wide[..., 4:28], wide[..., 30:54]), exact) < 3e-6
 
 
-def test_wrong_shapes_are_named():
-    segments = Segments.from_lengths((4,))
-    with pytest.raises(ValueError, match="3 query heads, 2 key heads"):
-        varlen.attention(
-            torch.zeros(4, 3, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), segments, causal=True, scale=1.0
-        )
-    with pytest.raises(ValueError, match="5 tokens"):
-        varlen.attention(*(torch.zeros(5, 2, 8) for _ in range(3)), segments, causal=True, scale=1.0)
+@forms(naive=Form(naive, None, 0), torch=GATES["torch32"], triton=GATES["triton"])
+def test_the_largest_logit_of_an_empty_row_is_minus_infinity(form):
+    empty, options = torch.zeros(0, 3, 8), {"causal": True, "scale": 1.0, "tau": 1.0}
+    got = form.op.max_logit(empty, empty, torch.zeros(0, 3), Segments(()), **options)
+    assert got.tolist() == [-math.inf] * 3
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
-def test_varlen_flash_on_cuda_stays_near_fp64(heads, causal):
-    segments = Segments.from_lengths(ODD)
-    *qkv, do = (x.cuda() for x in inputs(segments, heads, torch.bfloat16))
-    got = run(varlen, *qkv, do, segments, causal, 0.2)
-    want = run(naive, *(x.double() for x in qkv), do.double(), segments, causal, 0.2)
-    for g, w in zip(got, want):
-        assert g.shape == w.shape and relative_error(g, w) < BF16
+def test_dispatch_takes_the_gate_of_the_device():
+    assert resolve("max_logit", "cuda") is triton_max_logit.max_logit
+    assert resolve("max_logit", "cpu") is gate.max_logit
+
+
+def test_bad_input_names_the_argument():
+    q, k, v, _ = inputs(SMALL, (4, 2, 24, 16), dtype=torch.float32)
+    segments, lse = Segments(SMALL), torch.zeros(89, 4)
+    torch_form = lambda *x: varlen.attention(*x, segments, causal=True, scale=1.0)
+    triton_form = lambda *x: flash.attention(*x, segments, causal=True, scale=1.0)
+    largest = lambda *x: triton_max_logit.max_logit(*x, segments, causal=True, scale=1.0, tau=1.0)
+    other = Segments((5, 33, 90))
+    refused(
+        {
+            r"q_THD is \(5, 4, 24\); expected .* T = 89": lambda: torch_form(q[:5], k, v),
+            "4 query heads for 3 key heads": lambda: torch_form(q, *(torch.zeros(89, 3, 24),) * 2),
+            r"v_TGV is \(89, 1, 16\)": lambda: torch_form(q, k, v[:, :1]),
+            "k_TGD is torch.int64": lambda: triton_form(q, k.long(), v),
+            "k_TGD is .*D = 24": lambda: triton_form(q, k[..., :16], v),
+            "v_TGV has head dim 300": lambda: triton_form(q, k, torch.randn(89, 2, 300)),
+            "v_TGV is .* on meta": lambda: triton_form(q, k, v.to("meta")),
+            "lse_TH is": lambda: largest(q, k, lse[:, :1]),
+            "lse_TH is torch.float16": lambda: largest(q, k, lse.half()),
+            r"not the ends of documents of \(5, 33, 90\) keys": lambda: flash.attention_append(
+                q[: NEW.total], *(torch.zeros(128, 2, 24),) * 2, NEW, other, scale=1.0
+            ),
+        }
+    )

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from triton_cases import needs_interpreter, poisoned_empties, relative_error
+from cases import needs_interpreter, poisoned_empties, refused, relative_error
 
 from earlyfusion.kernels.kda import conv, naive
 from earlyfusion.kernels.kda.triton import conv as triton_conv
@@ -33,6 +33,7 @@ def run(op, leaves, segments, dtype, seed=5):
     """Outputs, last taps, gradients of a fixed functional of the outputs; whatever is not written is NaN."""
     x, weight, *taps = leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
     generator = torch.Generator().manual_seed(seed)
+    # Rounded to bfloat16, so that every dtype gets the very same gradient.
     dy = torch.randn(x.shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype)
     with poisoned_empties():
         y, last = op(x, weight, segments, initial_taps_NCW1=taps[0] if taps else None, output_taps=True)
@@ -92,6 +93,7 @@ def test_packed_documents_equal_separate_ones_and_the_future_is_not_seen(op, dty
 
 def test_a_neighbour_that_is_nan_does_not_leak():
     segments, (x, weight) = inputs((9, 2, 30), 4)
+    # A document of two tokens between two others: shorter than the taps.
     x[9:11] = float("nan")
     x.requires_grad_()
     y, _ = conv.short_conv(x, weight, segments)
@@ -138,20 +140,21 @@ def test_an_empty_row_gives_an_empty_row(op, dtype, tolerance):
 
 @needs_interpreter
 def test_bad_input_names_the_argument():
-    segments, (x, weight) = inputs((12,), 12, seed=7)
+    segments, (x, weight) = inputs((12,), 13, seed=7)
     x, weight = x.float(), weight.float()
-    for given, named in (
-        ((x.double(), weight, segments), "x is torch.float64"),
-        ((x.T, weight, segments), "x"),
-        ((x, weight[:4], segments), "weight"),
-        ((x, weight[:, :1], segments), "weight"),
-        ((x[None], weight, segments), "x is"),
-        ((x, weight, Segments((3,))), "x"),
-        ((x, weight * torch.nan, segments), "weight holds NaN"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            triton_conv.short_conv(*given)
-    with pytest.raises(ValueError, match="initial_taps"):
-        triton_conv.short_conv(x, weight, segments, initial_taps_NCW1=torch.zeros(2, 12, 3))
-    with pytest.raises(ValueError, match=r"expected \[C, W\]"):
-        conv.short_conv(torch.zeros(4, 3), torch.zeros(2, 4), Segments((4,)))
+    run = lambda x=x, weight=weight, segments=segments, taps=None: triton_conv.short_conv(
+        x, weight, segments, initial_taps_NCW1=taps
+    )
+    refused(
+        {
+            "x is torch.float64": lambda: run(x.double()),
+            r"weight_CW is \(4, 4\)": lambda: run(weight=weight[:4]),
+            "at least W = 2": lambda: run(weight=weight[:, :1]),
+            r"x_TC is \(13, 12\)": lambda: run(x.T),
+            r"x_TC is \(1, 12, 13\)": lambda: run(x[None]),
+            "with T = 3": lambda: run(segments=Segments((3,))),
+            "weight holds NaN": lambda: run(weight=weight * torch.nan),
+            "initial_taps_NCP is": lambda: run(taps=torch.zeros(2, 13, 3)),
+            r"expected \[C, W\]": lambda: conv.short_conv(torch.zeros(12, 3), weight, segments),
+        }
+    )

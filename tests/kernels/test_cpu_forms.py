@@ -43,7 +43,7 @@ def test_another_room_may_register_an_operation(monkeypatch):
         dispatch.register("length", "naiv", "builtins:len")
 
 
-def experts(tokens: int, dtype=torch.float64, seed: int = 0):
+def experts(tokens, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     ids = torch.randint(0, 5, (tokens, 2), generator=generator)
@@ -58,7 +58,7 @@ def test_experts_equal_their_law(tokens):
     assert moe_cpu.moe_experts(*none, *given[3:]).shape == (0, 24)
 
 
-def sublayers(dtype, seed: int = 1) -> list[SubLayer]:
+def sublayers(dtype, seed=1):
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(3):
@@ -67,7 +67,7 @@ def sublayers(dtype, seed: int = 1) -> list[SubLayer]:
     return made
 
 
-def residual(tokens: int, dtype=torch.float64):
+def residual(tokens, dtype=torch.float64):
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     return [draw(tokens, 24) for _ in range(3)], draw(3, 24)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import refused
 
 from earlyfusion.kernels.cpu import build
 from earlyfusion.kernels.cpu.sampling import sample
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ co
 ROUNDING = 3e-6  # fp32 log-probabilities of some thousand tokens
 
 
-def drawn_case(seed: int, rows: int, vocabulary: int):
+def drawn_case(seed, rows, vocabulary):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.rand(*shape, generator=generator)
     logits = 4 * torch.randn(rows, vocabulary, generator=generator)
@@ -34,6 +35,7 @@ def by_torch(monkeypatch, logits, keys, positions, temperature, top_p, min_p, ba
 @pytest.mark.parametrize("drawn", [True, False])
 def test_it_chooses_what_the_definition_chooses(rows, vocabulary, drawn, seed, monkeypatch):
     logits, *controls = drawn_case(seed, rows, vocabulary)
+    # Ids for all rows, or a mask for each: grammars need the second.
     banned = torch.tensor([0, vocabulary - 1]) if seed % 2 else torch.rand(rows, vocabulary) < 0.3
     if banned.dtype == torch.bool:
         banned[:, 1] = False
@@ -64,16 +66,25 @@ def test_a_row_has_its_bits_in_any_batch(threads):
 
 def test_wrong_arguments_are_named():
     logits, *controls = drawn_case(0, 4, 9)
-    with pytest.raises(ValueError, match=r"expected torch\.float32 on the CPU, got"):
-        sample(logits.double(), *controls, torch.tensor([0]), drawn=True, logprobs=True)
-    with pytest.raises(ValueError, match=r"expected a mask \(4, 9\), got \(3, 9\)"):
-        sample(logits, *controls, torch.zeros(3, 9, dtype=torch.bool), drawn=True, logprobs=True)
-    for stray in (9, 10**9, -1, -(10**6)):  # would be written outside the row
-        with pytest.raises(
-            ValueError, match=rf"banned: expected ids \[N\] in 0\.\.8, got \(2,\) from .*{stray}"
-        ):
-            sample(logits, *controls, torch.tensor([3, stray]), drawn=True, logprobs=True)
-    for index, name in enumerate(("keys", "positions", "temperature", "top_p", "min_p")):
-        short = [tensor[:3] if i == index else tensor for i, tensor in enumerate(controls)]
-        with pytest.raises(ValueError, match=rf"{name}: expected one number for each of 4 rows, got \(3,\)"):
-            sample(logits, *short, torch.tensor([0]), drawn=False, logprobs=True)
+    names = ("keys", "positions", "temperature", "top_p", "min_p")
+    run = lambda banned, logits=logits, given=controls: sample(
+        logits, *given, banned, drawn=False, logprobs=True
+    )
+    short = lambda index: [tensor[:3] if i == index else tensor for i, tensor in enumerate(controls)]
+    some = torch.tensor([0])
+    refused(
+        {
+            "logits_BV is torch.float64": lambda: run(some, logits.double()),
+            r"banned_BV is \(3, 9\); .* B = 4, V = 9": lambda: run(torch.zeros(3, 9, dtype=torch.bool)),
+            **{
+                rf"{name}_B is \(3,\); expected \[B\] with B = 4": lambda i=i: run(some, given=short(i))
+                for i, name in enumerate(names)
+            },
+            **{  # would be written outside the row
+                rf"banned: expected ids \[N\] in 0\.\.8, got \(2,\) from .*{stray}": lambda stray=stray: run(
+                    torch.tensor([3, stray])
+                )
+                for stray in (9, 10**9, -1, -(10**6))
+            },
+        }
+    )

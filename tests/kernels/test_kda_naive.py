@@ -4,9 +4,11 @@ import warnings
 
 import pytest
 import torch
+from cases import refused
 from kda_cases import REGIMES, call, cast, gate_inputs, inputs
 
-from earlyfusion.kernels.kda import gate, naive
+from earlyfusion.kernels.kda import gate as gate_form
+from earlyfusion.kernels.kda import naive
 
 FP32_ATOL = 3e-6  # both sides run the same recurrence in float32, outputs of order 1
 LENGTHS = (37, 1, 20)
@@ -14,6 +16,7 @@ LENGTHS = (37, 1, 20)
 
 def fla_modules():
     with warnings.catch_warnings():
+        # fla warns on every machine without a GPU.
         warnings.simplefilter("ignore")
         try:
             from fla.ops.kda import gate as fla_gate
@@ -33,8 +36,9 @@ def per_document(tensors, segments, lower_bound, op, expand):
     q, k, v, f, b, A_log, dt_bias, state = tensors
     group = v.shape[1] // q.shape[1]
     if expand:
+        # transformers has as many query heads as value heads.
         q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-    g = gate.log_decay(f, A_log, dt_bias, lower_bound)
+    g = gate_form.log_decay(f, A_log, dt_bias, lower_bound)
     outputs, states = [], []
     for n, (start, length) in enumerate(zip(segments.offsets, segments.lengths)):
         q1, k1, v1, g1, b1 = (x[None, start : start + length] for x in (q, k, v, g, b.sigmoid()))
@@ -87,7 +91,7 @@ def test_both_gates_match_fla(regime):
         expected = fla_gate.naive_kda_gate(f, A_log, dt_bias.flatten())
     else:
         expected = fla_gate.naive_kda_lowerbound_gate(f, A_log, dt_bias.flatten(), lower_bound=bound)
-    torch.testing.assert_close(gate.log_decay(f, A_log, dt_bias, bound), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gate_form.log_decay(f, A_log, dt_bias, bound), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -95,10 +99,10 @@ def test_both_gates_match_fla(regime):
 def test_closed_form_gate_gradients_match_autograd(regime, seed):
     f, A_log, dt_bias, bound = gate_inputs(regime, 33, 3, 8, torch.Generator().manual_seed(seed))
     tensors = [x.double().requires_grad_() for x in (f, A_log, dt_bias)]
-    g = gate.log_decay(*tensors, bound)
+    g = gate_form.log_decay(*tensors, bound)
     dg = torch.randn(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     expected = torch.autograd.grad(g, tensors, dg)
-    found = gate.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
+    found = gate_form.log_decay_backward(dg, tensors[0], g, *tensors[1:], bound)
     for ours, law in zip(found, expected):
         # softplus is linear beyond 20 in torch (2e-9 off); s (1 - s) of a
         # saturated sigmoid is rounding noise on both sides
@@ -107,23 +111,24 @@ def test_closed_form_gate_gradients_match_autograd(regime, seed):
 
 def test_a_saturated_bounded_gate_with_a_huge_rate_has_finite_gradients():
     f, A_log, dt_bias = torch.tensor([[[40.0, -40.0, 0.0]]]), torch.tensor([30.0]), torch.zeros(1, 3)
-    g = gate.log_decay(f, A_log, dt_bias, -5.0)
-    gradients = gate.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
+    g = gate_form.log_decay(f, A_log, dt_bias, -5.0)
+    gradients = gate_form.log_decay_backward(torch.ones_like(g), f, g, A_log, dt_bias, -5.0)
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert gradients[0][0, 0, :2].tolist() == [0.0, 0.0]
 
 
-def test_a_positive_lower_bound_is_refused():
-    with pytest.raises(ValueError, match="negative number"):
-        gate.log_decay(torch.zeros(1, 1, 1), torch.zeros(1), torch.zeros(1, 1), 5.0)
-
-
-def test_shapes_that_do_not_fit_are_refused():
+def test_wrong_bounds_and_shapes_are_refused():
     segments, tensors, _ = inputs((4,), heads=2)
-    q, k, v, f, b, A_log, dt_bias = tensors
-    with pytest.raises(ValueError, match="multiple of query heads"):
-        naive.kda(q, k, v[:, :1], f, b, A_log, dt_bias, segments)
-    with pytest.raises(ValueError, match=r"f is .*expected \[T, G, K\]"):
-        naive.kda(q, k, v, f[..., :3], b, A_log, dt_bias, segments)
-    with pytest.raises(ValueError, match="got 3 tokens"):
-        naive.kda(*(x[:3] for x in (q, k, v, f, b)), A_log, dt_bias, segments)
+    q, k, v, f, b, *gate = tensors
+    run = lambda *rows: naive.kda(*rows, *gate, segments)
+    refused(
+        {
+            "negative number": lambda: gate_form.log_decay(*(torch.zeros(1, 1),) * 3, 5.0),
+            "f_TGK is .*G = 1": lambda: run(q, k, v[:, :1], f, b),
+            "value heads for 2 query heads": lambda: naive.kda(
+                q, k, *(x[:, :1] for x in (v, f, b)), *(x[:1] for x in gate), segments
+            ),
+            r"f_TGK is .*expected \[T, G, K\] with T = 4": lambda: run(q, k, v, f[..., :3], b),
+            "T = 4": lambda: run(*(x[:3] for x in (q, k, v, f, b))),
+        }
+    )

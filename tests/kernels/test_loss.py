@@ -1,172 +1,209 @@
-"""Chunked linear cross-entropy against the definition and against torch."""
+"""Cross-entropy and log-probabilities in chunks, in plain torch and with Triton row kernels (interpreted),
+against the definition with all logits in memory."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import Form, forms, needs_interpreter, randn, refused, relative_error
 
-from earlyfusion.kernels.loss import chunked_ce, naive
+from earlyfusion.kernels.loss import chunked_ce, naive, triton_rows
 
-FP64 = 1e-12  # the same sums in another order
-FP32 = 5e-6  # relative to the largest entry
-BF16 = 1.5e-2  # relative to the largest entry; gradients are rounded to 8 bits
+EXACT = Form(chunked_ce, torch.float64, 1e-11)  # the same sums in another order
+FP32 = 5e-6
+TORCH, TRITON = Form(chunked_ce, torch.float32, FP32), Form(triton_rows, torch.float32, FP32)
+BOTH = forms(torch64=EXACT, torch=TORCH, triton=TRITON)
+BF16 = 1.5e-2  # gradients are rounded to 8 bits
+SHAPES = [(1, 3, 2, 1), (37, 24, 50, 8), (64, 16, 33, 1024), (40, 16, 5003, 13)]  # T, D, V, chunk
 
-SHAPES = [(1, 3, 2, 1), (37, 24, 50, 8), (64, 16, 33, 1024), (100, 7, 129, 13)]  # T, D, V, chunk
 
-
-def tensors(T, D, V, dtype=torch.float64, seed=0):
+def tensors(T, D, V, seed=0, dtype=torch.float64):
+    """(h, weight, labels, loss weights); some labels are ignored, some weights zero."""
     generator = torch.Generator().manual_seed(seed)
-    h, weight = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((T, D), (V, D)))
     labels = torch.randint(0, V, (T,), generator=generator)
-    loss_weights = torch.rand(T, generator=generator)
-    labels[2::5] = -100
-    loss_weights[1::7] = 0.0
-    return h.to(dtype), weight.to(dtype), labels, loss_weights
+    weights = torch.rand(T, generator=generator)
+    # Both ways of leaving a position out, also together.
+    labels[2::5], weights[1::7] = naive.IGNORE, 0.0
+    return randn(T, D, seed=seed, dtype=dtype), randn(V, D, seed=seed + 1, dtype=dtype), labels, weights
 
 
-def run(implementation, h, weight, labels, loss_weights, upstream=1.0, **options):
-    h, weight = (x.detach().clone().requires_grad_() for x in (h, weight))
-    loss, nll = implementation.linear_cross_entropy(h, weight, labels, loss_weights, **options)
-    assert not nll.requires_grad
-    return [loss.detach(), nll, *torch.autograd.grad(loss * upstream, (h, weight))]
+def losses(form, given, **options):
+    """The gradients and values of the loss against the law; every token's loss against its."""
+    h, weight, labels, weights = given
+    chunk = options.pop("chunk", 1024)
+    # Losses per token have no gradient: they are caught beside the sum.
+    found = {}
+
+    def run(module, a, b):
+        loss, found[module] = module.linear_cross_entropy(a, b, labels, weights, chunk=chunk)
+        return loss
+
+    got = form.compare(run, naive, [h, weight], [torch.tensor(-2.5)], **options)
+    assert not found[form.op].requires_grad
+    return got, found[form.op], found[naive]
 
 
-def relative_error(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
-
-
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 10])
 @pytest.mark.parametrize("T,D,V,chunk", SHAPES)
-def test_chunked_equals_the_definition_in_fp64(T, D, V, chunk, seed):
-    inputs = tensors(T, D, V, seed=seed)
-    got, want = run(chunked_ce, *inputs, upstream=-2.5, chunk=chunk), run(naive, *inputs, upstream=-2.5)
-    for g, w in zip(got, want):
-        assert g.shape == w.shape and g.dtype == w.dtype
-        assert (g - w).abs().max() < FP64 * T
+@BOTH
+def test_the_loss_equals_the_definition(form, T, D, V, chunk, seed):
+    _, nll, want = losses(form, tensors(T, D, V, seed), chunk=chunk)
+    assert relative_error(nll, want) < form.error
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
-def test_low_precision_stays_near_fp64(dtype, tolerance):
-    h, weight, labels, loss_weights = tensors(100, 32, 129, dtype)
-    want = run(naive, h.double(), weight.double(), labels, loss_weights)
-    got = run(chunked_ce, h, weight, labels, loss_weights, chunk=16)
-    assert got[0].dtype == got[1].dtype == torch.float32 and got[2].dtype == got[3].dtype == dtype
-    for g, w in zip(got, want):
-        assert relative_error(g, w) < tolerance
-    assert relative_error(got[1], want[1]) < FP32  # losses themselves are float32 even from bfloat16 operands
+@forms(torch16=Form(chunked_ce, torch.bfloat16, BF16), triton16=Form(triton_rows, torch.float16, 5e-3))
+def test_low_precision_rounds_gradients_alone(form):
+    got, nll, want = losses(form, tensors(60, 32, 129), chunk=16)
+    assert got[0].dtype == nll.dtype == torch.float32 and got[1].dtype == got[2].dtype == form.dtype
+    assert relative_error(nll, want) < FP32  # losses themselves are float32 even from 16-bit operands
 
 
-def test_unit_weights_equal_torch_cross_entropy():
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("shape", [(37, 12, 67), (9, 12, 9001)])  # one tile of the vocabulary, and three
+@BOTH
+def test_log_probabilities_and_entropy_equal_the_definition(form, temperature, shape):
+    h, weight, labels, _ = tensors(*shape)
+    entropy = {}
+
+    def run(module, a, b):
+        logp, entropy[module] = module.token_log_probs(a, b, labels, temperature=temperature, chunk=8)
+        return logp
+
+    got = form.compare(run, naive, [h, weight], [randn(shape[0], seed=3)])
+    # a difference of two numbers near 30
+    assert relative_error(entropy[form.op], entropy[naive]) < 4 * form.error
+    assert not entropy[form.op].requires_grad and (got[0][labels == naive.IGNORE] == 0).all()
+
+
+def test_unit_weights_equal_torch_cross_entropy_and_minus_the_log_probabilities():
     h, weight, labels, _ = tensors(50, 16, 40)
     loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.ones(50), chunk=7)
     logits = h @ weight.T
-    assert (loss - F.cross_entropy(logits, labels, reduction="sum")).abs() < FP64 * 50
-    assert (nll - F.cross_entropy(logits, labels, reduction="none")).abs().max() < FP64
+    assert (loss - F.cross_entropy(logits, labels, reduction="sum")).abs() < EXACT.error
+    assert (nll - F.cross_entropy(logits, labels, reduction="none")).abs().max() < EXACT.error
+    assert torch.equal(chunked_ce.token_log_probs(h, weight, labels, chunk=7)[0], -nll)
+    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.arange(50.0))
+    assert (loss - (nll * torch.arange(50.0)).sum()).abs() < EXACT.error
 
 
 def test_gradcheck():
-    h, weight, labels, loss_weights = tensors(6, 3, 5)
+    h, weight, labels, weights = tensors(6, 3, 5)
     leaves = [h.requires_grad_(), weight.requires_grad_()]
-    assert torch.autograd.gradcheck(
-        lambda a, b: chunked_ce.linear_cross_entropy(a, b, labels, loss_weights, chunk=4)[0], leaves
-    )
+    loss = lambda a, b: chunked_ce.linear_cross_entropy(a, b, labels, weights, chunk=4)[0]
+    logp = lambda a, b: chunked_ce.token_log_probs(a, b, labels, chunk=4, temperature=0.7)[0]
+    assert torch.autograd.gradcheck(loss, leaves) and torch.autograd.gradcheck(logp, leaves)
 
 
-def test_skipped_positions_are_not_computed():
-    """Poison where there is no loss: any use of those rows would show up as NaN."""
-    h, weight, labels, loss_weights = tensors(40, 8, 20)
-    skipped = (labels == -100) | (loss_weights == 0)
-    clean = run(chunked_ce, h, weight, labels, loss_weights, chunk=8)
-    h = h.masked_fill(skipped[:, None], torch.nan)
-    poisoned = run(chunked_ce, h, weight, labels, loss_weights, chunk=8)
-    assert skipped.sum() > 5
-    for a, b in zip(clean, poisoned):
-        assert torch.equal(a, b)
+def run(form, h, weight, labels, weights, **options):
+    h, weight = (x.to(form.dtype).requires_grad_() for x in (h, weight))
+    loss, nll = form.op.linear_cross_entropy(h, weight, labels, weights, **options)
+    return [loss.detach(), nll, *torch.autograd.grad(loss, (h, weight))]
+
+
+@BOTH
+def test_skipped_positions_are_not_computed(form):
+    """Poison where there is no loss: any use of those rows would show up as NaN. Twice the same bits."""
+    h, *rest = tensors(40, 8, 20)
+    skipped = (rest[1] == naive.IGNORE) | (rest[2] == 0)
+    clean = run(form, h, *rest, chunk=8)
+    poisoned = run(form, h.masked_fill(skipped[:, None], torch.nan), *rest, chunk=8)
+    assert skipped.sum() > 5 and all(torch.equal(a, b) for a, b in zip(clean, poisoned))
     assert (poisoned[1][skipped] == 0).all() and (poisoned[2][skipped] == 0).all()
 
 
 @pytest.mark.parametrize("T", [0, 9])
 @pytest.mark.parametrize("why", ["ignored", "weightless"])
-def test_without_any_counted_position_loss_and_gradients_are_zero(T, why):
-    labels = torch.full((T,), -100 if why == "ignored" else 1)
-    loss_weights = torch.full((T,), 1.0 if why == "ignored" else 0.0)
-    loss, nll, dh, dweight = run(chunked_ce, torch.randn(T, 8), torch.randn(20, 8), labels, loss_weights)
-    assert loss == 0 and (nll == 0).all() and (dh == 0).all() and (dweight == 0).all()
-    assert dh.shape == (T, 8) and dweight.shape == (20, 8)
-
-
-def test_loss_is_the_weighted_sum_of_the_reported_losses():
-    h, weight, labels, loss_weights = tensors(60, 12, 30)
-    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, loss_weights)
-    assert (loss - (nll * loss_weights.double()).sum()).abs() < FP64 * 60
-
-
-def test_extreme_logits_give_finite_losses_and_gradients():
-    h, weight, labels, loss_weights = tensors(20, 8, 30, torch.float32)
-    got = run(chunked_ce, 200 * h, weight, labels, loss_weights)
-    want = run(naive, 200 * h.double(), weight.double(), labels, loss_weights)
-    for g, w in zip(got, want):
-        assert (
-            torch.isfinite(g).all() and relative_error(g, w) < 1e-4
-        )  # logits near 2000 carry 1e-4 in float32
-
-
-def test_only_the_wanted_gradients_are_computed():
-    h, weight, labels, loss_weights = tensors(20, 8, 30)
-    leaf = h.clone().requires_grad_()
-    chunked_ce.linear_cross_entropy(leaf, weight, labels, loss_weights)[0].backward()
-    assert leaf.grad is not None and weight.grad is None
-    with torch.no_grad():
-        loss, _ = chunked_ce.linear_cross_entropy(leaf, weight, labels, loss_weights)
-    assert not loss.requires_grad
-
-
-def test_backward_can_run_twice():
-    h, weight, labels, loss_weights = tensors(20, 8, 30)
-    leaf = h.clone().requires_grad_()
-    loss, _ = chunked_ce.linear_cross_entropy(leaf, weight, labels, loss_weights)
-    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-    (second,) = torch.autograd.grad(3 * loss, leaf)
-    assert torch.equal(3 * first, second)
-
-
-def test_logits_never_exceed_one_chunk(monkeypatch):
-    rows = []
-    product = chunked_ce.wide_mm
-    monkeypatch.setattr(chunked_ce, "wide_mm", lambda a, b: rows.append(a.shape[0]) or product(a, b))
-    h, weight, labels, loss_weights = tensors(100, 8, 30)
-    run(chunked_ce, h, weight, labels, loss_weights, chunk=16)
-    assert max(rows) == 16 and sum(rows) == ((labels != -100) & (loss_weights != 0)).sum()
-
-
-def test_autocast_computes_in_bf16_and_returns_gradients_in_the_inputs_dtype():
-    h, weight, labels, loss_weights = tensors(60, 16, 40, torch.float32)
-    want = run(naive, h.double(), weight.double(), labels, loss_weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = run(chunked_ce, h, weight, labels, loss_weights)
-    assert got[0].dtype == torch.float32 and got[2].dtype == got[3].dtype == torch.float32
-    for g, w in zip(got, want):
-        assert relative_error(g, w) < BF16
-
-
-def test_wrong_shapes_and_chunks_are_named():
-    h, weight, labels, loss_weights = tensors(4, 8, 30)
-    with pytest.raises(ValueError, match=r"\[T, D\]"):
-        chunked_ce.linear_cross_entropy(h, weight.T, labels, loss_weights)
-    with pytest.raises(ValueError, match="at least 1"):
-        chunked_ce.linear_cross_entropy(h, weight, labels, loss_weights, chunk=0)
-
-
-def test_without_a_counted_position_nothing_is_multiplied():
+def test_without_any_counted_position_nothing_is_multiplied_and_all_is_zero(T, why):
     """A chunk of no rows would be a product of no rows, on a GPU with an output dtype of its own."""
 
     def never(*_):
         raise AssertionError("a chunk of no rows")
 
     nothing = chunked_ce.Rows(never, never)
-    h, weight = torch.randn(5, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    labels = torch.full((5,), -100)
-    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, torch.ones(5), rows=nothing)
-    logp, entropy = chunked_ce.token_log_probs(h, weight, labels, rows=nothing)
+    labels = torch.full((T,), naive.IGNORE if why == "ignored" else 1)
+    weights = torch.full((T,), 1.0 if why == "ignored" else 0.0)
+    h, weight = torch.randn(T, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    loss, nll = chunked_ce.linear_cross_entropy(h, weight, labels, weights, rows=nothing)
+    ignored = torch.full((T,), naive.IGNORE)
+    logp, entropy = chunked_ce.token_log_probs(h, weight, ignored, rows=nothing)
     gradients = torch.autograd.grad(loss + logp.sum(), (h, weight))
-    for value in (loss, nll, logp, entropy, *gradients):
-        assert not value.any()
+    assert not any(value.any() for value in (loss, nll, logp, entropy, *gradients))
+    assert [gradient.shape for gradient in gradients] == [(T, 8), (20, 8)]
+
+
+@forms(torch=TORCH, triton=TRITON)
+def test_extreme_logits_give_finite_losses_and_gradients(form):
+    h, *rest = tensors(20, 8, 30)
+    losses(form, (200 * h, *rest), error=1e-4)  # logits near 2000 carry 1e-4 in float32
+
+
+@needs_interpreter
+def test_extreme_and_masked_logits_have_finite_statistics():
+    """Rows with logits of 1e4 and rows with -inf (a banned token)."""
+    logits = torch.randn(3, 5000) * 3000
+    # Whole tiles of one row are banned.
+    logits[1, 7:4999] = float("-inf")
+    got = triton_rows.TRITON_ROWS.statistics(logits.clone(), torch.tensor([3, 2, 4999]), True)
+    p = logits.double().softmax(-1)
+    mean = torch.where(p > 0, p * logits.double(), 0.0).sum(-1)
+    assert relative_error(got.lse_R, logits.double().logsumexp(-1)) < FP32
+    assert relative_error(got.mean_R, mean) < FP32
+
+
+@needs_interpreter
+def test_half_precision_gradients_take_half_of_the_logits_bytes():
+    labels, w, kept = torch.tensor([5, 0, 66]), torch.rand(3), torch.randn(3, 67)
+    lse = kept.logsumexp(-1)
+    expected = (kept - lse[:, None]).exp()
+    # Before the kernel: it overwrites the logits.
+    expected[torch.arange(3), labels] -= w
+    out = triton_rows.TRITON_ROWS.gradient(kept, lse, labels, torch.ones(3), w, torch.float16)
+    assert out.data_ptr() == kept.data_ptr() and out.dtype == torch.float16
+    assert relative_error(out, expected) < 1e-3
+
+
+def test_only_the_wanted_gradients_are_computed():
+    h, *rest = tensors(20, 8, 30)
+    leaf = h.clone().requires_grad_()
+    chunked_ce.linear_cross_entropy(leaf, *rest)[0].backward()
+    assert leaf.grad is not None and rest[0].grad is None
+    with torch.no_grad():
+        assert not chunked_ce.linear_cross_entropy(leaf, *rest)[0].requires_grad
+
+
+def test_backward_can_run_twice():
+    h, *rest = tensors(20, 8, 30)
+    leaf = h.clone().requires_grad_()
+    loss, _ = chunked_ce.linear_cross_entropy(leaf, *rest)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(3 * loss, leaf)
+    assert torch.equal(3 * first, second)
+
+
+def test_logits_never_exceed_one_chunk(monkeypatch):
+    rows, product = [], chunked_ce.wide_mm
+    monkeypatch.setattr(chunked_ce, "wide_mm", lambda a, b: rows.append(a.shape[0]) or product(a, b))
+    h, weight, labels, weights = tensors(100, 8, 30)
+    run(EXACT, h, weight, labels, weights, chunk=16)
+    assert max(rows) == 16 and sum(rows) == ((labels != naive.IGNORE) & (weights != 0)).sum()
+
+
+def test_autocast_computes_in_bf16_and_returns_gradients_in_the_inputs_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        got, *_ = losses(Form(chunked_ce, torch.float32, BF16), tensors(60, 16, 40))
+    assert all(x.dtype == torch.float32 for x in got)
+
+
+@forms(naive=Form(naive, None, 0), torch=TORCH, triton=TRITON)
+def test_bad_input_names_the_argument(form):
+    h, weight, labels, w = tensors(4, 8, 30, dtype=torch.float32)
+    loss, logp = form.op.linear_cross_entropy, form.op.token_log_probs
+    refused(
+        {
+            "weight_VD is": lambda: loss(h, weight.T, labels, w),
+            "labels_T is torch.int32": lambda: loss(h, weight, labels.int(), w),
+            "temperature": lambda: logp(h, weight, labels, temperature=0.0),
+            "labels_T is": lambda: logp(h, weight, labels[:2]),
+        }
+    )
+    if form.op is chunked_ce:
+        refused({"at least 1": lambda: loss(h, weight, labels, w, chunk=0)})

@@ -1,67 +1,63 @@
-"""Dropless experts: the sorted form against the loop over experts."""
+"""Dropless experts, sorted in torch and in Triton (interpreted), against the loop over experts."""
 
 import pytest
 import torch
+from cases import Form, forms, needs_interpreter, randn, refused, relative_error
 
-from earlyfusion.kernels.moe import grouped, naive
+from earlyfusion.kernels.moe import grouped, naive, triton_experts
 
-FP64 = 1e-12  # the same sums in another order
-FP32 = 5e-6  # relative to the largest entry
-BF16 = 2e-2  # relative to the largest entry; activations and outputs are rounded to 8 bits
-
-SHAPES = [(1, 1, 4, 3, 5), (37, 2, 24, 5, 16), (64, 3, 8, 4, 7), (200, 2, 33, 8, 10)]  # T, J, D, E, F
-
-
-def tensors(T, J, D, E, F, dtype=torch.float64, seed=0, busy=None):
-    """`busy`: how many experts receive tokens (all by default)."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    ids = draw(T, busy or E).topk(J, dim=1).indices
-    weights = draw(T, J).softmax(-1)
-    return ids, [
-        x.to(dtype) for x in (draw(T, D), weights, draw(E, 2 * F, D) * D**-0.5, draw(E, D, F) * F**-0.5)
-    ]
+EXACT = Form(grouped, torch.float64, 1e-12)  # the same sums in another order
+TRITON = Form(triton_experts, torch.float32, 1e-5)
+BOTH = forms(torch=EXACT, triton=TRITON)
+BF16 = 2e-2  # activations and outputs are rounded to 8 bits
+ROUNDED = forms(
+    torch32=Form(grouped, torch.float32, 5e-6),
+    torch16=Form(grouped, torch.bfloat16, BF16),
+    triton16=Form(triton_experts, torch.float16, 6e-3),
+)
+SHAPES = [(1, 1, 16, 3, 16), (37, 2, 24, 5, 20), (64, 3, 8, 4, 7), (50, 2, 33, 8, 10)]  # T, J, D, E, F
 
 
-def run(implementation, ids, leaves, dy):
-    x, weights, gate_up, down = (leaf.detach().clone().requires_grad_() for leaf in leaves)
-    y = implementation.moe_experts(x, ids, weights, gate_up, down)
-    return [y.detach(), *torch.autograd.grad(y, (x, weights, gate_up, down), dy.to(y.dtype))]
+def tensors(T, J, D, E, F, seed=0, busy=None, dtype=torch.float64):
+    """(ids, [x, weights, gate_up, down]). busy: how many experts receive tokens (all by default)."""
+    # The largest J of random scores, as a router chooses.
+    ids = randn(T, busy or E, seed=seed).topk(J, dim=1).indices
+    weights = randn(T, J, seed=seed + 2).softmax(-1)
+    gate_up = randn(E, 2 * F, D, seed=seed + 3) * D**-0.5
+    leaves = randn(T, D, seed=seed + 1), weights, gate_up, randn(E, D, F, seed=seed + 4) * F**-0.5
+    return ids, [x.to(dtype) for x in leaves]
 
 
-def relative_error(got, want):
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
+def compare(form, ids, leaves):
+    run = lambda module, x, w, g, d: module.moe_experts(x, ids, w, g, d)
+    return form.compare(run, naive, leaves, [randn(*leaves[0].shape, seed=9)])
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_sorted_form_equals_the_loop_in_fp64(shape, seed):
-    ids, leaves = tensors(*shape, seed=seed)
-    dy = torch.randn(leaves[0].shape, dtype=torch.float64)
-    for g, w in zip(run(grouped, ids, leaves, dy), run(naive, ids, leaves, dy)):
-        assert (g - w).abs().max() < FP64
+@pytest.mark.parametrize("seed", [0, 10])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@BOTH
+def test_experts_equal_the_loop(form, shape, seed):
+    compare(form, *tensors(*shape, seed=seed))
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
-def test_low_precision_stays_near_fp64(dtype, tolerance):
-    ids, leaves = tensors(200, 2, 33, 8, 10, dtype)
-    dy = torch.randn(leaves[0].shape).to(dtype)
-    want = run(naive, ids, [leaf.double() for leaf in leaves], dy.double())
-    for g, w in zip(run(grouped, ids, leaves, dy), want):
-        assert g.dtype == dtype and relative_error(g, w) < tolerance
+@ROUNDED
+def test_low_precision_loses_only_roundings(form):
+    got = compare(form, *tensors(100, 2, 33, 8, 10))
+    assert all(x.dtype == form.dtype for x in got)
+
+
+@BOTH
+@pytest.mark.parametrize("which", ["both choices the same", "all on one expert"])
+def test_any_routing_is_computed(form, which):
+    ids, leaves = tensors(40, 2, 16, 4, 16)
+    ids = torch.full_like(ids, 3) if which == "all on one expert" else ids[:, :1].expand(40, 2).contiguous()
+    compare(form, ids, leaves)
 
 
 def test_filling_rows_change_nothing(monkeypatch):
     """bfloat16 on a CPU rounds every expert's share up; forced on in float64, results must not move."""
-    ids, leaves = tensors(37, 2, 24, 5, 16, busy=3)
-    dy = torch.randn(leaves[0].shape, dtype=torch.float64)
-    plain = run(grouped, ids, leaves, dy)
     monkeypatch.setattr(grouped, "_row_multiple", lambda *_: 16)
-    for a, b in zip(plain, run(grouped, ids, leaves, dy)):
-        assert (a - b).abs().max() < FP64
+    compare(EXACT, *tensors(37, 2, 24, 5, 16, busy=3))
 
 
 def test_gradcheck():
@@ -70,96 +66,92 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x, w, a, b: grouped.moe_experts(x, ids, w, a, b), leaves)
 
 
-def test_expanded_gradient_is_accepted():
-    ids, leaves = tensors(9, 2, 4, 3, 5)
+@BOTH
+def test_expanded_gradient_is_accepted(form):
+    ids, leaves = tensors(9, 2, 16, 3, 16, dtype=form.dtype)
     x = leaves[0].requires_grad_()
-    grouped.moe_experts(x, ids, *leaves[1:]).sum().backward()  # the gradient of sum has stride 0
+    form.op.moe_experts(x, ids, *leaves[1:]).sum().backward()  # the gradient of sum has stride 0
     (want,) = torch.autograd.grad(naive.moe_experts(x, ids, *leaves[1:]).sum(), x)
-    assert (x.grad - want).abs().max() < FP64
+    assert relative_error(x.grad, want) < form.error
 
 
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, FP32), (torch.bfloat16, BF16)])
-def test_a_token_does_not_depend_on_its_batch(dtype, tolerance):
-    ids, (x, weights, gate_up, down) = tensors(120, 2, 24, 5, 16, dtype)
-    together = grouped.moe_experts(x, ids, weights, gate_up, down)
-    for rows in (slice(0, 1), slice(7, 9), slice(50, 120)):
-        alone = grouped.moe_experts(x[rows], ids[rows], weights[rows], gate_up, down)
-        assert relative_error(together[rows], alone) < tolerance
+@forms(
+    torch32=Form(grouped, torch.float32, 5e-6),
+    torch16=Form(grouped, torch.bfloat16, BF16),
+    triton=Form(triton_experts, torch.float32, 1e-6),
+)
+def test_a_token_does_not_depend_on_its_batch(form):
+    ids, (x, weights, *experts) = tensors(60, 2, 24, 5, 16, dtype=form.dtype)
+    together = form.op.moe_experts(x, ids, weights, *experts)
+    assert torch.equal(together, form.op.moe_experts(x, ids, weights, *experts))
+    # One token, a few, many: products of other shapes.
+    for rows in (slice(0, 1), slice(7, 9), slice(30, 60)):
+        alone = form.op.moe_experts(x[rows], ids[rows], weights[rows], *experts)
+        assert relative_error(together[rows], alone) < form.error
 
 
-def test_no_token_is_dropped_when_all_choose_one_expert():
-    ids, (x, weights, gate_up, down) = tensors(300, 1, 8, 6, 4)
-    ids = torch.full_like(ids, 4)
-    y = grouped.moe_experts(x, ids, weights, gate_up, down)
-    gate, up = (x @ gate_up[4].T).chunk(2, dim=-1)
-    want = weights * ((torch.nn.functional.silu(gate) * up) @ down[4].T)
-    assert (y - want).abs().max() < FP64
-    assert (y.abs().sum(dim=1) > 0).all()
-
-
-def test_every_choice_is_counted_once():
-    """With experts that return a constant per expert, the output is the sum of chosen weights: a dropless
-    count."""
-    T, J, E = 64, 2, 6
-    ids, (_, weights, *_) = tensors(T, J, 4, E, 1)
-    x = torch.ones(T, 4, dtype=torch.float64)
-    gate_up = torch.zeros(E, 2, 4, dtype=torch.float64)
-    gate_up[:, 0, 0], gate_up[:, 1, 0] = 50.0, 1 / 50.0  # silu(50) * 1/50 = 1
-    down = torch.arange(E, dtype=torch.float64)[:, None, None].expand(E, 4, 1).contiguous()
-    y = grouped.moe_experts(x, ids, weights, gate_up, down)
-    assert (y[:, 0] - (weights * ids).sum(1)).abs().max() < FP64
-
-
-def test_idle_experts_get_zero_gradients_not_garbage():
-    ids, leaves = tensors(40, 2, 8, 6, 4, busy=2)
-    _, _, _, dgate_up, ddown = run(grouped, ids, leaves, torch.ones(40, 8, dtype=torch.float64))
-    assert (dgate_up[2:] == 0).all() and (ddown[2:] == 0).all()
-    assert (dgate_up[:2].abs().amax((1, 2)) > 0).all()
+@BOTH
+def test_idle_experts_get_zero_gradients_not_garbage(form):
+    got = compare(form, *tensors(40, 2, 16, 6, 16, busy=2))
+    for gradient in got[3:]:
+        assert (gradient[2:] == 0).all() and (gradient[:2].abs().amax((1, 2)) > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", [naive, grouped])
-def test_no_tokens_at_all(implementation, dtype):
-    _, (_, _, gate_up, down) = tensors(1, 2, 8, 6, 4, dtype)
-    leaves = [torch.zeros(0, 8, dtype=dtype), torch.zeros(0, 2), gate_up, down]
-    y, dx, dweights, dgate_up, ddown = run(
-        implementation, torch.zeros(0, 2, dtype=torch.int64), leaves, torch.zeros(0, 8, dtype=dtype)
-    )
-    assert y.shape == dx.shape == (0, 8) and dweights.shape == (0, 2)
-    assert (dgate_up == 0).all() and (ddown == 0).all()
-
-
-def test_both_choices_may_name_the_same_expert():
-    ids, leaves = tensors(12, 2, 8, 3, 4)
-    ids = ids[:, :1].expand(12, 2).contiguous()
-    dy = torch.randn(12, 8, dtype=torch.float64)
-    for g, w in zip(run(grouped, ids, leaves, dy), run(naive, ids, leaves, dy)):
-        assert (g - w).abs().max() < FP64
+@forms(naive=Form(naive, None, 0), torch=EXACT, triton=TRITON)
+def test_no_tokens_at_all(form, dtype):
+    ids, leaves = tensors(0, 2, 16, 4, 16, dtype=dtype)
+    leaves = [x.requires_grad_() for x in leaves]
+    y = form.op.moe_experts(leaves[0], ids, *leaves[1:])
+    dx, dweights, *rest = torch.autograd.grad(y.sum(), leaves)
+    assert y.shape == dx.shape == (0, 16) and dweights.shape == (0, 2)
+    assert all((gradient == 0).all() for gradient in rest)
 
 
 def test_autocast_computes_in_bf16_and_returns_gradients_in_the_parameters_dtype():
-    ids, leaves = tensors(60, 2, 24, 5, 16, torch.float32)
-    dy = torch.randn(60, 24)
-    want = run(naive, ids, [leaf.double() for leaf in leaves], dy.double())
     with torch.autocast("cpu", torch.bfloat16):
-        got = run(grouped, ids, leaves, dy)
+        got = compare(Form(grouped, torch.float32, BF16), *tensors(60, 2, 24, 5, 16))
     assert got[0].dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in got[1:])
-    for g, w in zip(got, want):
-        assert relative_error(g, w) < BF16
 
 
-def test_wrong_shapes_are_named():
-    ids, (x, weights, gate_up, down) = tensors(4, 2, 8, 3, 5)
-    with pytest.raises(ValueError, match=r"gate rows first"):
-        grouped.moe_experts(x, ids, weights, gate_up.transpose(1, 2), down)
+def test_the_tile_table_covers_every_row_once():
+    for seed, (rows, experts) in enumerate([(1, 1), (7, 5), (300, 4), (513, 9)]):
+        ids = torch.randint(0, experts, (rows, 1), generator=torch.Generator().manual_seed(seed))
+        plan = triton_experts.make_plan(ids, torch.ones(rows, 1), experts)
+        covered = []
+        tiles = plan.tile_expert.tolist(), plan.tile_start.tolist(), plan.tile_stop.tolist()
+        for expert, start, stop in zip(*tiles):
+            assert stop - start <= plan.rows_tile
+            assert all(ids[plan.pair_R[row], 0] == expert for row in range(start, stop))
+            covered += range(start, stop)
+        assert sorted(covered) == list(range(rows))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, BF16)])
-def test_cuda_stays_near_fp64(dtype, tolerance):
-    ids, leaves = tensors(300, 2, 64, 8, 32, dtype, busy=6)
-    ids, leaves = ids.cuda(), [leaf.cuda() for leaf in leaves]
-    dy = torch.randn_like(leaves[0])
-    want = run(naive, ids, [leaf.double() for leaf in leaves], dy.double())
-    for g, w in zip(run(grouped, ids, leaves, dy), want):
-        assert relative_error(g, w) < tolerance
+@needs_interpreter
+def test_an_id_outside_the_experts_gives_nan_for_its_token_only():
+    ids, leaves = tensors(9, 2, 16, 4, 16, dtype=torch.float32)
+    good = triton_experts.moe_experts(leaves[0], ids, *leaves[1:])
+    # A read outside the weights would be silent.
+    ids[4, 1] = 99
+    bad = triton_experts.moe_experts(leaves[0], ids, *leaves[1:])
+    assert bad[4].isnan().all() and torch.equal(bad[[0, 8]], good[[0, 8]])
+
+
+def test_bad_input_names_the_argument():
+    ids, (x, weights, gate_up, down) = tensors(4, 2, 16, 3, 16, dtype=torch.float32)
+    many = torch.zeros(65_536 * 16, 1, dtype=torch.int64)
+    run = triton_experts.moe_experts
+    refused(
+        {
+            "gate_up_ECD is": lambda: grouped.moe_experts(x, ids, weights, gate_up.transpose(1, 2), down),
+            "gate rows first": lambda: grouped.moe_experts(x, ids, weights, gate_up[:, :9], down),
+            "expert_ids_TJ is torch.int32": lambda: run(x, ids.int(), weights, gate_up, down),
+            "gate_up_ECD is torch.int64": lambda: run(x, ids, weights, gate_up.long(), down),
+            r"expected \[E, D, F\]": lambda: run(x, ids, weights, gate_up, down[:2]),
+            "down_EDF is on": lambda: run(x, ids, weights, gate_up, down.to("meta")),
+            # More tiles than a grid has blocks.
+            r"tiles of 16 rows .* at most 65,535": lambda: triton_experts.make_plan(
+                many, torch.ones(many.shape), experts=80_000
+            ),
+        }
+    )

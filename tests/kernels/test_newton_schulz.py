@@ -1,19 +1,19 @@
-"""Newton-Schulz: the batched iteration equals its definition, and presets come as near to U V^T as they
-promise."""
+"""Newton-Schulz: the batched iteration, the Gram form and Triton's symmetric products (interpreted) equal
+the definition, and presets come as near to U V^T as they promise."""
 
 import pytest
 import torch
+from cases import needs_interpreter, poisoned_empties, randn, refused, relative_error
 
 from earlyfusion.kernels.dispatch import resolve
-from earlyfusion.kernels.muon import naive
+from earlyfusion.kernels.muon import gram, naive, triton_symmetric
 from earlyfusion.kernels.muon.newton_schulz import default_dtype, newton_schulz
 
-FP64_TOL = 1e-10  # same polynomial, other order of additions, ten steps at most
-# Frobenius error relative to the naive fp32 iteration; slopes of 8 a step amplify rounding at small values
-FP32_TOL = 2e-4
-BF16_TOL = 0.06  # relative Frobenius error to fp64: 8 bits of mantissa through five steps with slopes up to 8
-
-SHAPES = [(1, 1, 1), (3, 5, 5), (4, 7, 33), (2, 33, 7), (5, 1, 9), (2, 64, 48)]
+EXACT = 1e-10  # the same polynomial, another order of additions, ten steps at most
+FP32 = 2e-4  # 2-norm: slopes of 8 a step amplify rounding at small values
+HALF = 0.06  # 2-norm: 8 bits of mantissa through five steps with slopes up to 8
+OVERSHOOT = 0.1  # above the largest singular value of the exact polynomial
+PRESET = pytest.mark.parametrize("preset", naive.PRESETS)
 # range of the scalar polynomial over [0.05, 1], rounded outwards
 BANDS = {
     "polar_express": (0.870, 1.124),
@@ -21,49 +21,99 @@ BANDS = {
     "deepseek_v4": (0.999, 1.001),
     "cubic": (0.774, 1.301),
 }
+FORMS = {
+    "batched": newton_schulz,
+    "gram": gram.gram_newton_schulz,
+    "triton": triton_symmetric.newton_schulz,
+}
+ALL = pytest.mark.parametrize("form", [pytest.param(form, id=name) for name, form in FORMS.items()])
 
 
-def matrix_with_spectrum(
-    values: torch.Tensor, m: int, n: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(G, U V^T) with the given singular values, fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.linalg.qr(torch.randn(m, len(values), generator=generator, dtype=torch.float64))[0]
-    v = torch.linalg.qr(torch.randn(n, len(values), generator=generator, dtype=torch.float64))[0]
-    return (u * values) @ v.T, u @ v.T
+def distance(got, want):
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-@pytest.mark.parametrize("preset", naive.PRESETS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_batched_iteration_equals_the_definition(preset, shape, seed):
-    G = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    torch.testing.assert_close(
-        newton_schulz(G, preset), naive.newton_schulz(G, preset), rtol=FP64_TOL, atol=FP64_TOL
-    )
-    want = naive.newton_schulz(G.float(), preset, torch.float32)
-    got = newton_schulz(G.float(), preset, torch.float32)
-    assert (got - want).norm() <= FP32_TOL * want.norm()
+def with_spectrum(values, *shape, seed=0):
+    """(G, U V^T) with the given singular values; shape [.., m, n]."""
+    # Singular vectors from QR of random matrices, values as given.
+    s = len(values)
+    u = torch.linalg.qr(randn(*shape[:-1], s, seed=seed))[0]
+    v = torch.linalg.qr(randn(*shape[:-2], shape[-1], s, seed=seed + 1))[0]
+    return (u * values) @ v.mT, u @ v.mT
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+def spread(B, m, n, seed=0, decades=3.0):
+    """Stacks with singular values spread log-uniformly over so many decades."""
+    values = torch.logspace(0, -decades, min(m, n), dtype=torch.float64)
+    return with_spectrum(values, B, m, n, seed=seed)[0]
+
+
+@PRESET
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 5), (4, 7, 33), (2, 33, 7), (5, 1, 9), (2, 64, 48)])
+@pytest.mark.parametrize("seed", [0, 10])
+def test_the_batched_iteration_equals_the_definition(preset, shape, seed):
+    G = randn(*shape, seed=seed)
+    want = naive.newton_schulz(G, preset)
+    torch.testing.assert_close(newton_schulz(G, preset), want, rtol=EXACT, atol=EXACT)
+    single = naive.newton_schulz(G.float(), preset, torch.float32)
+    assert distance(newton_schulz(G.float(), preset, torch.float32), single) <= FP32
+
+
+@PRESET
+@pytest.mark.parametrize("shape", [(2, 12, 40), (3, 40, 12), (1, 16, 16)])
+def test_in_fp64_the_gram_form_is_the_same_polynomial(preset, shape):
+    G = spread(*shape)
+    got = gram.gram_newton_schulz(G, preset, dtype=torch.float64)
+    # squared singular values lose half of the digits of the smallest ones
+    assert (got - naive.newton_schulz(G, preset)).abs().max() < 1e-6
+
+
+@needs_interpreter
+@PRESET
+@pytest.mark.parametrize("shape", [(2, 24, 40), (1, 40, 24)])
+def test_the_triton_form_equals_the_definition(preset, shape):
+    G = randn(*shape, seed=3)
+    got = triton_symmetric.newton_schulz(G.float(), preset, dtype=torch.float32)
+    assert relative_error(got, naive.newton_schulz(G, preset)) < 2e-3
+    assert relative_error(triton_symmetric.newton_schulz(G, preset), naive.newton_schulz(G, preset)) < EXACT
+
+
+@pytest.mark.parametrize("seed", [0, 10])
 def test_bf16_iteration_stays_near_fp64(seed):
-    G = torch.randn(3, 48, 80, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    want = naive.newton_schulz(G)
+    G = randn(3, 48, 80, seed=seed)
     got = newton_schulz(G.float(), dtype=torch.bfloat16)
-    assert got.dtype == torch.float32
-    assert (got.double() - want).norm() <= BF16_TOL * want.norm()
+    assert got.dtype == torch.float32 and distance(got, naive.newton_schulz(G)) <= HALF
     assert not torch.equal(got, newton_schulz(G.float(), dtype=torch.float32))  # the option does something
 
 
-@pytest.mark.parametrize("preset", naive.PRESETS)
+@pytest.mark.parametrize("seed", [0, 10])
+@PRESET
+def test_in_fp16_with_restarts_singular_values_stay_in_range(preset, seed):
+    # Three decades: what gradients of experts look like.
+    G = spread(4, 64, 160, seed).float()
+    got, want = gram.gram_newton_schulz(G, preset), naive.newton_schulz(G.double(), preset)
+    most = torch.linalg.svdvals(want).max() + OVERSHOOT
+    assert got.dtype == torch.float32 and torch.linalg.svdvals(got.double()).max() < most
+    # and nearer to the polynomial than the usual bfloat16 iteration
+    assert distance(got, want) < distance(newton_schulz(G, preset, dtype=torch.bfloat16), want)
+
+
+def test_without_a_restart_fp16_overshoots(monkeypatch):
+    """Why the restart is there: the same iteration without it leaves the range."""
+    G = spread(4, 64, 160, decades=4.0).float()
+    largest = lambda x: torch.linalg.svdvals(x.double()).max()
+    kept, exact = largest(gram.gram_newton_schulz(G)), largest(naive.newton_schulz(G.double()))
+    monkeypatch.setattr(gram, "restarts", lambda steps: frozenset())
+    lost = largest(gram.gram_newton_schulz(G))
+    assert kept < exact + OVERSHOOT and (lost > exact + 2 * OVERSHOOT or not torch.isfinite(lost))
+
+
+@PRESET
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
 def test_presets_approach_the_polar_factor(preset, shape):
-    values = torch.logspace(
-        0, -0.6, min(shape), dtype=torch.float64
-    )  # smallest is over 0.05 of the Frobenius norm
+    values = torch.logspace(0, -0.6, min(shape), dtype=torch.float64)
     assert (values / values.norm()).min() > 0.05
-    G, polar = matrix_with_spectrum(values, *shape, seed=2)
+    G, polar = with_spectrum(values, *shape, seed=2)
     O = newton_schulz(G[None], preset)[0]
     singular = torch.linalg.svdvals(O)
     low, high = BANDS[preset]
@@ -75,55 +125,63 @@ def test_presets_approach_the_polar_factor(preset, shape):
     assert (O * polar).sum() / (O.norm() * polar.norm()) > 0.98
 
 
-def test_each_singular_value_follows_the_scalar_polynomial():
+@PRESET
+def test_each_singular_value_follows_the_scalar_polynomial(preset):
     values = torch.tensor([1.0, 0.3, 1e-2, 1e-3, 1e-4], dtype=torch.float64)
-    G, _ = matrix_with_spectrum(values, 5, 9, seed=3)
-    for preset, steps in naive.PRESETS.items():
-        s = values / values.norm()
-        for a, b, c in steps:
-            s = a * s + b * s**3 + c * s**5
-        got = torch.linalg.svdvals(newton_schulz(G[None], preset)[0])
-        torch.testing.assert_close(got, s.abs().sort(descending=True)[0], rtol=1e-8, atol=1e-10)
-
-
-def test_polar_express_lifts_small_singular_values_more_than_keller_jordan():
-    values = torch.tensor([1.0, 1e-3], dtype=torch.float64)
-    G, _ = matrix_with_spectrum(values, 2, 6, seed=4)
-    smallest = {p: torch.linalg.svdvals(newton_schulz(G[None], p)[0]).min().item() for p in naive.PRESETS}
-    assert smallest["polar_express"] > 0.8 and smallest["deepseek_v4"] > 0.98
-    assert smallest["cubic"] < smallest["keller_jordan"] < 0.5
+    s = values / values.norm()
+    for a, b, c in naive.PRESETS[preset]:
+        s = a * s + b * s**3 + c * s**5
+    got = torch.linalg.svdvals(newton_schulz(with_spectrum(values, 5, 9)[0][None], preset)[0])
+    torch.testing.assert_close(got, s.abs().sort(descending=True)[0], rtol=1e-8, atol=1e-10)
 
 
 def test_matrices_of_a_batch_do_not_mix():
-    G = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(5))
+    G = randn(4, 6, 10, seed=5, dtype=torch.float32)
     alone = torch.cat([newton_schulz(g[None], dtype=torch.float32) for g in G])
-    G_poisoned = torch.cat([G, torch.full((1, 6, 10), float("nan"))])
-    torch.testing.assert_close(
-        newton_schulz(G_poisoned, dtype=torch.float32)[:4], alone, rtol=1e-5, atol=1e-6
-    )
+    poisoned = torch.cat([G, torch.full((1, 6, 10), float("nan"))])
+    together = newton_schulz(poisoned, dtype=torch.float32)[:4]
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("factor", [1e-6, 1e12])
-def test_result_does_not_depend_on_the_scale_of_the_input(factor):
-    G = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(6))
-    for dtype in (torch.float32, torch.bfloat16):
-        want, got = newton_schulz(G, dtype=dtype), newton_schulz(G * factor, dtype=dtype)
-        assert (got - want).norm() <= 0.02 * want.norm()
+@ALL
+def test_tiny_huge_zero_and_no_matrices(form):
+    G = randn(2, 16, 48, seed=6, dtype=torch.float32)
+    # The norm is taken before the cast, or 16 bits would overflow.
+    for factor in (1e-5, 1e12):
+        assert distance(form(G * factor), form(G)) <= 0.02
+    assert torch.equal(form(torch.zeros(2, 16, 48)), torch.zeros(2, 16, 48))
+    assert form(torch.empty(0, 16, 48)).shape == (0, 16, 48)
 
 
-def test_zero_and_empty_batches_are_harmless():
-    G = torch.zeros(2, 4, 6)
-    assert torch.equal(newton_schulz(G), G)
-    assert newton_schulz(torch.empty(0, 4, 6)).shape == (0, 4, 6)
-
-
-def test_input_is_not_modified_and_views_are_fine():
-    base = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(7))
+@ALL
+def test_input_is_not_modified_and_views_are_fine(form):
+    base = randn(3, 10, 8, seed=7, dtype=torch.float32)
     view, before = base[:, ::2], base.clone()
-    torch.testing.assert_close(
-        newton_schulz(view, dtype=torch.float32), newton_schulz(view.clone(), dtype=torch.float32)
-    )
+    assert distance(form(view, dtype=torch.float32), form(view.clone(), dtype=torch.float32)) < FP32
     assert torch.equal(base, before)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 2e-6), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 17, 40), (2, 130, 33), (1, 150, 150)])
+def test_half_of_the_tiles_give_the_whole_product(shape, dtype, tolerance):
+    X, added = randn(*shape).to(dtype), randn(shape[0], shape[1], shape[1], seed=1)
+    # Symmetric, as the epilogue takes for granted.
+    added = (added + added.mT).to(dtype)
+    want = 0.5 * X.double() @ X.double().mT
+    for sum_to, law in ((None, want), (added, want - 1.5 * added.double())):
+        with poisoned_empties():
+            got = triton_symmetric.symmetric_product(X, sum_to, -1.5, 0.5)
+        assert relative_error(got, law) < tolerance and torch.equal(got, got.mT)
+
+
+@needs_interpreter
+def test_stacks_of_long_matrices_take_the_gram_form_in_fp16():
+    G = randn(3, 24, 64, seed=4, dtype=torch.float32)
+    got = triton_symmetric.newton_schulz(G)
+    assert got.dtype == torch.float32 and distance(got, naive.newton_schulz(G.double())) < 3e-2  # as bfloat16
+    assert gram.prefers_gram(256, 1024, 2304) and gram.prefers_gram(2, 2304, 1024)
+    assert not gram.prefers_gram(1, 1024, 2304) and not gram.prefers_gram(8, 1024, 1024)
 
 
 def test_dispatch_finds_both_forms(monkeypatch):
@@ -133,10 +191,20 @@ def test_dispatch_finds_both_forms(monkeypatch):
     assert default_dtype(torch.device("cuda")) == torch.bfloat16
 
 
-@pytest.mark.parametrize("function", [naive.newton_schulz, newton_schulz])
-def test_wrong_input_is_refused(function):
-    with pytest.raises(ValueError, match="polar_express"):
-        function(torch.randn(1, 2, 2), "polar_expres")
+@pytest.mark.parametrize("form", [naive.newton_schulz, *FORMS.values()])
+def test_wrong_input_is_refused(form):
+    refused({"polar_express": lambda: form(torch.randn(1, 2, 2), "polar_expres")})
     for bad in (torch.randn(2, 2), torch.randn(1, 1, 2, 2), torch.ones(1, 2, 2, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"\[B, m, n\]"):
-            function(bad)
+        refused({r"G_Bmn is": lambda bad=bad: form(bad)})
+
+
+def test_wrong_operands_of_the_product_are_named():
+    product, X = triton_symmetric.symmetric_product, torch.randn(2, 8, 4)
+    refused(
+        {
+            "X_Bsl has strides": lambda: product(X.mT, None, 0.0, 1.0),
+            "X_Bsl is torch.int64": lambda: product(X.long(), None, 0.0, 1.0),
+            "added_Bss is": lambda: product(X, torch.randn(2, 4, 4), 1.0, 1.0),
+            "bfloat16": lambda: gram.gram_newton_schulz(X, dtype=torch.bfloat16),
+        }
+    )

@@ -1,14 +1,9 @@
 """Float32 products by oneDNN: values against float64, bits against MKL and against themselves, the setting
 put back."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from earlyfusion.kernels import products
 from earlyfusion.kernels.products import (
@@ -29,42 +24,36 @@ needs_onednn = pytest.mark.skipif(
 
 
 @pytest.fixture(params=["onednn", "torch"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def either(request, monkeypatch):
     """Both ways; oneDNN where the project uses it (elsewhere, as with AMX, it may multiply in bfloat16)."""
     if request.param == "onednn" and not products.quick():
         pytest.skip("the project leaves this processor's products to torch")
     monkeypatch.setattr(products, "quick", lambda: request.param == "onednn")
+    # Small shapes, too: otherwise only large ones would go to oneDNN.
     monkeypatch.setattr(products, "LEAST", 1)
     return str(request.param)
 
 
-def normal(seed: int, *shape: int) -> Tensor:
+def normal(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def off(result: Tensor, left: Tensor, right: Tensor) -> float:
+def off(result, left, right):
     """Largest error against float64, by the sum of the sizes of the terms."""
+    # Against the sum of sizes: where terms cancel, any order of adding is off.
     exact, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
     return float(((result.double() - exact).abs() / size.clamp_min(1e-30)).max())
 
 
-@pytest.mark.parametrize(
-    ("rows", "inner", "columns"),
-    [
-        (0, 8, 4),
-        (1, 300, 5),
-        (15, 257, 3),
-        (31, 96, 7),
-        (33, 130, 64),
-        (100, 300, 17),
-        (256, 64, 9),
-        (523, 128, 24),
-        (1030, 7, 2),
-    ],
-)
-def test_values(either: str, rows: int, inner: int, columns: int) -> None:
+SHAPES = [(0, 8, 4), (1, 300, 5), (15, 257, 3), (31, 96, 7), (33, 130, 64), (100, 300, 17), (256, 64, 9)]
+SHAPES += [(523, 128, 24), (1030, 7, 2)]
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
+def test_values(either, rows, inner, columns):
     for seed in (0, 1):
         x, w = normal(seed, rows, inner), normal(seed + 9, columns, inner).T
+        # What a product forgets to write stays NaN.
         poisoned = torch.full((rows, columns), float("nan"))
         assert product(x, w, out=poisoned).data_ptr() == poisoned.data_ptr()
         assert torch.equal(product(x, w), poisoned)
@@ -73,14 +62,14 @@ def test_values(either: str, rows: int, inner: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 40, 255, 256, 300, 2048, 4096 + 17])
-def test_sums_over_rows(either: str, rows: int) -> None:
+def test_sums_over_rows(either, rows):
     left, right = normal(rows, rows, 33), normal(rows + 1, rows, 20)
     poisoned = torch.full((33, 20), float("nan"))
     assert torch.equal(product_over_rows(left, right, out=poisoned), product_over_rows(left, right))
     assert off(poisoned, left.T, right) < ROUNDING if rows else not poisoned.any()
 
 
-def test_strided_operands(either: str) -> None:
+def test_strided_operands(either):
     """Slices of wider tensors, as the engine and the experts hand them in."""
     wide, weight, out = normal(0, 300, 200), normal(1, 64, 200), torch.full((310, 80), float("nan"))
     x, w, place = wide[:, 40:160], weight[:, 40:160].T, out[5:305, 7:71]
@@ -96,7 +85,7 @@ def test_strided_operands(either: str) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("inner", [16, 128, SAME_BITS])
-def test_the_bits_of_mkl(inner: int) -> None:
+def test_the_bits_of_mkl(inner):
     """Small products stay with MKL, so both must give a row the same bits."""
     for seed, columns in enumerate((NARROW, 20, 100, 128, 452, 2048)):
         x, w = normal(seed, 1024, inner), normal(seed + 9, columns, inner).T
@@ -105,7 +94,7 @@ def test_the_bits_of_mkl(inner: int) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("inner", [128, 384, 1000])
-def test_a_row_does_not_know_how_many_there_are(inner: int) -> None:
+def test_a_row_does_not_know_how_many_there_are(inner):
     for columns in (NARROW - 1, NARROW, 256):
         x, w = normal(0, 1100, inner), normal(1, columns, inner).T
         full = product(x, w)
@@ -116,7 +105,7 @@ def test_a_row_does_not_know_how_many_there_are(inner: int) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(70, 96), (3, 101, 40), (2049, 24), (0, 12)])
-def test_linear_and_its_gradients(either: str, shape: tuple[int, ...], bias: bool) -> None:
+def test_linear_and_its_gradients(either, shape, bias):
     x, weight = normal(0, *shape), normal(1, 56, shape[-1])
     offset = normal(2, 56) if bias else None
     dy = normal(3, *shape[:-1], 56)
@@ -134,7 +123,7 @@ def test_linear_and_its_gradients(either: str, shape: tuple[int, ...], bias: boo
         assert torch.allclose(mine.grad.double(), other.grad, rtol=0, atol=1e-5 * scale)
 
 
-def test_frozen_parts_get_no_gradient(either: str) -> None:
+def test_frozen_parts_get_no_gradient(either):
     x, weight = normal(0, 300, 64), normal(1, 40, 64).requires_grad_()
     linear(x, weight).sum().backward()
     assert x.grad is None and weight.grad is not None
@@ -144,7 +133,7 @@ def test_frozen_parts_get_no_gradient(either: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_stay_with_torch(either: str, dtype: torch.dtype) -> None:
+def test_other_dtypes_stay_with_torch(either, dtype):
     x, w = normal(0, 300, 300).to(dtype), normal(1, 300, 64).to(dtype)
     assert torch.equal(product(x, w), torch.mm(x, w))
     assert torch.equal(linear(x, w.T), F.linear(x, w.T))
@@ -152,8 +141,8 @@ def test_other_dtypes_stay_with_torch(either: str, dtype: torch.dtype) -> None:
         assert linear(x.float(), w.float().T).dtype == torch.bfloat16
 
 
-def test_the_setting_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+def test_the_setting_is_put_back(monkeypatch):
+    setting = torch.backends.mkldnn.matmul
     monkeypatch.setattr(products, "quick", lambda: True)
     before = setting.fp32_precision
     x = normal(0, 300, 300)
@@ -161,6 +150,7 @@ def test_the_setting_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     product_over_rows(x, x)
     assert setting.fp32_precision == before
     with pytest.raises(RuntimeError):
+        # Shapes that do not fit: the setting must come back all the same.
         product(x, x[:7])
     assert setting.fp32_precision == before
     setting.fp32_precision = "bf16"
@@ -171,6 +161,6 @@ def test_the_setting_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         setting.fp32_precision = before
 
 
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_can_be_turned_off(monkeypatch):
     monkeypatch.setenv(products.ENVIRONMENT, "0")
     assert not products.quick.__wrapped__()

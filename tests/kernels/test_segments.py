@@ -45,6 +45,7 @@ def test_a_plan_is_built_once_and_does_not_travel_with_a_pickle():
 
 def test_a_plan_built_during_inference_can_be_used_in_training():
     segments = Segments((3, 2))
+    # An evaluation may be the first to ask for the plan of a row.
     with torch.inference_mode():
         position = segments.position()
     weight = torch.ones(5, requires_grad=True)

@@ -1,7 +1,9 @@
-"""Shared by the Triton tests: interpreter on, comparison with a law, NaN in every fresh tensor."""
+"""Shared by the kernel tests: interpreter on, forms to try, comparison with a law, NaN in fresh tensors."""
 
 import contextlib
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 triton = pytest.importorskip("triton")
 
+# Decided once per process: Triton makes its functions when they are defined.
 interpreted = os.environ["TRITON_INTERPRET"] == "1"
 needs_interpreter = pytest.mark.skipif(
     not interpreted, reason="the interpreter is off in this process (TRITON_INTERPRET=0)"
@@ -25,6 +28,7 @@ def poisoned_empties():
     saved = {name: getattr(torch, name) for name in names}
     saved_method = torch.Tensor.new_empty
 
+    # Integers are left alone: as indices, NaN's bits would lead anywhere.
     def poison(tensor):
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
@@ -45,6 +49,7 @@ def round_as_on_a_gpu(monkeypatch):
     products are rounded. Left out is the rounding of what a launch stores and reads again itself."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+    # The interpreter computes in numpy, which knows no bfloat16.
     launch, product = GridExecutor.__call__, InterpreterBuilder.create_dot
 
     def rounded(handle):
@@ -58,6 +63,7 @@ def round_as_on_a_gpu(monkeypatch):
         def widened(x):
             if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
                 return x
+            # The whole storage: views of it may overlap, and all of them must see the result.
             wide = x.new_empty(x.untyped_storage().nbytes() // 2, dtype=torch.float32)
             flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, wide.shape)
             made.append((flat, wide.copy_(flat)))
@@ -79,11 +85,12 @@ def round_as_on_a_gpu(monkeypatch):
 def values_and_gradients(function, leaves, cotangents):
     """Outputs (detached) and gradients of every leaf for fixed cotangents; fresh memory is poisoned
     throughout."""
+    # Clones: an operation that writes into its inputs would spoil the law's run.
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     with poisoned_empties():
         out = function(*leaves)
         out = out if isinstance(out, tuple) else (out,)
-        gradients = torch.autograd.grad(out, leaves, [c.to(o.dtype) for c, o in zip(cotangents, out)])
+        gradients = torch.autograd.grad(out, leaves, [c.to(o) for c, o in zip(cotangents, out)])
     return [*(o.detach() for o in out), *gradients]
 
 
@@ -94,3 +101,47 @@ def relative_error(got, want):
     if not torch.isfinite(got).all():
         return float("inf")
     return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)).item()
+
+
+@dataclass(frozen=True)
+class Form:
+    """An implementation (a module, or a function), the dtype it is tried in, and its error there."""
+
+    op: Any
+    dtype: torch.dtype
+    error: float
+
+    def compare(self, function, law, leaves, cotangents, error=None):
+        """function(op, *leaves) in the form's dtype against function(law, *leaves) in float64."""
+        leaves = [x.to(self.dtype) for x in leaves]  # the law sees what the form sees
+        got = values_and_gradients(lambda *x: function(self.op, *x), leaves, cotangents)
+        wide = [x.double() for x in leaves]
+        cotangents = [c.to(g).double() for c, g in zip(cotangents, got)]
+        want = values_and_gradients(lambda *x: function(law, *x), wide, cotangents)
+        for index, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert g.shape == w.shape
+            # Where the law is zero there is nothing to be relative to.
+            small = w.abs().max() < 1e-9 if w.numel() else True
+            off = g.abs().max() if small and w.numel() else relative_error(g, w)
+            assert off < (error or self.error), f"tensor {index}: {off:.1e}"
+        return got
+
+
+def forms(**made):
+    """Parametrise a test over implementations; those of Triton need its interpreter."""
+    listed = []
+    for name, form in made.items():
+        marks = [needs_interpreter] if name.startswith("triton") else []
+        listed.append(pytest.param(form, id=name, marks=marks))
+    return pytest.mark.parametrize("form", listed)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def refused(cases, error=ValueError):
+    """{what the message names: call}: each call must raise it."""
+    for named, call in cases.items():
+        with pytest.raises(error, match=named):
+            call()

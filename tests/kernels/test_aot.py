@@ -1,0 +1,100 @@
+"""Every Triton kernel compiles for sm_90 and sm_80 without a device, as its operation launches it: without
+spills, within a block's memory. In processes of their own: here the interpreter may be on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+OPERATIONS = ["kda", "short_conv", "kda_decode", "attention", "qkv_rope", "mla_decode"]
+OPERATIONS += ["attnres", "moe_experts", "loss", "newton_schulz"]
+KDA_PRODUCTS = ("prep", "chunk_gradients", "forward_scan", "dual_scan", "transition", "combine")
+SHAPES = ("K32 V32", "K64 V64", "K128 V128", "K256 V256", "K128 V256", "K64 V128")
+
+
+def python(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+
+
+def table(tmp_path, *options):
+    """Rows of the printed table."""
+    out = tmp_path / "rows.json"
+    done = python("-m", "earlyfusion.kernels.aot", *options, "--json", str(out))
+    assert out.exists(), done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    bad = [(row["name"], row["arch"], row["spills"], row["shared_bytes"]) for row in rows if not row["fits"]]
+    assert (done.returncode == 0) == (not bad) and done.stdout.count("\n|") > len(rows)
+    assert rows and not bad, bad
+    return rows
+
+
+def printed(code):
+    """What lines of code print that have `compile_operation`."""
+    done = python("-c", "from earlyfusion.kernels.aot import compile_operation\n" + code)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def test_kernels_of_training_do_not_spill_and_use_tensor_cores(tmp_path):
+    rows = table(tmp_path, "kda", "--arch", "90", "--only", "prep bfloat16 K64 V64 bound")
+    rows += table(tmp_path, "newton_schulz", "--arch", "90", "--only", "1 None")
+    assert {row["name"].split()[0] for row in rows} == {"prep", "symmetric_tiles"}
+    assert all(row["cores"] == "wgmma" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_kernel_spills(tmp_path, operation, arch):
+    rows = table(tmp_path, operation, "--arch", str(arch))
+    assert {row["arch"] for row in rows} == {arch}
+    if operation != "kda":
+        return
+    names = [row["name"] for row in rows]
+    for shape in SHAPES:
+        for kernel in KDA_PRODUCTS:
+            assert any(name.startswith(f"{kernel} bfloat16 {shape} ") for name in names), (kernel, shape)
+    assert all(row["cores"] != "-" for row in rows)
+    # Chunks of 64, but for the joins, whose products have K rows (32 at least, a warp group wants 64).
+    large = [row for row in rows if "bfloat16 K128 V128" in row["name"] and row["name"][:7] != "combine"]
+    assert arch == 80 or (large and all(row["cores"] == "wgmma" for row in large))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_integer_arguments_equal_to_one_compile_as_the_constants_the_launcher_makes_of_them(operation):
+    """Triton turns an integer argument of 1 into a compile-time constant, on which tensor methods do not
+    exist."""
+    # All of them would take minutes, and differ in shapes alone.
+    only = "K64" if operation.startswith("kda") else ""
+    assert printed(f"print(len(compile_operation({operation!r}, 90, {only!r}, ones=True)))")[-1] != "0"
+
+
+def test_the_clamp_of_the_gate_lets_nan_through():
+    """Triton's maximum drops a NaN unless told otherwise, and the interpreter never does: so the PTX is read.
+    A dropped NaN would become a full decay, and the run would go on with finite numbers."""
+    # -40 in float32 is 0xC2200000, the clamp.
+    code = """
+import re
+rows = compile_operation("kda_decode", 90, "K64")
+for kernel in ("prep", "chunk_gradients"):
+    rows += compile_operation("kda", 90, kernel + " bfloat16 K64 V64 bound")
+for row in rows:
+    kept, dropped = (len(re.findall(rf"max\\.{nan}f32.*0fC2200000", row.ptx)) for nan in (r"NaN\\.", ""))
+    print(kept, dropped, row.name)
+"""
+    found = [line.split(maxsplit=2) for line in printed(code)]
+    assert len(found) == 6 and all(int(kept) > 0 and int(dropped) == 0 for kept, dropped, _ in found), found
+
+
+def test_a_kernel_that_spills_is_caught():
+    """The same kernel under a cap of 64 registers has to spill, and the table has to say so."""
+    only = "prep bfloat16 K64 V64 bound -"
+    compiled = f"compile_operation('kda', 90, {only!r}, maxnreg=64, num_stages=1)"
+    spills, fits = printed(f"for row in {compiled}: print(row.spills, row.fits)")[-1].split()
+    assert int(spills) > 0 and fits == "False"

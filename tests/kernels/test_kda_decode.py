@@ -1,0 +1,122 @@
+"""KDA decoding in Triton through the interpreter: one token on slots in place."""
+
+import pytest
+import torch
+from cases import needs_interpreter, poisoned_empties, refused, relative_error
+
+from earlyfusion.kernels.kda import naive
+from earlyfusion.kernels.kda.decode import DecodeCache, decode
+from earlyfusion.kernels.segments import Segments
+
+pytestmark = needs_interpreter
+FP32 = 1e-5  # relative to the largest entry
+K, V = 16, 24
+
+
+class Layer:
+    """Raw inputs of several sequences with 1 query and 2 value heads, and the whole outputs by the definition
+    in float64."""
+
+    def __init__(self, lengths, lower_bound=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=generator)
+        self.lengths, self.lower_bound = lengths, lower_bound
+        self.x = [normal(n, 2 * K + 2 * V) for n in lengths]
+        self.f, self.b = [normal(n, 2, K) for n in lengths], [normal(n, 2) for n in lengths]
+        self.weight, self.A_log, self.dt_bias = normal(2 * K + 2 * V, 4), normal(2), normal(2, K)
+
+    def run(self, rows):
+        """(o per sequence, final states, taps) of the first rows[n] tokens of each sequence."""
+        segments = Segments(tuple(rows))
+        first = lambda parts: torch.cat([part[:n] for part, n in zip(parts, rows)]).double()
+        y, taps = naive.short_conv(first(self.x), self.weight.double(), segments, output_taps=True)
+        q, k, v = (x.unflatten(1, (-1, dim)) for x, dim in zip(y.split([K, K, 2 * V], dim=1), (K, K, V)))
+        gates = first(self.f), first(self.b), self.A_log.double(), self.dt_bias.double()
+        options = {"lower_bound": self.lower_bound, "output_final_state": True}
+        o, final = naive.kda(q, k, v, *gates, segments, **options)
+        return o.split(segments.lengths), final, taps
+
+    def cache(self, slots):
+        return DecodeCache.new(slots, 1, 2, K, V, dtype=torch.float32)
+
+    def new(self, cache, slots, position):
+        """decode() of the next token of every sequence, -1 slots getting the first sequence's inputs."""
+        take = lambda parts: torch.stack([parts[max(i, 0)][p] for i, p in enumerate(position)])
+        gates = take(self.f), take(self.b), self.weight, self.A_log, self.dt_bias
+        places = torch.tensor(slots), torch.tensor(position)
+        with poisoned_empties():
+            return decode(take(self.x), *gates, cache, *places, lower_bound=self.lower_bound)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_prefill_then_decode_equals_the_whole(lower_bound):
+    layer = Layer((12, 9), lower_bound=lower_bound, seed=1)
+    whole, _, _ = layer.run((12, 9))
+    prefilled = (7, 2)
+    _, state, taps = layer.run(prefilled)
+    cache = layer.cache(slots=4)
+    slots = [3, 1]
+    # What the engine does when a prompt has been read.
+    cache.fill(slots, state.float(), taps.float(), prefilled)
+    # Slots of other sequences lie between those that are advanced.
+    untouched = cache.state_SGVK[[0, 2]].clone()
+    for t in range(5):
+        position = [p + t for p in prefilled]
+        o = layer.new(cache, slots, position)
+        for n in range(2):
+            assert relative_error(o[n], whole[n][position[n]]) < FP32
+    _, after, _ = layer.run((12, 7))
+    assert relative_error(cache.state_SGVK[slots].transpose(2, 3), after) < FP32
+    assert torch.equal(cache.state_SGVK[[0, 2]], untouched), "other slots stay as they are"
+
+
+def test_decoding_from_nothing_equals_the_whole():
+    layer = Layer((6,), seed=2)
+    whole, final, _ = layer.run((6,))
+    cache = layer.cache(slots=1)
+    for t in range(6):
+        o = layer.new(cache, [0], [t])
+        assert relative_error(o[0], whole[0][t]) < FP32
+    assert relative_error(cache.state_SGVK.transpose(2, 3), final) < FP32
+
+
+@pytest.mark.parametrize("padding", [-1, 7])
+def test_padded_sequences_touch_nothing(padding):
+    layer = Layer((8, 8), seed=5)
+    _, state, taps = layer.run((4, 4))
+    cache = layer.cache(slots=2)
+    cache.fill([0, 1], state.float(), taps.float(), (4, 4))
+    before = [x.clone() for x in (cache.state_SGVK, cache.x_SRC)]
+    o = layer.new(cache, [1, padding], [4, 4])
+    after = (cache.state_SGVK, cache.x_SRC)
+    assert torch.equal(o[1], torch.zeros_like(o[1]))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(after, before))
+    assert not torch.equal(after[0][1], before[0][1])
+
+
+def test_bad_input_names_the_argument():
+    layer = Layer((8,), seed=6)
+    cache = layer.cache(slots=1)
+    x, f, b = (part[0][:1] for part in (layer.x, layer.f, layer.b))
+    good = {"x_BC": x, "f_BGK": f, "b_BG": b, "weight_CW": layer.weight}
+    good |= {"A_log_G": layer.A_log, "dt_bias_GK": layer.dt_bias, "cache": cache}
+    good |= dict.fromkeys(("slots_B", "position_B"), torch.tensor([0]))
+    short = DecodeCache(cache.state_SGVK, cache.x_SRC[:, 1:])
+    refused(
+        {
+            f"{named}": lambda change=change: decode(**{**good, **change})
+            for named, change in {
+                r"x_BC is \(1, 79\)": {"x_BC": x[:, :-1]},
+                "x_BC is torch.float64": {"x_BC": x.double()},
+                r"f_BGK is \(": {"f_BGK": f[0]},
+                "f_BGK holds NaN": {"f_BGK": f * torch.nan},
+                r"b_BG is \(": {"b_BG": b[0]},
+                "weight_CW has strides": {"weight_CW": layer.weight.T.contiguous().T},
+                r"weight_CW is \(": {"weight_CW": layer.weight[1:]},
+                "slots_B is torch.float32": {"slots_B": torch.tensor([0.0])},
+                r"position_B is \(2": {"position_B": torch.tensor([0, 1])},
+                r"A_log_G is \(1": {"A_log_G": layer.A_log[:1]},
+                "3 ring rows": {"cache": short},
+            }.items()
+        }
+    )

@@ -1,0 +1,115 @@
+"""Fused qkv split with 2-D RoPE, and the absorbed decode step over pages: torch and Triton (interpreted)
+against their definitions."""
+
+import pytest
+import torch
+from cases import Form, forms, needs_interpreter, poisoned_empties, randn, refused, relative_error
+
+from earlyfusion.kernels.attention import decode, rope, tiles
+from earlyfusion.kernels.attention.triton import decode as triton_decode
+from earlyfusion.kernels.attention.triton import rope as triton_rope
+
+ROPE = forms(
+    torch=Form(rope.qkv_rope, torch.float32, 2e-6),
+    torch16=Form(rope.qkv_rope, torch.float16, 2e-3),
+    triton=Form(triton_rope.qkv_rope, torch.float32, 2e-6),
+    triton16=Form(triton_rope.qkv_rope, torch.float16, 2e-3),
+)
+
+
+def turns(T, D, seed=0):
+    angles = torch.rand(T, D // 2, generator=torch.Generator().manual_seed(seed)) * 6.3
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+@pytest.mark.parametrize("T,H,D", [(1, 1, 8), (17, 2, 72), (33, 3, 128), (5, 2, 20)])
+@ROPE
+def test_split_and_turn_equal_the_definition(form, T, H, D):
+    run = lambda op, x: op(x, turns(T, D))
+    for seed in (0, 10):
+        got = form.compare(
+            run, rope.qkv_rope_naive, [randn(T, 3, H, D, seed=seed)], randn(3, T, H, D, seed=seed + 1)
+        )
+        assert all(x.dtype == form.dtype for x in got)
+
+
+@needs_interpreter
+def test_values_are_a_view_not_a_copy():
+    qkv = torch.randn(5, 3, 2, 8)
+    assert triton_rope.qkv_rope(qkv, turns(5, 8))[2].data_ptr() == qkv[:, 2].data_ptr()
+
+
+def test_bad_input_of_rope_names_the_argument():
+    qkv, turn = torch.randn(4, 3, 2, 8), turns(4, 8)
+    strided = qkv.transpose(0, 2).contiguous().transpose(0, 2)
+    refused(
+        {
+            "qkv_T3HD is": lambda: triton_rope.qkv_rope(qkv[:, :2], turn),
+            "qkv_T3HD.*contiguous": lambda: triton_rope.qkv_rope(strided, turn),
+            "turns_TC is": lambda: triton_rope.qkv_rope(qkv, turn[:3]),
+            "turns_TC torch.float32": lambda: triton_rope.qkv_rope(qkv, turn.real),
+            "turns_TC is torch.complex128": lambda: triton_rope.qkv_rope(qkv, turn.to(torch.complex128)),
+        }
+    )
+
+
+DECODE = forms(
+    torch=Form(tiles.mla_decode, torch.float64, 1e-10),
+    triton=Form(triton_decode.mla_decode, torch.float32, 1e-5),
+    triton16=Form(triton_decode.mla_decode, torch.float16, 5e-3),
+)
+
+
+def cache(lengths, H, R, S, dtype=torch.float32, seed=0):
+    """Pages in shuffled order; rows nobody owns hold NaN for Triton, which must not read them."""
+    needed = [-(-length // S) for length in lengths]
+    order = torch.randperm(sum(needed) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    # The torch form gathers whole pages and masks: finite rubbish must not count either.
+    lost = 1e3 if dtype == torch.float64 else torch.nan
+    pages = torch.full((len(order), S, R), lost, dtype=dtype)
+    table = torch.full((len(lengths), max(needed) + 1), 0 if dtype == torch.float64 else -1)
+    for b, length in enumerate(lengths):
+        for n in range(needed[b]):
+            table[b, n] = order.pop()
+            rows = min(S, length - n * S)
+            pages[table[b, n], :rows] = randn(rows, R, seed=seed + 100 * b + n, dtype=dtype)
+    return randn(len(lengths), H, R, seed=seed, dtype=dtype), pages, table.int(), torch.tensor(lengths).int()
+
+
+@pytest.mark.parametrize("H,R,rank", [(4, 40, 24), (20, 24, 16), (3, 16, 16), (2, 72, 64)])
+@DECODE
+def test_paged_decode_equals_attention_over_the_gathered_rows(form, H, R, rank):
+    for seed in (0, 10):
+        query, pages, table, lengths = cache([37, 1, 100, 8], H, R, 8, form.dtype, seed)
+        with poisoned_empties():
+            mixed, lse = form.op(query, pages, table, lengths, rank, 0.2)
+        wide = decode.mla_decode(query.double(), pages.double(), table, lengths, rank, 0.2)
+        assert relative_error(mixed, wide[0]) < form.error and relative_error(lse, wide[1]) < form.error
+        for b, length in enumerate(lengths.tolist()):  # and the definition itself against a softmax by hand
+            rows = pages[table[b].clamp(min=0)].flatten(0, 1)[:length].double()
+            p = (query[b].double() @ rows.T * 0.2).softmax(-1)
+            assert relative_error(wide[0][b], p @ rows[:, :rank]) < 1e-10
+
+
+@DECODE
+def test_an_idle_slot_gives_zeros(form):
+    query, pages, table, lengths = cache([5, 9], 2, 24, 4, form.dtype)
+    # A slot of the engine that nobody uses.
+    lengths[0] = 0
+    mixed, lse = form.op(query, pages, table, lengths, 16, 0.2)
+    assert (mixed[0] == 0).all() and (lse[0] == float("-inf")).all() and torch.isfinite(mixed[1]).all()
+
+
+def test_bad_input_of_the_decode_step_names_the_argument():
+    query, pages, table, lengths = cache([5, 9], 2, 24, 4)
+    strided = query.transpose(0, 1).contiguous().transpose(0, 1)
+    run = lambda q=query, p=pages, n=lengths, rank=16: triton_decode.mla_decode(q, p, table, n, rank, 1.0)
+    refused(
+        {
+            "pages_PSR is": lambda: run(p=pages[..., :20]),
+            "rank is 30": lambda: run(rank=30),
+            "lengths_B is torch.float32": lambda: run(n=lengths.float()),
+            "pages_PSR is torch.int64": lambda: run(p=pages.long()),
+            "query_BHR.*contiguous": lambda: run(q=strided),
+        }
+    )
