@@ -61,6 +61,9 @@ def round_as_on_a_gpu(monkeypatch):
         made = []
 
         def widened(x):
+            if isinstance(x, tuple):  # records of tensors
+                parts = [widened(part) for part in x]
+                return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
             if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
                 return x
             # The whole storage: views of it may overlap, and all of them must see the result.
