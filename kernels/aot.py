@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -200,29 +201,12 @@ def calls_of(operation: str) -> Iterator[tuple[str, Call]]:
 # ---- the device that compiles ----
 
 
-class _Compiler:
-    """A driver of Triton that knows its target and has no device."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        return self.arch  # the key of Triton's caches: one set of kernels for each architecture
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-
 @contextmanager
 def launches(on_launch: Callable[..., None], arch: int) -> Iterator[None]:
     """Inside, a launch calls on_launch(name, compile, args, options); compile(*args, **options) gives what
     would run on ``sm_<arch>``."""
     import triton
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     function = triton.runtime.jit.JITFunction
@@ -232,7 +216,14 @@ def launches(on_launch: Callable[..., None], arch: int) -> Iterator[None]:
         on_launch(self.__name__, partial(original, self, grid=grid, warmup=True), args, options)
 
     # Triton asks its driver for the target; ours needs no device.
-    driver.set_active(_Compiler(arch))
+    compiler = SimpleNamespace(
+        get_current_device=lambda: (
+            arch
+        ),  # the key of Triton's caches: one set of kernels for each architecture
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+    )
+    driver.set_active(compiler)
     launch.OFF_GPU = launch.Hardware(arch, MULTIPROCESSORS)
     function.run = run
     try:
