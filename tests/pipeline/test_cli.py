@@ -125,51 +125,65 @@ def test_every_verb_has_help_with_exit_0_that_fits_the_terminal(verb, capsys, mo
 
 
 # For every verb what a user gets wrong. FILE is a file that exists, NONE a path that does not.
-WRONG = {
-    "pretrain": (
-        ["nosuch"],
-        ["--optim.lr", "fast"],
-        ["--out", "FILE", "--dry-run"],
-        ["NONE.toml"],
-        ["--lr", "1"],
-    ),
-    "sft": ([], ["--init-from", "NONE"], ["FILE.toml"]),
-    "rl": (
-        ["--reward.name", "nosuch:score", "--dry-run"],
-        ["--reward.name", "taks", "--dry-run"],
-        ["--out", "FILE"],
-    ),
-    "measure": (
-        [],
-        ["--model", "NONE", "--tasks", "counting"],
-        ["--model", "embedded:skils", "--tasks", "counting"],
-    ),
-    "rollouts": ([], ["NONE"], ["FILE"]),
-    "long2short": ([], ["average", "NONE", "NONE", "--out", "FILE"]),
-    "study": (["nosuch"], ["transfer", "--seeds", "x"]),
-    "generate": (
-        [],
-        ["--model", "NONE", "--prompt", "x"],
-        ["--model", "embedded:skills"],
-        ["--model", "embedded:skills", "--image", "NONE"],
-        ["--model", "embedded:skills", "--image", "FILE"],
-    ),
-    "prepare": ([], ["NONE", "--out", "FILE"], ["FILE", "--out", "FILE/below"]),
-    "data": (["nosuch"], ["inspect"], ["inspect", "NONE"], ["examples"], ["examples", "FILE"]),
-    "chat": ([], ["--model", "NONE"], ["--model", "FILE"], ["--model", "embedded:skills", "--image", "NONE"]),
-    "serve": ([], ["--model", "NONE"], ["--model", "embedded:skills", "--port", "99999"], ["--port", "x"]),
-    "eval": (
-        [],
-        ["--tasks", "countng", "--model", "embedded:skills"],
-        ["--tasks", "counting", "--model", "NONE"],
-        ["--tasks", "mmlu_pro", "--model", "embedded:skills"],
-        ["--rescore", "NONE"],
-    ),
-    "compare": ([], ["NONE", "NONE"], ["FILE", "FILE"], ["NONE", "NONE", "--draws", "few"]),
-    "bench": (["nosuch"], ["train", "--steps", "x"]),
-    "plan": ([], ["nosuch"], ["nano", "--model.hidden_size", "seven"]),
-    "doctor": (["--device", "tpu"],),
-}
+WRONG = """
+pretrain nosuch
+pretrain --optim.lr fast
+pretrain --out FILE --dry-run
+pretrain NONE.toml
+pretrain --lr 1
+sft
+sft --init-from NONE
+sft FILE.toml
+rl --reward.name nosuch:score --dry-run
+rl --reward.name taks --dry-run
+rl --out FILE
+measure
+measure --model NONE --tasks counting
+measure --model embedded:skils --tasks counting
+rollouts
+rollouts NONE
+rollouts FILE
+long2short
+long2short average NONE NONE --out FILE
+study nosuch
+study transfer --seeds x
+generate
+generate --model NONE --prompt x
+generate --model embedded:skills
+generate --model embedded:skills --image NONE
+generate --model embedded:skills --image FILE
+prepare
+prepare NONE --out FILE
+prepare FILE --out FILE/below
+data nosuch
+data inspect
+data inspect NONE
+data examples
+data examples FILE
+chat
+chat --model NONE
+chat --model FILE
+chat --model embedded:skills --image NONE
+serve
+serve --model NONE
+serve --model embedded:skills --port 99999
+serve --port x
+eval
+eval --tasks countng --model embedded:skills
+eval --tasks counting --model NONE
+eval --tasks mmlu_pro --model embedded:skills
+eval --rescore NONE
+compare
+compare NONE NONE
+compare FILE FILE
+compare NONE NONE --draws few
+bench nosuch
+bench train --steps x
+plan
+plan nosuch
+plan nano --model.hidden_size seven
+doctor --device tpu
+"""
 
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
@@ -177,11 +191,11 @@ def test_whatever_a_user_gets_wrong_is_one_line_and_exit_code_2(verb, capsys, tm
     """An exception that passes `guarded` would be a traceback, and fails this test."""
     (tmp_path / "file").write_text("neither a model nor a picture\n")
     (tmp_path / "file.toml").write_text("= not toml")
-    for words in (*WRONG[verb], ["--nosuch-option", "1"]):
-        given = [
-            word.replace("FILE", str(tmp_path / "file")).replace("NONE", str(tmp_path / "none"))
-            for word in words
-        ]
+    lines = [line for line in WRONG.split("\n") if line.split(" ")[0] == verb]
+    assert lines
+    for line in (*lines, f"{verb} --nosuch-option 1"):
+        filled = line.replace("FILE", str(tmp_path / "file")).replace("NONE", str(tmp_path / "none"))
+        given = filled.split()[1:]
         code = cli.main([verb, *given])
         said = capsys.readouterr().err
         assert code == 2, (given, code, said)

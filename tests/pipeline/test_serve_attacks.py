@@ -123,18 +123,9 @@ def _bytes_of(pid: int) -> int:
 def server(tmp_path_factory):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 4096), before[1]))
-    made = Server(
-        write_model(tmp_path_factory.mktemp("attacked") / "model"),
-        "--slots",
-        "4",
-        "--context",
-        "8192",
-        "--prefix-cache",
-        "0",
-        "--grace",
-        "1",
-        key=None,
-    )
+    folder = write_model(tmp_path_factory.mktemp("attacked") / "model")
+    options = "--slots 4 --context 8192 --prefix-cache 0 --grace 1"
+    made = Server(folder, *options.split(), key=None)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     yield made
     made.process.kill()

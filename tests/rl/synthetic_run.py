@@ -1,21 +1,16 @@
 """A run folder with everything the report of a reinforcement learning run knows, made without a model."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from random import Random
 
-from earlyfusion.data.tasks.problem import Problem
 from earlyfusion.data.tasks.registry import make_task
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.eval.measured import Measured
 from earlyfusion.rl.objectives.advantages import advantages
 from earlyfusion.rl.objectives.losses import ObjectiveConfig
-from earlyfusion.rl.rollouts.log import AnswerRecord, GroupRecord, RolloutLog
+from earlyfusion.rl.rollouts.log import RolloutLog
 
 ENTRIES = (
     ("counting", 0, "picture"),
@@ -25,57 +20,46 @@ ENTRIES = (
 )
 
 
-def shown(problem: Problem, form: str):
+def shown(problem, form):
     """The picture of a prompt, as a trainer would log it."""
     return {"picture": problem.picture, "rendered": render_text(problem.description), "twin": None}[form]
 
 
-def metrics(out: Path, updates: int, entries: Sequence[tuple[str, int, str]]) -> None:
+CONSTANT = """{"event": "train", "time": 0.0, "length_max": 8, "cut": 0.02, "mismatch_max": 0.01,
+    "staleness": 0.0, "lr": 0.0005, "temperature": 1.0, "samples_per_s": 900.0, "updates_per_min": 40.0,
+    "time/rollout_s": 0.8, "time/score_s": 0.05, "time/train_s": 0.6, "time/other_s": 0.05,
+    "memory_gib": 1.2, "prompts/too_long": 3.0}"""
+
+
+def metrics(out, updates, entries):
     rng, lines = Random(1), []
     for update in range(1, updates + 1):
-        done = update / updates
-        record = {
-            "step": update,
-            "event": "train",
-            "time": 0.0,
-            "length": 3 + done,
-            "length_max": 8,
-            "cut": 0.02,
-        }
-        record |= {
-            "entropy": 1.2 * math.exp(-2 * done),
-            "mismatch_kl": 1e-4 * (1 + done),
-            "mismatch_max": 1e-2,
-        }
-        record |= {
-            "staleness": 0.0,
-            "clip_share": 0.01 + 0.02 * rng.random(),
-            "k3": 1e-3 * rng.random(),
-            "lr": 5e-4,
-        }
-        record |= {"grad_norm": 0.3 + 0.1 * rng.random(), "temperature": 1.0, "informative": 0.8 - 0.5 * done}
-        record |= {
-            "tokens_per_s": 5000.0 + 100 * rng.random(),
-            "samples_per_s": 900.0,
-            "updates_per_min": 40.0,
-        }
-        record |= {"time/rollout_s": 0.8, "time/score_s": 0.05, "time/train_s": 0.6, "time/other_s": 0.05}
-        record |= {"engine_idle": 0.04 + 0.02 * rng.random(), "memory_gib": 1.2, "ptx_loss": 2.0 - 0.3 * done}
-        record |= {
-            "rewards/timeout": float(update // 50),
-            "prompts/too_long": 3.0,
-            "refused": int(update == 9),
-        }
+        done, noise = update / updates, rng.random()
+        record = json.loads(CONSTANT) | dict(
+            step=update,
+            length=3 + done,
+            entropy=1.2 * math.exp(-2 * done),
+            mismatch_kl=1e-4 * (1 + done),
+            clip_share=0.01 + 0.02 * noise,
+            k3=1e-3 * noise,
+            grad_norm=0.3 + 0.1 * noise,
+            informative=0.8 - 0.5 * done,
+            tokens_per_s=5000.0 + 100 * noise,
+            engine_idle=0.04 + 0.02 * noise,
+            ptx_loss=2.0 - 0.3 * done,
+            refused=int(update == 9),
+            reward=0.3 + 0.4 * done,
+        )
+        record["rewards/timeout"] = float(update // 50)
         for index, (task, level, form) in enumerate(entries):
             value = 0.3 + 0.5 * done * (1 - index / 5) + 0.1 * rng.random()
             record |= {f"reward/{task}/{level}/{form}": value, f"score/{task}/{level}/{form}": value + 0.01}
-        record["reward"] = 0.3 + 0.4 * done
         lines.append(json.dumps(record))
-    lines.append(json.dumps({"step": 7, "event": "guard", "kind": "spike", "message": "grad norm 9 > <5>"}))
+    lines.append('{"step": 7, "event": "guard", "kind": "spike", "message": "grad norm 9 > <5>"}')
     (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def rollouts(out: Path, updates: Sequence[int], entries: Sequence[tuple[str, int, str]]) -> None:
+def rollouts(out, updates, entries):
     rng, log = Random(2), RolloutLog(out, start_update=0)
     for update in updates:
         groups = []
@@ -90,32 +74,33 @@ def rollouts(out: Path, updates: Sequence[int], entries: Sequence[tuple[str, int
         log.write(groups)
 
 
-def group(update: int, problem: Problem, form: str, texts: Sequence[str]) -> GroupRecord:
+def group(update, problem, form, texts):
     import torch
 
     scores = [make_task(problem.task).reward(problem, text) for text in texts]
     won = advantages(
         ObjectiveConfig(), torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long)
     ).tolist()
-    answers = [AnswerRecord(t, 4, s, s, a, -1.0, "stop") for t, s, a in zip(texts, scores, won)]
-    answers[-1] = replace(answers[-1], finish="length")
-    key, level = problem.key, problem.meta["difficulty"]
-    return GroupRecord(
-        update,
-        problem.task,
-        form,
-        key,
-        level,
-        problem.question,
-        problem.target,
-        answers,
-        shown(problem, form),
+    answers = []
+    for text, score, gain in zip(texts, scores, won):
+        about = {"tokens": 4, "logprob": -1.0, "finish": "stop", "status": "ok"}
+        answers.append({"text": text, "score": score, "reward": score, "advantage": gain, **about})
+    answers[-1]["finish"] = "length"
+    return dict(
+        update=update,
+        task=problem.task,
+        form=form,
+        key=problem.key,
+        difficulty=problem.meta["difficulty"],
+        prompt=problem.question,
+        target=problem.target,
+        answers=answers,
+        mean_score=sum(scores) / len(scores),
+        image=shown(problem, form),
     )
 
 
-def measure(
-    out: Path, update: int, share: float, entries: Sequence[tuple[str, int, str]], problems: int = 24
-) -> None:
+def measure(out, update, share, entries, problems=24):
     """Each problem is solved by chance `share`, drawn anew at every measurement."""
     rng, lines = Random(update), []
     for task, level, form in entries:
@@ -145,7 +130,7 @@ def measure(
     (out / "eval" / f"update-{update:06d}.jsonl").write_text("".join(lines))
 
 
-def synthetic_run(out: Path, updates: int = 200, entries: Sequence[tuple[str, int, str]] = ENTRIES) -> Path:
+def synthetic_run(out, updates=200, entries=ENTRIES):
     """The whole folder."""
     out.mkdir(parents=True, exist_ok=True)
     metrics(out, updates, entries)

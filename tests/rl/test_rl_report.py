@@ -1,12 +1,10 @@
 """The report of a reinforcement learning run: complete, self-contained, escaped, and right in its numbers."""
 
 import base64
-import io
 import json
 import math
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -89,31 +87,6 @@ def test_a_run_of_one_update_and_one_measurement_can_be_reported(tmp_path):
     assert "nothing to compare with yet" in checked(write_rl_report(tmp_path))
     measure(tmp_path, 1, 0.5, ENTRIES[:1], 1)
     assert len(rl_page(tmp_path)["changes"]) == 1 and "Before and after" in checked(write_rl_report(tmp_path))
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_interval_is_that_of_the_paired_t_test(seed):
-    stats = pytest.importorskip("scipy.stats")
-    rng = np.random.default_rng(seed)
-    before, after = rng.random(37), rng.random(37)
-    pairs = [
-        (record(f"ocr/test/0/{i}", a), record(f"ocr/test/0/{i}", b))
-        for i, (a, b) in enumerate(zip(before, after))
-    ]
-    row = change("ocr", pairs)
-    oracle = stats.ttest_rel(after, before)
-    low, high = oracle.confidence_interval(0.95)
-    assert (row["delta"].low, row["delta"].high) == pytest.approx(
-        (low, high), rel=1e-9
-    )  # their t quantile is iterated
-    assert row["delta"].p == pytest.approx(oracle.pvalue, rel=1e-9)
-    assert row["before"] == pytest.approx(before.mean(), abs=EXACT) and row["after"] == pytest.approx(
-        after.mean(), abs=EXACT
-    )
-    solved = [(a >= 0.5, b >= 0.5) for a, b in zip(before, after)]
-    assert row["won"] == sum(b and not a for a, b in solved) and row["lost"] == sum(
-        a and not b for a, b in solved
-    )
 
 
 def test_two_forms_of_one_problem_count_as_one():
@@ -288,7 +261,7 @@ def test_odd_answers_do_not_break_the_page(tmp_path):
         1, problem, "twin", ["half \ud83d", "\x00\x07</div><script>alert(1)</script>", "   ", "x" * 5000]
     )
     RolloutLog(tmp_path, start_update=0).write([made])
-    bare = asdict(made.answers[0]) | {"score": None, "reward": None, "advantage": None, "status": "timeout"}
+    bare = made["answers"][0] | {"score": None, "reward": None, "advantage": None, "status": "timeout"}
     with open(tmp_path / "rollouts.jsonl", "a") as file:
         file.write(
             json.dumps({"update": 3, "key": 7, "answers": [bare, 3]})
@@ -341,9 +314,3 @@ def test_the_verb_makes_the_report_and_refuses_other_folders(run, tmp_path, caps
 
 def test_the_report_of_a_folder_is_always_the_same(run, page):
     assert write_rl_report(run).read_text() == page
-
-
-def test_pictures_are_kept_as_they_are():
-    picture = Image.effect_noise((9, 5), 50).convert("RGB")
-    with Image.open(io.BytesIO(base64.b64decode(data_uri(picture).split(",")[1]))) as again:
-        assert again.tobytes() == picture.tobytes()
