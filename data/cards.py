@@ -7,7 +7,7 @@ and points are given in percent of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image as PILImage
@@ -15,22 +15,14 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.loading.encode import Encoded, encode
 from earlyfusion.data.picture import open_picture
-from earlyfusion.data.sample import (
-    Image,
-    Region,
-    Regions,
-    Sample,
-    Special,
-    Text,
-    Video,
-    VideoFile,
-)
+from earlyfusion.data.sample import Image, Region, Regions, Sample, Special, Text, Video, VideoFile
 from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import navit_size, num_patches, num_tokens, unpatchify
 
 MOST_FRAMES = 16
 """Frames of one video shown."""
+# Pages hold hundreds of samples.
 SIDE = 480
 """Longest side of a picture on a page, in pixels."""
 Card = dict[str, Any]
@@ -48,13 +40,31 @@ NAMES = {
 
 def make_card(sample: Sample, tokenizer: Tokenizer, vision: VisionConfig, kind: str = "") -> Card:
     """The card of one sample; one that cannot be encoded gives a card that says why."""
+    # Regions may stand anywhere in a sample; they lie over the medium that they name.
+    regions: dict[int, list[Region]] = {}
+    for segment in sample.segments:
+        if isinstance(segment, Regions):
+            regions.setdefault(segment.media, []).extend(segment.regions)
 
-    def encoded(segment: Any) -> Encoded:
-        return encode(Sample([segment], sample.source, sample.key), tokenizer, vision, bos=False, eos=False)
-
+    parts: list[dict[str, Any]] = []
+    medium = 0
     try:
         document = encode(sample, tokenizer, vision)
-        parts = list(_parts(sample, encoded, tokenizer, vision))
+        for segment in sample.segments:
+            if isinstance(segment, Image | Video | VideoFile):
+                # By itself, so that its patches are known among those of the document.
+                part = encode(Sample([segment], "", ""), tokenizer, vision, bos=False, eos=False)
+                if isinstance(segment, Image):
+                    parts.append(_picture(segment, part, regions.get(medium, []), vision))
+                else:
+                    parts.append(_video(part, tokenizer, vision))
+                medium += 1
+            elif isinstance(segment, Regions):
+                names = ", ".join(region.label for region in segment.regions)
+                parts.append({"text": f"[{len(segment.regions)} regions: {names}]", "loss": segment.loss})
+            else:
+                text = segment.text if isinstance(segment, Text) else segment.token
+                parts.append({"text": text.strip(), "loss": segment.loss})
     except BadSample as error:
         return bad_card(sample.source, sample.key, error)
     # Without a format of shards the kinds of its segments say what it is.
@@ -76,41 +86,17 @@ def bad_card(source: str, key: str, error: BadSample) -> Card:
     return {"source": source, "key": key, "bad": error.reason, "why": str(error)}
 
 
-def _parts(
-    sample: Sample, encoded: Callable[[Any], Encoded], tokenizer: Tokenizer, vision: VisionConfig
-) -> Iterator[dict[str, Any]]:
-    # Regions may stand anywhere in a sample; they lie over the medium that they name.
-    regions: dict[int, list[Region]] = {}
-    for segment in sample.segments:
-        if isinstance(segment, Regions):
-            regions.setdefault(segment.media, []).extend(segment.regions)
-
-    medium = 0
-    for segment in sample.segments:
-        if isinstance(segment, Image):
-            yield _picture(segment, encoded(segment), regions.get(medium, []), vision)
-        elif isinstance(segment, Video | VideoFile):
-            yield _video(encoded(segment), tokenizer, vision)
-        elif isinstance(segment, Regions):
-            names = ", ".join(region.label for region in segment.regions)
-            yield {"text": f"[{len(segment.regions)} regions: {names}]", "loss": segment.loss}
-        else:
-            text = segment.text if isinstance(segment, Text) else segment.token
-            yield {"text": text.strip(), "loss": segment.loss}
-        medium += isinstance(segment, Image | Video | VideoFile)
-
-
 def _frames(document: Encoded) -> list[PILImage.Image]:
     """The pictures that the patches hold, made smaller for a page."""
     frames, start = [], 0
     # Patches of all frames lie behind each other.
-    assert document.patches is not None
     for grid in document.grids:
         stop = start + num_patches(grid)
-        frames += [PILImage.fromarray(frame) for frame in unpatchify(document.patches[start:stop], grid)]
+        for pixels in unpatchify(document.patches[start:stop], grid):  # type: ignore[index]
+            frame = PILImage.fromarray(pixels)
+            frame.thumbnail((SIDE, SIDE))
+            frames.append(frame)
         start = stop
-    for frame in frames:
-        frame.thumbnail((SIDE, SIDE))
     return frames
 
 
@@ -141,13 +127,10 @@ def _picture(
     marks = []
     for region in regions:
         # A point is a box without a size.
-        x0, y0, x1, y1 = region.box or (*(region.point or ()), *(region.point or ()))
-        place = {
-            "left": x0 * across,
-            "top": y0 * down,
-            "width": (x1 - x0) * across,
-            "height": (y1 - y0) * down,
-        }
+        ends: tuple[float, ...] = region.box or (region.point or ()) * 2
+        x0, y0, x1, y1 = ends
+        place = {"left": x0 * across, "top": y0 * down, "width": (x1 - x0) * across}
+        place["height"] = (y1 - y0) * down
         marks.append({"label": region.label, "kind": "box" if region.box else "dot", **place})
     return {
         "picture": _frames(document)[0],

@@ -53,6 +53,7 @@ class DataConfig(BaseModel):
     @field_validator("sources")
     @classmethod
     def _distinct(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
+        # Weights, reports and checkpoints know a source by its name.
         names = [source.name for source in sources]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

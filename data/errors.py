@@ -27,6 +27,7 @@ class BadSample(DataError):
         self.reason = reason
 
 
+# A closed list: reports and resumed counters sum over the same names.
 REASONS = (
     "unreadable",
     "truncated_tar",

@@ -14,6 +14,7 @@ from earlyfusion.data.errors import DataError
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.synth.scene import Scene
 
+# With easy-VQA's one it makes a dozen.
 SCENES = 11
 
 
@@ -25,6 +26,7 @@ def write_examples(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     first = load_split("test")[0]
     shutil.copyfile(first.path, folder / "shape.png")
+    # Its own questions describe the picture: no words of ours.
     answers = {answer for _, answer in first.questions if answer not in ("yes", "no")}
     words = sorted(
         answers, key=lambda answer: answer in ("circle", "rectangle", "triangle")

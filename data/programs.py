@@ -33,6 +33,7 @@ def run_own(code: str, pictures: Mapping[str, PILImage.Image]) -> str:
     Raises whatever the program raises: generated programs are correct, and a test runs them in the sandbox as
     well.
     """
+    # The one name that generated programs open files by; nothing touches the disk.
     opened = SimpleNamespace(Image=SimpleNamespace(open=lambda name: pictures[name].copy()))
 
     def importer(name: str, *rest: Any) -> Any:
@@ -43,6 +44,7 @@ def run_own(code: str, pictures: Mapping[str, PILImage.Image]) -> str:
     own = {"__import__": importer, "print": functools.partial(print, file=printed)}
     namespace: dict[str, Any] = {"__builtins__": {**vars(builtins), **own}}
     tree = ast.parse(code)
+    # As in a notebook: the last line is a value, not a statement.
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "<program>", "exec"), namespace)
     if isinstance(last, ast.Expr):

@@ -21,12 +21,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if name.endswith(".parquet"):
         return list(_parquet(path))
     try:
+        # None stands for a plain file below.
         opened = gzip.open(path, "rt", encoding="utf-8", newline="") if name.endswith(".gz") else None
         with opened or path.open(encoding="utf-8-sig", newline="") as file:
             if ".csv" in name:
                 return list(csv.DictReader(file))
             if name.endswith((".json", ".json.gz")):
                 content = json.load(file)
+                # BIG-bench's form.
                 rows = content.get("examples") if isinstance(content, dict) else content
             else:
                 rows = [_line(path, number, line) for number, line in enumerate(file, 1) if line.strip()]

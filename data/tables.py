@@ -11,28 +11,32 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+# As wide as no terminal is: the table's own width.
 UNBOUNDED = 10_000
 
 
 def print_table(console: Console, table: Table) -> None:
     """Print a table whose cells are text (markup allowed)."""
-    columns = [[_text(console, cell) for cell in (column.header, *column.cells)] for column in table.columns]
-    most = [max(text.cell_len for cell in cells for text in cell.split("\n")) for cells in columns]
-    least = [
-        widest
-        if column.no_wrap
-        else max((Text(word).cell_len for cell in cells for word in cell.plain.split()), default=0)
-        for column, cells, widest in zip(table.columns, columns, most)
-    ]
-    frame = Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum - sum(most)
-    if frame + sum(least) > console.width:
+    wide, narrow, columns = [], [], []
+    for column in table.columns:
+        cells = [_text(console, cell) for cell in (column.header, *column.cells)]
+        lines = [line.cell_len for line in Text("\n").join(cells).split("\n")]
+        # A column may break between words, never inside one.
+        words = [Text(word).cell_len for word in Text(" ").join(cells).plain.split()]
+        columns.append(cells)
+        wide.append(max(lines))
+        narrow.append(wide[-1] if column.no_wrap else max(words, default=0))
+
+    # The frame is what the table takes beside its cells.
+    unbounded = console.options.update(width=UNBOUNDED)
+    spare = console.width - Measurement.get(console, unbounded, table).maximum + sum(wide) - sum(narrow)
+    if spare < 0:
         _print_rows(console, table, columns)
         return
-    spare = console.width - frame - sum(least)
-    if frame + sum(most) > console.width:
-        for column, low, high in zip(table.columns, least, most):
-            given = min(spare, high - low)
-            column.width, spare = low + given, spare - given
+    if spare < sum(wide) - sum(narrow):
+        for column, low, high in zip(table.columns, narrow, wide):
+            column.width = low + min(spare, high - low)
+            spare -= column.width - low
     console.print(table)
 
 
@@ -40,15 +44,17 @@ def _print_rows(console: Console, table: Table, columns: list[list[Text]]) -> No
     """Each row by itself: the first column as its head, then "name value" for every other one."""
     if table.title:
         console.print(table.title, style="italic", highlight=False)
-    named = table.show_header
     for number in range(1, len(columns[0])):
-        head, *rest = [cells[number] for cells in columns]
-        console.print(head)
+        console.print(columns[0][number])
         line = Text()
-        for name, cell in zip([cells[0] for cells in columns[1:]], rest):
+        for name, *cells in columns[1:]:
+            cell = cells[number - 1]
+            # A head of several lines names a cell of as many, line by line.
             names, values = name.plain.split("\n"), cell.split("\n")
-            same = named and len(names) == len(values)
-            for label, value in zip(names, values) if same else [(" ".join(names), cell)]:
+            pairs = [(" ".join(names), cell)]
+            if table.show_header and len(names) == len(values):
+                pairs = list(zip(names, values))
+            for label, value in pairs:
                 piece = Text(f"  {label} " if label else "  ") + value
                 if line and line.cell_len + piece.cell_len > console.width:
                     console.print(line)

@@ -28,6 +28,7 @@ _FORMAT = 2
 
 def embedded_corpus() -> Iterator[str]:
     """Training texts, always the same for one installation: about 2.5 MB."""
+    # Training texts only: held-out words must cost what unseen words cost.
     for kind, count in (("pydoc", None), ("stdlib_code", 160), ("easy_vqa", None), ("synth_scenes", 1500)):
         source = build_source(SourceConfig(name=kind, kind=kind), seed=0, val_fraction=0.1)
         for index in range(len(source) if count is None else min(count, len(source))):
@@ -39,6 +40,7 @@ def embedded_tokenizer(vocab_size: int = 4096) -> Tokenizer:
     """The tokenizer for the embedded data, trained once per installation and size, then read from the
     cache."""
     texts = list(embedded_corpus())
+    # Another Python has another manual, and so another tokenizer.
     digest = hashlib.sha256(f"{_FORMAT} {tokenizers.__version__} {vocab_size}".encode())
     for text in texts:
         digest.update(text.encode() + b"\0")
@@ -61,6 +63,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise DataError(f"vocab_size {vocab_size}: at least {least} is needed (special tokens and 256 bytes)")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
+        # Digit by digit: numbers are read and calculated in one way.
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
@@ -90,6 +93,7 @@ def cached_directory(key: str, build: Callable[[Path], object]) -> Path:
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         build(work)
+        # mkdtemp's folders are for their owner alone; a cache may be shared.
         os.chmod(work, 0o755)
         work.rename(target)
     except OSError:

@@ -21,18 +21,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from earlyfusion.data.formats import dialogue, regions
-from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, Group
+from earlyfusion.data.formats.group import CODE, PICTURES, TEXTS, VIDEOS, Entry, Group
 from earlyfusion.data.sample import Image, Segment, Text
 
 
-def detect(group: Group, entry: Mapping[str, Any] | None) -> str:
+def detect(group: Group, entry: Entry) -> str:
     """The format of a group, by its members and the keys of its JSON."""
-    keys = set(entry or ())
+    # Media that stand in a conversation come before what merely lies beside them.
+    keys, picture = set(entry), group.first(PICTURES)
     if keys & {"conversations", "messages"}:
         return "conversation"
     if {"texts", "images"} <= keys or "text_list" in keys:
         return "interleaved"
-    picture = group.first(PICTURES)
     if keys & {"boxes", "bboxes", "points", "regions", "objects"} and picture:
         return "grounding"
     if "ocr" in keys and picture:
@@ -46,9 +46,9 @@ def detect(group: Group, entry: Mapping[str, Any] | None) -> str:
     return "caption" if picture else "text"
 
 
-def describe(group: Group, options: Any) -> tuple[str, dict[str, Any] | None]:
-    """(format, parsed JSON or None)."""
-    entry = group.json() if "json" in group.sizes else None
+def describe(group: Group, options: Any) -> tuple[str, Entry]:
+    """(format, parsed JSON or {})."""
+    entry = group.json()
     return (detect(group, entry) if options.format == "auto" else options.format), entry
 
 
@@ -59,58 +59,44 @@ def build(group: Group, options: Any, epoch: int = 0) -> list[Segment]:
     return BUILDERS[kind](group, entry, options, epoch)
 
 
-def words(group: Group, entry: Mapping[str, Any] | None, options: Any, epoch: int = 0) -> str:
-    """The text of a sample: its .txt, else the first of `text_fields` in its JSON (a list gives one each
-    epoch)."""
+def words(group: Group, entry: Entry, options: Any, epoch: int = 0) -> str:
+    """The text of a sample: the first of `text_fields` in its JSON (a list gives one each epoch), else its
+    .txt."""
     for name in options.text_fields:
-        if entry is not None and name in entry:
+        if name in entry:
             value = entry[name]
             if isinstance(value, list) and value:
+                # Every epoch another of the captions, in order: none is seen twice before all are.
                 value = value[epoch % len(value)]
-            return group.filled(value, f'"{name}"').strip()
-    member = group.first(TEXTS)
-    if member is None:
-        raise group.bad(
-            f"no text: expected .txt or .json with one of {list(options.text_fields)}", "missing_member"
-        )
-    return group.text(member)
+            return group.filled(value, f'"{name}"')
+    return group.text(group.one(TEXTS, f"text (.txt, or .json with one of {list(options.text_fields)})"))
 
 
-def picture_of(group: Group) -> Image:
-    """The first picture; raises BadSample when there is none."""
-    member = group.first((*PICTURES, "gif"))
-    if member is None:
-        raise group.bad(
-            f"no picture ({', '.join(PICTURES)}) beside {', '.join(group.sizes)}", "missing_member"
-        )
-    return Image(group.read(member))
+def _text(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+    code = group.first(CODE)
+    if code is not None and not entry and not group.first(TEXTS):
+        return [Text(group.text(code), options.text_loss)]
+    return [Text(words(group, entry, options, epoch), options.text_loss)]
 
 
-def _caption(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
-    return [picture_of(group), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
+def _caption(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+    picture = group.read(group.one((*PICTURES, "gif"), "picture"))
+    return [Image(picture), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
 
 
-def _text(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
-    member = group.first(CODE)
-    has_text = entry is not None or group.first(TEXTS) is not None
-    text = group.text(member) if member and not has_text else words(group, entry, options, epoch)
-    return [Text(text, options.text_loss)]
+def _video(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+    clip = group.media(group.one(VIDEOS, f"video ({', '.join(VIDEOS)})"), options)
+    return [clip, Text("\n" + words(group, entry, options, epoch), options.text_loss)]
 
 
-def _video(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
-    member = group.first(VIDEOS)
-    if member is None:
-        raise group.bad(f"no video ({', '.join(VIDEOS)}) beside {', '.join(group.sizes)}", "missing_member")
-    return [group.media(member, options), Text("\n" + words(group, entry, options, epoch), options.text_loss)]
+def _code(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
+    picture = group.read(group.one((*PICTURES, "gif"), "picture"))
+    code = group.first(CODE)
+    text = words(group, entry, options, epoch) if code is None else group.text(code)
+    return [Image(picture), Text("\n" + text, options.text_loss)]
 
 
-def _code(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
-    member = group.first(CODE)
-    text = group.text(member) if member else words(group, entry, options, epoch)
-    return [picture_of(group), Text("\n" + text, options.text_loss)]
-
-
-BUILDERS: dict[str, Callable[[Group, dict[str, Any] | None, Any, int], list[Segment]]] = {
+BUILDERS: dict[str, Callable[[Group, Entry, Any, int], list[Segment]]] = {
     "caption": _caption,
     "qa": dialogue.questions,
     "conversation": dialogue.conversation,
@@ -127,4 +113,5 @@ BUILDERS: dict[str, Callable[[Group, dict[str, Any] | None, Any, int], list[Segm
 def chosen_format(manifest: Mapping[str, Any] | None) -> str:
     """The format that a preparation was told to take (prepare --format); "auto" where it was told none."""
     chosen = (manifest or {}).get("format")
+    # The manifest is a file of others: what it says may be anything.
     return chosen if isinstance(chosen, str) and chosen in BUILDERS else "auto"

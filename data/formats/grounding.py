@@ -19,87 +19,66 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from earlyfusion.data.errors import BadSample
 from earlyfusion.data.sample import Region, Regions
 
 Size = tuple[int, int]
-DECIMALS = 3
 
 
-def clip(region: Region, size: Size) -> tuple[float, ...]:
+def clip(region: Region, size: Size) -> list[float]:
     """The box (cut to the picture) or the point of `region` in pixels of the original picture of `size` (w,
     h).
 
     A box that reaches over the edge keeps the part inside. Raises BadSample (box_outside) for a point or a
     whole box outside, a box without area, and coordinates that are not finite numbers.
     """
-    width, height = size
-    values = region.box if region.box is not None else region.point
-    assert values is not None
+    values: Sequence[Any] = region.box or region.point or ()
+    wrong = f"region {region.label!r} {tuple(values)} in a picture of {size[0]} x {size[1]}: "
     try:
-        numbers = tuple(float(value) for value in values)
+        numbers = [float(value) for value in values]
     except (TypeError, ValueError):
-        numbers = ()
-    expected = 4 if region.box is not None else 2
-    if len(numbers) != expected or not all(math.isfinite(value) for value in numbers):
-        raise _outside(region, size, f"expected {expected} finite numbers")
-    if region.point is not None:
-        x, y = numbers
-        if not (0 <= x <= width and 0 <= y <= height):
-            raise _outside(region, size, "the point lies outside")
-        return numbers
-    left, top, right, bottom = numbers
-    if right <= left or bottom <= top:
-        raise _outside(region, size, "the box has no area; expected (left, top, right, bottom)")
-    left, top, right, bottom = (
-        max(left, 0.0),
-        max(top, 0.0),
-        min(right, float(width)),
-        min(bottom, float(height)),
-    )
-    if right <= left or bottom <= top:
-        raise _outside(region, size, "the box lies outside")
-    return left, top, right, bottom
-
-
-def _outside(region: Region, size: Size, what: str) -> BadSample:
-    given = region.box if region.box is not None else region.point
-    return BadSample(
-        f"region {region.label!r} {given} in a picture of {size[0]} x {size[1]}: {what}", "box_outside"
-    )
+        numbers = []
+    if len(numbers) != (4 if region.box else 2) or not all(map(math.isfinite, numbers)):
+        raise BadSample(f"{wrong}expected {4 if region.box else 2} finite numbers", "box_outside")
+    # What reaches over the edge is cut there, as a photograph is.
+    cut = [min(max(value, 0.0), float(side)) for value, side in zip(numbers, size * 2)]
+    if region.point and cut != numbers:
+        raise BadSample(f"{wrong}the point lies outside", "box_outside")
+    if region.box and (numbers[2] <= numbers[0] or numbers[3] <= numbers[1]):
+        raise BadSample(f"{wrong}no area; expected (left, top, right, bottom)", "box_outside")
+    if region.box and (cut[2] <= cut[0] or cut[3] <= cut[1]):
+        raise BadSample(f"{wrong}the box lies outside", "box_outside")
+    return cut
 
 
 def write_regions(regions: Regions, original: Size, resized: Size) -> str:
     """The text of `regions` in a picture of `original` (w, h) pixels that the model sees at `resized` (w,
     h)."""
-    lines = [_line(region, regions.form, original, resized) for region in regions.regions]
+    lines = []
+    for region in regions.regions:
+        numbers, name = clip(region, original), "box" if region.box else "point"
+        shares = [value / side for value, side in zip(numbers, original * 2)]
+        # Written by hand: the model learns one spacing and one number of decimals.
+        parts = [f'"label": {json.dumps(region.label, ensure_ascii=False)}']
+        if regions.form != "normalized":
+            # Not from the shares: their division would round otherwise.
+            scaled = [value * new / old for value, new, old in zip(numbers, resized * 2, original * 2)]
+            parts.append(f'"{name}": {_whole(scaled, resized)}')
+        if regions.form != "absolute":
+            parts.append(f'"{name}01": [{", ".join(f"{share:.3f}" for share in shares)}]')
+        lines.append("{" + ", ".join(parts) + "}")
     return "\n".join(lines) if lines else "[]"
 
 
-def _line(
-    region: Region, form: Literal["absolute", "normalized", "both"], original: Size, resized: Size
-) -> str:
-    numbers = clip(region, original)
-    name = "box" if region.box is not None else "point"
-    parts = [f'"label": {json.dumps(region.label, ensure_ascii=False)}']
-    if form != "normalized":
-        parts.append(f'"{name}": [{", ".join(str(value) for value in _pixels(numbers, original, resized))}]')
-    if form != "absolute":
-        shares = [value / original[axis % 2] for axis, value in enumerate(numbers)]
-        parts.append(f'"{name}01": [{", ".join(f"{value:.{DECIMALS}f}" for value in shares)}]')
-    return "{" + ", ".join(parts) + "}"
-
-
-def _pixels(numbers: Sequence[float], original: Size, resized: Size) -> list[int]:
-    scaled = [value * resized[axis % 2] / original[axis % 2] for axis, value in enumerate(numbers)]
-    whole = [min(math.floor(value + 0.5), resized[axis % 2]) for axis, value in enumerate(scaled)]
-    if len(whole) == 4:
-        for low, high in ((0, 2), (1, 3)):
-            if whole[high] <= whole[low]:  # thinner than half a pixel: the pixel it lies in
-                whole[low] = min(math.floor(scaled[low]), resized[low] - 1)
-                whole[high] = whole[low] + 1
+def _whole(scaled: Sequence[float], size: Size) -> list[int]:
+    """Whole pixels of the resized picture."""
+    whole = [min(math.floor(value + 0.5), side) for value, side in zip(scaled, size * 2)]
+    for axis in range(len(whole) - 2):
+        if whole[axis + 2] <= whole[axis]:  # thinner than half a pixel: the pixel it lies in
+            whole[axis] = min(math.floor(scaled[axis]), size[axis] - 1)
+            whole[axis + 2] = whole[axis] + 1
     return whole
 
 
@@ -116,14 +95,12 @@ class FoundRegion:
 
     def to_region(self, original: Size, resized: Size) -> Region:
         """In pixels of the original picture; the pixel coordinates count where both are given."""
-        pixels, shares = (self.box, self.box01) if self.box or self.box01 else (self.point, self.point01)
-        if pixels is not None:
-            values = [value * original[axis % 2] / resized[axis % 2] for axis, value in enumerate(pixels)]
-        else:
-            values = [value * original[axis % 2] for axis, value in enumerate(shares or ())]
-        if len(values) == 4:
-            return Region(self.label, box=(values[0], values[1], values[2], values[3]))
-        return Region(self.label, point=(values[0], values[1]))
+        name = "box" if self.box or self.box01 else "point"
+        # Pixels are the finer of the two where the picture is large.
+        pixels, shares = getattr(self, name), getattr(self, f"{name}01")
+        unit = (1, 1) if pixels is None else resized
+        values = [value * side / one for value, side, one in zip(pixels or shares, original * 2, unit * 2)]
+        return Region(self.label, **{name: tuple(values)})  # type: ignore[arg-type]
 
 
 # A flat object; braces inside its strings belong to it.
@@ -143,19 +120,18 @@ def parse_regions(text: str) -> list[FoundRegion]:
             entry = json.loads(match.group())
         except ValueError:
             continue
-        label = entry.get("label")
-        values = {name: _numbers(entry.get(name), name) for name in ("box", "box01", "point", "point01")}
-        if isinstance(label, str) and any(value is not None for value in values.values()):
-            found.append(FoundRegion(label, **values))
+        places = {name: _numbers(entry.get(name), name) for name in ("box", "box01", "point", "point01")}
+        if isinstance(entry.get("label"), str) and any(places.values()):
+            found.append(FoundRegion(entry["label"], **places))
     return found
 
 
 def _numbers(value: object, name: str) -> tuple[float, ...] | None:
-    count = 4 if name.startswith("box") else 2
-    if not isinstance(value, list) or len(value) != count:
+    if not isinstance(value, list) or len(value) != (4 if name.startswith("box") else 2):
         return None
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e9 for v in value):
+    # JSON's true is a number to Python.
+    if not all(type(v) in (int, float) and abs(v) < 1e9 for v in value):
         return None
-    if count == 4 and not (value[0] < value[2] and value[1] < value[3]):
+    if len(value) == 4 and not (value[0] < value[2] and value[1] < value[3]):
         return None
-    return tuple(float(v) for v in value)
+    return tuple(map(float, value))

@@ -8,22 +8,25 @@ picture's header.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from earlyfusion.data.errors import BadSample
-from earlyfusion.data.formats.group import PICTURES, Group
+from earlyfusion.data.formats.group import PICTURES, TEXTS, Entry, Group
 from earlyfusion.data.picture import open_header
 from earlyfusion.data.sample import Image, Region, Regions, Segment, Text
 
 _ORIENTATION = 0x0112
-_PICTURES = (*PICTURES, "gif")
+_LABELS = ("label", "text", "name", "category", "phrase")
+Item = tuple[str, Any, int]
+"""Label, coordinates as the file has them, how many there must be: 4 of a box, 2 of a point."""
 
 
 def picture_size(group: Group, data: bytes) -> tuple[int, int]:
     """(width, height) after EXIF orientation, from the header alone; raises BadSample (corrupt_image)."""
     try:
         with open_header(data) as picture:
+            # Four of the eight orientations lie on their side.
             turned = picture.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
             return (picture.height, picture.width) if turned else picture.size
     except BadSample as error:
@@ -32,114 +35,87 @@ def picture_size(group: Group, data: bytes) -> tuple[int, int]:
         raise group.bad(f"the picture's header cannot be read ({error})", "corrupt_image") from None
 
 
-def grounding(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
+def grounding(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
     """Picture, caption if there is one, then the regions."""
-    segments, data = _picture(group)
-    for name in options.text_fields:
-        if entry and isinstance(entry.get(name), str) and entry[name].strip():
-            segments.append(Text("\n" + entry[name].strip(), options.text_loss))
-            break
-    return segments + _written(group, data, list(_regions(group, entry or {})), entry or {}, options)
+    data = group.read(group.one((*PICTURES, "gif"), "picture"))
+    segments: list[Segment] = [Image(data)]
+    # A caption beside the boxes is told before them.
+    captions = [entry.get(name) for name in options.text_fields]
+    caption = next((text for text in captions if isinstance(text, str) and text.strip()), None)
+    if caption is not None:
+        segments.append(Text("\n" + caption.strip(), options.text_loss))
+
+    items: list[Item] = []
+    for key in ("regions", "objects"):
+        items += _items(group, entry.get(key, []), f'"{key}"')
+    for key, count in (("boxes", 4), ("bboxes", 4), ("points", 2)):
+        if key in entry:
+            own = "point_labels" if key == "points" and "point_labels" in entry else "labels"
+            listed, labels = entry[key], entry.get(own)
+            if not isinstance(listed, list) or not isinstance(labels, list) or len(labels) != len(listed):
+                raise group.bad(f'"{key}" and "{own}" must be lists of one length')
+            items += [(group.filled(label, own), values, count) for label, values in zip(labels, listed)]
+    return [*segments, *_written(group, data, items, entry, options)]
 
 
-def ocr(group: Group, entry: dict[str, Any] | None, options: Any, epoch: int) -> list[Segment]:
+def ocr(group: Group, entry: Entry, options: Any, epoch: int) -> list[Segment]:
     """Picture, then the text in it: a whole string, or lines with the box of each."""
-    segments, data = _picture(group)
-    found = (entry or {}).get("ocr")
+    data = group.read(group.one((*PICTURES, "gif"), "picture"))
+    found = entry.get("ocr")
     if found is None:
-        member = group.first(("txt", "text", "md"))
-        if member is None:
-            raise group.bad('no text: expected .txt, or "ocr" in .json', "missing_member")
-        found = group.text(member)
+        found = group.text(group.one(TEXTS, 'text (.txt, or "ocr" in .json)'))
     if isinstance(found, str):
-        return [*segments, Text("\n" + group.filled(found, '"ocr"').strip(), options.text_loss)]
-    lines = list(_items(group, found, '"ocr"'))
-    if not lines:
-        raise group.bad('"ocr" is empty', "empty_text")
-    if any(box is None and point is None for _, box, point in lines):
-        return [*segments, Text("\n" + "\n".join(label for label, _, _ in lines), options.text_loss)]
-    return segments + _written(group, data, lines, entry or {}, options)
-
-
-def _picture(group: Group) -> tuple[list[Segment], bytes]:
-    member = group.first(_PICTURES)
-    if member is None:
-        raise group.bad(f"no picture beside {', '.join(group.sizes)}", "missing_member")
-    data = group.read(member)
-    return [Image(data)], data
-
-
-Item = tuple[str, Any, Any]
-"""Label, box or None, point or None, as the file has them."""
+        lines = [group.filled(found, '"ocr"')]
+    else:
+        items = list(_items(group, found, '"ocr"'))
+        lines = [label for label, _, _ in items]
+        if not lines:
+            raise group.bad('"ocr" is empty', "empty_text")
+        if all(values is not None for _, values, _ in items):
+            return [Image(data), *_written(group, data, items, entry, options)]
+    return [Image(data), Text("\n" + "\n".join(lines), options.text_loss)]
 
 
 def _items(group: Group, listed: object, what: str) -> Iterator[Item]:
-    if not isinstance(listed, list):
-        raise group.bad(f"{what} is {type(listed).__name__}, expected a list", "bad_json")
-    for item in listed:
-        if not isinstance(item, dict):
-            raise group.bad(f"{what} holds {type(item).__name__}, expected objects", "bad_json")
-        label = next((item[k] for k in ("label", "text", "name", "category", "phrase") if k in item), None)
+    for item in group.objects(listed, what):
+        label = next((item[name] for name in _LABELS if name in item), None)
         box = item.get("box", item.get("bbox"))
-        yield group.filled(label, f"a label in {what}").strip(), box, item.get("point")
+        values, count = (item.get("point"), 2) if box is None else (box, 4)
+        yield group.filled(label, f"a label in {what}"), values, count
 
 
-def _regions(group: Group, entry: Mapping[str, Any]) -> Iterator[Item]:
-    for key in ("regions", "objects"):
-        if key in entry:
-            yield from _items(group, entry[key], f'"{key}"')
-    for key, is_box in (("boxes", True), ("bboxes", True), ("points", False)):
-        if key not in entry:
-            continue
-        listed = entry[key]
-        labels = entry.get("point_labels" if not is_box and "point_labels" in entry else "labels")
-        if not isinstance(listed, list) or not isinstance(labels, list) or len(labels) != len(listed):
-            raise group.bad(f'"{key}" and "labels" must be lists of one length', "bad_json")
-        for label, values in zip(labels, listed):
-            label = group.filled(label, '"labels"').strip()
-            yield (label, values, None) if is_box else (label, None, values)
-
-
-def _written(
-    group: Group, data: bytes, items: Sequence[Item], entry: Mapping[str, Any], options: Any
-) -> list[Segment]:
-    numbers = [_numbers(group, item) for item in items]
-    given = str(entry.get("coordinates", options.box_input))
-    shares = given == "normalized" or (
-        given == "auto" and bool(numbers) and all(0 <= value <= 1 for values in numbers for value in values)
-    )
-    width, height = picture_size(group, data)
+def _written(group: Group, data: bytes, items: Sequence[Item], entry: Entry, options: Any) -> list[Segment]:
+    """The regions in pixels. Raises BadSample for what lies outside by more than one pixel (rounding in the
+    file) and for a box without area."""
+    numbers = [_numbers(group, *item) for item in items]
+    given = entry.get("coordinates", options.box_input)
+    # Boxes of one picture have one unit: shares only where every number could be one.
+    small = all(0 <= min(values) and max(values) <= 1 for values in numbers)
+    shares = given == "normalized" or (given == "auto" and small)
+    sides = picture_size(group, data) * 2
     regions = []
-    for (label, box, _), values in zip(items, numbers):
-        if box is not None and entry.get("box_format", options.box_format) == "xywh":
-            values = [values[0], values[1], values[0] + values[2], values[1] + values[3]]
+    for (label, _, count), values in zip(items, numbers):
+        if count == 4 and entry.get("box_format", options.box_format) == "xywh":
+            values[2:] = [values[0] + values[2], values[1] + values[3]]
         if shares:
-            values = [value * (height if axis % 2 else width) for axis, value in enumerate(values)]
-        regions.append(_region(group, label, values, (width, height)))
+            values = [value * side for value, side in zip(values, sides)]
+        inside = all(-1 <= value <= side + 1 for value, side in zip(values, sides))
+        flat = count == 4 and (values[2] <= values[0] or values[3] <= values[1])
+        if flat or not inside:
+            shown = [round(value, 1) for value in values]
+            size = f"{sides[0]} x {sides[1]}"
+            raise group.bad(f"region {label!r} {shown} in a picture of {size}", "box_outside")
+        # Rounding of one pixel is forgiven; the coordinates are inside afterwards.
+        place: Any = tuple(min(max(value, 0.0), float(side)) for value, side in zip(values, sides))
+        regions.append(Region(label, **{"box" if count == 4 else "point": place}))
     return [Text("\n", options.text_loss), Regions(regions, 0, options.boxes, options.text_loss)]
 
 
-def _numbers(group: Group, item: Item) -> list[float]:
-    label, box, point = item
-    values, expected = (box, 4) if box is not None else (point, 2)
+def _numbers(group: Group, label: str, values: Any, count: int) -> list[float]:
     try:
         numbers = [float(value) for value in values]
     except (TypeError, ValueError, OverflowError):  # JSON knows integers of any length
         numbers = []
-    if len(numbers) != expected or not all(map(math.isfinite, numbers)):
-        raise group.bad(f"region {label!r}: {values!s:.80}, expected {expected} finite numbers", "bad_json")
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise group.bad(f"region {label!r}: {values!s:.80}, expected {count} finite numbers")
     return numbers
-
-
-def _region(group: Group, label: str, values: list[float], size: tuple[int, int]) -> Region:
-    """Refuses what lies outside by more than one pixel (rounding in the file); a box also without area."""
-    width, height = size
-    xs, ys = values[0::2], values[1::2]
-    inside = -1 <= min(xs) and max(xs) <= width + 1 and -1 <= min(ys) and max(ys) <= height + 1
-    if not inside or (len(values) == 4 and (xs[1] <= xs[0] or ys[1] <= ys[0])):
-        shown = [round(value, 1) for value in values]
-        raise group.bad(f"region {label!r} {shown} in a picture of {width} x {height}", "box_outside")
-    xs, ys = [min(max(x, 0.0), float(width)) for x in xs], [min(max(y, 0.0), float(height)) for y in ys]
-    if len(values) == 2:
-        return Region(label, point=(xs[0], ys[0]))
-    return Region(label, box=(xs[0], ys[0], xs[1], ys[1]))

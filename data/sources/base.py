@@ -24,7 +24,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import digest64
@@ -48,12 +56,12 @@ class Kind:
     options: type[Options]
     pictures: bool
     """Its documents hold pictures, unless a recipe says otherwise."""
-    path: str
+    path: str = ""
     """What the recipe's `path` names ("directory"); "" for kinds that take none."""
-    chat: bool
+    chat: bool = False
     """Its documents are conversations in the chat form."""
-    licence: str
-    note: str
+    licence: str = ""
+    note: str = ""
     """Where the data comes from, for the model card."""
 
 
@@ -63,20 +71,12 @@ KINDS: dict[str, Kind] = {}
 AnySource = TypeVar("AnySource", bound="type[Source]")
 
 
-def source(
-    name: str,
-    options: type[Options] = Options,
-    *,
-    pictures: bool,
-    path: str = "",
-    chat: bool = False,
-    licence: str = "",
-    note: str = "",
-) -> Callable[[AnySource], AnySource]:
-    """Register the decorated class as the kind `name`; see Kind for the rest."""
+# One decorator is all that a kind needs: no list elsewhere names it.
+def source(name: str, options: type[Options] = Options, **facts: Any) -> Callable[[AnySource], AnySource]:
+    """Register the decorated class as the kind `name`; see Kind for the facts (pictures=True, ...)."""
 
     def register(cls: AnySource) -> AnySource:
-        cls.kind = KINDS[name] = Kind(name, cls, options, pictures, path, chat, licence, note)
+        cls.kind = KINDS[name] = Kind(name, cls, options, **facts)
         return cls
 
     return register
@@ -88,15 +88,14 @@ def kind_of(name: str) -> Kind:
     Raises DataError with the nearest name, or with what is wrong at that place.
     """
     module, colon, cls = name.partition(":")
-    if colon:
-        try:
-            found: Kind = getattr(importlib.import_module(module), cls).kind
-        except (ImportError, AttributeError, ValueError) as error:
-            raise DataError(f"kind of source {name!r}: no class with @source there ({error})") from None
-        return found
-    if name not in KINDS:
+    if not colon and name not in KINDS:
         raise DataError(f"unknown kind of source {name!r}; {did_you_mean(name, KINDS)}")
-    return KINDS[name]
+    try:
+        # A place imports on demand: a class of one's own need not be registered anywhere.
+        found: Kind = getattr(importlib.import_module(module), cls).kind if colon else KINDS[name]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"kind of source {name!r}: no class with @source there ({error})") from None
+    return found
 
 
 class SourceConfig(BaseModel):
@@ -131,6 +130,7 @@ class SourceConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
         kind = kind_of(self.kind)
+        # Said before anything is opened, with the recipe's own words.
         if kind.path and self.path is None and not self.options.get("shards"):
             raise ValueError(f"source {self.name!r}: kind = {self.kind!r} needs path = '<{kind.path}>'")
         if self.path is not None and not kind.path:
@@ -144,6 +144,7 @@ class SourceConfig(BaseModel):
             raise ValueError(
                 f"source {self.name!r} ({self.kind}): {explain_options(error, kind.options)}"
             ) from None
+        # The model is frozen for everybody else.
         object.__setattr__(self, "options", resolved.model_dump())
         return self
 
@@ -178,7 +179,7 @@ class Source(ABC):
 
     def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
         self.config, self.name = config, config.name
-        self.options = config.typed
+        self.options: Any = config.typed
         self.seed, self.val_fraction = seed, val_fraction
         self.open()
 
@@ -223,6 +224,7 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when samples or their order would; weight and max_epochs do not
         count."""
+        # Weight and epochs choose among the samples, they do not change them.
         options = sorted(self.config.options.items())
         return f"{digest64(self.config.kind, options, self.seed, self.val_fraction, *self.contents()):016x}"
 
@@ -238,6 +240,7 @@ class Listed(Source):
         return len(self.train)
 
     def get(self, index: int, epoch: int) -> Sample:
+        # The same in every epoch: the order changes, not the sample.
         return self.read(self.train[index])
 
     def heldout_len(self) -> int:
@@ -278,18 +281,57 @@ class InFiles(Source):
         """The sample at a position of a file."""
 
 
+class GeneratedOptions(Options):
+    count: PositiveInt = 100_000
+    """Samples of one epoch; the next epoch makes new ones."""
+    heldout_count: PositiveInt = 512
+    """Samples held out."""
+
+
+class Generated(Source):
+    """A source without end: a sample is made from (seed, kind, number), of training number = epoch * count +
+    index."""
+
+    version = 1
+    """Part of the fingerprint: raise it when other samples are made than before."""
+
+    def __len__(self) -> int:
+        return self.options.count
+
+    def heldout_len(self) -> int:
+        return self.options.heldout_count
+
+    def contents(self) -> Iterator[object]:
+        yield self.version
+        yield len(self)
+
+    def get(self, index: int, epoch: int) -> Sample:
+        # No epoch repeats another: there is always a next number.
+        number = epoch * len(self) + index
+        return self.made(number, str(number), heldout=False)
+
+    def heldout(self, index: int) -> Sample:
+        # Held-out numbers have names of their own, so no training number can meet one.
+        return self.made(index, f"heldout/{index}", heldout=True)
+
+    @abstractmethod
+    def made(self, number: int, key: str, heldout: bool) -> Sample:
+        """The sample of a number, of one side."""
+
+
 def build_source(config: SourceConfig, *, seed: int = 0, val_fraction: float = 0.1) -> Source:
     """The source that `config` describes; raises DataError when its data is missing or holds no training
     sample."""
     described = f"source {config.name!r} ({config.kind}{' ' + config.path if config.path else ''})"
     try:
         built = kind_of(config.kind).source(config, seed=seed, val_fraction=val_fraction)
-    except DataError:
-        raise
+    except DataError as error:
+        raise DataError(f"source {config.name!r}: {error}") from None
     except Exception as error:  # files of others: whatever nobody thought of is one line, too
         raise DataError(
             f"{described} cannot be opened ({type(error).__name__}: {one_line(error)})"
         ) from error
+    # Better told here than by a loader that waits for a first document.
     if len(built) == 0:
         raise DataError(f"{described} has no training sample; add data or lower data.val_fraction")
     return built

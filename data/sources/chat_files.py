@@ -18,10 +18,9 @@ from earlyfusion.data.chat.rows import Media, messages_of
 from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.sample import Sample, json_object
-from earlyfusion.data.shards.fetch import as_local, short_names
-from earlyfusion.data.shards.split import Split
-from earlyfusion.data.sources.base import InFiles, Options, source
-from earlyfusion.data.sources.text_files import LINES, TextTable, contents_of, find_files, text_cache
+from earlyfusion.data.shards.fetch import as_local
+from earlyfusion.data.sources.base import Options, source
+from earlyfusion.data.sources.text_files import LINES, TextFiles, find_files
 
 
 class ChatFilesOptions(Options):
@@ -39,25 +38,25 @@ class ChatFilesOptions(Options):
 
 
 @source("chat_files", ChatFilesOptions, pictures=True, path="files", chat=True)
-class ChatFiles(InFiles):
+class ChatFiles(TextFiles):
     """One conversation a line, in the form of the option `template`; only the assistant's messages are
     learned."""
 
     def open(self) -> None:
         options = self.options
-        try:
-            urls = [url for url in find_files(str(self.config.path)) if url.lower().endswith(LINES)]
-            if not urls:
-                raise DataError(f"no chat file at {self.config.path}: expected {', '.join(LINES)}")
-            cache = text_cache(options.cache_dir)
-            self.tables = [TextTable(url, field="messages", chunk_bytes=0, cache=cache) for url in urls]
-        except DataError as error:
-            raise DataError(f"source {self.name!r}: {error}") from None
-        self.media = [
-            Media(_folder(url, options.media), max_frames=options.max_frames, fps=options.fps) for url in urls
-        ]
-        self.names = short_names(urls)
-        self.split = Split(self.names, [len(table) for table in self.tables], self.val_fraction)
+        urls = [url for url in find_files(str(self.config.path)) if url.lower().endswith(LINES)]
+        if not urls:
+            raise DataError(f"no chat file at {self.config.path}: expected {', '.join(LINES)}")
+        # Chat rows are objects: their lines are read as they are, no field is taken out.
+        self.read_tables(urls, field="messages", chunk_bytes=0)
+
+        self.media = []
+        for url in urls:
+            # Names in a row are relative to its file, which for a URL has no folder here.
+            local = as_local(url)
+            beside = local.parent if local is not None else Path(".")
+            folder = Path(options.media).expanduser() if options.media else beside
+            self.media.append(Media(folder, max_frames=options.max_frames, fps=options.fps))
 
     def read(self, file: int, position: int, epoch: int) -> Sample:
         where = f"{self.names[file]}:{position + 1}"
@@ -67,18 +66,11 @@ class ChatFiles(InFiles):
             return chat_sample(messages, source=self.name, key=where, template=self.options.template)
         except BadSample:
             raise
-        except DataError as error:
+        except DataError as error:  # a template that cannot say these messages: one row's fault
             raise BadSample(f"{where}: {error}", "bad_json") from None
 
     def contents(self) -> Iterator[object]:
-        yield from contents_of(self.names, self.tables)
+        yield from super().contents()
+        # Only where it says something new, so that older runs keep their fingerprint.
         if self.options.template != "chat":
             yield self.options.template
-
-
-def _folder(url: str, media: str | None) -> Path:
-    """Where the pictures and videos of a file are named in."""
-    local = as_local(url)
-    if media is not None:
-        return Path(media).expanduser()
-    return local.parent if local is not None else Path(".")

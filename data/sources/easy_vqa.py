@@ -20,7 +20,7 @@ from pydantic import Field
 
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.sample import Image, Sample, Segment, Text, answer_text, open_picture, question_text
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import Options, Source, source
 
 
 class EasyVqaOptions(Options):
@@ -43,19 +43,14 @@ class Picture:
 def load_split(split: str) -> tuple[Picture, ...]:
     """All pictures of "train" or "test" in order of their number; raises DataError when the package is
     missing."""
+    # Found without importing it: only its files are of use.
     spec = importlib.util.find_spec("easy_vqa")
     if spec is None or spec.origin is None:
         raise DataError("package easy-vqa is not installed; run: pip install easy-vqa")
     root = Path(spec.origin).parent / "data" / split
-    try:
-        entries = json.loads((root / "questions.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"easy-vqa: {root / 'questions.json'} cannot be read ({error}); reinstall easy-vqa"
-        ) from None
-
+    # The file lists questions, a document needs them by picture.
     asked: dict[int, list[tuple[str, str]]] = {}
-    for question, answer, picture in entries:
+    for question, answer, picture in json.loads((root / "questions.json").read_text(encoding="utf-8")):
         asked.setdefault(picture, []).append((question, answer))
     return tuple(Picture(i, root / "images" / f"{i}.png", tuple(asked[i])) for i in sorted(asked))
 
@@ -82,28 +77,25 @@ class EasyVqa(Source):
     """One picture, then `questions_per_image` of its questions with answers, in an order of the epoch's
     own."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self._options = config.typed
-        self._train = load_split("train")
+    def open(self) -> None:
+        self.train = load_split("train")
 
     def __len__(self) -> int:
-        return len(self._train)
+        return len(self.train)
 
     def _sample(self, entry: Picture, questions: Sequence[tuple[str, str]], key: str) -> Sample:
         segments: list[Segment] = [picture_of(entry)]
         for question, answer in questions:
-            segments.append(Text(question_text(question), self._options.question_loss))
+            segments.append(Text(question_text(question), self.options.question_loss))
             segments.append(Text(answer_text(answer)))
         return Sample(segments, self.name, key)
 
     def get(self, index: int, epoch: int) -> Sample:
-        entry = self._train[index]
+        entry, most = self.train[index], self.options.questions_per_image
         questions = list(entry.questions)
+        # By name, not by a running generator: a resume draws the same.
         random.Random(f"{self.seed}/easy_vqa/{epoch}/{index}").shuffle(questions)
-        return self._sample(
-            entry, questions[: self._options.questions_per_image or None], f"train/{entry.index}"
-        )
+        return self._sample(entry, questions[: most or None], f"train/{entry.index}")
 
     def heldout_len(self) -> int:
         return len(load_split("test"))
@@ -116,13 +108,12 @@ class EasyVqa(Source):
         return self._sample(entry, [chosen], f"test/{entry.index}")
 
     def contents(self) -> Iterator[object]:
-        yield len(self._train)
-        yield sum(len(entry.questions) for entry in self._train)
+        yield len(self.train)
+        yield sum(len(entry.questions) for entry in self.train)
 
     def texts(self, index: int) -> list[str]:
-        entry = self._train[index]
-        return [
-            text
-            for question, answer in entry.questions
-            for text in (question_text(question), answer_text(answer))
-        ]
+        # All questions, not those of one epoch: the tokenizer shall know every word.
+        texts = []
+        for question, answer in self.train[index].questions:
+            texts += [question_text(question), answer_text(answer)]
+        return texts

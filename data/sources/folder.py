@@ -39,6 +39,7 @@ from earlyfusion.data.shards.fetch import LOG
 from earlyfusion.data.sources.base import Listed, Options, source
 from earlyfusion.data.sources.text_files import lines_of
 
+# What Pillow opens and people have.
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 TEXTS = {".txt", ".md", ".py"}
 
@@ -64,9 +65,7 @@ class Folder(Listed):
     def open(self) -> None:
         self.root = Path(str(self.config.path)).expanduser()
         if not self.root.is_dir():
-            raise DataError(
-                f"source {self.name!r}: folder {self.root} does not exist; check data.sources path"
-            )
+            raise DataError(f"folder {self.root} does not exist; check data.sources path")
 
         self.left_out = Counter[str]()
         """Files that are no sample, by what they are."""
@@ -75,30 +74,35 @@ class Folder(Listed):
             LOG.warning("source %r: %s: not used: %s", self.name, self.root, told(self.left_out))
         if not items:
             raise DataError(
-                f"source {self.name!r}: folder {self.root} holds nothing to read; expected pictures with a"
-                " .txt or .json of the same name beside them, or .txt, .md, .py, .jsonl files"
+                f"folder {self.root} holds nothing to read; expected pictures with a .txt or .json of the"
+                " same name beside them, or .txt, .md, .py, .jsonl files"
             )
 
-        self.train: list[_Item] = []
-        self.held: list[_Item] = []
+        self.train, self.held = [], []
         for item in items:
-            (self.held if held_out(f"folder/{item.key}", self.val_fraction) else self.train).append(item)
-        self._size = sum(path.stat().st_size for path in {item.path for item in items})
+            side = self.held if held_out(f"folder/{item.key}", self.val_fraction) else self.train
+            side.append(item)
+        # Sizes, not dates: a copy of the folder is the same source.
+        paths = {item.path for item in items}
+        self._size = sum(path.stat().st_size for path in paths)
 
     def _scan(self) -> Iterator[_Item]:
-        names = {path.relative_to(self.root): path for path in self.root.rglob("*") if path.is_file()}
-        hidden = {name for name in names if any(part.startswith(".") for part in name.parts)}
-        files = {path: name.as_posix() for name, path in names.items() if name not in hidden}
+        files: dict[Path, str] = {}
+        for path in self.root.rglob("*"):
+            name = path.relative_to(self.root)
+            if path.is_file() and not any(part.startswith(".") for part in name.parts):
+                files[path] = name.as_posix()
+
+        # A caption belongs to its picture and is no document of its own.
         captions: dict[Path, Path] = {}
         used = set[Path]()
         for path in files:
-            if path.suffix.lower() in PICTURES:
-                beside = [path.with_suffix(end) for end in (".txt", ".json")]
-                beside = [caption for caption in beside if caption in files]
-                if beside:
-                    captions[path] = beside[0]
-                    used.update(beside)
+            beside = [path.with_suffix(end) for end in (".json", ".txt") if path.with_suffix(end) in files]
+            if beside and path.suffix.lower() in PICTURES:
+                captions[path] = beside[-1]
+                used.update(beside)
 
+        # In the order of the paths: the same on every file system.
         for path, key in sorted(files.items()):
             suffix = path.suffix.lower()
             if path in captions:
@@ -109,11 +113,9 @@ class Folder(Listed):
                 for number, (offset, filled) in enumerate(lines_of(path), start=1):
                     if filled:
                         yield _Item(f"{key}:{number}", path, offset=offset)
-            elif path in used:
-                continue
-            elif suffix in TEXTS:
+            elif suffix in TEXTS and path not in used:
                 yield _Item(key, path)
-            else:
+            elif path not in used:
                 self.left_out[f"file of kind {suffix or 'none'}"] += 1
 
     def locate(self, index: int) -> tuple[str, str]:
@@ -145,6 +147,7 @@ class Folder(Listed):
     def _line(self, item: _Item, loss: float) -> list[Segment]:
         with item.path.open("rb") as file:
             file.seek(item.offset)
+            # One more than allowed, so that a longer line is noticed without reading it.
             raw = file.readline(TEXT_BYTES + 1)
         where = f"{item.path}, line {item.key.rpartition(':')[2]}"
         within(len(raw), TEXT_BYTES, where)
@@ -156,6 +159,7 @@ class Folder(Listed):
             )
         if "image" not in entry:
             return [Text(entry["text"], loss)]
+        # A row of others must not name a file outside the folder.
         path = file_below(self.root, item.path.parent.absolute() / str(entry["image"]), f"{where}: image")
         return [Image(path), Text("\n" + entry["text"], loss)]
 
@@ -166,6 +170,7 @@ def _text_of(path: Path) -> str:
         raw = path.read_bytes()
     except OSError as error:
         raise BadSample(f"{path}: cannot be read ({error.strerror})") from None
+    # Never guessed: text in a wrong encoding would be learned as it looks.
     text = utf8(raw, str(path))
     if not text.strip():
         raise BadSample(f"{path}: the text is empty", "empty_text" if raw else "empty_file")

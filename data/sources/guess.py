@@ -13,6 +13,7 @@ def guess_kind(path: str, local: Path | None) -> str:
     name = path.split("?")[0].lower()
     if name.endswith((*LINES, *TABLES, ".txt", ".md")):
         return "text_files"
+    # Of what cannot be listed shards are the likeliest.
     if local is None or not local.is_dir() or any(p.name.endswith(TAR_ENDS) for p in local.rglob("*.t*")):
         return "webdataset"
     only_tables = any(local.rglob("*.parquet")) and not any(local.rglob("*.txt"))

@@ -14,22 +14,19 @@ whatever the form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
-from typing import Literal, cast
+from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from earlyfusion.data.sample import Sample, Segment, Text
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
-from earlyfusion.data.tasks.problem import Form, Problem, Split
+from earlyfusion.data.sources.base import Generated, GeneratedOptions, source
+from earlyfusion.data.tasks.problem import Form, Problem
 from earlyfusion.data.tasks.registry import make_task
 
-_VERSION = 1
-"""Part of the fingerprint: raise it when the tasks draw something else than before."""
 
-
-class ProblemsOptions(Options):
+class ProblemsOptions(GeneratedOptions):
     tasks: dict[str, float] = Field(min_length=1)
     """Task -> weight: verifiable tasks of data/tasks, such as { counting = 2, relation = 1 }."""
     difficulty: int | dict[str, int] = 0
@@ -38,10 +35,6 @@ class ProblemsOptions(Options):
     """Form -> weight: the picture, its description in words, or that description drawn as a picture."""
     thought: float = Field(0.0, ge=0, le=1)
     """Share of the documents whose answer tells what there is before it answers."""
-    count: PositiveInt = 100_000
-    """Problems of one epoch; the next epoch makes new ones."""
-    heldout_count: PositiveInt = 512
-    """Problems held out."""
     question_loss: float = Field(0.0, ge=0)
     """Loss weight of descriptions and questions; answers have 1."""
 
@@ -54,56 +47,38 @@ class ProblemsOptions(Options):
 
 
 @source("problems", ProblemsOptions, pictures=True)
-class Problems(Source):
-    """See the file's head. Raises TaskError for an unknown task, difficulty or form."""
+class Problems(Generated):
+    """See the file's head. Raises DataError for an unknown task or difficulty."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self.options = cast(ProblemsOptions, config.typed)
+    def open(self) -> None:
         self.tasks = {name: make_task(name) for name in self.options.tasks}
-        self._first = self._problem(0, "train")[
-            0
-        ]  # a wrong difficulty or form is told before training starts
+        self._problem(0, heldout=False)  # a wrong difficulty is told before training starts
 
-    def __len__(self) -> int:
-        return self.options.count
-
-    def heldout_len(self) -> int:
-        return self.options.heldout_count
-
-    def contents(self) -> Iterator[object]:
-        yield _VERSION
-        yield len(self)
-
-    def _problem(self, number: int, split: Split) -> tuple[Problem, Form, bool]:
+    def _problem(self, number: int, heldout: bool) -> tuple[Problem, Form, bool]:
         """(problem, form, whether its answer tells what there is first)."""
         options = self.options
-        rng = Random(f"{self.seed if split == 'train' else 'heldout'}/problems/{number}")
+        # Held-out problems do not depend on the seed: all runs are measured on the same.
+        rng = Random(f"{'heldout' if heldout else self.seed}/problems/{number}")
         (name,) = rng.choices(list(options.tasks), list(options.tasks.values()))
         (form,) = rng.choices(list(options.forms), list(options.forms.values()))
-        level = (
-            options.difficulty.get(name, 0) if isinstance(options.difficulty, dict) else options.difficulty
-        )
-        problem = self.tasks[name].sample(rng.getrandbits(48), split, level)
-        problem.check_form(form)
-        return problem, cast(Form, form), rng.random() < options.thought
+        level = options.difficulty
+        if isinstance(level, dict):
+            level = level.get(name, 0)
+        # A number of the problem's own, so that tasks of other weights draw the same problems.
+        problem = self.tasks[name].sample(rng.getrandbits(48), "test" if heldout else "train", level)
+        return problem, form, rng.random() < options.thought
 
-    def _sample(self, number: int, key: str, split: Split) -> Sample:
-        problem, form, thought = self._problem(number, split)
+    def made(self, number: int, key: str, heldout: bool) -> Sample:
+        problem, form, thought = self._problem(number, heldout)
         segments: list[Segment] = []
         for segment in problem.prompt(form, thought):
-            weight = self.options.question_loss
-            segments.append(Text(segment.text, weight) if isinstance(segment, Text) else segment)
+            if isinstance(segment, Text):
+                segment = replace(segment, loss=self.options.question_loss)
+            segments.append(segment)
         return Sample([*segments, problem.solution(thought)], self.name, key)
 
-    def get(self, index: int, epoch: int) -> Sample:
-        number = epoch * len(self) + index
-        return self._sample(number, str(number), "train")
-
-    def heldout(self, index: int) -> Sample:
-        return self._sample(index, f"heldout/{index}", "test")
-
     def texts(self, index: int) -> list[str]:
-        problem, _, thought = self._problem(index, "train")
+        problem, _, thought = self._problem(index, heldout=False)
+        # The words of both forms, without rendering either.
         asked = [segment.text for segment in problem.prompt("twin") if isinstance(segment, Text)]
         return [problem.description, *asked, problem.solution(thought).text]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from earlyfusion.data.errors import BadSample, DataError
+from earlyfusion.data.errors import BadSample
 from earlyfusion.data.formats.build import build, chosen_format
 from earlyfusion.data.sample import Sample
 from earlyfusion.data.shards.read import Shards
@@ -57,10 +57,7 @@ class WebDataset(InFiles):
 
     def open(self) -> None:
         options = self.options
-        try:
-            self.shards = Shards(self.config.path, listed=options.shards, cache=options.cache_dir)
-        except DataError as error:
-            raise DataError(f"source {self.name!r}: {error}") from None
+        self.shards = Shards(self.config.path, listed=options.shards, cache=options.cache_dir)
         # What prepare --format chose holds, unless the recipe names another.
         if options.format == "auto":
             self.options = options.model_copy(update={"format": chosen_format(self.shards.manifest)})
@@ -72,6 +69,7 @@ class WebDataset(InFiles):
         try:
             return self.names[shard], self.shards.key(shard, position)
         except BadSample:
+            # The missing end of a shard has no key.
             return self.names[shard], f"sample {position}"
 
     def read(self, file: int, position: int, epoch: int) -> Sample:
@@ -81,5 +79,6 @@ class WebDataset(InFiles):
     def contents(self) -> Iterator[object]:
         manifest = self.shards.manifest
         for number, (name, count) in enumerate(zip(self.names, self.shards.counts)):
+            # The manifest knows every shard; without one each index tells its own.
             known = manifest["shards"][number] if manifest else self.shards.index(number).header
             yield f"{name} {count} {known['bytes']} {known.get('sha256')}"

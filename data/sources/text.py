@@ -38,6 +38,7 @@ class Pydoc(Listed):
 @lru_cache(maxsize=1)
 def _topics() -> dict[str, str]:
     try:
+        # The manual ships with most Pythons; distributions may leave it out.
         from pydoc_data.topics import topics
     except ImportError:
         raise DataError(
@@ -57,11 +58,13 @@ def _families(topics: dict[str, str]) -> list[list[str]]:
     owner: dict[str, str] = {}
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
+            # Set anew at other widths, the same paragraph has other line ends.
             words = " ".join(paragraph.split())
             if len(words) < _SHARED_PARAGRAPH_CHARS:
                 continue
             other = owner.setdefault(words, name)
             if family[other] is not family[name]:
+                # All members share one list, so that joining two families is seen by each.
                 joined = family[other] + family[name]
                 family.update(dict.fromkeys(joined, joined))
     return [sorted(members) for name, members in sorted(family.items()) if name == min(members)]
@@ -69,10 +72,12 @@ def _families(topics: dict[str, str]) -> list[list[str]]:
 
 def _heldout_topics(topics: dict[str, str], fraction: float) -> set[str]:
     """Whole families in hash order, as many as fit in `fraction` of the characters."""
+    # Of characters, not of topics: some are a hundred times as long as others.
     room = fraction * sum(map(len, topics.values()))
     held: set[str] = set()
     for members in sorted(_families(topics), key=lambda members: digest64("pydoc", members[0])):
         size = sum(len(topics[name]) for name in members)
+        # A family that does not fit is passed over; smaller ones after it may.
         if size <= room:
             held.update(members)
             room -= size
@@ -136,6 +141,7 @@ def _library(total_bytes: int) -> tuple[tuple[str, str], ...]:
     names = [path.relative_to(root) for path in root.rglob("*.py")]
     kept = [str(name.as_posix()) for name in names if not _EXCLUDED & set(name.parts)]
     files, used = [], 0
+    # In the order of hashes: a sample of the whole library, and the same everywhere.
     for name in sorted(kept, key=lambda name: digest64("stdlib", name)):
         if used >= total_bytes:
             break
@@ -159,6 +165,7 @@ def chunks_of_lines(text: str, size: int) -> list[str]:
     chunks: list[str] = []
     current: list[str] = []
     used = 0
+    # Lines stay whole: half a line of code teaches little.
     for line in text.splitlines(keepends=True):
         width = len(line.encode())
         if current and used + width > size:

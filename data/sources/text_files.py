@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -41,40 +40,45 @@ from earlyfusion.kernels.files import replacing
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst")
 TABLES = (".parquet",)
 PLAIN = (".txt", ".md", ".txt.gz", ".txt.zst", ".md.gz", ".md.zst")
+# No line, however long, takes more memory than this while it is looked for.
 _BLOCK = 1 << 24
 _ROWS = 128
 """Rows of a parquet file held at a time."""
+# Arrow writes text in many types; all of them give str or bytes.
+_TEXT_COLUMN = re.compile(r"(large_)?(string|binary)(_view)?|dictionary<values=(large_)?(string|binary),.*")
 
 
 class TextTable:
     """One file: document i is bytes [starts[i], starts[i + 1]) of a plain local file.
 
-    `kind` is "json" (a line holds the text in `field`) or "text". Raises DataError for a file that cannot be
-    opened.
+    `lines`: a line of JSON holds the text in `field`. Raises DataError for a file that cannot be opened.
     """
 
     def __init__(self, url: str, *, field: str, chunk_bytes: int, cache: Path) -> None:
         name = url.split("?")[0].lower()
-        self.kind = "json" if name.endswith(LINES) else "text"
-        self.field = field
+        self.lines, self.field = name.endswith(LINES), field
         try:
             base = cache / f"{digest64('text', url, field, chunk_bytes, *stamp(url)):016x}"
         except FileNotFoundError:
             raise DataError(f"{url}: no such file") from None
+        table = name.endswith(TABLES)
+        self.path = base.with_suffix(".txt") if table else plain_copy(url, cache)
+
+        # Processes that open the same file at once make its offsets once.
         starts = base.with_suffix(".npy")
-        if name.endswith(TABLES):
-            self.path = base.with_suffix(".txt")
-            with locked(base):
-                if not starts.is_file():
-                    _unpack_parquet(plain_copy(url, cache), field, self.path, starts)
-        else:
-            self.path = plain_copy(url, cache)
-            with locked(base):
-                if not starts.is_file():
-                    _save(
-                        starts, _lines(self.path) if self.kind == "json" else _chunks(self.path, chunk_bytes)
-                    )
+        with locked(base):
+            if not starts.is_file():
+                if table:
+                    ends = _unpack_parquet(plain_copy(url, cache), field, self.path)
+                elif self.lines:
+                    ends = [offset for offset, filled in lines_of(self.path) if filled]
+                    ends.append(self.path.stat().st_size)
+                else:
+                    ends = _chunks(self.path, chunk_bytes)
+                with replacing(starts, sync=False) as temporary, temporary.open("wb") as file:
+                    np.save(file, np.asarray(ends, dtype=np.int64))
         try:
+            # Mapped: a hundred million offsets need not be in memory.
             self.starts = np.load(starts, mmap_mode="r")
         except (ValueError, EOFError):
             raise DataError(f"{starts}: damaged; delete it, it is made anew") from None
@@ -85,6 +89,7 @@ class TextTable:
     def raw(self, position: int) -> bytes:
         """The bytes of document `position`; raises BadSample (too_large)."""
         first, last = int(self.starts[position]), int(self.starts[position + 1])
+        # Asked before reading: the file says how long it is.
         within(last - first, TEXT_BYTES, f"{self.path.name}, document {position + 1}")
         with self.path.open("rb") as file:
             file.seek(first)
@@ -92,22 +97,13 @@ class TextTable:
 
     def read(self, position: int, where: str) -> str:
         """Document `position`; raises BadSample (encoding, bad_json, empty_text)."""
-        text: Any = utf8(self.raw(position), where)
-        if self.kind == "json":
-            text = json_object(text, where).get(self.field)
-            if not isinstance(text, str):
-                raise BadSample(
-                    f"{where}: no string {self.field!r} in it; set the option text_field", "bad_json"
-                )
+        raw = self.raw(position)
+        text = json_object(raw, where).get(self.field) if self.lines else utf8(raw, where)
+        if not isinstance(text, str):
+            raise BadSample(f"{where}: no string {self.field!r} in it; set the option text_field", "bad_json")
         if not text.strip():
             raise BadSample(f"{where}: the text is empty", "empty_text")
-        return str(text)
-
-
-def _lines(path: Path) -> np.ndarray:
-    """Starts of the lines that are not blank, and the end. A blank line belongs to the one before it."""
-    starts = [offset for offset, filled in lines_of(path) if filled]
-    return np.asarray([*starts, path.stat().st_size], dtype=np.int64)
+        return text
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bool]]:
@@ -115,35 +111,37 @@ def lines_of(path: Path) -> Iterator[tuple[int, bool]]:
     block."""
     begin, position, filled = 0, 0, False
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            *whole, rest = block.split(b"\n")
-            for line in whole:
-                yield begin, filled or bool(line.strip())
-                position += len(line) + 1
+        while part := file.readline(_BLOCK):
+            filled = filled or bool(part.strip())
+            # A part without a line end is the middle of a long line.
+            position += len(part)
+            if part.endswith(b"\n"):
+                yield begin, filled
                 begin, filled = position, False
-            filled, position = filled or bool(rest.strip()), position + len(rest)
     if position > begin:
         yield begin, filled
 
 
-def _chunks(path: Path, chunk_bytes: int) -> np.ndarray:
+def _chunks(path: Path, chunk_bytes: int) -> list[int]:
     """Starts of documents of about `chunk_bytes`, each the first line start at or after that distance; and
     the end."""
     size = path.stat().st_size
     starts = [0] if size else []
-    if chunk_bytes:
-        with path.open("rb") as file:
-            while starts and (target := starts[-1] + chunk_bytes) < size:
-                file.seek(target - 1)
-                while (part := file.readline(_BLOCK)) and not part.endswith(b"\n"):
-                    pass
-                if file.tell() >= size:
-                    break
-                starts.append(file.tell())
-    return np.asarray([*starts, size], dtype=np.int64)
+    with path.open("rb") as file:
+        while chunk_bytes and starts and (target := starts[-1] + chunk_bytes) < size:
+            # One byte before, so that a line that begins exactly there is taken.
+            file.seek(target - 1)
+            while (part := file.readline(_BLOCK)) and not part.endswith(b"\n"):
+                pass
+            if file.tell() >= size:
+                break
+            starts.append(file.tell())
+    return [*starts, size]
 
 
-def _unpack_parquet(path: Path, field: str, out: Path, starts: Path) -> None:
+def _unpack_parquet(path: Path, field: str, out: Path) -> list[int]:
+    """Write the texts of a parquet column one after the other, a few rows at a time; returns where each
+    ends, after a 0."""
     try:
         from pyarrow import parquet
     except ImportError:
@@ -152,51 +150,32 @@ def _unpack_parquet(path: Path, field: str, out: Path, starts: Path) -> None:
         table = parquet.ParquetFile(path)
     except Exception as error:
         raise DataError(f"{path}: not a parquet file ({error})") from None
-    if field not in table.schema_arrow.names:
+    columns = dict(zip(table.schema_arrow.names, map(str, table.schema_arrow.types)))
+    if field not in columns:
+        raise DataError(f"{path}: no column {field!r}; there are {[*columns]}; set the option text_field")
+    if not _TEXT_COLUMN.fullmatch(columns[field]):
         raise DataError(
-            f"{path}: no column {field!r}; there are {table.schema_arrow.names}; set the option text_field"
+            f"{path}: column {field!r} holds {columns[field]:.80}, expected text; set the option text_field"
         )
-    kind = str(table.schema_arrow.field(field).type)
-    if not re.fullmatch(
-        r"(large_)?(string|binary)(_view)?|dictionary<values=(large_)?(string|binary),.*", kind
-    ):
-        raise DataError(
-            f"{path}: column {field!r} holds {kind:.80}, expected text; set the option text_field"
-        )
-    limit = max(UNPACKED_FREE, UNPACKED_RATIO * path.stat().st_size)
-    with replacing(out, sync=False) as temporary:
-        ends = _write_column(table, field, temporary, limit, path)
-    _save(starts, np.asarray(ends, dtype=np.int64))
 
-
-def _write_column(table: Any, field: str, out: Path, limit: int, path: Path) -> list[int]:
-    """Write the texts of a parquet column one after the other, a few rows at a time; returns where each
-    ends."""
-    ends = [0]
-    with out.open("wb") as file:
+    # Compressed pages may unpack to more than any disk holds.
+    limit, ends = max(UNPACKED_FREE, UNPACKED_RATIO * path.stat().st_size), [0]
+    with replacing(out, sync=False) as temporary, temporary.open("wb") as file:
         try:
             for batch in table.iter_batches(batch_size=_ROWS, columns=[field]):
                 for value in batch.column(0).to_pylist():
-                    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else (value or b"")
-                    file.write(raw)
-                    ends.append(ends[-1] + len(raw))
+                    raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value or b""
+                    ends.append(ends[-1] + file.write(raw))
                 if ends[-1] > limit:
-                    raise DataError(
-                        f"{path}: its texts are more than {limit >> 20} MiB, {UNPACKED_RATIO} times the file"
-                    )
-        except DataError:
-            raise
+                    break
         except Exception as error:  # pyarrow: ArrowInvalid, OSError, ... for pages that are damaged
+            told = f"damaged after row {len(ends) - 1} ({one_line(error, 120)})"
+            raise DataError(f"{path}: {told}; fetch it again or leave it out") from None
+        if ends[-1] > limit:
             raise DataError(
-                f"{path}: damaged after row {len(ends) - 1} ({one_line(error, 120)}); fetch it again or leave"
-                " it out"
-            ) from None
+                f"{path}: its texts are more than {limit >> 20} MiB, {UNPACKED_RATIO} times the file"
+            )
     return ends
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    with replacing(path, sync=False) as temporary, temporary.open("wb") as file:
-        np.save(file, array)
 
 
 def find_files(path: str) -> list[str]:
@@ -207,14 +186,13 @@ def find_files(path: str) -> list[str]:
         if local is None:
             found.append(pattern)
         elif local.is_dir():
-            inside = sorted(
-                p for p in local.rglob("*") if p.is_file() and p.name.lower().endswith(LINES + TABLES + PLAIN)
-            )
-            found += [
-                str(p) for p in inside if not any(n.startswith(".") for n in p.relative_to(local).parts)
-            ]
-        elif any(c in str(local) for c in "*?["):
-            found += sorted(name for name in glob.glob(str(local), recursive=True) if os.path.isfile(name))
+            for inside in sorted(local.rglob("*")):
+                # Hidden files are for tools, not for readers.
+                hidden = any(part.startswith(".") for part in inside.relative_to(local).parts)
+                if inside.is_file() and inside.name.lower().endswith(LINES + TABLES + PLAIN) and not hidden:
+                    found.append(str(inside))
+        elif glob.has_magic(str(local)):
+            found += sorted(filter(os.path.isfile, glob.glob(str(local), recursive=True)))
         elif local.is_file():
             found.append(str(local))
     if not found:
@@ -239,14 +217,16 @@ class TextFiles(InFiles):
 
     def open(self) -> None:
         options = self.options
-        how = {"field": options.text_field, "chunk_bytes": options.chunk_bytes}
-        try:
-            urls = find_files(str(self.config.path))
-            self.tables = [TextTable(url, **how, cache=text_cache(options.cache_dir)) for url in urls]
-        except DataError as error:
-            raise DataError(f"source {self.name!r}: {error}") from None
+        urls = find_files(str(self.config.path))
+        self.read_tables(urls, field=options.text_field, chunk_bytes=options.chunk_bytes)
+
+    def read_tables(self, urls: Sequence[str], *, field: str, chunk_bytes: int) -> None:
+        """Find the documents of every file, and which of them are held out."""
+        cache = text_cache(self.options.cache_dir)
+        self.tables = [TextTable(url, field=field, chunk_bytes=chunk_bytes, cache=cache) for url in urls]
         self.names = short_names(urls)
-        self.split = Split(self.names, [len(table) for table in self.tables], self.val_fraction)
+        # By arithmetic on the counts: no document is read to choose the held-out ones.
+        self.split = Split(self.names, list(map(len, self.tables)), self.val_fraction)
 
     def read(self, file: int, position: int, epoch: int) -> Sample:
         key = f"{self.names[file]}:{position + 1}"
@@ -254,15 +234,10 @@ class TextFiles(InFiles):
         return Sample([text], self.name, key)
 
     def contents(self) -> Iterator[object]:
-        return contents_of(self.names, self.tables)
+        for name, table in zip(self.names, self.tables):
+            yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"
 
 
 def text_cache(given: str | None = None) -> Path:
     """Where unpacked files and line positions lie: the option cache_dir, or $EF_CACHE/text."""
     return Path(given).expanduser() if given else cache_root() / "text"
-
-
-def contents_of(names: Sequence[str], tables: Sequence[TextTable]) -> Iterator[object]:
-    """What makes files of documents different: names, counts and sizes."""
-    for name, table in zip(names, tables):
-        yield f"{name} {len(table)} {int(table.starts[-1]) if len(table.starts) else 0}"

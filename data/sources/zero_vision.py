@@ -11,23 +11,21 @@ of its own, as in eval/sandbox/host.py, where the picture is stored under the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
 from PIL import Image as PILImage
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from earlyfusion.data.chat.template import Message, ToolCall, chat_sample
 from earlyfusion.data.programs import run_own
 from earlyfusion.data.sample import Image, Sample, Segment, Text
-from earlyfusion.data.sources.base import Options, Source, SourceConfig, source
+from earlyfusion.data.sources.base import Generated, source
+from earlyfusion.data.sources.synth import PictureOptions
 from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.tool_tasks import FILE, Subject, Task, describe, draw, make_grid, make_task
+from earlyfusion.data.tool_tasks import FILE, Subject, Task, make_grid, make_task
 
 SYSTEM = f"Answer with the tool python(code). The picture is the file {FILE}."
-_VERSION = 1
-"""Part of the fingerprint: raise it when other conversations are made than before."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,9 @@ class Talk:
     messages: tuple[Message, ...]
 
 
-class ToolTalkOptions(Options):
+class ToolTalkOptions(PictureOptions):
     count: PositiveInt = 50_000
     """Conversations of one epoch; the next epoch makes new ones."""
-    heldout_count: PositiveInt = 512
-    """Conversations held out."""
     min_side: int = Field(32, ge=32)
     """Shortest picture side in pixels."""
     max_side: PositiveInt = 64
@@ -65,87 +61,53 @@ class ToolTalkOptions(Options):
     questions: PositiveInt = 2
     """Most questions asked about one picture."""
 
-    @model_validator(mode="after")
-    def _check(self) -> ToolTalkOptions:
-        if self.min_side > self.max_side:
-            raise ValueError(f"min_side {self.min_side} is more than max_side {self.max_side}")
-        return self
-
 
 @source("zero_vision", ToolTalkOptions, pictures=False, chat=True)
-class ZeroVision(Source):
+class ZeroVision(Generated):
     """Scenes and arrays in words."""
 
     shown = False
     """Whether the user's first message holds the picture (else its description)."""
 
-    def __init__(self, config: SourceConfig, *, seed: int, val_fraction: float) -> None:
-        super().__init__(config, seed=seed, val_fraction=val_fraction)
-        self.options = config.typed
-
-    def __len__(self) -> int:
-        return int(self.options.count)
-
-    def heldout_len(self) -> int:
-        return int(self.options.heldout_count)
-
-    def contents(self) -> Iterator[object]:
-        yield _VERSION
-        yield len(self)
-
     def talk(self, number: int, heldout: bool = False) -> Talk:
         """Conversation `number` (epoch * count + index), by (seed, number) alone."""
         options = self.options
+        # Not named by the arm: both arms of a study draw the same conversations.
         rng = Random(f"{'heldout' if heldout else self.seed}/tool_talk/{number}")
-        sides = {
-            "min_side": options.min_side,
-            "max_side": options.max_side,
-            "max_objects": options.max_objects,
-        }
-        grid = rng.random() < options.arrays
-        subject = make_grid(rng, heldout) if grid else Scene.make(rng, **sides, heldout=heldout)
-        picture = draw(subject)
+        subject: Subject
+        if rng.random() < options.arrays:
+            subject, described = make_grid(rng, heldout), ""
+        else:
+            sides = {name: getattr(options, name) for name in ("min_side", "max_side", "max_objects")}
+            subject, described = Scene.make(rng, **sides, heldout=heldout), f"The picture {FILE}:\n"
+        picture = subject.draw()
 
         # No question twice: the second would be answered by the first.
         turns: dict[str, Turn] = {}
         for _ in range(rng.randint(1, options.questions)):
             task = make_task(subject, rng, stored=self.shown)
             if task.question not in turns:
+                # What the tool says is what the program gives, never what we think it gives.
                 output = run_own(task.code, {FILE: picture})
                 turns[task.question] = Turn(task, output, task.answer_from(output))
-        said = tuple(turns.values())
-        return Talk(subject, said, {FILE: picture}, self._messages(subject, picture, said))
 
-    def _messages(
-        self, subject: Subject, picture: PILImage.Image, turns: tuple[Turn, ...]
-    ) -> tuple[Message, ...]:
-        first: list[Segment] = [Image(picture)] if self.shown else [Text(describe(subject) + "\n")]
+        first: Segment = Image(picture) if self.shown else Text(f"{described}{subject.words()}\n")
         messages = [Message("system", (Text(SYSTEM),))]
-        for turn in turns:
+        for turn in turns.values():
+            # The subject stands before the first question only.
+            shown = (first,) if len(messages) == 1 else ()
+            call = ToolCall("python", {"code": turn.task.code})
+            concluded = f"The program gives {turn.output.splitlines()[-1]}."
             messages += [
-                Message("user", (*first, Text(turn.task.question))),
-                Message(
-                    "assistant",
-                    (),
-                    thinking=turn.task.plan,
-                    calls=(ToolCall("python", {"code": turn.task.code}),),
-                ),
+                Message("user", (*shown, Text(turn.task.question))),
+                Message("assistant", (), thinking=turn.task.plan, calls=(call,)),
                 Message("tool", (Text(turn.output),), tool="python"),
-                Message(
-                    "assistant",
-                    (Text(turn.answer),),
-                    thinking=f"The program gives {turn.output.splitlines()[-1]}.",
-                ),
+                Message("assistant", (Text(turn.answer),), thinking=concluded),
             ]
-            first = []
-        return tuple(messages)
+        return Talk(subject, tuple(turns.values()), {FILE: picture}, tuple(messages))
 
-    def get(self, index: int, epoch: int) -> Sample:
-        number = epoch * len(self) + index
-        return chat_sample(self.talk(number).messages, source=self.name, key=str(number))
-
-    def heldout(self, index: int) -> Sample:
-        return chat_sample(self.talk(index, heldout=True).messages, source=self.name, key=f"heldout/{index}")
+    def made(self, number: int, key: str, heldout: bool) -> Sample:
+        return chat_sample(self.talk(number, heldout).messages, source=self.name, key=key)
 
 
 @source("chat_scenes", ToolTalkOptions, pictures=True, chat=True)

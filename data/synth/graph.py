@@ -14,24 +14,30 @@ values of a chart, first rows of a board) are never drawn for training.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from random import Random
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from PIL import Image as PILImage
 
 from earlyfusion.data.sample import Image, Video
 
+# Answers are text in every family: a benchmark compares words.
 Question: TypeAlias = tuple[str, str]
 """(question, answer)"""
 
 
 class Graph(ABC):
-    """Everything there is to know about one generated picture."""
+    """Everything there is to know about one generated picture.
 
-    @classmethod
-    @abstractmethod
-    def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, **own: Any) -> Graph:
-        """A random graph whose picture has sides within the limits (pixels), of one side of the split."""
+    Every kind has a classmethod make(rng, *, min_side, max_side, heldout=False, ...): a random graph whose
+    picture has sides within the limits (pixels), of one side of the split.
+    """
+
+    @property
+    def thought(self) -> str:
+        """What there is, in fewer words than the twin; "" where the twin is short."""
+        return ""
 
     @abstractmethod
     def draw(self) -> PILImage.Image:
@@ -59,11 +65,16 @@ def article(phrase: str) -> str:
     return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
 
 
-def pixels(box: tuple[int, int, int, int]) -> str:
+def yes_no(truth: bool) -> str:
+    """ "yes" or "no"."""
+    return "yes" if truth else "no"
+
+
+def pixels(box: Sequence[int]) -> str:
     """ "[12, 30, 40, 58]"."""
-    return "[" + ", ".join(str(x) for x in box) + "]"
+    return str(list(box))
 
 
-def shares(box: tuple[float, float, float, float]) -> str:
+def shares(box: Sequence[float]) -> str:
     """ "[0.12, 0.30, 0.40, 0.58]"."""
     return "[" + ", ".join(f"{x:.2f}" for x in box) + "]"

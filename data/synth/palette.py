@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from itertools import product
 from math import cos, pi, sin
+from random import Random
 
 from PIL import ImageDraw, ImageFont
 
 from earlyfusion.data.loading.order import held_out
 
 Colour = tuple[int, int, int]
+Pair = tuple[str, str]
+"""(colour, shape)"""
 Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels; right and bottom are the first column and row outside."""
 
+# Far enough apart that no JPEG makes one of another.
 COLOURS: dict[str, Colour] = {
     "red": (220, 30, 30),
     "green": (30, 160, 50),
@@ -25,6 +30,7 @@ COLOURS: dict[str, Colour] = {
     "purple": (130, 40, 170),
     "orange": (250, 140, 20),
 }
+# Pale: every colour above stands out on each.
 BACKGROUNDS: dict[str, Colour] = {
     "white": (255, 255, 255),
     "light gray": (215, 215, 215),
@@ -35,38 +41,49 @@ HELDOUT_FRACTION = 0.12
 """Share of combinations kept for evaluation, in every family of generated pictures."""
 
 
+def on_side(combination: str, heldout: bool) -> bool:
+    """Whether a combination belongs to that side; by the hash of its name, so that it never changes sides."""
+    return held_out(combination, HELDOUT_FRACTION) == heldout
+
+
+def pair_key(pair: Pair) -> str:
+    """The name by which a pair is held out."""
+    return f"pair/{pair[0]}/{pair[1]}"
+
+
 @cache
-def pairs(heldout: bool) -> tuple[tuple[str, str], ...]:
+def pairs(heldout: bool) -> tuple[Pair, ...]:
     """(colour, shape) pairs of one side; the two sides share none."""
-    everything = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    return tuple(
-        pair for pair in everything if held_out(f"pair/{pair[0]}/{pair[1]}", HELDOUT_FRACTION) == heldout
-    )
+    return tuple(pair for pair in product(COLOURS, SHAPES) if on_side(pair_key(pair), heldout))
 
 
 def paint(draw: ImageDraw.ImageDraw, shape: str, box: Box, colour: Colour) -> None:
     """Fill `shape` so that its pixels touch all four sides of `box` and none lies outside."""
-    left, top, right, bottom = box[0], box[1], box[2] - 1, box[3] - 1
+    # Pillow's last pixel belongs to the shape, a box's right and bottom do not.
+    inner = (*box[:2], box[2] - 1, box[3] - 1)
     if shape == "circle":
-        draw.ellipse((left, top, right, bottom), fill=colour)
+        draw.ellipse(inner, fill=colour)
     elif shape in ("square", "rectangle"):
-        draw.rectangle((left, top, right, bottom), fill=colour)
+        draw.rectangle(inner, fill=colour)
     else:
-        points = [(left + x * (right - left), top + y * (bottom - top)) for x, y in _OUTLINES[shape]]
-        draw.polygon([(round(x), round(y)) for x, y in points], fill=colour)
+        draw.polygon([(round(x), round(y)) for x, y in corners(shape, inner)], fill=colour)
 
 
 def _star() -> list[tuple[float, float]]:
     """Ten corners stretched to the unit square."""
-    corners = []
-    for i in range(10):
-        radius = 1.0 if i % 2 == 0 else 0.42
-        corners.append((radius * sin(i * pi / 5), -radius * cos(i * pi / 5)))
-    xs, ys = [x for x, _ in corners], [y for _, y in corners]
-    return [((x - min(xs)) / (max(xs) - min(xs)), (y - min(ys)) / (max(ys) - min(ys))) for x, y in corners]
+    # Outer and inner corners in turn.
+    radii = [1.0, 0.42] * 5
+    xs = [radius * sin(i * pi / 5) for i, radius in enumerate(radii)]
+    ys = [-radius * cos(i * pi / 5) for i, radius in enumerate(radii)]
+    across, down = max(xs) - min(xs), max(ys) - min(ys)
+    return [((x - min(xs)) / across, (y - min(ys)) / down) for x, y in zip(xs, ys)]
 
 
+_SQUARE = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
 _OUTLINES: dict[str, list[tuple[float, float]]] = {
+    "circle": [(0.5 + 0.5 * cos(i * pi / 12), 0.5 + 0.5 * sin(i * pi / 12)) for i in range(24)],
+    "square": _SQUARE,
+    "rectangle": _SQUARE,
     "triangle": [(0.5, 0.0), (1.0, 1.0), (0.0, 1.0)],
     "diamond": [(0.5, 0.0), (1.0, 0.5), (0.5, 1.0), (0.0, 0.5)],
     "star": _star(),
@@ -76,13 +93,7 @@ _OUTLINES: dict[str, list[tuple[float, float]]] = {
 def corners(shape: str, box: Box) -> list[tuple[float, float]]:
     """The outline of `shape` in `box` as a polygon in pixels; a circle as 24 corners."""
     left, top, right, bottom = box
-    if shape == "circle":
-        unit = [(0.5 + 0.5 * cos(i * pi / 12), 0.5 + 0.5 * sin(i * pi / 12)) for i in range(24)]
-    elif shape in ("square", "rectangle"):
-        unit = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
-    else:
-        unit = _OUTLINES[shape]
-    return [(left + x * (right - left), top + y * (bottom - top)) for x, y in unit]
+    return [(left + x * (right - left), top + y * (bottom - top)) for x, y in _OUTLINES[shape]]
 
 
 @lru_cache(maxsize=64)
@@ -91,9 +102,10 @@ def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def native_size(rng, min_side: int, max_side: int) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+def native_size(rng: Random, min_side: int, max_side: int) -> tuple[int, int]:
     """(width, height): a longest side in the range and an aspect ratio from 1:3 to 3:1, as far as min_side
     allows."""
+    # Native sizes of every aspect, as real pictures have: nothing is cropped to a square.
     long_side = rng.randint(min_side, max_side)
     short_side = max(min_side, round(long_side / 3.0 ** rng.random()))
     return (long_side, short_side) if rng.random() < 0.5 else (short_side, long_side)

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.synth.graph import Graph, Question, article, pixels, shares
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Box, native_size, paint, pairs
+from earlyfusion.data.synth.graph import Graph, Question, article, pixels, shares, yes_no
+from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Box, Pair, native_size, paint, pairs
 
+# Gaps between the sizes: small and medium cannot be confused.
 SIZES = {"small": (0.17, 0.22), "medium": (0.27, 0.33), "large": (0.40, 0.50)}
 """Height of an object relative to the short side of the picture."""
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+KINDS = ("colour", "shape", "exists", "count", "relation", "size", "box")
+"""Kinds of questions that training asks."""
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -31,6 +33,11 @@ class Thing:
     shape: str
     size: str
     box: Box
+
+    @property
+    def pair(self) -> Pair:
+        """Colour and shape: what is held out."""
+        return self.colour, self.shape
 
     @property
     def name(self) -> str:
@@ -47,20 +54,6 @@ class Thing:
         """Of the box, in pixels."""
         return (self.box[2] - self.box[0]) * (self.box[3] - self.box[1])
 
-    # The one wording of each question about an object; who asks sees to it that the name leaves no doubt.
-
-    def ask_colour(self) -> Question:
-        """Names the object by its shape."""
-        return f"what color is the {self.shape}?", self.colour
-
-    def ask_shape(self) -> Question:
-        """Names the object by its colour."""
-        return f"what shape is the {self.colour} object?", self.shape
-
-    def ask_size(self) -> Question:
-        """Names the object by colour and shape."""
-        return f"what size is the {self.name}?", self.size
-
 
 @dataclass(frozen=True)
 class Scene(Graph):
@@ -73,20 +66,14 @@ class Scene(Graph):
 
     @classmethod
     def make(
-        cls,
-        rng: Random,
-        *,
-        min_side: int,
-        max_side: int,
-        heldout: bool = False,
-        max_objects: int = 4,
-        **own: Any,
+        cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, max_objects: int = 4
     ) -> Scene:
         """A scene of training combinations only; with `heldout`, the first object is a held-out (colour,
         shape) pair."""
         width, height = native_size(rng, min_side, max_side)
         objects: list[Thing] = []
         for i in range(rng.randint(1, max_objects)):
+            # One held-out pair among training ones: the others must not give it away.
             colour, shape = rng.choice(pairs(heldout and i == 0))
             for _ in range(12):  # tries to find room; an object that finds none is left out
                 size = rng.choice(tuple(SIZES))
@@ -94,12 +81,23 @@ class Scene(Graph):
                 if all(_apart(box, other.box) for other in objects):
                     objects.append(Thing(colour, shape, size, box))
                     break
+        # From left to right, as captions and twins tell them.
         objects.sort(key=lambda thing: thing.centre)
         return cls(width, height, rng.choice(tuple(BACKGROUNDS)), tuple(objects))
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """(width, height) in pixels."""
+        return self.width, self.height
+
+    @property
+    def thought(self) -> str:
+        """The names from left to right."""
+        return ", ".join(thing.name for thing in sorted(self.objects, key=lambda thing: thing.box))
+
     def draw(self) -> Image.Image:
         """See Graph."""
-        image = Image.new("RGB", (self.width, self.height), BACKGROUNDS[self.background])
+        image = Image.new("RGB", self.extent, BACKGROUNDS[self.background])
         draw = ImageDraw.Draw(image)
         for thing in self.objects:
             paint(draw, thing.shape, thing.box, COLOURS[thing.colour])
@@ -117,12 +115,14 @@ class Scene(Graph):
         """One sentence that names every object, with sizes, counts or places."""
         style = rng.randrange(3)
         if style == 0:
-            counts = Counter(thing.name for thing in self.objects)
-            body = join([counted(number, name) for name, number in counts.items()])
+            parts = []
+            for name, number in Counter(thing.name for thing in self.objects).items():
+                parts.append(article(name) if number == 1 else f"{_NUMBERS[number]} {name}s")
         elif style == 1:
-            body = join([article(f"{thing.size} {thing.name}") for thing in self.objects])
+            parts = [article(f"{thing.size} {thing.name}") for thing in self.objects]
         else:
-            body = join([f"{article(thing.name)} at {self.corner(thing)}" for thing in self.objects])
+            parts = [f"{article(thing.name)} at {self.corner(thing)}" for thing in self.objects]
+        body = " and ".join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else parts[0]
         return f"{body} on {article(self.background)} background."
 
     def corner(self, thing: Thing) -> str:
@@ -130,12 +130,11 @@ class Scene(Graph):
         x, y = thing.centre
         column = ("left", "centre", "right")[min(2, int(3 * x / self.width))]
         row = ("top", "middle", "bottom")[min(2, int(3 * y / self.height))]
-        return "the centre" if (row, column) == ("middle", "centre") else f"the {row} {column}"
+        return f"the {row} {column}".replace("middle centre", "centre")
 
-    def relative_box(self, thing: Thing) -> tuple[float, float, float, float]:
+    def relative_box(self, thing: Thing) -> tuple[float, ...]:
         """The box of an object as shares of width and height, each in [0, 1]."""
-        left, top, right, bottom = thing.box
-        return left / self.width, top / self.height, right / self.width, bottom / self.height
+        return tuple(value / side for value, side in zip(thing.box, self.extent * 2))
 
     def unique(self) -> list[Thing]:
         """Objects that "the red circle" names without doubt."""
@@ -144,61 +143,92 @@ class Scene(Graph):
 
     def having(self, **properties: str) -> list[Thing]:
         """Objects with all of the properties: `having(colour="red", shape="circle")`."""
-        wanted = properties.items()
-        return [thing for thing in self.objects if all(getattr(thing, k) == v for k, v in wanted)]
+        return [thing for thing in self.objects if properties.items() <= vars(thing).items()]
 
     def count(self, **properties: str) -> tuple[str, int]:
         """("how many red circles are there?", number)."""
-        colour, shape = properties.get("colour", ""), properties.get("shape")
-        name = f"{colour} {shape}s" if shape else f"{colour} objects"
+        name = f"{properties.get('colour', '')} {properties.get('shape', 'object')}s"
         return f"how many {name.strip()} are there?", len(self.having(**properties))
+
+    def ask(self, thing: Thing, kind: str) -> Question | None:
+        """The colour, shape or size of a thing, named by what else it is; None where that leaves doubt."""
+        named = {"colour": thing.colour, "shape": thing.shape}
+        named.pop(kind, None)
+        if len(self.having(**named)) > 1:
+            return None
+        name = f"{named.get('colour', '')} {named.get('shape', 'object')}".strip()
+        return f"what {kind.replace('colour', 'color')} is the {name}?", getattr(thing, kind)
 
     def questions(self, rng: Random, count: int) -> list[Question]:
         """Kinds are drawn evenly, yes and no are balanced."""
-        kinds = [_colour, _shape, _exists, _count, _relation, _size, _box]
         found: dict[str, str] = {}
         for _ in range(4 * count):
+            # Asked again where a kind does not fit, but not for ever.
             if len(found) == count:
                 break
-            asked = rng.choice(kinds)(self, rng)
+            asked = self._question(rng.choice(KINDS), rng)
             if asked is not None:
                 found.setdefault(*asked)
         return list(found.items())
+
+    def _question(self, kind: str, rng: Random) -> Question | None:
+        """One question of a kind, or None where the scene does not allow it."""
+        if kind in ("colour", "shape"):
+            return self.ask(rng.choice(self.objects), kind)
+        if kind == "exists":
+            present = {thing.pair for thing in self.objects}
+            # Half of what is asked for is there; what is not is a pair training knows.
+            pair = rng.choice(sorted(present) if rng.random() < 0.5 else pairs(False))
+            return f"is there {article(' '.join(pair))}?", yes_no(pair in present)
+        if kind == "count":
+            # Mostly a shape or colour that is there, now and then any.
+            style, asked = rng.randrange(3), {}
+            if style == 1:
+                shapes = [thing.shape for thing in self.objects]
+                asked = {"shape": rng.choice([*shapes, rng.choice(SHAPES)])}
+            elif style == 2:
+                asked = {
+                    "colour": rng.choice([*(t.colour for t in self.objects), rng.choice(tuple(COLOURS))])
+                }
+            question, number = self.count(**asked)
+            return question, str(number)
+
+        named = self.unique()
+        if len(named) < (2 if kind == "relation" else 1):
+            return None
+        if kind == "relation":
+            a, b = rng.sample(named, 2)
+            truth = relation(a, b)
+            return ask_relation(rng, a, b, truth) if truth else None
+        thing = rng.choice(named)
+        if kind == "size":
+            return self.ask(thing, kind)
+        if rng.random() < 0.5:
+            return f"where is the {thing.name}, in pixels?", pixels(thing.box)
+        return f"where is the {thing.name}?", shares(self.relative_box(thing))
 
 
 def relation(a: Thing, b: Thing) -> str | None:
     """ "left of", "right of", "above" or "below" when a lies wholly on that side of b; None when the boxes
     share both."""
-    if a.box[2] <= b.box[0]:
-        return "left of"
-    if a.box[0] >= b.box[2]:
-        return "right of"
-    if a.box[3] <= b.box[1]:
-        return "above"
-    if a.box[1] >= b.box[3]:
-        return "below"
+    # Beside comes first: boxes apart on both axes are called left or right.
+    for axis, before, behind in ((0, "left of", "right of"), (1, "above", "below")):
+        if a.box[axis + 2] <= b.box[axis]:
+            return before
+        if a.box[axis] >= b.box[axis + 2]:
+            return behind
     return None
 
 
 def ask_relation(rng: Random, a: Thing, b: Thing, truth: str) -> Question:
     """Whether a stands to b as `truth`, or as its opposite, says."""
     asked = truth if rng.random() < 0.5 else OPPOSITE[truth]
-    return f"is the {a.name} {asked} the {b.name}?", "yes" if asked == truth else "no"
-
-
-def join(parts: list[str]) -> str:
-    """ "x", "x and y", "x, y and z"."""
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-def counted(number: int, name: str) -> str:
-    """ "a red circle" or "three red circles"."""
-    return article(name) if number == 1 else f"{_NUMBERS[number]} {name}s"
+    return f"is the {a.name} {asked} the {b.name}?", yes_no(asked == truth)
 
 
 def _place(rng: Random, shape: str, size: str, width: int, height: int) -> Box:
-    low, high = SIZES[size]
-    h = max(5, round(min(width, height) * rng.uniform(low, high)))
+    h = max(5, round(min(width, height) * rng.uniform(*SIZES[size])))
+    # A rectangle is clearly wider than a square.
     w = min(width - 2, round(1.7 * h)) if shape == "rectangle" else h
     left, top = rng.randint(1, width - w - 1), rng.randint(1, height - h - 1)
     return left, top, left + w, top + h
@@ -207,59 +237,3 @@ def _place(rng: Random, shape: str, size: str, width: int, height: int) -> Box:
 def _apart(a: Box, b: Box) -> bool:
     """Whether at least two pixels lie between the boxes on some axis."""
     return a[2] + 2 <= b[0] or b[2] + 2 <= a[0] or a[3] + 2 <= b[1] or b[3] + 2 <= a[1]
-
-
-# Kinds of questions as training draws them: a question, or None where the scene does not allow it.
-
-
-def _colour(scene: Scene, rng: Random) -> Question | None:
-    thing = rng.choice(scene.objects)
-    return thing.ask_colour() if len(scene.having(shape=thing.shape)) == 1 else None
-
-
-def _shape(scene: Scene, rng: Random) -> Question | None:
-    thing = rng.choice(scene.objects)
-    return thing.ask_shape() if len(scene.having(colour=thing.colour)) == 1 else None
-
-
-def _exists(scene: Scene, rng: Random) -> Question | None:
-    present = {(thing.colour, thing.shape) for thing in scene.objects}
-    pair = rng.choice(sorted(present) if rng.random() < 0.5 else pairs(False))
-    return f"is there {article(' '.join(pair))}?", "yes" if pair in present else "no"
-
-
-def _count(scene: Scene, rng: Random) -> Question | None:
-    style = rng.randrange(3)
-    if style == 0:
-        question, number = scene.count()
-    elif style == 1:  # mostly a shape that is there, now and then any
-        shapes = [thing.shape for thing in scene.objects]
-        question, number = scene.count(shape=rng.choice([*shapes, rng.choice(SHAPES)]))
-    else:
-        colours = [thing.colour for thing in scene.objects]
-        question, number = scene.count(colour=rng.choice([*colours, rng.choice(tuple(COLOURS))]))
-    return question, str(number)
-
-
-def _relation(scene: Scene, rng: Random) -> Question | None:
-    named = scene.unique()
-    if len(named) < 2:
-        return None
-    a, b = rng.sample(named, 2)
-    truth = relation(a, b)
-    return None if truth is None else ask_relation(rng, a, b, truth)
-
-
-def _size(scene: Scene, rng: Random) -> Question | None:
-    named = scene.unique()
-    return rng.choice(named).ask_size() if named else None
-
-
-def _box(scene: Scene, rng: Random) -> Question | None:
-    named = scene.unique()
-    if not named:
-        return None
-    thing = rng.choice(named)
-    if rng.random() < 0.5:
-        return f"where is the {thing.name}, in pixels?", pixels(thing.box)
-    return f"where is the {thing.name}?", shares(scene.relative_box(thing))

@@ -11,15 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any
 
 from PIL import Image, ImageDraw
 
-from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.synth.graph import Graph, Question, article
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, HELDOUT_FRACTION, font
+from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, font, on_side
 
 ASK_TEXT = "what does the text say?"
+# Common words of four letters or so: short enough for small pictures.
 _WORDS = """
 able acid also area army away baby back ball band bank base bath bear beat been bell best bird blue boat
 body bone book born both bowl cake call camp card care cart case cash cast cave city clay coal coat cold
@@ -42,7 +41,7 @@ well went west wheel wide wild wind wing wire wise wolf wood word work yard year
 @lru_cache(maxsize=2)
 def vocabulary(heldout: bool) -> tuple[str, ...]:
     """Words of one side; the two sides share none."""
-    return tuple(word for word in _WORDS if held_out(f"word/{word}", HELDOUT_FRACTION) == heldout)
+    return tuple(word for word in _WORDS if on_side(f"word/{word}", heldout))
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,11 @@ class Sign(Graph):
         return " ".join(self.lines)
 
     @classmethod
-    def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False, **own: Any) -> Sign:
+    def make(cls, rng: Random, *, min_side: int, max_side: int, heldout: bool = False) -> Sign:
         """A sign whose text lies wholly inside a picture of at least `min_side` and at most `max_side` on
         each side."""
         words = [rng.choice(vocabulary(heldout)) for _ in range(rng.choice((1, 1, 2, 3)))]
+        # Numbers have no side of the split, so the held-out signs have none.
         if not heldout and rng.random() < 0.2:
             words = [str(rng.randrange(10, 10_000))]
 
@@ -76,6 +76,7 @@ class Sign(Graph):
         size, most = rng.randint(10, 10 + max_side // 8), max_side - 6
         corners, text_w, text_h = _ink(lines, size)
         while max(text_w, text_h) > most and (size > 8 or len(words) > 1):
+            # Below ten pixels letters run together: a word less is better.
             if size > 10 or len(words) == 1:
                 size -= 1
             else:
@@ -129,7 +130,8 @@ class Sign(Graph):
 
 def _ink(lines: list[str], size: int) -> tuple[list[tuple[int, int]], int, int]:
     """(corner of each line, width, height) of the lines one below the other, the ink beginning at (0, 0)."""
-    boxes = [tuple(round(x) for x in font(size).getbbox(line)) for line in lines]
+    boxes = [tuple(map(round, font(size).getbbox(line))) for line in lines]
+    # The ink of the first line begins at 0, whatever room the font leaves above it.
     top = boxes[0][1]
     corners = [(-box[0], i * (size + 2) - top) for i, box in enumerate(boxes)]
     height = max(y + box[3] for (_, y), box in zip(corners, boxes))

@@ -6,36 +6,22 @@ Geometry is drawn to scale with the given lengths and angles written beside it; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import radians, tan
 from random import Random
-from typing import Any
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.palette import COLOURS, font
-from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
-from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
+from earlyfusion.data.tasks.rendering import INK, PAPER, render_text
 from earlyfusion.data.tasks.scoring import rewards
 
-TRIPLES = (
-    (3, 4, 5),
-    (5, 12, 13),
-    (6, 8, 10),
-    (8, 15, 17),
-    (7, 24, 25),
-    (9, 12, 15),
-    (20, 21, 29),
-    (12, 16, 20),
-    (10, 24, 26),
-    (12, 35, 37),
-    (15, 20, 25),
-    (9, 40, 41),
-    (15, 36, 39),
-    (16, 30, 34),
-    (18, 24, 30),
-)
-INK, PAPER, LABEL = (10, 10, 10), (255, 255, 255), 10
+# Whole numbers on all three sides, so that the answer is a whole number too.
+TRIPLES = "3-4-5 5-12-13 6-8-10 8-15-17 7-24-25 9-12-15 20-21-29 12-16-20 10-24-26 12-35-37 15-20-25 9-40-41"
+TRIPLES += " 15-36-39 16-30-34 18-24-30"
+LABEL = 10
+Mark = tuple[float, float, object, str, int]
+"""A label: x, y in pixels, what it says, Pillow's anchor, size of the font."""
 
 
 class NumberTask(Task):
@@ -62,27 +48,27 @@ class Arithmetic(NumberTask):
         {"terms": 4, "largest": 99, "operations": "+-*", "size": 12},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
+        # From 1 on: a term of 0 would leave nothing to calculate.
         numbers = [rng.randint(1, knobs["largest"]) for _ in range(knobs["terms"])]
         signs = [rng.choice(knobs["operations"]) for _ in numbers[1:]]
-        text = str(numbers[0]) + "".join(f" {sign} {number}" for sign, number in zip(signs, numbers[1:]))
-        result = evaluate(numbers, signs)
+
+        text, total, product = str(numbers[0]), 0, numbers[0]
+        for sign, number in zip(signs, numbers[1:]):
+            text += f" {sign} {number}"
+            # A sum is closed by the next "+" or "-"; until then products grow.
+            if sign == "*":
+                product *= number
+            else:
+                total, product = total + product, int(f"{sign}{number}")
+        result = total + product
+
+        # Sorted, so that 3 + 4 and 4 + 3 stand on one side of the split.
         key = f"arithmetic/{''.join(sorted(signs))}/{','.join(map(str, sorted(numbers)))}"
         picture = render_text(text, size=knobs["size"])
         category = f"{knobs['terms']} terms"
         return Drawn("what is the result?", picture, text, result, str(result), key, category)
-
-
-def evaluate(numbers: list[int], signs: list[str]) -> int:
-    """The value of numbers joined by "+", "-" and "*"."""
-    total, product = 0, numbers[0]
-    for sign, number in zip(signs, numbers[1:]):
-        if sign == "*":
-            product *= number
-        else:
-            total, product = total + product, number if sign == "+" else -number
-    return total + product
 
 
 @task("geometry")
@@ -99,100 +85,103 @@ class Geometry(NumberTask):
         {"kinds": ("area", "angle", "hypotenuse", "missing"), "largest": 40, "side": 96},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
         kind, side = rng.choice(tuple(knobs["kinds"])), knobs["side"]
-        if kind == "angle":
+        if kind == "hypotenuse":
+            a, b, answer = map(int, rng.choice(TRIPLES.split()).split("-"))
+            # The longer leg may lie along either side.
+            if rng.random() < 0.5:
+                a, b = b, a
+        elif kind == "angle":
             a, b = rng.randint(25, 90), rng.randint(25, 90)
             answer = 180 - a - b
+            # A sharper angle at the top leaves no room for its label.
             if answer < 20:
                 return None
+        else:
+            a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
+            answer = {"perimeter": 2 * (a + b), "area": a * b, "missing": b}[kind]
+
+        words, question = f"rectangle of width {a} and height {b}", f"what is the {kind}?"
+        if kind == "angle":
             words, question = f"triangle with the angles {a}, {b} and x degrees", "how large is x?"
             picture = draw_triangle(a, b, side)
         elif kind == "hypotenuse":
-            a, b, answer = rng.choice(TRIPLES)
-            if rng.random() < 0.5:
-                a, b = b, a
             words = f"right triangle with the legs {a} and {b} and the hypotenuse x"
             question = "how long is x?"
             picture = draw_right_triangle(a, b, side)
+        elif kind == "missing":
+            words, question = f"rectangle of width {a}, height x and area {a * b}", "how long is x?"
+            picture = draw_rectangle(a, b, "x", str(a * b), side)
         else:
-            a, b = rng.randint(1, knobs["largest"]), rng.randint(1, knobs["largest"])
-            words, question, answer = self._rectangle(kind, a, b)
-            inside = str(a * b) if kind == "missing" else ""
-            picture = draw_rectangle(a, b, "x" if inside else str(b), inside, side)
+            picture = draw_rectangle(a, b, str(b), "", side)
 
-        low, high = sorted((a, b))
-        key = f"geometry/{kind}/{low}/{high}"
-        return Drawn(question, picture, words, answer, str(answer), key, kind, {"numbers": (a, b)})
-
-    @staticmethod
-    def _rectangle(kind: str, a: int, b: int) -> tuple[str, str, int]:
-        """(words, question, answer)"""
-        words = f"rectangle of width {a} and height {b}"
-        if kind == "perimeter":
-            return words, "what is the perimeter?", 2 * (a + b)
-        if kind == "area":
-            return words, "what is the area?", a * b
-        return f"rectangle of width {a}, height x and area {a * b}", "how long is x?", b
+        # Without order: a rectangle of 3 by 4 and one of 4 by 3 have one answer.
+        key = f"geometry/{kind}/{min(a, b)}/{max(a, b)}"
+        return Drawn(question, picture, words, answer, str(answer), key, kind)
 
 
-class Sheet:
-    """A white square to draw a figure and its labels on."""
-
-    def __init__(self, side: int) -> None:
-        self.picture = Image.new("RGB", (side, side), PAPER)
-        self.pen = ImageDraw.Draw(self.picture)
-
-    def write(self, x: float, y: float, text: object, anchor: str, size: int = LABEL) -> None:
-        """A label at a point in pixels; anchor: Pillow's two letters."""
-        self.pen.text((x, y), str(text), fill=INK, font=font(size), anchor=anchor)
-
-    def outline(self, *corners: tuple[float, float]) -> None:
-        """A closed blue line."""
-        self.pen.polygon(corners, outline=COLOURS["blue"], width=2)
+def figure(side: int, corners: list[tuple[float, float]], *marks: Mark) -> Image.Image:
+    """A white square, RGB [side, side], with a closed blue line and labels."""
+    picture = Image.new("RGB", (side, side), PAPER)
+    pen = ImageDraw.Draw(picture)
+    # A rectangle is told by two corners, all else by its outline.
+    if len(corners) == 2:
+        pen.rectangle(corners, outline=COLOURS["blue"], width=2)
+    else:
+        pen.polygon(corners, outline=COLOURS["blue"], width=2)
+    for x, y, text, anchor, size in marks:
+        pen.text((x, y), str(text), fill=INK, font=font(size), anchor=anchor)
+    return picture
 
 
 def draw_rectangle(width: int, height: int, beside: str, inside: str, side: int) -> Image.Image:
-    """A rectangle to scale, its width under it, other labels at its right and inside, RGB [side, side]."""
-    sheet = Sheet(side)
+    """A rectangle to scale, its width under it, other labels at its right and inside."""
     scale = (side - 24) / max(width, height)
+    # At least six pixels wide, or the lines of a thin one would meet.
     right, bottom = 4 + max(6, round(width * scale)), 4 + max(6, round(height * scale))
-    sheet.pen.rectangle((4, 4, right, bottom), outline=COLOURS["blue"], width=2)
-    sheet.write((4 + right) // 2, bottom + 3, width, "ma")
-    sheet.write(right + 3, (4 + bottom) // 2, beside, "lm")
-    sheet.write(side // 2 - 4, side // 2 - 6, inside, "mm")
-    return sheet.picture
+    return figure(
+        side,
+        [(4, 4), (right, bottom)],
+        ((4 + right) // 2, bottom + 3, width, "ma", LABEL),
+        (right + 3, (4 + bottom) // 2, beside, "lm", LABEL),
+        (side // 2 - 4, side // 2 - 6, inside, "mm", LABEL),
+    )
 
 
 def draw_triangle(left: int, right: int, side: int) -> Image.Image:
-    """A triangle with two angles (degrees) at its base written inside, "x" at the top, RGB [side, side]."""
-    # The base as wide as the sheet, or as narrow as the height asks for.
+    """A triangle with two angles (degrees) at its base written inside, "x" at the top."""
+    # The base as wide as the picture, or as narrow as the height asks for.
+    # The height over the base is shared as the slopes of the two sides are.
     a, b = (tan(radians(angle)) if angle < 90 else 1e6 for angle in (left, right))
     share, base = b / (a + b), side - 8.0
     height = min(share * base * a, 1e6)
     scale = min(1.0, (side - 20) / height)
     base, height = base * scale, height * scale
 
-    sheet = Sheet(side)
-    x0, y0 = (side - base) / 2, side - 5.0
-    top = (x0 + share * base, y0 - height)
-    sheet.outline((x0, y0), (x0 + base, y0), top)
-    sheet.write(x0 + 9, y0 - 4, left, "ls", 9)
-    sheet.write(x0 + base - 9, y0 - 4, right, "rs", 9)
-    sheet.write(top[0], top[1] - 2, "x", "ms")
-    return sheet.picture
+    x, y = (side - base) / 2, side - 5.0
+    top = (x + share * base, y - height)
+    return figure(
+        side,
+        [(x, y), (x + base, y), top],
+        (x + 9, y - 4, left, "ls", 9),
+        (x + base - 9, y - 4, right, "rs", 9),
+        (top[0], top[1] - 2, "x", "ms", LABEL),
+    )
 
 
 def draw_right_triangle(a: int, b: int, side: int) -> Image.Image:
     """Legs `a` (along the bottom) and `b` (at the left) to scale with their lengths, "x" at the
     hypotenuse."""
-    sheet = Sheet(side)
+    # What is left beside the labels of the two legs.
     scale = (side - 36) / max(a, b)
-    x0, y0 = 20, side - 16
-    right, top = x0 + a * scale, y0 - b * scale
-    sheet.outline((x0, y0), (right, y0), (x0, top))
-    sheet.write((x0 + right) / 2, y0 + 3, a, "ma")
-    sheet.write(x0 - 3, (y0 + top) / 2, b, "rm")
-    sheet.write((x0 + right) / 2 + 4, (y0 + top) / 2 - 3, "x", "ls")
-    return sheet.picture
+    x, y = 20, side - 16
+    right, top = x + a * scale, y - b * scale
+    return figure(
+        side,
+        [(x, y), (right, y), (x, top)],
+        ((x + right) / 2, y + 3, a, "ma", LABEL),
+        (x - 3, (y + top) / 2, b, "rm", LABEL),
+        ((x + right) / 2 + 4, (y + top) / 2 - 3, "x", "ls", LABEL),
+    )

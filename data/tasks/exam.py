@@ -5,7 +5,7 @@
                                                        fit
         "exists": Kind(r"^is there", balanced=True),   yes and no in balance
         "objects": Kind(r"^how many objects", lowest=1),   answers spread evenly from 1 to 4
-        "sorting": Kind(ask=sorted_objects),           a question of its own
+        "sorting": Kind(ask=sorted_objects),           a question of its own, or None where there is none
     }
 
 Answers are spread so that a constant one earns little.
@@ -21,6 +21,7 @@ from typing import Any
 
 from earlyfusion.data.synth.graph import Graph, Question
 
+# Pictures looked at before another answer is drawn.
 TRIES = 2000
 HIGHEST = 4
 """Largest answer of a question of number."""
@@ -31,13 +32,12 @@ class Kind:
     """One kind of question.
 
     pattern: what its wording begins with (a regular expression). ask: makes the question, in place of a
-    choice among the graph's own. fits: whether a graph is one to ask about. balanced: yes and no are equally
-    likely. lowest: the answer is drawn first, from `lowest` to HIGHEST.
+    choice among the graph's own. balanced: yes and no are equally likely. lowest: the answer is drawn first,
+    from `lowest` to HIGHEST.
     """
 
     pattern: str = ""
     ask: Callable[[Any, Random], Question | None] | None = None
-    fits: Callable[[Any], bool] | None = None
     balanced: bool = False
     lowest: int | None = None
 
@@ -46,25 +46,22 @@ class Kind:
 
         Raises RuntimeError when no graph has one: the generator has changed.
         """
+        # The answer first, then a picture that has it: pictures drawn first have mostly small answers.
         number = None
-        for attempt in range(TRIES if self.lowest is None else 10 * TRIES):
-            if self.lowest is not None and attempt % TRIES == 0:  # some answers are rare: then another one
+        for attempt in range(10 * TRIES):
+            # Some answers are rare: after many pictures without one another is drawn.
+            if self.lowest is not None and attempt % TRIES == 0:
                 number = str(rng.randint(self.lowest, HIGHEST))
 
             graph = make(rng)
-            if self.fits is not None and not self.fits(graph):
-                continue
-            asked = self._choose(graph, rng, listed, number)
-            if asked is None:
-                continue
-            if self.balanced and asked[1] != ("yes", "no")[rng.random() < 0.5]:
+            asked = self.ask(graph, rng) if self.ask else self._choose(graph, rng, listed, number)
+            # A coin decides before the picture whether yes or no is wanted.
+            if asked is None or (self.balanced and asked[1] != ("yes", "no")[rng.random() < 0.5]):
                 continue
             return graph, asked
-        raise RuntimeError(f"no question {self.pattern!r} in {TRIES} generated pictures")
+        raise RuntimeError(f"no question {self.pattern!r} in {attempt} generated pictures")
 
     def _choose(self, graph: Graph, rng: Random, listed: int, number: str | None) -> Question | None:
-        if self.ask is not None:
-            return self.ask(graph, rng)
         fitting = []
         for question, answer in graph.questions(rng, listed):
             if re.search(self.pattern, question) and number in (None, answer):

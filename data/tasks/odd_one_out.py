@@ -3,33 +3,29 @@ scenes."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 from PIL import Image, ImageDraw
 
 from earlyfusion.data.synth.grid import board_words
-from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, paint, pairs
-from earlyfusion.data.tasks.problem import Drawn, Problem, Task, task
+from earlyfusion.data.synth.palette import BACKGROUNDS, COLOURS, SHAPES, Pair, paint, pair_key, pairs
+from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, task
 from earlyfusion.data.tasks.scoring import rewards
 
-Pair = tuple[str, str]
-"""(colour, shape)"""
 
-
-def draw_things(cells: list[list[Pair]], side: int, background: str) -> Image.Image:
-    """The board, RGB: one shape in the middle of each cell of `side` pixels."""
-    picture = Image.new("RGB", (len(cells[0]) * side, len(cells) * side), BACKGROUNDS[background])
+def draw_things(things: list[Pair], columns: int, side: int, background: str) -> Image.Image:
+    """The board in reading order, RGB: one shape in the middle of each cell of `side` pixels."""
+    size = columns * side, len(things) // columns * side
+    picture = Image.new("RGB", size, BACKGROUNDS[background])
     pen = ImageDraw.Draw(picture)
+    # Shapes of neighbouring cells must not touch.
     inset = max(1, side // 6)
-    for r, row in enumerate(cells):
-        for c, (colour, shape) in enumerate(row):
-            flat = side // 4 if shape == "rectangle" else inset
-            x, y = c * side, r * side
-            paint(pen, shape, (x + inset, y + flat, x + side - inset, y + side - flat), COLOURS[colour])
+    for index, (colour, shape) in enumerate(things):
+        # A rectangle is flatter than a square, or the two could not be part apart.
+        flat = side // 4 if shape == "rectangle" else inset
+        x, y = index % columns * side, index // columns * side
+        paint(pen, shape, (x + inset, y + flat, x + side - inset, y + side - flat), COLOURS[colour])
     return picture
 
 
@@ -48,48 +44,37 @@ class OddOneOut(Task):
         {"rows": 4, "columns": 4, "differ": ("colour", "shape"), "vary": True, "side": 20},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
         rows, columns, differ = knobs["rows"], knobs["columns"], rng.choice(tuple(knobs["differ"]))
+        # The odd one carries the combination; the others are always of training.
         odd = rng.choice(pairs(heldout))
-        others = self._others(rng, odd, differ, 2 if knobs["vary"] else 1)
-        if others is None:
+
+        # The others share another value of what differs; in the other property, odd's own value is one.
+        part = ("colour", "shape").index(differ)
+        values = tuple(COLOURS), SHAPES
+        common = rng.choice([value for value in values[part] if value != odd[part]])
+        free = [value for value in values[1 - part] if value != odd[1 - part]]
+        free = [odd[1 - part], *rng.sample(free, 1 if knobs["vary"] else 0)]
+        others = [(common, value) if part == 0 else (value, common) for value in free]
+        if not set(others) <= set(pairs(False)):
             return None
+        # Any place, so that no corner is the better guess.
         place = rng.randrange(rows * columns)
         things = [rng.choice(others) for _ in range(rows * columns)]
         things[place] = odd
 
         # Exactly one stands out by what differs, and none by the other property.
-        free = 1 if differ == "colour" else 0
-        if min(Counter(thing[1 - free] for thing in things).values()) != 1:
-            return None
-        if knobs["vary"] and sorted(Counter(thing[free] for thing in things).values())[0] < 2:
+        if knobs["vary"] and min(Counter(thing[1 - part] for thing in things).values()) < 2:
             return None
 
-        cells = [things[r * columns : (r + 1) * columns] for r in range(rows)]
-        words = board_words([[" ".join(thing) for thing in row] for row in cells])
+        # The twin lists all cells: it does not say which one is odd.
+        words = board_words([" ".join(thing) for thing in things], columns)
         answer = [place // columns + 1, place % columns + 1]
-        picture = draw_things(cells, knobs["side"], rng.choice(tuple(BACKGROUNDS)))
-        target, key = f"row {answer[0]}, column {answer[1]}", f"pair/{odd[0]}/{odd[1]}"
-        return Drawn("which one is the odd one out?", picture, words, answer, target, key, differ)
-
-    @staticmethod
-    def _others(rng: Random, odd: Pair, differ: str, values: int) -> list[Pair] | None:
-        """Training pairs that differ from `odd` in one property; `values` of them in the other, odd's own
-        among these."""
-        train = set(pairs(False))
-        common = rng.choice(
-            [x for x in (COLOURS if differ == "colour" else SHAPES) if x != odd[differ == "shape"]]
-        )
-        own = odd[differ == "colour"]
-        free = [
-            own,
-            *rng.sample([x for x in (SHAPES if differ == "colour" else COLOURS) if x != own], values - 1),
-        ]
-        found = [(common, x) if differ == "colour" else (x, common) for x in free]
-        return found if all(pair in train for pair in found) else None
+        picture = draw_things(things, columns, knobs["side"], rng.choice(tuple(BACKGROUNDS)))
+        target = f"row {answer[0]}, column {answer[1]}"
+        return Drawn("which one is the odd one out?", picture, words, answer, target, pair_key(odd), differ)
 
     def score(self, problem: Problem, answer: str) -> float:
         """1 for exactly the two numbers, row first, with nothing behind them."""
-        numbers = [int(part) for part in re.findall(r"\d+", rewards.tame(answer))]
-        return float(numbers == problem.answer and rewards.ends(answer))
+        return float(rewards.integers(answer) == problem.answer)

@@ -8,9 +8,8 @@ them.
     task.reward(problem, "row 2, column 3")   in [0, 1], whatever the text is
 
 A problem depends on (task, seed, split, difficulty) alone. What the two splits have in common is decided by
-the hash of `meta["combination"]` (a colour with a shape, a word, the values of a chart, the walls of a maze,
-...): combinations on the held-out side are never drawn for training, and every test problem asks about one of
-them.
+the hash of its `combination` (a colour with a shape, a word, the values of a chart, the walls of a maze):
+combinations on the held-out side are never drawn for training, and every test problem asks about one of them.
 
 A task is one class in one file, registered by its decorator:
 
@@ -38,10 +37,8 @@ from PIL import Image as PILImage
 from earlyfusion.data.errors import DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Segment, Text, Video, answer_text, question_text
-from earlyfusion.data.synth.clips import Clip
 from earlyfusion.data.synth.graph import Graph
 from earlyfusion.data.synth.palette import HELDOUT_FRACTION
-from earlyfusion.data.synth.scene import Scene
 from earlyfusion.data.tasks.exam import Kind
 from earlyfusion.data.tasks.rendering import render_text
 from earlyfusion.data.tasks.scoring import rewards
@@ -50,14 +47,18 @@ from earlyfusion.kernels.errors import did_you_mean
 
 Split: TypeAlias = Literal["train", "test"]
 Form: TypeAlias = Literal["picture", "twin", "rendered"]
-Difficulty: TypeAlias = int | Mapping[str, Any]
+Knobs: TypeAlias = Mapping[str, Any]
 SPLITS: tuple[Split, ...] = ("train", "test")
 FORMS: tuple[Form, ...] = ("picture", "twin", "rendered")
 Judged: TypeAlias = tuple[Any, float, dict[str, float]]
 """What was read out of an answer (or None), its score, and further metrics."""
+# A combination of the test side comes about once in eight draws; this is far beyond bad luck.
 TRIES = 5000
+# A word of their own for thoughts: the model must know from the prompt which of the two is wanted.
 ANSWER_CUE, THOUGHT_CUE = "\nA:", "\nlook:"
 """End of a prompt that asks for the answer, and of one that asks to tell what there is first."""
+# Limits of the pictures of every exam, in pixels and objects.
+MIN_SIDE, MAX_SIDE, MAX_OBJECTS = 40, 96, 5
 
 
 class TaskError(DataError):
@@ -65,23 +66,39 @@ class TaskError(DataError):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One question with its gold answer.
+class Drawn:
+    """What a task draws: everything of a Problem that depends on the random numbers.
 
     picture: RGB (of a clip, its first frame), or None for a task in words alone (its picture form is then its
     words). description: the text twin. answer: the gold answer as JSON types. target: an answer in words that
-    earns the full reward but for rounding, at least 0.85 (for PTX and SFT). meta: split, seed, difficulty,
-    knobs, combination, category, and what the reward needs (width, height, graph, ...).
+    earns the full reward but for rounding, at least 0.85 (for PTX and SFT). meta: what the reward needs
+    (graph, ...).
     """
 
-    task: str
-    key: str
     question: str
     picture: PILImage.Image | None
     description: str
     answer: Any
     target: str
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    combination: str
+    category: str
+    meta: Knobs = field(default_factory=dict)
+
+
+def about(
+    graph: Graph, question: str, answer: Any, target: str, key: str, category: str, **meta: Any
+) -> Drawn:
+    """A question about a graph: its picture and its words; `key` is the combination."""
+    meta["graph"] = graph
+    return Drawn(question, graph.draw(), graph.words(), answer, target, key, category, meta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Drawn):
+    """One question with its gold answer; meta also holds difficulty, knobs, combination and category."""
+
+    task: str
+    key: str
 
     def check_form(self, form: str) -> None:
         """Raises TaskError for an unknown form."""
@@ -95,6 +112,7 @@ class Problem:
         question = question_text(self.question)
         if thought:
             question = question.removesuffix(ANSWER_CUE) + THOUGHT_CUE
+        # The question is always text: only what it is about changes its form.
         if form == "rendered":
             return Image(render_text(self.description)), Text(question, 0.0)
         if form == "twin" or self.picture is None:
@@ -103,43 +121,21 @@ class Problem:
 
     def media(self) -> Image | Video:
         """The picture, or the clip with its times, as a segment. Raises TaskError where there is none."""
-        graph = self.meta.get("graph")
-        if isinstance(graph, Clip):
-            return graph.media()
         if self.picture is None:
             raise TaskError(f"{self.key}: a problem in words alone has no picture")
-        return Image(self.picture)
+        return self.meta["graph"].media() if "graph" in self.meta else Image(self.picture)
 
     @property
     def thought(self) -> str:
         """What there is, in few words and the same for every form: the objects of a scene from left to right,
         or the description."""
+        # A scene has a shorter telling than its twin with every box.
         graph = self.meta.get("graph")
-        if isinstance(graph, Scene):
-            return ", ".join(thing.name for thing in sorted(graph.objects, key=lambda thing: thing.box))
-        return self.description.replace("\n", ", ")
+        return (graph and graph.thought) or self.description.replace("\n", ", ")
 
     def solution(self, thought: bool = False) -> Text:
         """The target as it stands in a document after the prompt, after the thought if one is asked for."""
         return Text(f" {self.thought}; answer: {self.target}" if thought else answer_text(self.target))
-
-
-# Limits of the pictures of every exam, in pixels and objects.
-MIN_SIDE, MAX_SIDE, MAX_OBJECTS = 40, 96, 5
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a task draws: everything of a Problem that depends on the random numbers."""
-
-    question: str
-    picture: PILImage.Image | None
-    description: str
-    answer: Any
-    target: str
-    combination: str
-    category: str
-    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task:
@@ -153,29 +149,28 @@ class Task:
     """
 
     name: ClassVar[str]
-    levels: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    levels: ClassVar[tuple[Knobs, ...]] = ()
     fraction: float = HELDOUT_FRACTION
     kinds: ClassVar[Mapping[str, Kind]] = {}
     listed: ClassVar[int] = 99
     answer_tokens: ClassVar[int] = 24
     video: ClassVar[bool] = False
 
-    def knobs(self, difficulty: Difficulty) -> dict[str, Any]:
+    def knobs(self, difficulty: int | Knobs) -> dict[str, Any]:
         """The knobs of a difficulty. Raises TaskError for a level or a knob that does not exist."""
+        # Single knobs lie over the easiest level.
         if isinstance(difficulty, Mapping):
-            unknown = [name for name in difficulty if name not in self.levels[0]]
-            if unknown:
-                raise TaskError(
-                    f"{self.name}: no knob {unknown[0]!r}; {did_you_mean(unknown[0], self.levels[0])}"
-                )
+            for knob in difficulty:
+                if knob not in self.levels[0]:
+                    raise TaskError(f"{self.name}: no knob {knob!r}; {did_you_mean(knob, self.levels[0])}")
             return {**self.levels[0], **difficulty}
-        if type(difficulty) is not int or not 0 <= difficulty < len(self.levels):
+        if difficulty not in range(len(self.levels)):
             raise TaskError(
                 f"{self.name}: difficulty {difficulty!r}; expected 0 to {len(self.levels) - 1}, or knobs"
             )
         return dict(self.levels[difficulty])
 
-    def sample(self, seed: int, split: Split = "train", difficulty: Difficulty = 0) -> Problem:
+    def sample(self, seed: int, split: Split = "train", difficulty: int | Knobs = 0) -> Problem:
         """A problem; equal arguments give equal problems. Raises TaskError for an unknown split or
         difficulty, and for knobs no problem can satisfy."""
         if not self.levels:
@@ -183,6 +178,7 @@ class Task:
         if split not in SPLITS:
             raise TaskError(f"{self.name}: split {split!r}; {did_you_mean(str(split), SPLITS)}")
         knobs = self.knobs(difficulty)
+        # The key holds everything the problem depends on, so that a log finds it again.
         level = json.dumps(difficulty if isinstance(difficulty, int) else knobs, sort_keys=True)
         key = f"{self.name}/{split}/{level}/{seed}"
 
@@ -191,21 +187,13 @@ class Task:
         for _ in range(TRIES):
             drawn = self.draw(rng, split == "test", knobs)
             if drawn is not None and self.heldout(drawn.combination) == (split == "test"):
-                break
-        else:
-            raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
+                return self._problem(key, drawn, difficulty=difficulty, knobs=knobs)
+        raise TaskError(f"{self.name}: no {split} problem with {knobs} in {TRIES} tries; widen the knobs")
 
-        meta = {
-            "split": split,
-            "seed": seed,
-            "difficulty": difficulty,
-            "knobs": knobs,
-            "combination": drawn.combination,
-            "category": drawn.category,
-            **drawn.meta,
-        }
-        content = (drawn.question, drawn.picture, drawn.description, drawn.answer, drawn.target)
-        return Problem(self.name, key, *content, meta)
+    def _problem(self, key: str, drawn: Drawn, **meta: Any) -> Problem:
+        # Benchmarks and reports read both from here.
+        meta |= {"combination": drawn.combination, "category": drawn.category, **drawn.meta}
+        return Problem(**{**vars(drawn), "meta": meta}, task=self.name, key=key)
 
     def heldout(self, combination: str) -> bool:
         """Whether a combination belongs to the test side."""
@@ -216,13 +204,13 @@ class Task:
         can be read."""
         if problem.task != self.name:
             raise TaskError(f"{self.name}: asked to judge a problem of {problem.task!r}")
+        # Thinking and announcements are no answer; their end is.
         answer = rewards.final_answer(response_text)
-        if not answer:
-            return 0.0
-        value = float(self.score(problem, answer))
+        value = float(self.score(problem, answer)) if answer else 0.0
+        # Whatever a scorer of one's own returns, the trainer gets a number of [0, 1].
         return min(1.0, max(0.0, value)) if isfinite(value) else 0.0
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """One attempt; None, or a combination of the wrong side, leads to the next one."""
         raise NotImplementedError
 
@@ -238,14 +226,12 @@ class Task:
         names = list(self.kinds)
         problems = []
         for number in range(count):
+            # In turn, so that every limit on questions holds all kinds alike.
             category = names[number % len(names)]
             rng = Random(f"eval/{self.name}/{seed}/{number}")
             graph, (question, answer) = self.kinds[category].draw(rng, self.graph, self.listed)
-            meta = {"category": category, "graph": graph}
-            key = f"{self.name}/{number:05d}"
-            problems.append(
-                Problem(self.name, key, question, graph.draw(), graph.words(), answer, answer, meta)
-            )
+            drawn = about(graph, question, answer, answer, "", category)
+            problems.append(self._problem(f"{self.name}/{number:05d}", drawn))
         return problems
 
     def graph(self, rng: Random) -> Graph:
@@ -276,4 +262,8 @@ def task(name: str) -> Callable[[AnyTask], AnyTask]:
 
 def list_pixels(points: Sequence[Sequence[float]]) -> str:
     """ "[12, 30], [40, 58.5]": points or boxes in pixels, with one decimal where they are not whole."""
-    return ", ".join("[" + ", ".join(f"{round(x, 1):g}" for x in point) + "]" for point in points)
+    listed = []
+    for point in points:
+        numbers = [f"{x:.1f}".removesuffix(".0") for x in point]
+        listed.append(f"[{', '.join(numbers)}]")
+    return ", ".join(listed)

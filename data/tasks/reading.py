@@ -4,42 +4,42 @@ with its kind; first rows of boards."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from random import Random
-from typing import Any
 
 from earlyfusion.data.synth.charts import Chart
-from earlyfusion.data.synth.graph import Graph
+from earlyfusion.data.synth.graph import Graph, Question
 from earlyfusion.data.synth.grid import Board
 from earlyfusion.data.synth.words import ASK_TEXT, Sign
 from earlyfusion.data.tasks.exam import Kind
-from earlyfusion.data.tasks.problem import MAX_SIDE, MIN_SIDE, Drawn, Judged, Problem, Task, task
-from earlyfusion.data.tasks.scenes import MEDIUM
-from earlyfusion.data.tasks.scoring import rewards
-from earlyfusion.data.tasks.scoring.text import (
-    anls,
-    character_error_rate,
-    contains,
-    exact_match,
-    first_line,
-    relaxed_match,
-    word_error_rate,
+from earlyfusion.data.tasks.problem import (
+    MAX_SIDE,
+    MIN_SIDE,
+    Drawn,
+    Judged,
+    Knobs,
+    Problem,
+    Task,
+    about,
+    task,
 )
+from earlyfusion.data.tasks.scenes import MEDIUM
+from earlyfusion.data.tasks.scoring import rewards, text
 
 EXAM = {"min_side": MIN_SIDE, "max_side": MAX_SIDE}
 
 
-def _one_word(sign: Sign) -> bool:
-    return len(sign.text.split()) == 1
+# One word and several are reported apart: a long text is another skill.
+def _one_word(sign: Sign, rng: Random) -> Question | None:
+    return (ASK_TEXT, sign.text) if " " not in sign.text else None
 
 
-def _several_words(sign: Sign) -> bool:
-    return len(sign.text.split()) > 1
+def _several_words(sign: Sign, rng: Random) -> Question | None:
+    return (ASK_TEXT, sign.text) if " " in sign.text else None
 
 
 @task("ocr")
 class Ocr(Task):
-    """What a sign says. Reward: 1 - edit distance / longer length. Knobs: most_words, sides.
+    """What a sign says. Reward: 1 - edit distance / longer length, case counts. Knobs: most_words, sides.
 
     Training shows no word of the test side; a number stands alone and is held out like a word.
     """
@@ -49,38 +49,38 @@ class Ocr(Task):
         {"most_words": 2, "min_side": 40, "max_side": 80},
         {"most_words": 3, "min_side": 48, "max_side": 128},
     )
-    kinds = {"word": Kind(fits=_one_word), "words": Kind(fits=_several_words)}
-    listed = 1
+    kinds = {"word": Kind(ask=_one_word), "words": Kind(ask=_several_words)}
     answer_tokens = 32
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
         sign = Sign.make(rng, min_side=knobs["min_side"], max_side=knobs["max_side"], heldout=heldout)
         words = sign.text.split()
+        # Drawn anew rather than cut: a cut text would not fill its picture.
         if len(words) > knobs["most_words"]:
             return None
-        key, category = f"word/{words[0]}", f"{len(words)} words"
-        meta = {"width": sign.width, "height": sign.height, "graph": sign}
-        return Drawn(ASK_TEXT, sign.draw(), sign.words(), sign.text, sign.text, key, category, meta)
+        return about(sign, ASK_TEXT, sign.text, sign.text, f"word/{words[0]}", f"{len(words)} words")
 
     def score(self, problem: Problem, answer: str) -> float:
-        """See rewards.reading; quotation marks around the answer are not part of it."""
-        return rewards.reading(answer.strip().strip("\"'"), problem.answer)
+        """See text.similarity; quotation marks around the answer are not part of it."""
+        # Near misses earn their share, or there would be nothing to learn from at first.
+        return text.similarity(answer.strip().strip("\"'"), problem.answer)
 
     def graph(self, rng: Random) -> Graph:
         """See Task."""
         return Sign.make(rng, heldout=True, **EXAM)
 
-    def judge(self, problem: Problem, text: str) -> Judged:
+    def judge(self, problem: Problem, said: str) -> Judged:
         """Containment (OCRBench); error rates and ANLS are over the first line."""
-        answer, gold = first_line(text), problem.answer
+        answer, gold = text.first_line(said), problem.answer
         metrics = {
-            "exact": float(exact_match(answer, gold)),
-            "cer": character_error_rate(answer, gold),
-            "wer": word_error_rate(answer, gold),
-            "anls": anls(answer, [gold]),
+            # Containment pays for long answers; these beside it do not.
+            "exact": float(text.exact_match(answer, gold)),
+            "cer": text.error_rate(answer, gold),
+            "wer": text.error_rate(answer.split(), gold.split()),
+            "anls": text.anls(answer, gold),
         }
-        return answer or None, float(contains(text, gold)), metrics
+        return answer or None, float(text.contains(said, gold)), metrics
 
 
 @task("chart_value")
@@ -103,7 +103,7 @@ class ChartValue(Task):
         },
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
         chart = Chart.make(rng, min_side=knobs["min_side"], max_side=knobs["max_side"], heldout=heldout)
         kind = rng.choice(tuple(knobs["kinds"]))
@@ -117,16 +117,16 @@ class ChartValue(Task):
             question = f"how much larger is {chart.labels[i]} than {chart.labels[j]}?"
             target = str(chart.values[i] - chart.values[j])
         else:
+            # The wording of the exam, which is that of pretraining.
             pattern = ChartExam.kinds[kind].pattern
             asked = [pair for pair in chart.questions(rng, self.listed) if re.search(pattern, pair[0])]
             if not asked:
                 return None
             question, target = rng.choice(asked)
 
+        # An extreme is a letter, all else a number.
         answer = target if kind == "extreme" else int(target)
-        meta = {"width": chart.width, "height": chart.height, "graph": chart}
-        key = f"chart/{chart.kind}/{chart.values}"
-        return Drawn(question, chart.draw(), chart.words(), answer, target, key, kind, meta)
+        return about(chart, question, answer, target, f"chart/{chart.kind}/{chart.values}", kind)
 
     def score(self, problem: Problem, answer: str) -> float:
         """See rewards.value and rewards.words."""
@@ -151,11 +151,12 @@ class ChartExam(Task):
         """See Task."""
         return Chart.make(rng, heldout=True, **EXAM)
 
-    def judge(self, problem: Problem, text: str) -> Judged:
+    def judge(self, problem: Problem, said: str) -> Judged:
         """ChartQA's relaxed correctness of the first line."""
-        answer = first_line(text).rstrip(".")
-        metrics = {"exact": float(exact_match(answer, problem.answer))}
-        return answer or None, float(relaxed_match(answer, problem.answer)), metrics
+        # "7." is 7 to a reader and no number to the published script.
+        answer = text.first_line(said).rstrip(".")
+        metrics = {"exact": float(text.exact_match(answer, problem.answer))}
+        return answer or None, float(text.relaxed_match(answer, problem.answer)), metrics
 
 
 @task("board")

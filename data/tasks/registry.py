@@ -17,7 +17,6 @@ from earlyfusion.data.tasks import (
     odd_one_out,
     places,
     reading,
-    scenes,
     text_math,
     video_qa,
 )
@@ -26,8 +25,9 @@ from earlyfusion.kernels.errors import did_you_mean
 
 __all__ = ["EXAMS", "PROCEDURAL", "TASKS", "make_task"]
 
-FAMILIES = (scenes, places, reading, jigsaw, maze, odd_one_out, calculation, video_qa)
-PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and made is not text_math.TextMath)
+# Named once, so that the imports are not taken for unused.
+FAMILIES = (places, reading, jigsaw, maze, odd_one_out, calculation, text_math, video_qa)
+PROCEDURAL = tuple(name for name, made in TASKS.items() if made.levels and name != "text_math")
 """Tasks with problems that need no data."""
 EXAMS = tuple(name for name, made in TASKS.items() if made.kinds)
 """Tasks that `earlyfusion eval` asks."""

@@ -7,14 +7,12 @@ where it has one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 from earlyfusion.data.synth.graph import Graph, Question
-from earlyfusion.data.synth.palette import COLOURS, SHAPES, pairs
+from earlyfusion.data.synth.palette import COLOURS, SHAPES, pair_key, pairs
 from earlyfusion.data.synth.scene import Scene, Thing, ask_relation, relation
 from earlyfusion.data.tasks.exam import Kind
 from earlyfusion.data.tasks.problem import (
@@ -23,20 +21,24 @@ from earlyfusion.data.tasks.problem import (
     MIN_SIDE,
     Drawn,
     Judged,
+    Knobs,
     Problem,
     Task,
+    about,
     task,
 )
 from earlyfusion.data.tasks.scoring import rewards
 from earlyfusion.data.tasks.scoring.text import first_line, parse_count
 
+# Below that two shapes of different outline look alike in size.
 LARGER = 1.3  # areas of two objects must differ by this factor to be asked about
 SMALL = {"min_side": 40, "max_side": 64}
 MEDIUM = {"min_side": 48, "max_side": 96}
+LARGE = {"min_side": 64, "max_side": 128}
 
 
 class SceneTask(Task):
-    """What tasks over scenes share: the scene of a problem and that of an exam's question."""
+    """What tasks over scenes share: the scene of a problem, and the one thing of the side it asks about."""
 
     listed = 12
 
@@ -45,38 +47,12 @@ class SceneTask(Task):
         return Scene.make(rng, min_side=MIN_SIDE, max_side=MAX_SIDE, heldout=True, max_objects=MAX_OBJECTS)
 
     @staticmethod
-    def scene(rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Scene:
-        """A scene of the side; knobs min_side, max_side, max_objects."""
+    def scene(rng: Random, heldout: bool, knobs: Knobs) -> tuple[Scene, list[Thing]]:
+        """A scene, and its things whose pair belongs to the side: at least one, and in training all."""
         sides = {name: knobs[name] for name in ("min_side", "max_side", "max_objects")}
-        return Scene.make(rng, **sides, heldout=heldout)
-
-
-def pair_key(thing: Thing) -> str:
-    """The combination of a thing, as data/synth/palette.py holds it out."""
-    return f"pair/{thing.colour}/{thing.shape}"
-
-
-def on_side(scene: Scene, heldout: bool) -> list[Thing]:
-    """The things of a scene whose pair belongs to the side."""
-    allowed = pairs(heldout)
-    return [thing for thing in scene.objects if (thing.colour, thing.shape) in allowed]
-
-
-def scene_drawn(
-    scene: Scene,
-    question: str,
-    answer: Any,
-    target: str,
-    combination: str,
-    category: str,
-    *,
-    description: str | None = None,
-    **meta: Any,
-) -> Drawn:
-    """A question about a scene: its picture, its twin (or `description`), its size."""
-    meta = {"width": scene.width, "height": scene.height, "graph": scene, **meta}
-    words = scene.words() if description is None else description
-    return Drawn(question, scene.draw(), words, answer, target, combination, category, meta)
+        scene = Scene.make(rng, **sides, heldout=heldout)
+        # The first object that is placed is of the side, so there is always one to ask about.
+        return scene, [thing for thing in scene.objects if thing.pair in pairs(heldout)]
 
 
 @task("counting")
@@ -91,13 +67,7 @@ class Counting(SceneTask):
         {"kinds": ("all",), "most": 3, **SMALL, "max_objects": 3},
         {"kinds": ("all", "shape", "colour"), "most": 4, **SMALL, "max_objects": 4},
         {"kinds": ("shape", "colour", "pair"), "most": 4, **MEDIUM, "max_objects": 6},
-        {
-            "kinds": ("all", "shape", "colour", "pair"),
-            "most": 6,
-            "min_side": 64,
-            "max_side": 128,
-            "max_objects": 8,
-        },
+        {"kinds": ("all", "shape", "colour", "pair"), "most": 6, **LARGE, "max_objects": 8},
     )
     kinds = {
         "objects": Kind(r"^how many objects are there", lowest=1),
@@ -106,32 +76,30 @@ class Counting(SceneTask):
     }
     answer_tokens = 8
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
         kind = rng.choice(tuple(knobs["kinds"]))
-        expected = rng.randint(1, knobs["most"]) if kind == "all" else rng.randint(0, min(knobs["most"], 3))
+        # "How many objects" is never none; of a shape or colour there may be none.
+        least, most = (1, knobs["most"]) if kind == "all" else (0, min(knobs["most"], 3))
+        expected = rng.randint(least, most)
         for _ in range(400):  # scenes, until one has the number that was drawn
-            scene = self.scene(rng, heldout, knobs)
-            shown = on_side(scene, heldout)
-            if not shown:
-                continue
+            scene, shown = self.scene(rng, heldout, knobs)
 
             # Something that is there, unless there is to be none of it; a pair must be of the side.
-            colour, shape = rng.choice(tuple(COLOURS)), rng.choice(SHAPES)
+            pair = rng.choice(tuple(COLOURS)), rng.choice(SHAPES)
             if expected:
-                thing = rng.choice(scene.objects)
-                colour, shape = thing.colour, thing.shape
-            if kind == "pair" and expected:
-                colour, shape = shown[0].colour, shown[0].shape
-            elif kind == "pair":
-                colour, shape = rng.choice(pairs(heldout))
+                pair = rng.choice(scene.objects).pair
+            if kind == "pair":
+                pair = shown[0].pair if expected else rng.choice(pairs(heldout))
 
-            named = {"colour": colour, "shape": shape}
+            # A pair is asked by both words, a colour or shape by one.
+            named = {"colour": pair[0], "shape": pair[1]}
             asked = {name: value for name, value in named.items() if kind in (name, "pair")}
             question, count = scene.count(**asked)
+            # More than two of one pair are too rare to wait for.
             if count == (min(expected, 2) if kind == "pair" else expected):
-                key = f"pair/{colour}/{shape}" if kind == "pair" else pair_key(shown[0])
-                return scene_drawn(scene, question, count, str(count), key, kind)
+                key = pair_key(pair if kind == "pair" else shown[0].pair)
+                return about(scene, question, count, str(count), key, kind)
         return None
 
     def score(self, problem: Problem, answer: str) -> float:
@@ -142,10 +110,10 @@ class Counting(SceneTask):
         """Exact number in the first line; the error of an answer without a number is that of saying 0, at
         least 1."""
         gold, number = int(problem.answer), parse_count(first_line(text))
-        if number is None:
-            return None, 0.0, {"mae": float(max(gold, 1)), "within_one": 0.0}
-        error = abs(number - gold)
-        return number, float(number == gold), {"mae": float(error), "within_one": float(error <= 1)}
+        error = max(gold, 1) if number is None else abs(number - gold)
+        # An answer that cannot be read is not near to anything.
+        near = number is not None and error <= 1
+        return number, float(number == gold), {"mae": float(error), "within_one": float(near)}
 
 
 @task("colour_shape")
@@ -167,42 +135,35 @@ class ColourShape(SceneTask):
         {"kinds": ("leftmost_colour",), **SMALL, "max_objects": 3, "listed": "any order", "alone": True},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
-        scene = self.scene(rng, heldout, knobs)
-        shown = on_side(scene, heldout)
-        if not shown:
-            return None
+        scene, shown = self.scene(rng, heldout, knobs)
         thing, kind = rng.choice(shown), rng.choice(tuple(knobs["kinds"]))
-        asked = self._ask(scene, thing, kind, bool(knobs.get("alone")))
+        # "leftmost_colour": named by its place, not by a property.
+        prefix, _, part = kind.rpartition("_")
+        asked = self._leftmost(scene, thing, part, knobs.get("alone")) if prefix else scene.ask(thing, kind)
         if asked is None:
             return None
 
-        described = scene
+        drawn = about(scene, *asked, asked[1], pair_key(thing.pair), kind)
         if knobs.get("listed") == "any order":
-            described = replace(scene, objects=tuple(rng.sample(scene.objects, len(scene.objects))))
-        question, answer = asked
-        key = pair_key(thing)
-        return scene_drawn(scene, question, answer, answer, key, kind, description=described.words())
+            # In the order of a sentence the first object would be the answer.
+            mixed = tuple(rng.sample(scene.objects, len(scene.objects)))
+            drawn = replace(drawn, description=replace(scene, objects=mixed).words())
+        return drawn
 
     @staticmethod
-    def _ask(scene: Scene, thing: Thing, kind: str, alone: bool) -> Question | None:
+    def _leftmost(scene: Scene, thing: Thing, part: str, alone: bool | None) -> Question | None:
         """The question, or None where it would leave doubt."""
         others = [other for other in scene.objects if other is not thing]
-        if kind == "colour":
-            return thing.ask_colour() if len(scene.having(shape=thing.shape)) == 1 else None
-        if kind == "shape":
-            return thing.ask_shape() if len(scene.having(colour=thing.colour)) == 1 else None
-        if kind == "size":
-            return thing.ask_size() if thing in scene.unique() else None
-
-        part = kind.removeprefix("leftmost_")
+        # Alone or level by a pixel, nothing is leftmost.
         if not others or not all(other.box[0] > thing.box[0] + 1 for other in others):
             return None
         answer = getattr(thing, part)
+        # Otherwise a colour that is there twice would be right more often than it should.
         if alone and any(getattr(other, part) == answer for other in others):
             return None
-        return f"what {'color' if part == 'colour' else part} is the leftmost object?", answer
+        return f"what {part.replace('colour', 'color')} is the leftmost object?", answer
 
 
 @task("relation")
@@ -217,17 +178,19 @@ class Relation(SceneTask):
         {"form": "which", **MEDIUM, "max_objects": 6},
     )
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
-        scene = self.scene(rng, heldout, knobs)
+        scene, shown = self.scene(rng, heldout, knobs)
         named = scene.unique()
-        shown = [thing for thing in on_side(scene, heldout) if thing in named]
+        # A name that fits two objects asks about neither.
+        shown = [thing for thing in shown if thing in named]
         if len(named) < 2 or not shown:
             return None
 
         a = rng.choice(shown)
         b = rng.choice([thing for thing in named if thing is not a])
-        key = pair_key(a)
+        key = pair_key(a.pair)
+        # The held-out one is named first or last.
         if rng.random() < 0.5:
             a, b = b, a
         truth = relation(a, b)
@@ -236,12 +199,13 @@ class Relation(SceneTask):
 
         if knobs["form"] == "yes_no":
             question, answer = ask_relation(rng, a, b, truth)
-        elif _apart_on_both(a, b):
+        # Two relations hold at once where the boxes are apart both ways: "left of" and "above".
+        elif apart(a, b, 0) and apart(a, b, 1):
             return None
         else:
             question = f"is the {a.name} left of, right of, above or below the {b.name}?"
             answer = truth
-        return scene_drawn(scene, question, answer, answer, key, knobs["form"])
+        return about(scene, question, answer, answer, key, knobs["form"])
 
     def score(self, problem: Problem, answer: str) -> float:
         """The words of the relation; "left" counts as "left of"."""
@@ -249,10 +213,9 @@ class Relation(SceneTask):
         return max(rewards.words(answer, gold), rewards.words(answer, gold.removesuffix(" of")))
 
 
-def _apart_on_both(a: Thing, b: Thing) -> bool:
-    beside = a.box[2] <= b.box[0] or b.box[2] <= a.box[0]
-    over = a.box[3] <= b.box[1] or b.box[3] <= a.box[1]
-    return beside and over
+def apart(a: Thing, b: Thing, axis: int) -> bool:
+    """Whether no column (axis 0) or no row (axis 1) meets both."""
+    return a.box[axis + 2] <= b.box[axis] or b.box[axis + 2] <= a.box[axis]
 
 
 def _larger(scene: Scene, rng: Random) -> Question | None:
@@ -261,7 +224,7 @@ def _larger(scene: Scene, rng: Random) -> Question | None:
     if len(named) < 2:
         return None
     a, b = rng.sample(named, 2)
-    larger, smaller = max(a, b, key=lambda thing: thing.area), min(a, b, key=lambda thing: thing.area)
+    smaller, larger = sorted((a, b), key=lambda thing: thing.area)
     if larger.area < LARGER * smaller.area:
         return None
     return f"which is larger, the {a.name} or the {b.name}?", larger.name
@@ -273,6 +236,7 @@ def _sorted(scene: Scene, rng: Random) -> Question | None:
         return None
     axis, direction = rng.choice(((0, "left to right"), (1, "top to bottom")))
     listed = sorted(scene.objects, key=lambda thing: thing.centre[axis])
+    # Four pixels: what the eye can order at these sizes.
     if any(b.centre[axis] - a.centre[axis] < 4 for a, b in pairwise(listed)):
         return None
     return f"list the objects from {direction}.", ", ".join(thing.name for thing in listed)

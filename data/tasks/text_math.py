@@ -9,15 +9,14 @@ A row has a question (or problem, prompt) and an answer (or solution, target) th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from earlyfusion.data.row_files import read_rows
-from earlyfusion.data.tasks.problem import Drawn, Problem, Task, TaskError, task
+from earlyfusion.data.tasks.problem import Drawn, Knobs, Problem, Task, TaskError, task
 from earlyfusion.data.tasks.scoring.answers import gsm8k_number
-from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends, tame
+from earlyfusion.data.tasks.scoring.rewards import MAX_CHARS, ends
+from earlyfusion.data.tasks.scoring.text import tame
 
 QUESTIONS, ANSWERS = ("question", "problem", "prompt"), ("answer", "solution", "target")
 ASK = "what is the answer, as a number?"
@@ -33,67 +32,65 @@ class TextMath(Task):
     or a number.
     """
 
+    # Longer problems have more steps; there is no better measure at hand.
     levels = ({"longest": 160}, {"longest": 300}, {"longest": 4096})
 
-    def __init__(self, path: str | Path, *, fraction: float | None = None) -> None:
-        if fraction is not None:
-            self.fraction = fraction
-        self.path = Path(path)
-
-        # A folder has its own split, less what training has as well; a file is split by its texts.
+    def __init__(self, path: str | Path, *, fraction: float = Task.fraction) -> None:
+        self.path, self.fraction = Path(path), fraction
         if self.path.is_dir():
-            sides = {False: self._rows(self.path / "train.jsonl"), True: self._rows(self.path / "test.jsonl")}
-            known = {text for text, _ in sides[False]}
-            sides[True] = [row for row in sides[True] if row[0] not in known]
-            self._test = {text for text, _ in sides[True]}
+            train, test = self._rows(self.path / "train.jsonl"), self._rows(self.path / "test.jsonl")
+            # A test problem that training has as well tests nothing.
+            test = {text: value for text, value in test.items() if text not in train}
         else:
             rows = self._rows(self.path)
-            self._test = {text for text, _ in rows if super(TextMath, self).heldout(f"text/{text}")}
-            sides = {side: [row for row in rows if (row[0] in self._test) == side] for side in (False, True)}
-        self._sides = sides
+            test = {text: rows[text] for text in rows if super(TextMath, self).heldout(f"text/{text}")}
+            train = {text: rows[text] for text in rows if text not in test}
+        self._sides = {False: train, True: test}
 
-    def _rows(self, file: Path) -> list[tuple[str, str]]:
+    def _rows(self, file: Path) -> dict[str, str]:
+        """Question -> normalised number."""
         if not file.is_file():
             raise TaskError(
                 f"{self.name}: {file}: no such file; expected JSON lines with a question and an answer"
             )
-        found = []
+        found = {}
         for index, row in enumerate(read_rows(file), 1):
+            # Data sets call the two fields by different names.
             text = next((str(row[name]).strip() for name in QUESTIONS if row.get(name)), "")
-            gold = next((str(row[name]) for name in ANSWERS if row.get(name) is not None), "")
-            value = gsm8k_number(gold)
+            value = next((gsm8k_number(str(row[name])) for name in ANSWERS if name in row), None)
             if not text or value is None:
                 raise TaskError(
                     f"{self.name}: {file} row {index}: expected a question and an answer with a number"
                 )
-            found.append((text, value))
+            found[text] = value
         return found
 
     def heldout(self, combination: str) -> bool:
         """By the file for a folder with two, by the hash of the text else."""
-        return combination.removeprefix("text/") in self._test
+        return combination.removeprefix("text/") in self._sides[True]
 
-    def draw(self, rng: Random, heldout: bool, knobs: Mapping[str, Any]) -> Drawn | None:
+    def draw(self, rng: Random, heldout: bool, knobs: Knobs) -> Drawn | None:
         """See Task."""
-        rows = self._sides[heldout]
+        rows = list(self._sides[heldout].items())
         if not rows:
-            raise TaskError(
-                f"{self.name}: {self.path}: no problem on the {'test' if heldout else 'train'} side"
-            )
+            side = "test" if heldout else "train"
+            raise TaskError(f"{self.name}: {self.path}: no problem on the {side} side")
         text, value = rng.choice(rows)
+        # Drawn again, not cut: half a problem has no answer.
         if len(text) > knobs["longest"]:
             return None
         return Drawn(ASK, None, text, value, f"#### {value}", f"text/{text}", "text")
 
     def reward(self, problem: Problem, response_text: str) -> float:
         """A worked answer may be long: only its end is read."""
-        if not isinstance(response_text, str):
-            return 0.0
-        return super().reward(problem, response_text[-MAX_CHARS:])
+        # Before `final_answer`, which takes a longer answer for none.
+        end = response_text[-MAX_CHARS:] if isinstance(response_text, str) else ""
+        return super().reward(problem, end)
 
     def score(self, problem: Problem, answer: str) -> float:
         """The number of the last line, which ends with it where it is marked by "####": a worked answer may
         say anything before, nothing after."""
         last = tame(answer.splitlines()[-1])
+        # The last line alone: earlier ones hold the numbers of the steps.
         marked = "####" in last
         return float(gsm8k_number(last) == problem.answer and (not marked or ends(last)))

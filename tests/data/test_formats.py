@@ -40,136 +40,84 @@ def shape(segments):
     ]
 
 
+def beside(_media="jpg", **entry):
+    """A picture and a JSON."""
+    return {_media: JPG if _media == "jpg" else PNG, "json": dump(entry)}
+
+
+def alone(**entry):
+    return {"json": dump(entry)}
+
+
+def llava(*words, **fields):
+    """Turns of a human and a model in turn."""
+    turns = [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(words)]
+    return {**fields, "conversations": turns}
+
+
+def messages(*contents, roles=("user", "assistant")):
+    return {"messages": [{"role": role, "content": content} for role, content in zip(roles, contents)]}
+
+
+def boxed(*boxes, key="boxes", **fields):
+    return beside(**{key: boxes, "labels": ["a"] * len(boxes)}, **fields)
+
+
+TWO = {"0.jpg": JPG, "1.png": PNG}
+PARTS = [{"type": "image", "image": "b.png"}, {"type": "text", "text": "Then"}]
+PARTS += [{"type": "image", "image": "a.jpg"}]
+PAGE = {"texts": [None, "one", None, "two"], "images": ["0.jpg", None, "x/1.png", None]}
+MMC4 = {"text_list": ["one", "two"], "image_info": [{"image_name": "b9.jpg", "matched_text_index": 1}]}
 CASES = {
     "caption": ({"jpg": JPG, "txt": b" a field \n"}, [("image", JPG), "\na field"]),
-    "caption_json": ({"png": PNG, "json": dump({"caption": "sky", "url": "x"})}, [("image", PNG), "\nsky"]),
+    "caption_json": (beside("png", caption="sky", url="x"), [("image", PNG), "\nsky"]),
     "caption_bom": ({"webp": PNG, "txt": "\ufeffcafé".encode()}, [("image", PNG), "\ncafé"]),
     "qa": (
-        {"jpg": JPG, "json": dump({"questions": [{"question": "How many?", "answer": 3}]})},
+        beside(questions=[{"question": "How many?", "answer": 3}]),
         [("image", JPG), question_text("How many?"), answer_text("3")],
     ),
     "qa_one": (
-        {"jpg": JPG, "json": dump({"question": "Who?", "answers": [{"answer": "a cat"}]})},
+        beside(question="Who?", answers=[{"answer": "a cat"}]),
         [("image", JPG), question_text("Who?"), answer_text("a cat")],
     ),
     "llava": (
-        {
-            "jpg": JPG,
-            "json": dump(
-                {
-                    "image": "coco/000.jpg",
-                    "conversations": [
-                        {"from": "human", "value": "<image>\nWhat?"},
-                        {"from": "gpt", "value": "A dog."},
-                        {"from": "human", "value": "Colour?"},
-                        {"from": "gpt", "value": "Brown."},
-                    ],
-                }
-            ),
-        },
+        beside(**llava("<image>\nWhat?", "A dog.", "Colour?", "Brown.", image="coco/000.jpg")),
         [("image", JPG), "\nQ: What?\nA:", " A dog.", "\nQ: Colour?\nA:", " Brown."],
     ),
     "two_pictures": (
-        {
-            "0.jpg": JPG,
-            "1.png": PNG,
-            "json": dump(
-                {
-                    "conversations": [
-                        {"from": "human", "value": "Compare <image> and <image>."},
-                        {"from": "gpt", "value": "Same."},
-                    ]
-                }
-            ),
-        },
+        {**TWO, **alone(**llava("Compare <image> and <image>.", "Same."))},
         ["\nQ: Compare ", ("image", JPG), " and ", ("image", PNG), ".\nA:", " Same."],
     ),
-    "no_place": (
-        {
-            "jpg": JPG,
-            "json": dump(
-                {"messages": [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "A"}]}
-            ),
-        },
-        [("image", JPG), "\nQ: Hm?\nA:", " A"],
-    ),
+    "no_place": (beside(**messages("Hm?", "A")), [("image", JPG), "\nQ: Hm?\nA:", " A"]),
     "messages": (
         {
             "b.png": PNG,
             "a.jpg": JPG,
-            "json": dump(
-                {
-                    "messages": [
-                        {"role": "system", "content": "Be brief."},
-                        {
-                            "role": "user",
-                            "content": [
-                                {"type": "image", "image": "b.png"},
-                                {"type": "text", "text": "Then"},
-                                {"type": "image", "image": "a.jpg"},
-                            ],
-                        },
-                        {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]},
-                    ]
-                }
+            **alone(
+                **messages(
+                    "Be brief.",
+                    PARTS,
+                    [{"type": "text", "text": "Yes"}],
+                    roles=("system", "user", "assistant"),
+                )
             ),
         },
         ["\nBe brief.", ("image", PNG), "\nQ: Then", ("image", JPG), "\nA:", " Yes"],
     ),
-    "text_chat": (
-        {
-            "json": dump(
-                {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
-            )
-        },
-        ["\nQ: 1+1\nA:", " 2"],
-    ),
+    "text_chat": (alone(**messages("1+1", "2")), ["\nQ: 1+1\nA:", " 2"]),
     "video_chat": (
-        {
-            "mp4": b"clip",
-            "json": dump(
-                {
-                    "video": "x.mp4",
-                    "conversations": [
-                        {"from": "human", "value": "<video>\nSo?"},
-                        {"from": "gpt", "value": "It falls."},
-                    ],
-                }
-            ),
-        },
+        {"mp4": b"clip", **alone(**llava("<video>\nSo?", "It falls.", video="x.mp4"))},
         [("video", b"clip"), "\nQ: So?\nA:", " It falls."],
     ),
-    "obelics": (
-        {
-            "0.jpg": JPG,
-            "1.png": PNG,
-            "json": dump({"texts": [None, "one", None, "two"], "images": ["0.jpg", None, "x/1.png", None]}),
-        },
-        [("image", JPG), "\none", ("image", PNG), "\ntwo"],
-    ),
-    "mmc4": (
-        {
-            "b9.jpg": JPG,
-            "json": dump(
-                {
-                    "text_list": ["one", "two"],
-                    "image_info": [{"image_name": "b9.jpg", "matched_text_index": 1}],
-                }
-            ),
-        },
-        ["one", ("image", JPG), "\ntwo"],
-    ),
+    "obelics": ({**TWO, **alone(**PAGE)}, [("image", JPG), "\none", ("image", PNG), "\ntwo"]),
+    "mmc4": ({"b9.jpg": JPG, **alone(**MMC4)}, ["one", ("image", JPG), "\ntwo"]),
     "video": ({"webm": b"v", "txt": b"falls"}, [("video", b"v"), "\nfalls"]),
-    "gif": ({"gif": GIF, "json": dump({"caption": "turns"})}, [("video", GIF), "\nturns"]),
+    "gif": ({"gif": GIF, **alone(caption="turns")}, [("video", GIF), "\nturns"]),
     "html": ({"png": PNG, "html": b"<p>hi</p>\n"}, [("image", PNG), "\n<p>hi</p>"]),
-    "svg": ({"png": PNG, "svg": b"<svg/>"}, [("image", PNG), "\n<svg/>"]),
-    "ocr": ({"jpg": JPG, "json": dump({"ocr": "line 1\nline 2"})}, [("image", JPG), "\nline 1\nline 2"]),
-    "ocr_lines": (
-        {"jpg": JPG, "json": dump({"ocr": [{"text": "a"}, {"text": "b"}]})},
-        [("image", JPG), "\na\nb"],
-    ),
+    "ocr": (beside(ocr="line 1\nline 2"), [("image", JPG), "\nline 1\nline 2"]),
+    "ocr_lines": (beside(ocr=[{"text": "a"}, {"text": "b"}]), [("image", JPG), "\na\nb"]),
     "text": ({"txt": b"only words"}, ["only words"]),
-    "text_json": ({"json": dump({"text": "only words"})}, ["only words"]),
+    "text_json": (alone(text="only words"), ["only words"]),
 }
 
 
@@ -270,85 +218,63 @@ def test_boxes_are_right_in_the_encoded_text(tokenizer, vision):
 # ---- what is wrong names shard, key and reason
 
 WRONG = {
-    "0-byte picture": ({"jpg": b"", "txt": b"x"}, "empty_file"),
-    "0-byte text": ({"jpg": JPG, "txt": b""}, "empty_file"),
-    "0-byte video": ({"mp4": b"", "txt": b"x"}, "empty_file"),
-    "no caption": ({"jpg": JPG}, "missing_member"),
-    "no picture": ({"json": dump({"texts": [None], "images": ["0.jpg"]})}, "missing_member"),
-    "picture not there": (
-        {"0.jpg": JPG, "1.jpg": JPG, "json": dump({"texts": [None], "images": ["7.jpg"]})},
-        "missing_member",
-    ),
-    "latin-1": ({"jpg": JPG, "txt": "café".encode("latin-1")}, "encoding"),
-    "utf-16": ({"jpg": JPG, "txt": "café".encode("utf-16")}, "encoding"),
-    "utf-16 without mark": ({"txt": "plain".encode("utf-16-le")}, "encoding"),
-    "blank caption": ({"jpg": JPG, "txt": b" \n\t"}, "empty_text"),
-    "blank field": ({"jpg": JPG, "json": dump({"caption": ""})}, "empty_text"),
-    "null caption": ({"jpg": JPG, "json": dump({"caption": None})}, "bad_json"),
-    "torn json": ({"jpg": JPG, "json": b'{"caption": "x'}, "bad_json"),
-    "deep json": ({"jpg": JPG, "json": b"[" * 100_000}, "bad_json"),
-    "list json": ({"jpg": JPG, "json": b"[1]"}, "bad_json"),
-    "json in latin-1": ({"jpg": JPG, "json": '{"caption": "é"}'.encode("latin-1")}, "encoding"),
-    "no question": ({"jpg": JPG, "json": dump({"questions": [{"answer": "x"}]})}, "bad_json"),
-    "empty answer": ({"jpg": JPG, "json": dump({"question": "q", "answer": " "})}, "empty_text"),
-    "no turns": ({"json": dump({"messages": []})}, "bad_json"),
-    "odd role": ({"json": dump({"messages": [{"role": "tool", "content": "x"}]})}, "bad_json"),
-    "no answer": ({"json": dump({"messages": [{"role": "user", "content": "x"}]})}, "empty_text"),
-    "place without picture": (
-        {
-            "json": dump(
-                {"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]}
-            )
+    "empty_file": {
+        "picture": {"jpg": b"", "txt": b"x"},
+        "text": {"jpg": JPG, "txt": b""},
+        "video": {"mp4": b"", "txt": b"x"},
+    },
+    "missing_member": {
+        "no caption": {"jpg": JPG},
+        "no picture": alone(texts=[None], images=["0.jpg"]),
+        "picture not there": {**TWO, **alone(texts=[None], images=["7.jpg"])},
+        "place without picture": alone(**llava("<image> a", "b")),
+    },
+    "encoding": {
+        "latin-1": {"jpg": JPG, "txt": "café".encode("latin-1")},
+        "utf-16": {"jpg": JPG, "txt": "café".encode("utf-16")},
+        "utf-16 without mark": {"txt": "plain".encode("utf-16-le")},
+        "json in latin-1": {"jpg": JPG, "json": '{"caption": "é"}'.encode("latin-1")},
+    },
+    "empty_text": {
+        "blank caption": {"jpg": JPG, "txt": b" \n\t"},
+        "blank field": beside(caption=""),
+        "empty answer": beside(question="q", answer=" "),
+        "no turns": alone(messages=[]),
+        "no answer": alone(**messages("x")),
+        "only pictures": {**TWO, **alone(texts=[None], images=["0.jpg"])},
+        "empty ocr": beside(ocr=[]),
+    },
+    "bad_json": {
+        "null caption": beside(caption=None),
+        "torn json": {"jpg": JPG, "json": b'{"caption": "x'},
+        "deep json": {"jpg": JPG, "json": b"[" * 100_000},
+        "list json": {"jpg": JPG, "json": b"[1]"},
+        "no question": beside(questions=[{"answer": "x"}]),
+        "odd role": alone(**messages("x", roles=["tool"])),
+        "pictures without place": {**TWO, **alone(**llava("<image> a", "b"))},
+        "unequal lists": {**TWO, **alone(texts=["a"], images=[])},
+        "matched beyond": {
+            **TWO,
+            **alone(text_list=["a"], image_info=[{"image_name": "0.jpg", "matched_text_index": 9}]),
         },
-        "missing_member",
-    ),
-    "pictures without place": (
-        {
-            "0.jpg": JPG,
-            "1.jpg": JPG,
-            "json": dump(
-                {"conversations": [{"from": "human", "value": "<image> a"}, {"from": "gpt", "value": "b"}]}
-            ),
-        },
-        "bad_json",
-    ),
-    "unequal lists": ({"0.jpg": JPG, "json": dump({"texts": ["a"], "images": []})}, "bad_json"),
-    "only pictures": ({"0.jpg": JPG, "json": dump({"texts": [None], "images": ["0.jpg"]})}, "empty_text"),
-    "matched beyond": (
-        {
-            "0.jpg": JPG,
-            "json": dump(
-                {"text_list": ["a"], "image_info": [{"image_name": "0.jpg", "matched_text_index": 9}]}
-            ),
-        },
-        "bad_json",
-    ),
-    "box outside": ({"jpg": JPG, "json": dump({"boxes": [[0, 0, 400, 10]], "labels": ["a"]})}, "box_outside"),
-    "share outside": (
-        {"jpg": JPG, "json": dump({"boxes": [[0, 0, 1.2, 1]], "labels": ["a"], "coordinates": "normalized"})},
-        "box_outside",
-    ),
-    "box without area": (
-        {"jpg": JPG, "json": dump({"boxes": [[5, 5, 5, 9]], "labels": ["a"]})},
-        "box_outside",
-    ),
-    "point outside": ({"jpg": JPG, "json": dump({"points": [[-30, 5]], "labels": ["a"]})}, "box_outside"),
-    "three numbers": ({"jpg": JPG, "json": dump({"boxes": [[5, 5, 5]], "labels": ["a"]})}, "bad_json"),
-    "not a number": ({"jpg": JPG, "json": b'{"boxes": [[NaN, 0, 5, 5]], "labels": ["a"]}'}, "bad_json"),
-    "labels missing": ({"jpg": JPG, "json": dump({"boxes": [[0, 0, 5, 5]]})}, "bad_json"),
-    "boxes on no picture": (
-        {"jpg": b"junk", "json": dump({"boxes": [[0, 0, 5, 5]], "labels": ["a"]})},
-        "corrupt_image",
-    ),
-    "empty ocr": ({"jpg": JPG, "json": dump({"ocr": []})}, "empty_text"),
+        "three numbers": boxed([5, 5, 5]),
+        "not a number": {"jpg": JPG, "json": b'{"boxes": [[NaN, 0, 5, 5]], "labels": ["a"]}'},
+        "labels missing": beside(boxes=[[0, 0, 5, 5]]),
+    },
+    "box_outside": {
+        "box outside": boxed([0, 0, 400, 10]),
+        "share outside": boxed([0, 0, 1.2, 1], coordinates="normalized"),
+        "box without area": boxed([5, 5, 5, 9]),
+        "point outside": boxed([-30, 5], key="points"),
+    },
+    "corrupt_image": {"boxes on no picture": {**boxed([0, 0, 5, 5]), "jpg": b"junk"}},
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_names_shard_key_and_reason(name):
-    members, reason = WRONG[name]
+@pytest.mark.parametrize(("reason", "name"), [(reason, name) for reason in WRONG for name in WRONG[reason]])
+def test_what_is_wrong_names_shard_key_and_reason(reason, name):
     with pytest.raises(BadSample, match=r"^a\.tar k: ") as caught:
-        made(members)
+        made(WRONG[reason][name])
     assert caught.value.reason == reason and reason in REASONS
     assert "\n" not in str(caught.value)
 

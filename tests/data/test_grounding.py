@@ -104,19 +104,11 @@ def test_a_box_over_the_edge_is_cut_and_one_outside_is_refused():
     assert parse_regions(
         write_regions(Regions([Region("a", box=(-50, 20, 300, 90))]), (200, 100), (200, 100))
     ) == [FoundRegion("a", box=(0.0, 20.0, 200.0, 90.0), box01=(0.0, 0.2, 1.0, 0.9))]
-    outside = [
-        Region("a", box=(200, 0, 300, 50)),
-        Region("a", box=(-20, -20, 0, 50)),
-        Region("a", box=(50, 50, 50, 60)),
-        Region("a", box=(60, 60, 50, 50)),
-        Region("a", box=(0, 0, float("nan"), 5)),
-        Region("a", box=(0, 0, float("inf"), 5)),
-        Region("a", box=(1, 2, 3)),
-        Region("a", box=("x", 2, 3, 4)),
-        Region("a", point=(201, 5)),
-        Region("a", point=(5, -1)),
-    ]
-    for region in outside:
+    nan, inf = float("nan"), float("inf")
+    boxes = [(200, 0, 300, 50), (-20, -20, 0, 50), (50, 50, 50, 60), (60, 60, 50, 50), (0, 0, nan, 5)]
+    boxes += [(0, 0, inf, 5), (1, 2, 3), ("x", 2, 3, 4)]
+    points = [Region("a", point=point) for point in ((201, 5), (5, -1))]
+    for region in [*(Region("a", box=box) for box in boxes), *points]:
         with pytest.raises(BadSample, match="in a picture of 200 x 100") as caught:
             write_regions(Regions([region]), (200, 100), (100, 50))
         assert caught.value.reason == "box_outside"

@@ -6,24 +6,19 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from earlyfusion.data.loading.encode import encode
+from earlyfusion.data.errors import BadSample, DataError
 from earlyfusion.data.loading.order import held_out
 from earlyfusion.data.sample import Image, Text
-from earlyfusion.data.sources.base import KINDS, SourceConfig, build_source
+from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.sources.easy_vqa import load_split
 from earlyfusion.data.sources.text import chunks_of_lines
+
+from .shard_files import picture
 
 
 def source(kind, name=None, path=None, seed=0, val_fraction=0.1, **options):
     config = SourceConfig(name=name or kind, kind=kind, path=path and str(path), options=options)
     return build_source(config, seed=seed, val_fraction=val_fraction)
-
-
-EMBEDDED = sorted({kind for kind in KINDS if not KINDS[kind].path} | {"problems"})
-NEEDED = {
-    "problems": {"tasks": {"counting": 1, "maze": 1}, "forms": {"picture": 1, "twin": 1}, "thought": 0.5}
-}
-"""Options that a kind cannot do without."""
 
 
 def test_easy_vqa_has_the_official_counts_and_split():
@@ -39,7 +34,7 @@ def test_easy_vqa_has_the_official_counts_and_split():
 def test_easy_vqa_never_trains_on_a_test_picture():
     vqa = source("easy_vqa")
     assert len(vqa) == 4000 and vqa.heldout_len() == 1000
-    folders = {entry.path.parent.parent.name for entry in vqa._train}
+    folders = {entry.path.parent.parent.name for entry in vqa.train}
     assert folders == {"train"}
     assert vqa.heldout(3).key == "test/3" and vqa.get(3, 0).key == "train/3"
 
@@ -92,16 +87,6 @@ def test_chunks_join_to_the_file():
     assert chunks_of_lines("x" * 900 + "\ny", 400) == ["x" * 900 + "\n", "y"]
 
 
-@pytest.mark.parametrize("kind", EMBEDDED)
-def test_the_same_index_gives_the_same_sample_in_another_instance(kind, tokenizer, vision):
-    one, two = (source(kind, seed=5, **NEEDED.get(kind, {})) for _ in range(2))
-    for index, epoch in ((0, 0), (11, 0), (11, 3)):
-        a, b = (encode(s.get(index, epoch), tokenizer, vision) for s in (one, two))
-        assert a.ids.tolist() == b.ids.tolist() and a.key == b.key
-        assert (a.patches is None and b.patches is None) or bool((a.patches == b.patches).all())
-    assert one.fingerprint() == two.fingerprint()
-
-
 def test_a_fingerprint_changes_with_options_and_seed_but_not_with_the_weight():
     base = source("synth_words").fingerprint()
     assert source("synth_words", seed=1).fingerprint() != base
@@ -147,3 +132,72 @@ def test_folder_files_are_held_out_by_name(folder):
     held = {sample.key for sample in files.heldout_samples()}
     assert train and held and not train & held and len(train | held) == 10
     assert all(held_out(f"folder/{key}", 0.4) for key in held)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.txt", b"caf\xe9", "encoding"),
+        ("a.txt", b"", "empty_file"),
+        ("a.txt", b" \n ", "empty_text"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', "encoding"),
+        ("a.jsonl", b"{text}\n", "bad_json"),
+        ("a.jsonl", b"[" * 100_000 + b"\n", "bad_json"),
+        ("a.jsonl", b'{"body": 1}\n', "bad_json"),
+        ("a.jsonl", b'{"text": "t", "image": "../secret.png"}\n', "missing_member"),
+        ("p.json", b'{"title": "x"}', "empty_text"),
+        ("p.json", b'{"questions": [1]}', "bad_json"),
+        ("p.json", b'{"questions": 5}', "bad_json"),
+        ("p.json", b'{"questions": null}', "bad_json"),
+        ("a.jsonl", b'{"text": "t", "image": "a\\u0000.png"}\n', "missing_member"),
+        ("a.jsonl", b'{"text": "t", "image": "\\ud83d.png"}\n', "missing_member"),
+        ("a.jsonl", b'{"text": "t", "image": "' + b"a" * 5000 + b'.png"}\n', "missing_member"),
+        ("p.txt", b"\n", "empty_text"),
+    ],
+)
+def test_damage_has_a_reason(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    if name.startswith("p."):
+        (tmp_path / "p.jpg").write_bytes(picture(0))
+    files = source("folder", path=tmp_path, val_fraction=0.0)
+    with pytest.raises(BadSample) as caught:
+        files.get(0, 0)
+    assert caught.value.reason == reason and name.split(".")[0] in str(caught.value)
+
+
+def test_missing_and_empty_folders_are_one_clear_line(tmp_path):
+    with pytest.raises(DataError, match=r"source 'mine': folder .*nowhere does not exist"):
+        source("folder", "mine", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds nothing to read; expected pictures"):
+        source("folder", path=tmp_path)
+    (tmp_path / "a.txt").write_text("one file")
+    with pytest.raises(DataError, match=r"no training sample; add data or lower data\.val_fraction"):
+        source("folder", path=tmp_path, val_fraction=0.9999999)
+
+
+def test_a_folder_may_be_named_from_here_and_be_a_link_itself(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "folder" / "deep" / "p.jpg").write_bytes(picture(0))
+    (tmp_path / "folder" / "deep" / "p.txt").write_text("words")
+    (tmp_path / "folder" / "a.jsonl").write_text('{"text": "t", "image": "deep/p.jpg"}\n')
+    monkeypatch.chdir(tmp_path)
+    for path in ("folder", "link", "./folder/../link", str(tmp_path / "link")):
+        files = source("folder", path=path, val_fraction=0.0)
+        assert [files.get(index, 0).segments[0].open().size for index in range(2)] == [(40, 24)] * 2
+
+
+def test_a_link_out_of_the_folder_is_not_read(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret")
+    root = tmp_path / "folder"
+    root.mkdir()
+    (root / "a.txt").symlink_to(secret)
+    (root / "b.jsonl").write_text('{"text": "t", "image": "c.png"}\n')
+    (root / "c.png").symlink_to(secret)
+    files = source("folder", path=root, val_fraction=0.0)
+    assert len(files) == 2 and files.left_out.total() == 1
+    for index in range(2):
+        with pytest.raises(BadSample, match="lies outside") as caught:
+            files.get(index, 0)
+        assert "the secret" not in str(caught.value)

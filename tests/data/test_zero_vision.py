@@ -8,18 +8,15 @@ from random import Random
 import numpy as np
 import pytest
 
-from earlyfusion.data import tool_tasks
 from earlyfusion.data.chat.template import chat_sample
 from earlyfusion.data.chat.tokens import encode_chat
-from earlyfusion.data.config import DataConfig
 from earlyfusion.data.loading.encode import encode
-from earlyfusion.data.loading.loader import Loader
 from earlyfusion.data.programs import NO_OUTPUT, run_own, tool_text
 from earlyfusion.data.sample import Image
 from earlyfusion.data.sources.base import SourceConfig, build_source
 from earlyfusion.data.synth.palette import COLOURS, pairs
 from earlyfusion.data.synth.scene import Scene
-from earlyfusion.data.tool_tasks import CELL, FILE, Grid, describe, draw, grid_sizes
+from earlyfusion.data.tool_tasks import CELL, FILE, Grid, grid_sizes, grid_task
 
 TALKS = 300
 
@@ -48,27 +45,29 @@ def groups(mask, steps):
 
 def scene_truth(scene: Scene, task):
     """The answer read off the graph and the pixels one by one, without the program."""
-    image = draw(scene)
+    image = scene.draw()
     pixels = {(x, y): image.getpixel((x, y)) for y in range(scene.height) for x in range(scene.width)}
     ground = Scene(scene.width, scene.height, scene.background, ()).draw().getpixel((0, 0))
-    if task.kind == "crop":
-        left, top, right, bottom = task.facts[0]
-        return str(
-            sum(v != ground for (x, y), v in pixels.items() if left <= x < right and top <= y < bottom)
-        )
-    if task.kind == "count":
-        return str(len(scene.objects))
-    if task.kind == "measure":
-        left, top, right, bottom = task.facts[0].box
-        return f"{right - left} x {bottom - top}"
-    if task.kind == "binarise":
-        return str(
-            sum((299 * r + 587 * g + 114 * b) / 1000 < task.facts[0] - 0.5 for r, g, b in pixels.values())
-        )
-    if task.kind == "colour":
-        return task.facts[0].colour
-    p, q = (sum(v == COLOURS[colour] for v in pixels.values()) for colour in task.facts)
-    return task.facts[0] if p > q else task.facts[1] if q > p else "equal"
+    shown = [(place, value != ground) for place, value in pixels.items()]
+    grey = [(299 * r + 587 * g + 114 * b) / 1000 for r, g, b in pixels.values()]
+    match task.kind, task.facts:
+        case "crop", ((left, top, right, bottom),):
+            return str(sum(on for (x, y), on in shown if left <= x < right and top <= y < bottom))
+        case "count", _:
+            return str(len(scene.objects))
+        case "measure", (thing,):
+            return f"{thing.box[2] - thing.box[0]} x {thing.box[3] - thing.box[1]}"
+        case "binarise", (level,):
+            return str(sum(value < level - 0.5 for value in grey))
+        case "colour", (thing,):
+            return thing.colour
+        case "compare", (one, other):
+            values = list(pixels.values())
+            return larger(one, other, values.count(COLOURS[one]), values.count(COLOURS[other]))
+
+
+def larger(one, other, p, q):
+    return "equal" if p == q else one if p > q else other
 
 
 def grid_truth(grid: Grid, task):
@@ -87,7 +86,7 @@ def grid_truth(grid: Grid, task):
         return str(rows[task.facts[0]][task.facts[1]])
     half = task.facts[0]
     p, q = sum(sum(row[:half]) for row in rows), sum(sum(row[-half:]) for row in rows)
-    return "left" if p > q else "right" if q > p else "equal"
+    return larger("left", "right", p, q)
 
 
 @pytest.mark.parametrize("heldout", [False, True])
@@ -111,7 +110,7 @@ def test_every_recorded_output_is_what_the_program_gives_when_run_again(arm):
     for number in range(TALKS):
         talk = arm.talk(number)
         for turn in talk.turns:
-            assert run_own(turn.task.code, {FILE: draw(talk.subject)}) == turn.output
+            assert run_own(turn.task.code, {FILE: talk.subject.draw()}) == turn.output
         called = [m.calls[0].arguments["code"] for m in talk.messages if m.calls]
         told = [m.text for m in talk.messages if m.role == "tool"]
         assert called == [t.task.code for t in talk.turns] and told == [t.output for t in talk.turns]
@@ -119,23 +118,17 @@ def test_every_recorded_output_is_what_the_program_gives_when_run_again(arm):
 
 def test_equal_halves_are_called_equal():
     same = Grid(((200, 10, 200, 10),) * 3)
-    task = tool_tasks._grid_compare(same, Random(0))
-    output = run_own(f"{tool_tasks._typed(same)}\n{task.code}", {})
+    task = grid_task(same, "compare", Random(0))
+    output = run_own(f"import numpy as np\na = np.array({list(same.values)})\n{task.code}", {})
     assert output == "630 630\n'equal'" and task.answer_from(output) == "equal"
 
 
-def test_words_describe_the_picture_exactly():
-    zero = source("zero_vision")
-    for number in range(60):
-        subject = zero.talk(number).subject
-        text, image = describe(subject), np.array(draw(subject))
-        if isinstance(subject, Grid):
-            typed = [[int(v) for v in line.split()] for line in text.splitlines()[1:]]
-            assert np.array_equal(np.kron(typed, np.ones((CELL, CELL))), image[..., 1])
-        else:
-            assert f"picture {image.shape[1]} x {image.shape[0]}" in text
-            for thing in subject.objects:
-                assert f"{thing.size} {thing.name} {list(thing.box)}" in text
+def test_numbers_describe_an_array_exactly():
+    grids = source("zero_vision", arrays=1.0)
+    for number in range(30):
+        grid = grids.talk(number).subject
+        typed = [[int(v) for v in line.split()] for line in grid.words().splitlines()[1:]]
+        assert np.array_equal(np.kron(typed, np.ones((CELL, CELL))), np.array(grid.draw())[..., 1])
 
 
 def test_the_arms_hold_the_same_conversations():
@@ -175,7 +168,7 @@ def test_a_conversation_depends_on_seed_and_number_alone(arm):
     assert arm.get(1, 1).text == chat_sample(arm.talk(count + 1).messages, source="", key="").text
     assert arm.get(0, 1).text != arm.get(0, 0).text and other.get(0, 0).text != arm.get(0, 0).text
     assert other.heldout(4).text == arm.heldout(4).text  # one held-out set for all seeds
-    assert len({describe(arm.talk(i).subject) + arm.get(i, 0).text for i in range(TALKS)}) == TALKS
+    assert len({arm.talk(i).subject.words() + arm.get(i, 0).text for i in range(TALKS)}) == TALKS
 
 
 def test_only_the_assistant_is_learned_and_the_tools_words_are_masked(arm, tokenizer, vision):
@@ -192,29 +185,6 @@ def test_only_the_assistant_is_learned_and_the_tools_words_are_masked(arm, token
                 f'tool="python" index="1"<|sep|>{turn.output}<|close|>' in quiet
                 and turn.task.question in quiet
             )
-
-
-def test_the_loader_feeds_both_arms_with_special_tokens(tokenizer, vision):
-    sources = [SourceConfig(name=k, kind=k, weight=0.5) for k in ("zero_vision", "chat_scenes")]
-    data = DataConfig(sources=sources, prefetch="none")
-    loader = Loader(data, tokenizer, vision, length=2048, tokens=4096, max_patches=4096)
-    try:
-        batches = [batch for _ in range(4) for batch in loader.next_step()]
-    finally:
-        loader.close()
-    for batch in batches:
-        learned = batch.labels[batch.loss_weights > 0]
-        assert (
-            int((batch.ids == tokenizer.open_id).sum()) > 20
-            and int((learned == tokenizer.end_of_msg_id).sum()) > 1
-        )
-    assert {name for batch in batches for name in batch.sources} == {"zero_vision", "chat_scenes"}
-    assert any(batch.num_patches for batch in batches)
-
-
-def test_programs_are_short_enough_to_learn(arm, tokenizer, vision):
-    lengths = [len(encode(arm.get(i, 0), tokenizer, vision)) for i in range(60)]
-    assert max(lengths) < 2048 and np.mean(lengths) < 900
 
 
 def test_a_tool_turn_joins_what_was_printed_the_value_and_the_error():

@@ -5,7 +5,6 @@
     value         the same for numbers with a fraction (chart values: relative error)
     number        1 for the number itself, 0 for any other
     words         1 for the words themselves without case, article and closing punctuation (text.py)
-    reading       1 - Levenshtein distance / longer length, blanks squeezed
     boxes         F1 with soft matches: 2 * sum of IoU over the best matching / (boxes said + boxes in gold)
     points        the same with exp(-d^2 / 2 sigma^2), sigma relative to the object
     polygon       IoU of two masks, a pixel being inside when its centre is (even-odd rule)
@@ -25,27 +24,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from earlyfusion.data.formats.grounding import parse_regions
 from earlyfusion.data.tasks.scoring.answers import normal_number
-from earlyfusion.data.tasks.scoring.boxes import Box, best_assignment, centre, matched_f1, parse_boxes, tame
-from earlyfusion.data.tasks.scoring.text import levenshtein, normalise, parse_count
+from earlyfusion.data.tasks.scoring.boxes import Box, centre, iou, parse_boxes, soft_f1
+from earlyfusion.data.tasks.scoring.text import normalise, parse_count, tame
 
 Point = tuple[float, float]
 MAX_CHARS = 4096
 """Longest final answer that is read; a longer one earns nothing."""
 MAX_ITEMS = 64
 """Most boxes, points or corners that are scored."""
+# In sides of the picture: beyond it numbers only harm the arithmetic.
 _REACH = 10.0
+# What may be said where there is nothing to find.
 _NONE = {"none", "nothing", "[]", "no objects", "there are none", "there is none", "no object", "no"}
 _ANNOUNCED = re.compile(r"(?:final answer|answer)(?: is)?\s?[:=]|\banswer is\b", re.IGNORECASE)
 _BOXED = "\\boxed{"
+# Numbers with their fraction as one word: the 3 of 3.5 is no count.
 _WORD = re.compile(r"-?\d[\d,]*(?:\.\d+)?|[a-z]+", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _CLOSING = " \n\t.,;:!?\"'`*$)]}>"
@@ -61,19 +62,18 @@ def final_answer(text: str) -> str:
     characters."""
     if not isinstance(text, str):
         return ""
-    _, closed, tail = text.rpartition("</think>")
+    _, closed, answer = text.rpartition("</think>")
+    # Cut off while thinking: what stands there last is no answer.
     if not closed and "<think>" in text:
         return ""
 
-    answer = tail if closed else text
     _, boxed, inside = answer.rpartition(_BOXED)
     if boxed:
         answer = _balanced(inside)
         if re.search(r"\w", inside[len(answer) + 1 :]):  # what goes on behind its box has not ended
             return ""
     else:
-        announced = list(_ANNOUNCED.finditer(answer))
-        answer = answer[announced[-1].end() :] if announced else answer
+        answer = _ANNOUNCED.split(answer)[-1]
     answer = answer.strip()
     return answer if len(answer) <= MAX_CHARS else ""
 
@@ -91,6 +91,7 @@ def _balanced(text: str) -> str:
 def ends(answer: str, question: str = "", spelled: bool = False) -> bool:
     """Whether an answer ends with its last number: what follows is punctuation, or words of the question.
     spelled: a number may also be a word."""
+    # "3 red circles" ends with what was asked for.
     asked = set(re.findall(r"\w+", question.lower()))
     for word in reversed(re.findall(r"\w+", answer.lower())):
         if word[-1].isdigit() or (spelled and parse_count(word) is not None):
@@ -100,50 +101,45 @@ def ends(answer: str, question: str = "", spelled: bool = False) -> bool:
     return False
 
 
-def ends_with_places(answer: str) -> bool:
-    """Whether a list of numbers, or of numbers in brackets, ends the answer."""
-    bare = _LABEL.sub("", answer)
-    kept = bare.rstrip(_CLOSING)
-    bracketed = any(c in bare for c in ")]>")
-    closed = any(c in bare[len(kept) :] for c in ")]>")
-    return kept[-1:].isdigit() and (closed or not bracketed)
+def integers(answer: str) -> list[int]:
+    """The whole numbers of an answer that ends with one; else none."""
+    return [int(part) for part in re.findall(r"\d+", tame(answer))] if ends(answer) else []
 
 
-def sole_count(answer: str) -> int | None:
-    """The one whole number that is said, however often; None for none, several, or a fraction."""
-    found = set()
-    for word in _WORD.findall(tame(answer)):
-        value = parse_count(word.replace(",", ""))
-        if value is not None or not word.isalpha():  # a fraction counts as a number that is none
-            found.add(value)
-    return found.pop() if len(found) == 1 else None
-
-
-def counting(answer: str, gold: int, question: str = "") -> float:
-    """See the file's head."""
-    count = sole_count(answer) if ends(answer, question, spelled=True) else None
-    return 0.0 if count is None else max(0.0, 1.0 - abs(count - gold) / max(abs(gold), 1))
+# Numbers.
 
 
 def sole_number(answer: str) -> Decimal | None:
     """The one number that is said, after the last "="; None for none or several different ones."""
+    # "3 + 4 = 7" says 7, not three numbers.
     found = {normal_number(text) for text in _NUMBER.findall(tame(answer).rpartition("=")[2])}
-    if None in found:
-        return None
-    values = {Decimal(text) for text in found if text is not None}
-    return values.pop() if len(values) == 1 else None
+    only = found.pop() if len(found) == 1 else None
+    return None if only is None else Decimal(only)
 
 
-def number(answer: str, gold: int | float | str, question: str = "") -> float:
-    """See the file's head; gold as a number or as its text."""
-    found = sole_number(answer)
-    return float(found is not None and found == Decimal(str(gold)) and ends(answer, question))
+def counting(answer: str, gold: int, question: str = "") -> float:
+    """See the file's head."""
+    found = set()
+    for word in _WORD.findall(tame(answer)):
+        count = parse_count(word.replace(",", ""))
+        if count is not None or not word.isalpha():  # a fraction counts as a number that is none
+            found.add(count)
+    only = found.pop() if len(found) == 1 else None
+    return _closeness(only, gold) if ends(answer, question, spelled=True) else 0.0
 
 
 def value(answer: str, gold: float, question: str = "") -> float:
     """See the file's head."""
-    found = sole_number(answer) if ends(answer, question) else None
-    return 0.0 if found is None else max(0.0, 1.0 - abs(float(found) - gold) / max(abs(gold), 1.0))
+    return _closeness(sole_number(answer), gold) if ends(answer, question) else 0.0
+
+
+def _closeness(said: Decimal | int | None, gold: float) -> float:
+    return 0.0 if said is None else max(0.0, 1.0 - abs(float(said) - gold) / max(abs(gold), 1.0))
+
+
+def number(answer: str, gold: int | float | str, question: str = "") -> float:
+    """See the file's head; gold as a number or as its text."""
+    return float(sole_number(answer) == Decimal(str(gold)) and ends(answer, question))
 
 
 def words(answer: str, gold: str) -> float:
@@ -151,50 +147,70 @@ def words(answer: str, gold: str) -> float:
     return float(normalise(answer) == normalise(gold))
 
 
-def reading(answer: str, gold: str) -> float:
-    """See the file's head; 1 - lev/max(len), case counts. Both empty: 1, which a reward never sees (no answer
-    is 0)."""
-    answer, gold = " ".join(answer.split()), " ".join(gold.split())
-    longer = max(len(answer), len(gold))
-    return 1.0 - levenshtein(answer, gold) / longer if longer else 1.0
+# Places.
 
 
-def says_none(answer: str) -> bool:
-    """Whether an answer says that there is nothing."""
-    return normalise(answer) in _NONE
+def _within_reach(numbers: Sequence[float], size: Point) -> bool:
+    return all(math.isfinite(x) and abs(x) <= _REACH * max(size) for x in numbers)
 
 
-def _within_reach(numbers: Sequence[float], width: float, height: float) -> bool:
-    limit = _REACH * max(width, height)
-    return all(math.isfinite(x) and abs(x) <= limit for x in numbers)
+def _readable(answer: str, count: int) -> bool:
+    """Whether `count` places said are an answer at all: some, not too many, and nothing behind them."""
+    # Labels are words of the form, not of the answer.
+    bare = _LABEL.sub("", answer)
+    kept = bare.rstrip(_CLOSING)
+    bracketed = any(c in bare for c in ")]>")
+    # A list whose last bracket never came goes on.
+    closed = any(c in bare[len(kept) :] for c in ")]>")
+    return 0 < count <= MAX_ITEMS and kept[-1:].isdigit() and (closed or not bracketed)
 
 
-def _readable(answer: str, places: Sequence[Any]) -> bool:
-    """Whether the places said are an answer at all: some, not too many, and nothing behind them."""
-    return 0 < len(places) <= MAX_ITEMS and ends_with_places(answer)
-
-
-def boxes(answer: str, gold: Sequence[Box], width: float, height: float, units: str = "auto") -> float:
-    """See the file's head; gold in pixels, `units` as in boxes.parse_boxes."""
-    found = parse_boxes(tame(answer), width, height, units)
+def _matched(
+    answer: str, said: Sequence, gold: Sequence, size: Point, weight: Callable[[int, int], float]
+) -> float:
+    """Soft F1 of places; weight(i, j) of gold i and said j. What is out of reach is still one place said."""
     if not gold:
-        return float(not found and says_none(answer))
-    if not _readable(answer, found):
+        return float(not said and normalise(answer) in _NONE)
+    if not _readable(answer, len(said)):
         return 0.0
-    nowhere: Box = (0.0, 0.0, 0.0, 0.0)  # matches nothing, and is still one box said
-    return matched_f1([box if _within_reach(box, width, height) else nowhere for box in found], gold)
+    # Out of reach matches nothing and is counted all the same.
+    near = [_within_reach(place, size) for place in said]
+    table = []
+    for i in range(len(gold)):
+        table.append([weight(i, j) if near[j] else 0.0 for j in range(len(said))])
+    return soft_f1(table, len(said), len(gold))
 
 
-def parse_points(answer: str, width: float, height: float) -> list[Point]:
+def boxes(answer: str, gold: Sequence[Box], size: Point, units: str = "pixels") -> float:
+    """See the file's head; gold in pixels, `units` as in boxes.parse_boxes, size: (width, height)."""
+    said = parse_boxes(answer, *size, units)
+    return _matched(answer, said, gold, size, lambda i, j: iou(gold[i], said[j]))
+
+
+def points(answer: str, gold: Sequence[Point], sigmas: Sequence[float], size: Point) -> float:
+    """See the file's head. sigmas: one for every gold point, in pixels."""
+    said = parse_points(answer, size)
+
+    def weight(i: int, j: int) -> float:
+        squared = (gold[i][0] - said[j][0]) ** 2 + (gold[i][1] - said[j][1]) ** 2
+        return math.exp(-squared / (2 * sigmas[i] * sigmas[i]))
+
+    return _matched(answer, said, gold, size, weight)
+
+
+def parse_points(answer: str, size: Point) -> list[Point]:
     """All points in pixels: the regions of data/formats/grounding.py, else pairs "[x, y]" and the centres of
     boxes."""
     text = tame(answer)
-    size = max(1, round(width)), max(1, round(height))
-    regions = [region.to_region(size, size) for region in parse_regions(text)]
-    if regions:
-        return [r.point if r.point is not None else centre(r.box) for r in regions]  # type: ignore[arg-type]
-    # two points in a row would be read as the corners of one box, so pairs are taken out first
-    return _pairs(text) + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), width, height, "pixels")]
+    whole = max(1, round(size[0])), max(1, round(size[1]))
+    found = []
+    for region in parse_regions(text):
+        place = region.to_region(whole, whole)
+        found.append(place.point or centre(place.box or (0, 0, 0, 0)))
+    if found:
+        return found
+    # Two points in a row would be read as the corners of one box, so pairs are taken out first.
+    return _pairs(text) + [centre(box) for box in parse_boxes(_PAIR.sub(";", text), *size)]
 
 
 def _pairs(text: str) -> list[Point]:
@@ -207,60 +223,31 @@ def _pairs(text: str) -> list[Point]:
     return found
 
 
-def points(answer: str, gold: Sequence[Point], sigmas: Sequence[float], width: float, height: float) -> float:
-    """See the file's head: 2 * sum of weights over the best matching / (points said + points in gold).
-
-    sigmas: one for every gold point, in pixels.
-    """
-    found = parse_points(answer, width, height)
-    if not gold:
-        return float(not found and says_none(answer))
-    if not _readable(answer, found):
+def polygon(answer: str, gold: Sequence[Point], size: tuple[int, int]) -> float:
+    """See the file's head. Said: corners "[x, y]" in order, or one flat list of numbers."""
+    text = tame(answer)
+    corners = _pairs(text)
+    # Corners without brackets: x and y in turn.
+    numbers = [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    if not corners and len(numbers) % 2 == 0:
+        corners = list(zip(numbers[::2], numbers[1::2]))
+    far = not all(_within_reach(point, size) for point in corners)
+    if far or len(corners) < 3 or not _readable(answer, len(corners)):
         return 0.0
-    table = []
-    for target, sigma in zip(gold, sigmas):
-        table.append([_weight(point, target, sigma, width, height) for point in found])
-    if len(table) > len(found):
-        table = [list(column) for column in zip(*table)]
-    return 2 * best_assignment(table) / (len(found) + len(gold))
-
-
-def _weight(point: Point, target: Point, sigma: float, width: float, height: float) -> float:
-    if not _within_reach(point, width, height):
-        return 0.0
-    squared = (point[0] - target[0]) ** 2 + (point[1] - target[1]) ** 2
-    return math.exp(-squared / (2 * sigma * sigma))
+    return mask_iou(mask(corners, *size), mask(gold, *size))
 
 
 def mask(polygon: Sequence[Point], width: int, height: int) -> NDArray[np.bool_]:
-    """bool [height, width]: pixels whose centre lies in the polygon (even-odd rule). Fewer than 3 corners:
-    nothing."""
+    """bool [height, width]: pixels whose centre lies in the polygon (even-odd rule)."""
     inside = np.zeros((height, width), bool)
-    if len(polygon) < 3:
-        return inside
     x, y = np.arange(width)[None, :] + 0.5, np.arange(height)[:, None] + 0.5
     for (x0, y0), (x1, y1) in zip(polygon, [*polygon[1:], polygon[0]]):
-        if y0 == y1:
-            continue
-        crosses = (y0 <= y) != (y1 <= y)
-        inside ^= crosses & (x < x0 + (y - y0) * ((x1 - x0) / (y1 - y0)))
+        # A level edge is crossed by no ray to the right.
+        if y0 != y1:
+            inside ^= ((y0 <= y) != (y1 <= y)) & (x < x0 + (y - y0) * ((x1 - x0) / (y1 - y0)))
     return inside
 
 
 def mask_iou(a: NDArray[np.bool_], b: NDArray[np.bool_]) -> float:
     """Intersection over union of two masks; 0 when both are empty."""
-    union = int((a | b).sum())
-    return int((a & b).sum()) / union if union else 0.0
-
-
-def polygon(answer: str, gold: Sequence[Point], width: int, height: int) -> float:
-    """See the file's head. Said: corners "[x, y]" in order, or one flat list of numbers."""
-    text = tame(answer)
-    corners = _pairs(text)
-    if not corners:
-        numbers = [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?", text)]
-        corners = list(zip(numbers[::2], numbers[1::2])) if len(numbers) % 2 == 0 else []
-    far = not all(_within_reach(point, width, height) for point in corners)
-    if far or len(corners) < 3 or not _readable(answer, corners):
-        return 0.0
-    return mask_iou(mask(corners, width, height), mask(gold, width, height))
+    return int((a & b).sum()) / max(1, int((a | b).sum()))
