@@ -286,7 +286,7 @@ def _recheck(out: Path, console: Console) -> None:
             faults.append(f"{entry['name']}: {fault}")
     if faults:
         raise DataError(f"{len(faults)} of {len(shards)} shards are damaged: {'; '.join(faults)}")
-    sizes = f"{counted(len(shards), 'shard')}, {counted(manifest['samples'], 'sample')}"
+    sizes = f"{counted(len(shards), 'shard')}, {counted(sum(entry['samples'] for entry in shards), 'sample')}"
     console.print(f"{out}: {sizes}, all as written", soft_wrap=True)
 
 
