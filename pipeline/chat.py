@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Literal, TextIO
 
-import typer
+from pydantic import Field
 
 from earlyfusion.data.chat.template import Message, Template, template_of
 from earlyfusion.data.chat.tokens import ChatStream, encode_chat, parse_assistant
@@ -35,6 +35,7 @@ from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.hub.config import model_folder
 from earlyfusion.model.hub.folder import load_model
 from earlyfusion.pipeline.generate_cmd import device_of
+from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.runtime import keep_freed_memory
 
 HELP = """\
@@ -45,8 +46,6 @@ HELP = """\
 /save FILE     write the conversation as text
 /help          this list
 /quit          leave"""
-
-
 PAGE = 64
 """Tokens of a page of the engine's memory."""
 TOOL_ROUNDS = 4
@@ -88,16 +87,17 @@ class Conversation:
         file = Path(path.strip()).expanduser()
         if not file.is_file():
             raise UserError(f"{kind} {path.strip()!r}: no such file")
-        segment: Segment = VideoFile(file.read_bytes(), suffix=file.suffix)
-        size = ""
-        if kind == "image":
-            segment = Image(file.read_bytes())
+        data, size = file.read_bytes(), ""
+        if kind == "video":
+            self.attached.append(VideoFile(data, suffix=file.suffix))
+        else:
+            # Decoded now: what is wrong with a picture is told before anything is asked of it.
             try:
-                picture = segment.open()
+                picture = Image(data).open()
             except DataError as error:
                 raise UserError(f"image {str(file)!r}: {error}") from None
+            self.attached.append(Image(data))
             size = f" ({picture.width} x {picture.height})"
-        self.attached.append(segment)
         print(f"attached {file.name}{size}", file=sys.stderr)
 
     def say(self, text: str, out: TextIO) -> str:
@@ -162,10 +162,8 @@ class Conversation:
         """The conversation as text."""
         lines = []
         for message in self.messages:
-            media = [
-                f"[{type(part).__name__.lower()}] " for part in message.content if not isinstance(part, Text)
-            ]
-            lines.append(f"{message.role}: {''.join(media)}{message.text.strip()}")
+            media = [type(part).__name__.lower() for part in message.content if not isinstance(part, Text)]
+            lines.append(f"{message.role}: {''.join(f'[{kind}] ' for kind in media)}{message.text.strip()}")
         return "\n".join(lines) + "\n"
 
 
@@ -235,53 +233,53 @@ def read_typed() -> str:
         return ""
 
 
-def chat(
-    model: Annotated[str, typer.Option(metavar="DIR", help="model directory, or embedded:NAME")],
-    image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="picture for the first message")
-    ] = None,
-    system: Annotated[str, typer.Option(help="system message")] = "",
-    template: Annotated[
-        Literal["auto", "chat", "qa"], typer.Option(help="form of the messages; auto: as trained")
-    ] = "auto",
-    tools: Annotated[
-        bool,
-        typer.Option(
-            "--tools", help="run the model's Python calls in the sandbox (pictures: image.png, ...)"
-        ),
-    ] = False,
-    allow_weaker: Annotated[
-        bool,
-        typer.Option(
-            "--sandbox.allow_weaker", help="run them although walls of the sandbox are missing here"
-        ),
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="longest answer, in tokens")] = 256,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the likeliest token")] = 0.0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="sample from the likeliest mass")] = 1.0,
-    seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
-    context: Annotated[int, typer.Option(metavar="N", help="longest conversation, in tokens")] = 8192,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-) -> None:
-    """Talk to a model in the terminal. /help in it lists its commands; @PATH in a message is a picture."""
+class ChatOptions(Options):
+    model: str
+    """model directory, or embedded:NAME"""
+    image: list[str] = []
+    """picture for the first message; may be given again"""
+    system: str = ""
+    """system message"""
+    template: Literal["auto", "chat", "qa"] = "auto"
+    """form of the messages; auto: as trained"""
+    tools: bool = False
+    """run the model's Python calls in the sandbox (pictures: image.png, ...)"""
+    allow_weaker: bool = Field(False, serialization_alias="sandbox.allow_weaker")
+    """run them although walls of the sandbox are missing here"""
+    max_new_tokens: int = 256
+    """longest answer, in tokens"""
+    temperature: float = 0.0
+    """0 takes the likeliest token"""
+    top_p: float = 1.0
+    """sample from the likeliest mass"""
+    seed: int = 0
+    """seed of the sampling"""
+    context: int = 8192
+    """longest conversation, in tokens"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+
+
+@verb
+def chat(options: ChatOptions) -> None:
+    """Talk to a model until the input ends."""
     # What is wrong with the options is told before the model is loaded.
-    params = SamplingParams(max_new_tokens, temperature, top_p, seed=seed)
-    folder = model_folder(model)
+    params = SamplingParams(options.max_new_tokens, options.temperature, options.top_p, seed=options.seed)
+    folder = model_folder(options.model)
     keep_freed_memory()
-    trained = load_model(folder, device=device_of(device)).eval()
-    form = template_of(folder) if template == "auto" else template
+    model = load_model(folder, device=device_of(options.device)).eval()
+    template = template_of(folder) if options.template == "auto" else options.template
 
     with ExitStack() as stack:
         sandbox = None
-        if tools:
-            sandbox = Sandbox(allow_weaker=allow_weaker)
-            stack.callback(sandbox.close)
+        if options.tools:
+            sandbox = stack.enter_context(Sandbox(allow_weaker=options.allow_weaker))
             sandbox.check()
-
-        tokenizer = Tokenizer.load(folder)
-        talk = Conversation(trained, tokenizer, params, template=form, context=context, sandbox=sandbox)
-        talk.begin(system)
-        for path in image or ():
+        talk = Conversation(
+            model, Tokenizer.load(folder), params, template=template, context=options.context, sandbox=sandbox
+        )
+        talk.begin(options.system)
+        for path in options.image:
             talk.attach(path)
 
         typed = sys.stdin.isatty()

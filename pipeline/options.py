@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import typer
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,8 +23,10 @@ from earlyfusion.kernels.errors import UserError
 
 
 class Options(BaseModel):
-    """Options of one verb. A field `words` takes what is no option."""
+    """Options of one verb. Fields named by `positional` take what is no option; a serialization_alias is what
+    an option is called where that is not the field's name."""
 
+    positional: ClassVar[tuple[str, ...]] = ("words",)
     model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", validate_default=True)
 
 
@@ -47,19 +49,18 @@ def verb(run: Callable[[Any], int | None]) -> Callable[..., int | None]:
 
     parameters = []
     for name, entry in model.model_fields.items():
-        flag = f"--{name.rstrip('_').replace('_', '-')}"
+        default = inspect.Parameter.empty if entry.is_required() else entry.default
+        flag = f"--{entry.serialization_alias or name.rstrip('_').replace('_', '-')}"
         if entry.annotation == (bool | None):  # three answers: yes, no, and as things are
             flag += f"/--no-{flag.removeprefix('--')}"
-        taken = typer.Argument(hidden=True) if name == "words" else typer.Option(flag, help=entry.description)
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if entry.is_required() else entry.default,
-                annotation=Annotated[entry.annotation, taken],
-            )
-        )
+        taken: Any = typer.Option(flag, help=entry.description)
+        if name in model.positional:
+            taken = typer.Argument(hidden=not entry.description, help=entry.description)
+        annotation: Any = Annotated[entry.annotation, taken]  # type: ignore[name-defined]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
 
+    # typer reads a function's signature: this one is the model's.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = sys.modules[run.__module__].__doc__

@@ -1,29 +1,24 @@
 """How far a loop is: one view for pretraining, fine-tuning, reinforcement learning and DPO.
 
-On a terminal a small block stays in place: how far, the time left, a sparkline for each kind of prompt, the
-numbers folded at the screen's width. Without one, `line()` is everything in one plain line, for a log file.
-The keys are those of metrics.jsonl; whatever a record does not hold is not shown.
+On a terminal a small block stays in place: how far, the time left, and the numbers, folded at the screen's
+width. Without one, `line()` is everything in one plain line, for a log file. The keys are those of
+metrics.jsonl; whatever a record does not hold is not shown.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.25  # redraws are this far apart: a fast run spends its time on training
-REMEMBERED = 2048  # values of one sparkline
 SMOOTHING = 0.9  # of the seconds of a step: one that evaluated as well does not throw the time left off
-LISTED = 6  # kinds of prompts in a plain line
+LISTED = 6  # kinds of prompts that are listed
 
 FIELDS = {
     "loss": "loss {:.3f}",
@@ -68,39 +63,30 @@ class Progress:
 
     def __init__(self, console: Console, total: int, *, unit: str = "step", title: str = "") -> None:
         self.console, self.total, self.unit, self.title = console, total, unit, title
-        self.step = 0
+        self.step, self.doing = 0, ""
         self.numbers: dict[str, Any] = {}
-        self.rewards: dict[str, deque[float]] = {}
-        self._first: dict[str, float] = {}
         self._seconds = self._weight = 0.0
         self._live: Live | None = None
         self._drawn = -math.inf
-        self._doing = ""
 
     def update(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Take the numbers of a finished step. Numbers that are not finite are left out."""
         # A finished step ends whatever went on before it.
-        self.step, self._doing = step, ""
-        found = {key: value for key, value in numbers.items() if key == "stage" or is_finite(value)}
-        self.numbers |= found
-
-        # Kinds of prompts come and go: each has its own curve and its first value.
-        for key, value in found.items():
-            if key.startswith("reward/"):
-                label = key.removeprefix("reward/")
-                self.rewards.setdefault(label, deque(maxlen=REMEMBERED)).append(value)
-                self._first.setdefault(label, value)
+        self.step, self.doing = step, ""
+        for key, value in numbers.items():
+            if key == "stage" or is_finite(value):
+                self.numbers[key] = value
 
         # A moving average without the bias of its first values.
-        if found.get("step_s"):
-            self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * found["step_s"]
+        if is_finite(seconds := numbers.get("step_s")):
+            self._seconds = SMOOTHING * self._seconds + (1 - SMOOTHING) * seconds
             self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
         self._draw(step >= self.total)
 
     def busy(self, text: str, done: int = 0, total: int = 0) -> None:
         """What goes on between two steps, until the next `update`; `done` of `total` of it."""
         if self.console.is_terminal:
-            self._doing = f"{text} " + (f"{done:,}/{total:,}" if total else "...")
+            self.doing = f"{text} " + (f"{done:,}/{total:,}" if total else "...")
             self._draw(not total)
         elif not total:
             self.say(f"{text} ...")
@@ -133,67 +119,31 @@ class Progress:
         return self._seconds / self._weight * max(0, self.total - self.step) if self._weight else None
 
     def facts(self) -> list[str]:
-        """Every number that is known, in words."""
+        """Every number that is known, in words; of the kinds of prompts, which may be many, a few."""
         numbers = self.numbers
         parts = [str(numbers["stage"])] if "stage" in numbers else []
         parts += [form.format(numbers[key]) for key, form in FIELDS.items() if key in numbers]
-        return parts + [f"{key} {numbers[key]:,.0f}" for key in sorted(numbers) if key.startswith(COUNTED)]
+        parts += [f"{key} {numbers[key]:,.0f}" for key in sorted(numbers) if key.startswith(COUNTED)]
+
+        kinds = sorted(key for key in numbers if key.startswith("reward/"))
+        parts += [f"{key.removeprefix('reward/')} {numbers[key]:.2f}" for key in kinds[:LISTED]]
+        if len(kinds) > LISTED:
+            parts.append(f"{len(kinds) - LISTED} more")
+        left = self.seconds_left()
+        return parts if left is None else [*parts, f"ETA {duration(left)}"]
 
     def line(self) -> str:
         """Everything in one plain line."""
-        # The rewards by kind stand last: there may be many.
-        labels = sorted(self.rewards)
-        parts = [f"{self.unit} {self.step}/{self.total}", *self.facts()]
-        parts += [f"{label} {self.rewards[label][-1]:.2f}" for label in labels[:LISTED]]
-        if len(labels) > LISTED:
-            parts.append(f"{len(labels) - LISTED} more")
-        if (left := self.seconds_left()) is not None:
-            parts.append(f"ETA {duration(left)}")
-        return " | ".join(parts)
+        return " | ".join([f"{self.unit} {self.step}/{self.total}", *self.facts()])
 
-    def view(self) -> RenderableType:
+    def view(self) -> Group:
         """What stands on a terminal: it folds where the screen ends, and nothing is cut."""
         done = min(1.0, self.step / self.total) if self.total else 1.0
-        left = self.seconds_left()
-        head = [self.title, f"{self.unit} {self.step}/{self.total}", "━" * round(20 * done), f"{done:.0%}"]
-        head += [] if left is None else [f"ETA {duration(left)}"]
-        # Everything folds; a table's first column does, and its numbers are short.
-        rows: list[RenderableType] = [Text(" ".join(filter(None, head)), style="bold", overflow="fold")]
-
-        if self.rewards:
-            rows.append(self._table())
-        if self._doing:
-            rows.append(Text(self._doing, overflow="fold"))
-        rows.append(Text(" | ".join(self.facts()), style="dim", overflow="fold"))
-        return Group(*rows)
-
-    def _table(self) -> Table:
-        """The rewards of each kind of prompt, as many as the screen holds."""
-        table = Table("reward", "", "now", "first", box=None, header_style="dim")
-        labels = sorted(self.rewards)
-        # The head and the facts below need their lines too.
-        room = max(1, self.console.height - 11)
-        for label in labels[:room]:
-            values, first = self.rewards[label], self._first[label]
-            line = sparkline(list(values), max(8, min(40, self.console.width - 56)))
-            table.add_row(Text(label), Text(line, style="cyan"), f"{values[-1]:.2f}", f"{first:.2f}")
-        if len(labels) > room:
-            table.add_row(f"{len(labels) - room} more")
-        return table
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` blocks, each the mean of its share of the values.
-
-    The scale is 0 to 1, wider when values lie outside: rows can be compared, and noise is not blown up.
-    """
-    # Shares of equal size, one block each.
-    count = min(width, len(values))
-    edges = [len(values) * index // max(1, count) for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, high = min([0.0, *means]), max([1.0, *means])
-    top = len(BLOCKS) - 1
-    return "".join(BLOCKS[min(top, int((mean - low) / (high - low) * len(BLOCKS)))] for mean in means)
+        head = (
+            f"{self.title} {self.unit} {self.step}/{self.total} {'━' * round(20 * done)} {done:.0%}".strip()
+        )
+        rows = [(head, "bold"), (self.doing, ""), (" | ".join(self.facts()), "dim")]
+        return Group(*(Text(text, style=style, overflow="fold") for text, style in rows if text))
 
 
 def is_finite(value: Any) -> TypeGuard[float]:

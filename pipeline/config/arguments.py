@@ -13,9 +13,9 @@ import json
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import typer
 from pydantic import BaseModel
@@ -27,6 +27,7 @@ from earlyfusion.kernels.errors import UserError, did_you_mean
 from earlyfusion.kernels.files import write_json
 from earlyfusion.pipeline.config.compose import compose
 from earlyfusion.pipeline.config.schema import model_in
+from earlyfusion.pipeline.options import Options, verb
 
 STARTED = "command.json"
 """File in the output folder: {"recipes": [...], "overrides": [[key, text], ...]} of the run."""
@@ -39,10 +40,30 @@ Override = tuple[str, str]
 class RecipeArguments:
     """What a verb was asked: recipes in order, overrides as (dotted key, text), and the two flags."""
 
-    recipes: list[str] = field(default_factory=list)
-    overrides: list[Override] = field(default_factory=list)
+    recipes: list[str]
+    overrides: list[Override]
+    resume: bool
+    dry_run: bool
+
+
+class RecipeOptions(Options):
+    """What a verb of recipes takes besides the recipe keys; None: as the recipe says."""
+
+    positional: ClassVar[tuple[str, ...]] = ("recipes",)
+
+    recipes: list[str] = []
+    """a shipped name or a path to a TOML file; several compose left to right, later ones win"""
+    out: str | None = None
+    """output folder (run.out)"""
+    steps: int | None = None
+    """stop after N steps of the recipe's schedule (run.steps)"""
+    init_from: str | None = None
+    """model directory for a warm start, weights only (run.init_from)"""
     resume: bool = False
+    """continue from the newest complete checkpoint in the output folder, with the recipes and overrides of
+    that run (but for --steps); overrides given now come on top"""
     dry_run: bool = False
+    """check what can be checked, print sizes and stages, then leave (earlyfusion plan prints everything)"""
 
 
 def recipe_command(
@@ -58,78 +79,41 @@ def recipe_command(
     With --resume the recipes (where none is named) and the overrides of the run come first.
     """
 
-    def verb(
-        context: typer.Context,
-        recipes: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="RECIPE...",
-                help="a shipped name or a path to a TOML file; several compose left to right, later ones win",
-            ),
-        ] = None,
-        out: Annotated[str | None, typer.Option(metavar="DIR", help="output folder (run.out)")] = None,
-        steps: Annotated[
-            int | None,
-            typer.Option(metavar="N", help="stop after N steps of the recipe's schedule (run.steps)"),
-        ] = None,
-        init_from: Annotated[
-            str | None,
-            typer.Option(
-                "--init-from",
-                "--init",
-                metavar="DIR",
-                help="model directory for a warm start, weights only (run.init_from)",
-            ),
-        ] = None,
-        resume: Annotated[
-            bool,
-            typer.Option(
-                "--resume",
-                help="continue from the newest complete checkpoint in the output folder, with the recipes and"
-                " overrides of that run (but for --steps); overrides given now come on top",
-            ),
-        ] = False,
-        dry_run: Annotated[
-            bool,
-            typer.Option(
-                "--dry-run",
-                help="check what can be checked, print sizes and stages, then leave (earlyfusion plan prints"
-                " everything)",
-            ),
-        ] = False,
-    ) -> int | None:
-        parsed = RecipeArguments(list(recipes or []), resume=resume, dry_run=dry_run)
-        plain = {"run.out": out, "run.steps": steps, "run.init_from": init_from}
-        # As JSON: a folder is text even when its name reads like a number.
-        parsed.overrides = [(key, json.dumps(value)) for key, value in plain.items() if value is not None]
-        parsed.overrides += context.obj
+    given: list[Override] = []
 
-        named = bool(parsed.recipes)
-        if not named:
-            if default is None:
-                raise UserError(f"no recipe given; try: earlyfusion {name} nano")
-            parsed.recipes = [default]
-        if resume:
-            _recall(parsed, named)
+    def called(options: RecipeOptions) -> int | None:
+        if not options.recipes and default is None:
+            raise UserError(f"no recipe given; try: earlyfusion {name} nano")
+        parsed = RecipeArguments(options.recipes or [str(default)], [], options.resume, options.dry_run)
+
+        # As JSON: a folder is text even when its name reads like a number.
+        for key, value in options.model_dump(include={"out", "steps", "init_from"}).items():
+            if value is not None:
+                parsed.overrides.append((f"run.{key}", json.dumps(value)))
+        parsed.overrides += given
+        if options.resume:
+            recall(parsed, named=bool(options.recipes))
         return run(parsed)
 
+    # The dotted keys are no options of typer's: the command takes them out before it reads the rest.
     class Command(RecipeCommand):
-        keys_of = schema
+        keys_of, overrides = schema, given
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-    app.command(name, cls=Command, help=about, context_settings=settings)(verb)
+    app.command(name, cls=Command, help=about, context_settings=settings)(verb(called))
     return typing.cast(TyperCommand, typer.main.get_command(app))
 
 
 class RecipeCommand(TyperCommand):
     """A command that also takes `--section.key VALUE` for every key of `keys_of`, as its help lists them."""
 
-    keys_of: type[BaseModel]
+    keys_of: ClassVar[type[BaseModel]]
+    overrides: ClassVar[list[Override]]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words, ctx.obj = split_overrides(args)
-        for key, _ in ctx.obj:
+        words, self.overrides[:] = split_overrides(args)
+        for key, _ in self.overrides:
             section = key.partition(".")[0]
             if section not in self.keys_of.model_fields:
                 near = did_you_mean(section, self.keys_of.model_fields)
@@ -179,7 +163,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
     return others, overrides
 
 
-def _recall(parsed: RecipeArguments, named: bool) -> None:
+def recall(parsed: RecipeArguments, named: bool) -> None:
     """Put what the run in the output folder was started with before what is given now."""
     given = [item for item in parsed.overrides if item[0] in ("run.out", "run.name")]
     run = compose([] if "run.out" in dict(given) else parsed.recipes, given).get("run") or {}

@@ -1,83 +1,85 @@
 """`earlyfusion compare`: did the treatment change anything, and could this test have seen it?
 
-The computation is eval/compare/analysis.py; here its dict becomes tables on the terminal, compare.json and
-compare.html (the template compare.html), a page that loads nothing.
+    earlyfusion compare runs/start runs/vision-rl --control runs/text-rl
+    earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
+
+Paired deltas between evaluated models. A table on the terminal, compare.json, and compare.html, a page that
+loads nothing and shows what the table has no room for. The computation is eval/compare/analysis.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import numpy as np
-import typer
+from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
-from earlyfusion.eval.compare.analysis import Options, compare_arms
+from earlyfusion.eval.compare import analysis
 from earlyfusion.eval.compare.load import CompareError, load_arm
 from earlyfusion.eval.stats import smallest_delta
 from earlyfusion.kernels.errors import one_line
 from earlyfusion.kernels.files import write_json
+from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.page import number, p_value, write_page
 
 Row = Mapping[str, Any]
 STYLES = {"gain": "green", "loss": "red"}
 
 
-def compare(
-    base: Annotated[
-        str, typer.Argument(help="evaluation folder of the starting model; seeds: DIR,DIR or a pattern")
-    ],
-    treated: Annotated[
-        str, typer.Argument(help="evaluation folder of the treated model; several seeds likewise")
-    ],
-    control: Annotated[
-        str, typer.Option(help="arm that got everything but the treatment (same compute)")
-    ] = "",
-    control_base: Annotated[str, typer.Option(help="where the control began, if not at BASE")] = "",
-    paired_seeds: Annotated[
-        bool, typer.Option("--paired-seeds", help="run i of BASE and TREATED share a training seed")
-    ] = False,
-    metric: Annotated[str, typer.Option(help="number of the records: score, mae, cer, iou, ...")] = "score",
-    out: Annotated[Path, typer.Option(help="folder for compare.json and compare.html")] = Path("compare"),
-    draws: Annotated[int, typer.Option(min=100, help="bootstrap draws")] = 2000,
-    flips: Annotated[int, typer.Option(min=100, help="sign-flip draws")] = 10_000,
-    seed: Annotated[int, typer.Option(help="seed of both")] = 0,
-) -> None:
-    """Paired deltas between evaluated models, with honest statistics: a table, compare.json and compare.html.
+class CompareOptions(Options):
+    positional: ClassVar[tuple[str, ...]] = ("base", "treated")
 
-    earlyfusion compare runs/start runs/vision-rl --control runs/text-rl
-    earlyfusion compare runs/start 'runs/vision-rl-seed*' --out runs/delta
-    """
+    base: str
+    """evaluation folder of the starting model; seeds: DIR,DIR or a pattern"""
+    treated: str
+    """evaluation folder of the treated model; several seeds likewise"""
+    control: str = ""
+    """arm that got everything but the treatment (same compute)"""
+    control_base: str = ""
+    """where the control began, if not at BASE"""
+    paired_seeds: bool = False
+    """run i of BASE and TREATED share a training seed"""
+    metric: str = "score"
+    """number of the records: score, mae, cer, iou, ..."""
+    out: Path = Path("compare")
+    """folder for compare.json and compare.html"""
+    draws: int = Field(2000, ge=100)
+    """bootstrap draws"""
+    flips: int = Field(10_000, ge=100)
+    """sign-flip draws"""
+    seed: int = 0
+    """seed of both"""
+
+
+@verb
+def compare(options: CompareOptions) -> None:
+    """Print the table, write numbers and page."""
     # Mistakes of words before anything is read.
-    if control_base and not control:
+    if options.control_base and not options.control:
         raise CompareError("--control-base without --control: name the control arm as well")
-    given = {"base": base, "treated": treated, "control": control, "control base": control_base}
-    # An empty name of the first two is an error of its own; the other two are optional.
-    arms = {
-        label: load_arm(label, folders, metric)
-        for label, folders in given.items()
-        if folders or "c" != label[0]
-    }
-    runs = [len(arms[label].runs) for label in ("base", "treated")]
-    if paired_seeds and runs[0] != runs[1]:
-        raise CompareError(
-            f"--paired-seeds: {runs[0]} base runs and {runs[1]} treated runs; give equally many, in order"
-        )
-
-    options = Options(draws, flips, seed, paired_seeds)
+    base, treated = (
+        load_arm("base", options.base, options.metric),
+        load_arm("treated", options.treated, options.metric),
+    )
+    control = load_arm("control", options.control, options.metric) if options.control else None
+    start = load_arm("control base", options.control_base, options.metric) if options.control_base else None
+    if options.paired_seeds and len(base.runs) != len(treated.runs):
+        runs = f"{len(base.runs)} base runs and {len(treated.runs)} treated runs"
+        raise CompareError(f"--paired-seeds: {runs}; give equally many, in order")
 
     # One dict for the terminal, the JSON file and the page.
-    sides = (arms["base"], arms["treated"], arms.get("control"), arms.get("control base"))
-    result = {"metric": metric, **compare_arms(*sides, options)}
+    settings = analysis.Options(options.draws, options.flips, options.seed, options.paired_seeds)
+    result = {"metric": options.metric, **analysis.compare_arms(base, treated, control, start, settings)}
     console = Console()
     show(result, console if console.is_terminal else Console(width=max(console.width, 100)))
-    print(f"numbers: {write_json(out / 'compare.json', result)}")
-    print(f"report:  {write_page(out / 'compare.html', 'compare.html', compare_page(result))}")
+    print(f"numbers: {write_json(options.out / 'compare.json', result)}")
+    print(f"report:  {write_page(options.out / 'compare.html', 'compare.html', compare_page(result))}")
 
 
 class Unit:
@@ -109,24 +111,20 @@ class Unit:
 
 
 def show(result: Row, console: Console) -> None:
-    """The tables; they fit 80 columns (the first column folds)."""
+    """The table; it fits 80 columns (the first column, the words, folds; the rest is numbers and may not)."""
     unit = Unit(result)
-    names = [
-        "task, verdict",
-        "n",
-        "base\ntreated",
-        "delta ± SE\n95 %",
-        "less\ncontrol's",
-        "p\nHolm",
-        "visible\nfrom",
-    ]
-    table = _table(f"treated - base, {unit.name}", names)
+    table = Table(
+        title=f"treated - base, {unit.name}", title_justify="left", box=None, padding=(0, 1), show_edge=False
+    )
+    table.add_column("task, verdict", overflow="fold")
+    for name in ("n", "base\ntreated", "delta ± SE\n95 %", "less\ncontrol's", "p\nHolm", "visible\nfrom"):
+        table.add_column(name, justify="right", no_wrap=True)
     for entry in result["tasks"]:
         delta, against = entry["delta"], entry.get("difference_in_differences")
         # The first word of a verdict decides its colour.
         style = STYLES.get(entry["verdict"].split(",")[0], "dim")
         table.add_row(
-            f"{_safe(entry['task'])}\n[{style}]{entry['verdict']}[/]",
+            f"{safe(entry['task'])}\n[{style}]{entry['verdict']}[/]",
             f"{entry['n']:,}",
             f"{unit(entry['base']['score'])}\n{unit(entry['treated']['score'])}",
             f"{unit.delta(delta)}\n{escape(unit.range(delta))}",
@@ -136,54 +134,18 @@ def show(result: Row, console: Console) -> None:
         )
     print_table(console, table)
 
+    # Several seeds: whether the gain holds for others is said apart.
     for entry in result["tasks"]:
-        # Several seeds: whether the gain holds for others is said apart.
         if seeds := entry["seeds"]:
             alone, both = seeds["seeds"], seeds["both"]
-            told = f"{len(seeds['base'])} base and {len(seeds['treated'])} treated seeds; over seeds"
-            told += (
-                f" {unit.delta(alone)} {unit.range(alone)}, over new questions and seeds {unit.range(both)}"
-            )
-            console.print(f"{_safe(entry['task'])}: {escape(told)}")
-        if (counts := entry["delta"]["mcnemar"]) and not entry["view"]:
-            told = f"{counts['won']} won, {counts['lost']} lost, McNemar exact p {p_value(counts['p_exact'])}"
-            console.print(
-                f"{_safe(entry['task'])}: {told}, bootstrap {escape(unit.range(entry['delta']['bootstrap']))}"
-            )
-        if entry["categories"] and not entry["view"]:
-            _show_categories(entry, unit, console)
+            told = f"{len(seeds['base'])} base and {len(seeds['treated'])} treated seeds"
+            told += f"; over seeds {unit.range(alone)}, over new questions and seeds {unit.range(both)}"
+            console.print(f"{safe(entry['task'])}: {escape(told)}")
     if result["left_out"]:
-        console.print(f"not in every run, left out: {_safe(', '.join(result['left_out']))}")
+        console.print(f"not in every run, left out: {safe(', '.join(result['left_out']))}")
 
 
-def _show_categories(entry: Row, unit: Unit, console: Console) -> None:
-    title = f"{_safe(entry['task'])} by category (p after Holm over {len(entry['categories'])})"
-    table = _table(
-        title, ["category", "n", "base", "treated", "delta ± SE", "95 %", "p Holm", "visible\nfrom"]
-    )
-    # Names of others are made safe, numbers are ours.
-    for row in entry["categories"]:
-        cells = [
-            f"{row['n']:,}",
-            unit(row["base"]),
-            unit(row["treated"]),
-            unit.delta(row),
-            escape(unit.range(row)),
-        ]
-        table.add_row(_safe(row["category"]), *cells, p_value(row["p_holm"]), unit(row["smallest_delta"]))
-
-    print_table(console, table)
-
-
-def _table(title: str, columns: list[str]) -> Table:
-    """A narrow table: the first column is words and may fold, the rest is numbers and may not."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), show_edge=False)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", no_wrap=bool(index), overflow="fold")
-    return table
-
-
-def _safe(name: str) -> str:
+def safe(name: str) -> str:
     """A name of others as the console may print it: no markup, nothing that a terminal obeys."""
     return escape(one_line(name))
 

@@ -40,9 +40,7 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
     # What has no step cannot stand on an axis.
     records = [record for record in read_jsonl(metrics) if is_finite(record.get("step"))]
 
-    # The first that is there: a run writes one of them.
-    recipes = [directory / f"recipe.{kind}" for kind in ("toml", "json", "txt")]
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in recipes if path.is_file()]
+    recipe = directory / "recipe.toml"
     facts = read_dict(directory / "facts.json")
     # Measurements of one name are one curve.
     results: dict[str, list[dict[str, Any]]] = {}
@@ -60,7 +58,7 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
         "results": results,
         "samples": read_steps(directory / "samples"),
         "folder": directory,
-        "recipe": "".join(texts[:1]),
+        "recipe": recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
         "versions": read_dict(directory / "versions.json"),
     }
 
@@ -94,16 +92,17 @@ def curves(records: Iterable[Record], labels: Mapping[str, str]) -> dict[str, Se
 def family(records: Iterable[Record], prefix: str, without: str = " ") -> dict[str, Series]:
     """Name -> series of every numeric key prefix + name, in order of first appearance; no name that begins
     `without`."""
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith(prefix))
-    found = {
-        key.removeprefix(prefix): series(records, key) for key in keys if not key.startswith(prefix + without)
-    }
-    return {name: curve for name, curve in found.items() if curve[0]}
+    found = {}
+    for key in dict.fromkeys(key for record in records for key in record if key.startswith(prefix)):
+        curve = series(records, key)
+        if curve[0] and not key.startswith(prefix + without):
+            found[key.removeprefix(prefix)] = curve
+    return found
 
 
 def by_source(records: Iterable[Record], key: str, suffix: str = "") -> dict[str, Series]:
     """Name + suffix -> series of what the records hold of each source in their table "sources"."""
-    found = {}
+    found: dict[str, Series] = {}
     for name in dict.fromkeys(name for record in records for name in record["sources"]):
         # A source may be missing from a measurement.
         rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
@@ -116,11 +115,9 @@ def layers(records: Iterable[Record], key: str) -> list[tuple[float, dict[str, l
     else."""
     found = []
     for record in records:
-        if isinstance(record.get(key), dict) and record[key]:
-            rows = record[key].items()
-            found.append(
-                (record["step"], {layer: row for layer, row in rows if row and all(map(is_finite, row))})
-            )
+        if isinstance(table := record.get(key), dict) and table:
+            whole = {layer: row for layer, row in table.items() if row and all(map(is_finite, row))}
+            found.append((record["step"], whole))
     return found
 
 

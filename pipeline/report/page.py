@@ -34,8 +34,7 @@ def guarded(*, caller: Callable[[], str]) -> str:
     """{% call guarded() %}: what stands inside, or a note: a file of another hand must not take the page from
     a run."""
     try:
-        # Rendered here and now, so that whatever goes wrong is caught here.
-        return caller().strip()
+        return caller().strip()  # rendered here and now, so that whatever goes wrong is caught here
     except Exception as error:
         why = one_line(f"{type(error).__name__}: {error}")
         return Markup('<p class="note">A part of the page could not be drawn ({}).</p>').format(why)
@@ -47,17 +46,6 @@ def section(title: str, note: str = "", *, caller: Callable[[], str]) -> str:
     if not body:
         return ""
     return Markup('<section><h2>{}</h2><p class="note">{}</p>{}</section>').format(title, note, body)
-
-
-def titled(draw: Callable[..., Markup]) -> Callable[..., Markup]:
-    """A drawing as templates call it: below its title; nothing where there is nothing to draw."""
-
-    def drawn(title: str, data: Any, **style: Any) -> Markup:
-        drawing = draw(data, description=title, **style)
-        # A drawing of nothing is empty, and so is its title.
-        return drawing and Markup("<div><h3>{}</h3>{}</div>").format(title, drawing)
-
-    return drawn
 
 
 def number(value: Any, form: str = ".3f", scale: float = 1) -> str:
@@ -85,13 +73,10 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
 )
 # What templates call: parts of a page, and drawings below their titles.
-ENVIRONMENT.globals |= {"guarded": guarded, "section": section, "image_source": image_source}
-ENVIRONMENT.globals |= {draw.__name__: titled(draw) for draw in (lines, heat_map, spans, histogram)}
+for part in (guarded, section, image_source, lines, heat_map, spans, histogram):
+    ENVIRONMENT.globals[part.__name__] = part
 # What templates put behind a value: curves of records, numbers as text.
-ENVIRONMENT.filters |= {
-    **{function.__name__: function for function in (series, curves, family, by_source, data_uri)},
-    "number": number,
-    "p_value": p_value,
-    "percent": partial(number, form=".1f", scale=100),
-    "points": partial(number, form="+.1f", scale=100),
-}
+for read in (series, curves, family, by_source, data_uri, number, p_value):
+    ENVIRONMENT.filters[read.__name__] = read
+ENVIRONMENT.filters["percent"] = partial(number, form=".1f", scale=100)
+ENVIRONMENT.filters["points"] = partial(number, form="+.1f", scale=100)

@@ -16,11 +16,12 @@ Every part of a folder is optional, other keys and files are ignored; run.html s
 `eval/*.json`     files of `eval/results.py`: easy_vqa, bpb, heldout, attnres; answer_loss and
                   tool_talks_<source> of a chat stage
 `samples/*.json`  files of `eval/samples.py`; an image is a data URI or a path relative to the run folder
-`recipe.toml` or `recipe.json`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)
+`recipe.toml`, `versions.json` (name -> version), `facts.json` (name -> value, for the head)
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,13 @@ def what_it_read(train: Sequence[Record]) -> dict[str, list[tuple[Any, ...]]]:
     left out)."""
     shares, skipped = [], []
     # The last record of a stage counts the whole of it.
-    stages = {str(record.get("stage", "")): record for record in train}
-    for stage, record in stages.items():
+    for stage, record in {str(record.get("stage", "")): record for record in train}.items():
         for key, value in record.items():
-            kind, _, name = key.removeprefix("data/").partition("/")
-            if kind == "share":
+            if key.startswith("data/share/"):
+                name = key.removeprefix("data/share/")
                 shares.append((stage, name, value, record.get(f"data/epoch/{name}")))
-            elif kind == "skipped":
-                skipped.append((stage, name, value))
+            elif key.startswith("data/skipped/"):
+                skipped.append((stage, key.removeprefix("data/skipped/"), value))
     return {"shares": shares, "skipped": skipped}
 
 
@@ -62,23 +62,20 @@ def expert_load(train: Sequence[Record]) -> dict[str, Any]:
     # Layers may have different numbers of experts; the map is as wide as the widest.
     step, latest = tables[-1]
     width = max(map(len, latest.values()))
-    busiest: dict[str, Series] = {f"layer {layer}": ([], []) for layer in latest}
-    # A layer that is missing from a record has a gap there.
-    for at, table in tables:
-        for layer in latest.keys() & table.keys():
-            busiest[f"layer {layer}"][0].append(at)
-            busiest[f"layer {layer}"][1].append(max(table[layer]) * len(table[layer]))
-
-    matrix = []
-    for shares in latest.values():
+    matrix, busiest = [], {}
+    for layer, shares in latest.items():
         matrix.append([share * len(shares) for share in shares] + [None] * (width - len(shares)))
+        # A layer that is missing from a record has a gap there.
+        held = [(at, table[layer]) for at, table in tables if layer in table]
+        peaks = [max(row) * len(row) for _, row in held]
+        busiest[f"layer {layer}"] = ([at for at, _ in held], peaks)
     return {"step": step, "layers": list(latest), "width": width, "matrix": matrix, "busiest": busiest}
 
 
 def max_logits(train: Sequence[Record]) -> dict[str, Series]:
     """The largest attention logit over steps, of each head; of a layer with more than four heads the
     largest."""
-    found: dict[str, Series] = {}
+    found: dict[str, Series] = defaultdict(lambda: ([], []))
     for step, table in layers(train, "max_logit"):
         for layer, heads in table.items():
             named = {f"layer {layer}, head {head}": value for head, value in enumerate(heads)}
@@ -86,7 +83,6 @@ def max_logits(train: Sequence[Record]) -> dict[str, Series]:
             if len(heads) > 4:
                 named = {f"layer {layer}, largest": max(heads)}
             for name, value in named.items():
-                steps, values = found.setdefault(name, ([], []))
-                steps.append(step)
-                values.append(value)
+                found[name][0].append(step)
+                found[name][1].append(value)
     return found

@@ -157,9 +157,9 @@ def test_thinning_keeps_the_mean_and_smoothing_a_constant():
 
 def test_drawings_carry_their_labels_and_survive_nan():
     curves = {"$a_b": ([1, 2, 3], [1.0, math.nan, 2.0]), "b": ([], [])}
-    svg = lines(curves, ylabel="y\0", levels={"limit": 3}, description='"><script>')
-    assert svg.startswith("<svg ") and "limit 3" in svg and "<script" not in svg and "$a_b" in svg
-    assert not lines({"a": ([], [])}, ylabel="y", description="nothing to draw")
+    svg = lines('"><script>', curves, ylabel="y\0", levels={"limit": 3})
+    assert "<svg " in svg and "limit 3" in svg and "<script" not in svg and "$a_b" in svg
+    assert not lines("nothing to draw", {"a": ([], [])}, ylabel="y")
     matrix = {"t": [[0.25, None], [math.nan, 0.75]]}
-    svg = heat_map(matrix, rows=["r", "s"], columns=["c", "d"], description="d", ylabel="", xlabel="")
+    svg = heat_map("d", matrix, rows=["r", "s"], columns=["c", "d"], xlabel="")
     assert ".25" in svg and ".75" in svg and not re.search(r"\bnan\b", svg)
