@@ -127,6 +127,10 @@ def evaluate(options: EvalOptions) -> None:
         report(tasks, options.contamination, options.ngram, limit, out)
         return
 
+    # Data that are missing are told before the weights are read and a bar is drawn.
+    for task in tasks:
+        task.data_hash()
+
     # One bar a task, on standard error: the table below is the verb's output.
     model = _model(options)
     summaries = []
