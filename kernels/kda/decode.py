@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from earlyfusion.kernels.checks import INTEGERS, check_no_nan, check_shapes, check_tensors
+from earlyfusion.kernels.dispatch import load
 from earlyfusion.kernels.kda.gate import check_lower_bound
 from earlyfusion.kernels.launch import on_device, power_of_two, require_triton
 
@@ -117,9 +119,9 @@ def decode(
     Raises:
         ValueError: a wrong shape, dtype, device or stride, NaN, or too small a ring, naming the argument.
     """
-    # Imported here: the engine imports this file also where triton is missing.
+    # Found by its path: the engine imports this file also where triton is missing.
     require_triton("decode")
-    from earlyfusion.kernels.kda.triton import decode as triton_decode
+    kernel: Any = load("earlyfusion.kernels.kda.triton.decode:decode")
 
     heads = _check(
         cache,
@@ -141,7 +143,7 @@ def decode(
     # Wider keys leave fewer registers for rows.
     block = min(power_of_two(value_dim), 16 if key_dim > 128 else 32)  # value rows of the state per program
     with on_device(x_BC):
-        triton_decode.decode[(-(-value_dim // block), batch, groups)](
+        kernel[(-(-value_dim // block), batch, groups)](
             x_BC,
             f_BGK,
             b_BG,

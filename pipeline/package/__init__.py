@@ -8,13 +8,12 @@ Installed as the package `earlyfusion` itself; importing it imports nothing else
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from earlyfusion.data.tokenizer import Tokenizer
-    from earlyfusion.model.fusion import NativeFusion
+    from earlyfusion.pipeline.load import load
 
 __all__ = ["VERB_MODULES", "__version__", "load"]
 
@@ -27,14 +26,8 @@ except PackageNotFoundError:
     __version__ = "0"
 
 
-def load(directory: str | Path, device: str = "cpu", dtype: Any = None) -> tuple[NativeFusion, Tokenizer]:
-    """Model (in eval mode) and tokenizer of a model directory, a run's folder, or "embedded:NAME".
-
-    dtype: torch dtype of the weights; None keeps what is stored. Raises ModelDirectoryError or DataError.
-    """
-    from earlyfusion.data.tokenizer import Tokenizer
-    from earlyfusion.model.hub.config import model_folder
-    from earlyfusion.model.hub.folder import load_model
-
-    folder = model_folder(directory)
-    return load_model(folder, device, dtype), Tokenizer.load(folder)
+def __getattr__(name: str) -> Any:
+    """`load` brings torch with it, so it is imported when first asked for."""
+    if name != "load":
+        raise AttributeError(f"module 'earlyfusion' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return import_module("earlyfusion.pipeline.load").load

@@ -26,7 +26,7 @@ from earlyfusion.data.tokenizer import Tokenizer
 from earlyfusion.eval.measured import solved
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.kernels.files import write_atomic
-from earlyfusion.model.engine.requests import Completion, SamplingParams
+from earlyfusion.model.engine.requests import Completion, FinishReason, SamplingParams
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.model.generate import engine_for
 from earlyfusion.model.hub.folder import save_model
@@ -154,11 +154,12 @@ class Answered:
     def trajectory(self, index: int) -> Trajectory:
         """An answer as the learner packs it; without what only the sampler knew."""
         answer, prompt = self.answers[index], self.prompt.encoded
-        unknown, finish = [float("nan")] * answer.tokens, "length" if answer.finish == "length" else "stop"
-        logprobs = (unknown, unknown, [0] * answer.tokens)
-        ids = list(answer.ids)
+        unknown = [float("nan")] * answer.tokens
+        cut: FinishReason = "length" if answer.finish == "length" else "stop"
+
         # The prompt was read once for all answers, so nothing of it counts as cached.
-        done = Completion("", index, ids, *logprobs, answer.text, finish, len(prompt.ids), 0)  # type: ignore[arg-type]
+        ids, versions = list(answer.ids), [0] * answer.tokens
+        done = Completion("", index, ids, unknown, unknown, versions, answer.text, cut, len(prompt.ids), 0)
         return Trajectory(prompt, done)
 
     def shortest(self) -> int | None:
