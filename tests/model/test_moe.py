@@ -182,3 +182,12 @@ def test_padding_is_not_counted_by_the_model():
     model(batch)
     assert all(moe.load.sum() == 20 * 2 for moe in moe_layers(model))
     assert update_router_biases(build(tiny_fusion(num_experts=0))) == {}
+
+
+@pytest.mark.parametrize("rule", ["sign", "quantile"])
+def test_a_step_without_tokens_leaves_the_bias(rule):
+    moe = layer(router_balance=rule)
+    moe.gate.e_score_correction_bias.normal_()
+    before = moe.gate.e_score_correction_bias.clone()
+    update_router_biases(moe)
+    assert torch.equal(moe.gate.e_score_correction_bias, before)

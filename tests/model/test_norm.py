@@ -49,3 +49,16 @@ def test_state_buffers_survive_casts_and_moves():
     assert module[0].count.dtype == torch.float32 and module[0].count.item() == 1e6 + 1
     module.to("meta")
     assert module[0].count.is_meta and module.to_empty(device="cpu")[0].count.shape == (1,)
+
+
+def test_autocast_computes_in_fp32_and_rounds_once():
+    norm = RMSNorm(64, 1e-5)
+    x = torch.randn(10, 64) * 100
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, definition(x, norm.weight, 1e-5).bfloat16())
+    assert norm(x).dtype == torch.float32
+    x = x.bfloat16().requires_grad_()
+    norm(x).float().pow(2).sum().backward()
+    assert x.grad.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32

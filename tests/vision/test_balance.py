@@ -1,6 +1,7 @@
 """The plan of a step: what it gains, when it is worth it, and what it keeps to (the exchange itself:
 tests/data)."""
 
+import itertools
 import random
 import time
 
@@ -107,3 +108,18 @@ def test_a_thousand_ranks_are_planned_within_a_fraction_of_a_step():
     started = time.process_time()
     plan = exchange(grids, COST, max_patches=16384)
     assert time.process_time() - started < 2.0 and plan.after < 1.05 < plan.before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_items_of_limited_size_are_spread_within_the_limit_where_that_is_easy(seed):
+    rng = random.Random(seed)
+    ranks, sizes = rng.randint(1, 3), [rng.randint(1, 9) for _ in range(rng.randint(0, 6))]
+    costs = [rng.random() * size for size in sizes]
+    room = max([9, *itertools.accumulate(sizes)]) // ranks + 9  # an item always fits somewhere
+    found = assign(costs, ranks, sizes=sizes, limit=room)
+    assert max(loads(sizes, found, ranks)) <= room
+    fitting = [
+        o for o in itertools.product(range(ranks), repeat=len(costs)) if max(loads(sizes, o, ranks)) <= room
+    ]
+    best = min(max(loads(costs, owner, ranks)) for owner in fitting)
+    assert max(loads(costs, found, ranks)) <= 2 * best + 1e-12
