@@ -117,7 +117,7 @@ def test_a_killed_run_resumes_bit_for_bit_under_accelerate_launch(chat_file, unb
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--init", "/nowhere/model"), "/nowhere/model: not a model directory"),
+        (("--init-from", "/nowhere/model"), "/nowhere/model: not a model directory"),
         (("--run.init_from", "null"), "--init-from runs/nano/model"),
         (("--model.hidden_size", "64"), "model.hidden_size = 64: the model comes from"),
         (("--vision.preset", "tiny"), "remove the section [vision]"),

@@ -1,12 +1,11 @@
-"""A run's log of samples left out belongs to the run: training starts it afresh, a benchmark never touches
-it."""
+"""A run's log of samples left out belongs to the run: training starts it afresh, a loader without a folder
+never touches it."""
 
 import pytest
 from tiny_run import forget_processes
 
 from earlyfusion.data.loading.stats import skip_file
 from earlyfusion.pipeline import build
-from earlyfusion.pipeline.bench.train import measure_recipe
 from earlyfusion.pipeline.config.compose import load_config
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.stage_data import StageLoaders
@@ -24,12 +23,6 @@ def real_run(recipe, tmp_path, monkeypatch):
     log.parent.mkdir(parents=True)
     log.write_text(LINE)
     return config, log
-
-
-def test_a_benchmark_of_a_recipe_leaves_the_folder_of_its_run_alone(recipe, real_run):
-    _, log = real_run
-    measure_recipe(str(recipe), 1, 1)
-    assert log.read_text() == LINE and [path.name for path in log.parent.iterdir()] == [log.name]
 
 
 def test_a_loader_without_a_folder_logs_nothing_and_a_new_run_starts_its_log_afresh(real_run):

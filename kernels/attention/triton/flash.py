@@ -339,8 +339,8 @@ def launch_sizes(
     heads, key_dim, value_dim, arch = q.shape[1], q.shape[2], v.shape[2], hardware(q.device).arch
     if q.dtype == torch.float32:
         rows, keys, warps = 32, 32, 4
-    elif arch < 90 and backward:  # operands live in registers there
-        rows, keys, warps = 32, 32, 4
+    elif arch < 90 and backward:  # operands live in registers there, where 192 columns leave room for 16 keys
+        rows, keys, warps = 32, 16 if max(key_dim, value_dim) > 128 else 32, 4
     elif arch < 90:
         rows, keys, warps = 64, 32, 8 if max(key_dim, value_dim) > 128 else 4
     elif backward:
