@@ -28,7 +28,7 @@ class DecodeConfig(BaseModel):
     so the default stays below 1 GB. A JPEG that the fast path shrinks while it is read counts as shrunk (a
     progressive one as stored, since libjpeg keeps all of it). Pillow itself refuses more than 178,956,970."""
     video_backend: Literal["auto", "decord", "pyav"] = "auto"
-    """"auto" takes $EF_VIDEO_BACKEND, else the first of decord, pyav that is installed."""
+    """"auto" takes the first of decord, pyav that is installed."""
     # The limits of a video are the server's business (pipeline/serve/prepare.py has tighter ones than a run).
     video_max_seconds: PositiveFloat = 4 * 3600.0
     """Longest video."""
