@@ -23,11 +23,9 @@ from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.model.config import FusionConfig
 from earlyfusion.model.decoder import Decoder
-from earlyfusion.model.exchange import Route
-from earlyfusion.vision.encoder import VisionTower
+from earlyfusion.vision.balance import Route
+from earlyfusion.vision.encoder import Projector, build_tower, zero_anchor
 from earlyfusion.vision.grid import VisionGrid
-from earlyfusion.vision.projector import Projector
-from earlyfusion.vision.towers import build_tower
 
 
 class Prompt(Protocol):
@@ -77,7 +75,7 @@ class NativeFusion(nn.Module):
         super().__init__()
         self.config = config
         # patches -> features of the decoder's width -> hidden states
-        self.vision_tower: VisionTower = build_tower(config.vision)
+        self.vision_tower = build_tower(config.vision)
         self.mm_projector = Projector(config.vision, config.text.hidden_size)
         self.decoder = Decoder(config.text)
 
@@ -88,7 +86,7 @@ class NativeFusion(nn.Module):
         image.
 
         With a route this rank encodes the pictures that the route brings here, and gets the features of its
-        own from those that encoded them (model/exchange.py); every rank must then call it, with the routes of
+        own from those that encoded them (vision/balance.py); every rank must then call it, with the routes of
         one plan.
         """
         if route is not None:
@@ -137,6 +135,10 @@ class NativeFusion(nn.Module):
         """Next-token logits [T, V] of hidden states; for decoding, where T is small."""
         return linear(hidden_TD, self.decoder.head_weight().to(hidden_TD.dtype))
 
+    def vision_anchor(self) -> Tensor:
+        """A scalar 0 through which every parameter of the vision side receives a gradient of zeros."""
+        return zero_anchor(self.vision_tower) + zero_anchor(self.mm_projector)
+
     def token_log_probs(self, batch: Packed, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each label, log softmax(logits / temperature)[label], and its distribution's
         entropy.
@@ -158,6 +160,6 @@ class NativeFusion(nn.Module):
         )
         if self.training:
             # Without images no feature reaches the loss, and the vision side would get no gradient at all.
-            loss_sum = loss_sum + self.vision_tower.zero_anchor() + self.mm_projector.zero_anchor()
+            loss_sum = loss_sum + self.vision_anchor()
         weight_sum = torch.where(batch.labels >= 0, batch.loss_weights, 0.0).sum()
         return FusionOutput(loss_sum, weight_sum, nll_T)

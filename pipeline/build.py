@@ -27,7 +27,7 @@ from earlyfusion.pipeline.config.compose import dump, to_toml
 from earlyfusion.pipeline.config.schema import OptimSection, RunConfig
 from earlyfusion.pipeline.optim.registry import find_optimizer
 from earlyfusion.pipeline.runtime import Runtime, installed
-from earlyfusion.vision.towers import import_tower
+from earlyfusion.vision.encoder import import_tower
 
 
 def tokenizer(config: RunConfig, runtime: Runtime) -> Tokenizer:

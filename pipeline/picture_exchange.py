@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.exchange import RanksDisagree, Route, complaint, gather_grids
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.runtime import Runtime
-from earlyfusion.vision.balance import VisionCost, plan_step
+from earlyfusion.vision.balance import Route, VisionCost, complaint, gather_grids, plan_step
 
 SETTINGS = ("off", "auto", "on")
 # Largest over mean vision FLOPs of the ranks. Handing pictures over costs two collectives a step; where the
@@ -65,16 +64,13 @@ class PictureExchange:
         if self.setting == "off":
             return nothing
         merge = self.vision.merge_kernel_size
-        try:
-            grids = gather_grids(
-                [batch.grids for batch in batches],
-                self.planning,
-                # everything that plan and tensors depend on beside the grids
-                repr((self.setting, self.above, max_patches, self.vision)),
-                complaint(batches, merge),
-            )
-        except RanksDisagree as error:
-            raise UserError(f"exchange of pictures: {error}") from None
+        grids = gather_grids(
+            [batch.grids for batch in batches],
+            self.planning,
+            # everything that plan and tensors depend on beside the grids
+            repr((self.setting, self.above, max_patches, self.vision)),
+            complaint(batches, merge),
+        )
         # The same plan on every rank, from the same grids; it may say that the step is not worth it.
         plan = plan_step(grids, self.cost, merge, max_patches)
         if not plan.pays(self.above):

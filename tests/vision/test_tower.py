@@ -8,11 +8,16 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from earlyfusion.kernels.errors import UserError
-from earlyfusion.vision.config import PRESETS, VisionConfig
-from earlyfusion.vision.encoder import VisionTower
+from earlyfusion.vision.config import VisionConfig
+from earlyfusion.vision.encoder import (
+    Projector,
+    TowerError,
+    VisionTower,
+    build_tower,
+    import_tower,
+    zero_anchor,
+)
 from earlyfusion.vision.grid import VisionGrid
-from earlyfusion.vision.projector import Projector
-from earlyfusion.vision.towers import TowerError, build_tower, import_tower
 
 # float64 towers still take their RoPE turns and resampling weights from float32 tables.
 TABLE_TOL = 1e-5
@@ -100,7 +105,7 @@ def test_tower_agrees_with_an_independent_reference(make_pack, cfg, seed):
     tower = lively(VisionTower(cfg), seed).double()
     patches, grid = make_pack(grids, cfg, seed, torch.float64)
     torch.manual_seed(seed)
-    weight = torch.randn(grid.num_tokens, 4, cfg.hidden_size, dtype=torch.float64)
+    weight = torch.randn(sum(grid.tokens), 4, cfg.hidden_size, dtype=torch.float64)
     state = {name: p.detach().clone().requires_grad_() for name, p in tower.named_parameters()}
     got, expected = tower(patches, grid), reference(state, cfg, patches, grids)
     assert expected.std() > 0.1
@@ -126,35 +131,36 @@ def test_a_pack_equals_its_items_one_by_one_in_any_order(make_pack, seed):
         assert (got - torch.cat([whole[i] for i in order])).abs().max() <= PACK_TOL
 
 
-def test_packing_leaks_no_gradient_between_items(make_pack):
-    grids = [(1, 4, 6), (2, 2, 4), (1, 6, 4)]
-    tower = lively(VisionTower(V2))
-    patches, grid = make_pack(grids, V2)
+def test_packing_leaks_no_gradient_between_items_and_waits_for_no_device_value(make_pack):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            assert name not in ("_local_scalar_dense", "nonzero", "unique", "_unique2"), name
+            return func(*args, **(kwargs or {}))
+
+    tower, projector = lively(VisionTower(V2)), Projector(V2, 40)
+    patches, grid = make_pack([(1, 4, 6), (3, 2, 4), (1, 6, 4)], V2)
     patches.requires_grad_()
-    tower(patches, grid).split(grid.tokens)[1].square().sum().backward()
+    with Watch():
+        projector(tower(patches, grid)).split(grid.tokens)[1].square().sum().backward()
+        with pytest.raises(AssertionError):
+            patches.sum().item()
     before, own, after = patches.grad.split(grid.segments.lengths)
     assert not before.any() and not after.any() and own.abs().min() > 0
 
 
-def test_a_video_of_one_frame_is_an_image_and_of_two_equal_frames_is_not(make_pack):
+def test_bytes_are_normalised_and_a_clip_of_one_frame_is_an_image_but_not_of_two(make_pack):
     tower = lively(VisionTower(V2))
     patches, grid = make_pack([(1, 4, 6)], V2)
     flat = VisionTower(VisionConfig(**{**V2.model_dump(), "pos_emb_time": 1}))
     flat.load_state_dict(tower.state_dict())
     image = flat(patches, VisionGrid.from_grids([(1, 4, 6)], flat.cfg))
     assert torch.equal(image, tower(patches, grid))
+    raw = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
+    normalised = tower((raw.double() / 255 - 0.5).float() / 0.5, grid)
+    torch.testing.assert_close(tower(raw, grid), normalised, atol=1e-5, rtol=0)
     twice = tower(torch.cat((patches, patches)), VisionGrid.from_grids([(2, 4, 6)], V2))
     assert twice.shape == image.shape and (twice - image).abs().max() > 1e-2
-
-
-def test_bytes_are_normalised_inside():
-    torch.manual_seed(0)
-    tower = lively(VisionTower(V2)).double()
-    grid = VisionGrid.from_grids([(1, 4, 4)], V2)
-    raw = torch.randint(0, 256, (16, 3, 8, 8), dtype=torch.uint8)
-    before = raw.clone()
-    assert (tower(raw, grid) - tower((raw.double() / 255 - 0.5) / 0.5, grid)).abs().max() <= PACK_TOL
-    assert torch.equal(raw, before)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -176,23 +182,6 @@ def test_projector_v2_is_its_formula_with_an_eps_of_its_own(seed, eps):
     torch.testing.assert_close(projector(features), expected, rtol=0, atol=1e-10)
 
 
-def test_forward_and_backward_never_wait_for_a_device_value(make_pack):
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func.overloadpacket.__name__
-            assert name not in ("_local_scalar_dense", "nonzero", "unique", "_unique2"), (
-                f"host sync in {name}"
-            )
-            return func(*args, **(kwargs or {}))
-
-    tower, projector = lively(VisionTower(V2)), Projector(V2, 40)
-    patches, grid = make_pack([(1, 4, 6), (3, 2, 4), (1, 4, 6)], V2)
-    with Watch():
-        projector(tower(patches, grid)).sum().backward()
-        with pytest.raises(AssertionError, match="host sync"):
-            patches.sum().item()
-
-
 @pytest.mark.parametrize("preset", ["v1", "v2"])
 def test_without_images_every_parameter_still_gets_a_gradient_of_zeros(preset):
     cfg = VisionConfig.preset("tiny", projector=preset, bias=True)
@@ -212,7 +201,7 @@ def test_without_images_every_parameter_still_gets_a_gradient_of_zeros(preset):
     # Through the anchor; a parameter that overflowed must not turn a text-only loss into NaN.
     with torch.no_grad():
         tower.patch_embed.proj.weight.fill_(float("inf"))
-    loss = tower.zero_anchor() + projector.zero_anchor()
+    loss = zero_anchor(tower) + zero_anchor(projector)
     assert loss.item() == 0
     loss.backward()
     assert zero_gradients()
@@ -246,29 +235,6 @@ def test_names_are_those_of_the_checkpoints():
     assert set(projector.state_dict()) == {"proj.0.weight", "proj.2.weight", "post_norm.weight"}
 
 
-@pytest.mark.parametrize("cfg", [V2, V2_BICUBIC], ids=["v2", "v1"])
-def test_meta_then_empty_then_reset_gives_a_working_model(make_pack, cfg):
-    with torch.device("meta"):
-        tower, projector = VisionTower(cfg), Projector(cfg, 32)
-    for module in (tower, projector):
-        module.to_empty(device="cpu")
-        with torch.no_grad():
-            for tensor in module.parameters():
-                tensor.fill_(float("nan"))
-        assert not list(module.buffers())  # nothing that a checkpoint would not restore
-        torch.manual_seed(0)
-        module.reset_parameters()
-        for name, parameter in module.named_parameters():
-            if name.endswith("bias"):
-                assert not parameter.any(), name
-            elif "norm" in name:
-                assert (parameter == 1).all(), name
-            else:
-                assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
-    patches, grid = make_pack([(1, 4, 4), (2, 2, 2)], cfg)
-    assert projector(tower(patches, grid)).isfinite().all()
-
-
 def test_bfloat16_and_autocast_stay_close_to_float32(make_pack):
     tower = lively(VisionTower(V2))
     patches, grid = make_pack([(1, 8, 6), (3, 4, 4)], V2)
@@ -293,16 +259,13 @@ def test_what_does_not_belong_together_is_refused(make_pack):
 
 def test_presets_are_named_and_checked():
     assert VisionConfig() == VisionConfig.preset("moonvit_v2")
-    assert VisionConfig().norm_eps == 2.0**-7 == torch.finfo(torch.bfloat16).eps
+    assert VisionConfig().norm_eps == torch.finfo(torch.bfloat16).eps
     with pytest.raises(ValueError, match="'moonvit_v2'"):
         VisionConfig.preset("moonvitv2")
     wrong = dict(head_dim=30, patchsize=8, max_patches_per_side=33, alpha_background=(0, 0, 256))
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=name):
             VisionConfig.preset("tiny", **{name: value})
-    for name in PRESETS:
-        cfg = VisionConfig.preset(name)
-        assert VisionConfig.model_validate_json(cfg.model_dump_json()) == cfg
 
 
 class HalfTower(VisionTower):
@@ -318,11 +281,9 @@ def test_a_tower_of_ones_own_is_named_by_its_place_and_a_model_directory_imports
     with pytest.raises(TowerError, match="may not bring along"):
         build_tower(own)
     import_tower(place)
-    torch.manual_seed(0)
     half = build_tower(own)
-    torch.manual_seed(0)
-    whole = build_tower(VisionConfig.preset("tiny"))
-    half.load_state_dict(whole.state_dict())
+    whole = VisionTower(own)
+    whole.load_state_dict(half.state_dict())
     patches = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
     grid = VisionGrid.from_grids([(1, 2, 4)], own)
     assert torch.equal(half(patches, grid), whole(patches, grid) / 2)
