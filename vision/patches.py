@@ -203,6 +203,13 @@ def fit(
     return canvas
 
 
+def prepare_image(image: Image.Image, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
+    """One image -> (uint8 patches [h*w, 3, p, p], (1, h, w))."""
+    rgb = to_rgb(image, cfg.alpha_background)
+    size = navit_size(*rgb.size, cfg)
+    return patchify(fit(rgb, size, exact=exact), cfg.patch_size), grid_of(size, cfg)
+
+
 def prepare_clip(frames: np.ndarray, cfg: VisionConfig, *, exact: bool = True) -> tuple[torch.Tensor, Grid]:
     """One group of frames uint8 [t, H, W, 3] -> (uint8 patches [t*h*w, 3, p, p], (t, h, w))."""
     # Every frame of a clip has the same size, so one rule serves the group.

@@ -14,13 +14,13 @@ from PIL import Image
 from earlyfusion.vision.config import VisionConfig
 from earlyfusion.vision.patches import (
     Resize,
-    fit,
     grid_of,
     navit_size,
     num_patches,
     num_tokens,
     patchify,
     prepare_frames,
+    prepare_image,
     to_rgb,
     unpatchify,
 )
@@ -32,13 +32,6 @@ TINY = VisionConfig.preset("tiny")
 def noise(width, height, seed=0, channels=3):
     rng = np.random.default_rng(seed)
     return Image.fromarray(rng.integers(0, 256, (height, width, channels), dtype=np.uint8))
-
-
-def prepared(image, cfg):
-    """A picture's patches and grid, by Pillow's own resizing."""
-    rgb = to_rgb(image, cfg.alpha_background)
-    size = navit_size(*rgb.size, cfg)
-    return patchify(fit(rgb, size), cfg.patch_size), grid_of(size, cfg)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ def test_unpatchify_inverts_patchify():
 
 def test_small_image_is_padded_black_right_and_bottom_and_else_untouched():
     image = noise(21, 18)
-    patches, grid = prepared(image, TINY)
+    patches, grid = prepare_image(image, TINY)
     assert grid == (1, 4, 4) and patches.shape[0] == num_patches(grid)
     whole = unpatchify(patches, grid)[0]
     assert np.array_equal(whole[:18, :21], np.asarray(image))
@@ -101,7 +94,7 @@ def test_small_image_is_padded_black_right_and_bottom_and_else_untouched():
 
     large, size = noise(700, 300), navit_size(700, 300, TINY)  # Pillow's bicubic
     expected = np.asarray(large.resize((size.new_w, size.new_h), Image.Resampling.BICUBIC))
-    got = unpatchify(*prepared(large, TINY))[0, : size.new_h, : size.new_w]
+    got = unpatchify(*prepare_image(large, TINY))[0, : size.new_h, : size.new_w]
     assert np.array_equal(got, expected)
 
 
@@ -110,7 +103,7 @@ def test_frames_group_by_four_and_the_last_group_may_be_short():
     items = prepare_frames(frames, TINY)
     assert [grid for _, grid in items] == [(4, 4, 4), (2, 4, 4)]
     assert [len(patches) for patches, _ in items] == [64, 32]
-    single, _ = prepared(frames[5], TINY)
+    single, _ = prepare_image(frames[5], TINY)
     assert torch.equal(items[1][0][16:], single)
     assert prepare_frames([], TINY) == []
     flat = VisionConfig.preset("tiny", pos_emb_time=1)
@@ -141,7 +134,7 @@ def test_transparency_shows_the_background():
     expected = np.array([[[255, 255, 255], [244, 204, 204], [200, 0, 0]]])
     assert np.abs(np.asarray(to_rgb(image)).astype(int) - expected).max() <= 1  # PIL rounds by its own rule
     assert np.asarray(to_rgb(image, (0, 0, 0)))[0, 0].tolist() == [0, 0, 0]
-    patches, grid = prepared(image, VisionConfig.preset("tiny", alpha_background=(1, 2, 3)))
+    patches, grid = prepare_image(image, VisionConfig.preset("tiny", alpha_background=(1, 2, 3)))
     assert unpatchify(patches, grid)[0, 0, 0].tolist() == [1, 2, 3]
 
     image = Image.new("P", (2, 1))  # a palette with a transparent colour
@@ -155,7 +148,7 @@ def test_transparency_shows_the_background():
     "mode", "1 L LA La P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB I F I;16 I;16B".split()
 )
 def test_every_mode_becomes_rgb(mode):
-    patches, grid = prepared(Image.new(mode, (9, 5)), TINY)
+    patches, grid = prepare_image(Image.new(mode, (9, 5)), TINY)
     assert grid == (1, 2, 2) and patches.shape == (4, 3, 8, 8)
     if mode in ("CMYK", "YCbCr"):  # 8-bit colour conversion
         got = np.asarray(to_rgb(Image.new("RGB", (8, 8), (200, 40, 90)).convert(mode))).astype(int)
