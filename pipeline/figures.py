@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from earlyfusion.data.tables import print_table
+from earlyfusion.kernels.errors import one_line
 
 
 def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = "") -> None:
@@ -25,7 +27,9 @@ def show(title: str, columns: Mapping[str, Mapping[str, Any]], caption: str = ""
         table.add_column(name, justify="right")
         rows |= dict.fromkeys(figures)
     for row in rows:
-        table.add_row(row, *(shown(figures.get(row)) for figures in columns.values()))
+        # Names may be those of others: no markup, nothing that a terminal obeys.
+        cells = [row, *(shown(figures.get(row)) for figures in columns.values())]
+        table.add_row(*(escape(one_line(cell)) for cell in cells))
     print_table(console, table)
 
 

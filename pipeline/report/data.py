@@ -51,6 +51,7 @@ def read_run(run_dir: str | Path, about: str = "Training run") -> dict[str, Any]
         "title": str(facts.get("name", directory.resolve().name)),
         "note": " · ".join(told) or about,
         "train": [record for record in records if record.get("event") == "train"],
+        "evals": [record for record in records if record.get("event") == "eval"],
         "marks": [record["step"] for record in records if record.get("event") == "guard"],
         # The latest ones: a long run may tell thousands.
         "events": [record for record in records if isinstance(record.get("message"), str)][-200:],
@@ -107,17 +108,6 @@ def by_source(records: Iterable[Record], key: str, suffix: str = "") -> dict[str
         # A source may be missing from a measurement.
         rows = [{"step": record["step"], **record["sources"].get(name, {})} for record in records]
         found[name + suffix] = series(rows, key)
-    return found
-
-
-def layers(records: Iterable[Record], key: str) -> list[tuple[float, dict[str, list[float]]]]:
-    """(step, layer -> numbers) of the records that hold such a table, without layers that hold anything
-    else."""
-    found = []
-    for record in records:
-        if isinstance(table := record.get(key), dict) and table:
-            whole = {layer: row for layer, row in table.items() if row and all(map(is_finite, row))}
-            found.append((record["step"], whole))
     return found
 
 

@@ -13,18 +13,16 @@ folders.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 
-from earlyfusion.data.tables import print_table
 from earlyfusion.eval.benchmarks.base import BaseTask
 from earlyfusion.eval.benchmarks.lm_eval import run_harness
 from earlyfusion.eval.benchmarks.mmlu_pro import rescore
@@ -34,12 +32,12 @@ from earlyfusion.eval.models.base import open_model
 from earlyfusion.eval.protocol import EvalError, Model, TaskOptions
 from earlyfusion.eval.registry import build_by_name, known_benchmarks
 from earlyfusion.kernels.files import write_json
+from earlyfusion.pipeline import figures
 from earlyfusion.pipeline.options import Options, verb
 from earlyfusion.pipeline.report.data import read_dict
 from earlyfusion.pipeline.report.page import write_page
 
-HEADLINE = ("score", "standard_error", "chance", "majority", "unextracted")
-COLUMNS = ("task", "n", "score", "± SE", "chance", "majority", "unextracted", "more")
+COLUMNS = ("n", "score", "standard_error", "chance", "majority", "unextracted", "more")
 
 
 class EvalOptions(Options):
@@ -136,16 +134,16 @@ def evaluate(options: EvalOptions) -> None:
     summaries = []
     with Progress(console=Console(stderr=True), disable=options.quiet) as bar:
         for task in tasks:
-            row = bar.add_task(task.label, total=None)
-
-            def advance(done: int, every: int, row: TaskID = row) -> None:
-                bar.update(row, completed=done, total=every)
-
+            advance = partial(_advance, bar, bar.add_task(task.label, total=None))
             summaries.append(run_task(model, task, limit=limit, shots=shots, out=out, progress=advance))
     show(summaries)
     if out is not None:
         write_pages(out)
         print(f"records and summaries: {out}", file=sys.stderr)
+
+
+def _advance(bar: Progress, row: TaskID, done: int, every: int) -> None:
+    bar.update(row, completed=done, total=every)
 
 
 def _model(options: EvalOptions) -> Model:
@@ -202,21 +200,19 @@ def data_paths(given: Sequence[str]) -> tuple[dict[str, Path], Path | None]:
 
 def show(summaries: Sequence[dict[str, Any]]) -> None:
     """A table of scores beside their baselines, on standard output."""
-    table = Table(*COLUMNS, title="evaluation")
+    columns: dict[str, dict[str, Any]] = {name: {} for name in COLUMNS}
     for summary in summaries:
-        metrics, cells, more = dict(summary["metrics"]), [], []
-        count = metrics.pop("n")
-        for name in HEADLINE:
-            value = metrics.pop(name, None)
-            cells.append("-" if value is None or math.isnan(value) else f"{value:.4f}")
+        metrics, more = dict(summary["metrics"]), []
+        for name in COLUMNS[:-1]:
+            columns[name][summary["task"]] = metrics.pop(name, None)
         for name, value in metrics.items():
             if name != "samples" and isinstance(value, int | float):
                 more.append(f"{name} {value:.4g}")
         if summary["refused"]:
             more.append(f"refused (too long) {summary['refused']}")
-        table.add_row(summary["task"], str(count), *cells, ", ".join(more))
+        columns["more"][summary["task"]] = ", ".join(more)
 
-    print_table(Console(width=None if sys.stdout.isatty() else 160), table)
+    figures.show("evaluation", columns)
     for summary in summaries:
         for line in summary.get("explained", ()):
             print(f"{summary['task']}: {line}")

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from earlyfusion.pipeline.report.data import Record, Series, layers, read_run
+from earlyfusion.pipeline.progress import is_finite
+from earlyfusion.pipeline.report.data import Record, Series, read_run
 from earlyfusion.pipeline.report.page import write_page
 
 
@@ -34,55 +36,32 @@ def write_report(run_dir: str | Path) -> Path:
     """Write `<run_dir>/report.html` and return its path. Raises FileNotFoundError when there is no such
     folder."""
     run = read_run(run_dir, "Joint vision-text pretraining run")
-    functions = {"what_it_read": what_it_read, "expert_load": expert_load, "max_logits": max_logits}
+    # Called inside the page: a table of another hand costs its own part, not the whole report.
+    functions = {"expert_load": expert_load, "largest": largest}
     return write_page(run["folder"] / "report.html", "run.html", run | functions)
 
 
-def what_it_read(train: Sequence[Record]) -> dict[str, list[tuple[Any, ...]]]:
-    """At the end of every stage: (stage, source, share of the tokens, passes) and (stage, reason, samples
-    left out)."""
-    shares, skipped = [], []
-    # The last record of a stage counts the whole of it.
-    for stage, record in {str(record.get("stage", "")): record for record in train}.items():
-        for key, value in record.items():
-            if key.startswith("data/share/"):
-                name = key.removeprefix("data/share/")
-                shares.append((stage, name, value, record.get(f"data/epoch/{name}")))
-            elif key.startswith("data/skipped/"):
-                skipped.append((stage, key.removeprefix("data/skipped/"), value))
-    return {"shares": shares, "skipped": skipped}
-
-
 def expert_load(train: Sequence[Record]) -> dict[str, Any]:
-    """The latest load of every expert relative to a fair share (matrix: layer by expert), the busiest over
-    steps."""
-    tables = layers(train, "expert_load")
+    """The latest load of every expert relative to a fair share (matrix: layer by expert); {} without
+    experts."""
+    tables = [record for record in train if record.get("expert_load")]
     if not tables:
         return {}
+    latest = tables[-1]["expert_load"]
+    rows = [[share * len(shares) for share in shares] for shares in latest.values()]
     # Layers may have different numbers of experts; the map is as wide as the widest.
-    step, latest = tables[-1]
-    width = max(map(len, latest.values()))
-    matrix, busiest = [], {}
-    for layer, shares in latest.items():
-        matrix.append([share * len(shares) for share in shares] + [None] * (width - len(shares)))
-        # A layer that is missing from a record has a gap there.
-        held = [(at, table[layer]) for at, table in tables if layer in table]
-        peaks = [max(row) * len(row) for _, row in held]
-        busiest[f"layer {layer}"] = ([at for at, _ in held], peaks)
-    return {"step": step, "layers": list(latest), "width": width, "matrix": matrix, "busiest": busiest}
+    matrix = list(zip(*zip_longest(*rows)))
+    return {"step": tables[-1]["step"], "layers": list(latest), "matrix": matrix, "width": len(matrix[0])}
 
 
-def max_logits(train: Sequence[Record]) -> dict[str, Series]:
-    """The largest attention logit over steps, of each head; of a layer with more than four heads the
-    largest."""
+def largest(train: Sequence[Record], key: str, relative: bool = False) -> dict[str, Series]:
+    """The largest number of each layer's row in a table over steps (the busiest expert, the sharpest head).
+    relative: to a fair share of the row."""
     found: dict[str, Series] = defaultdict(lambda: ([], []))
-    for step, table in layers(train, "max_logit"):
-        for layer, heads in table.items():
-            named = {f"layer {layer}, head {head}": value for head, value in enumerate(heads)}
-            # More curves than can be told apart.
-            if len(heads) > 4:
-                named = {f"layer {layer}, largest": max(heads)}
-            for name, value in named.items():
-                found[name][0].append(step)
-                found[name][1].append(value)
+    for record in train:
+        for layer, row in record.get(key, {}).items():
+            if row and all(map(is_finite, row)):
+                steps, values = found[f"layer {layer}"]
+                steps.append(record["step"])
+                values.append(max(row) * (len(row) if relative else 1))
     return found

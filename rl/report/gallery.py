@@ -1,181 +1,178 @@
 """The gallery of a run's report: for each kind of prompt the best, worst and most divided rollouts, and the
-held-out
-problems whose greedy answer changed between the first and the last measurement. All of it as plain dicts.
+held-out problems whose greedy answer changed between the first and the last measurement. rl.html draws them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import pvariance
 from typing import Any
 
-from earlyfusion.pipeline.progress import is_finite
-from earlyfusion.pipeline.report.page import number
-from earlyfusion.rl.report.measured import Pair, Record, by_label, mean, pairs_by_label
+from PIL import Image as PILImage
+from pydantic import BaseModel, ValidationError
 
-Picture = Callable[[Record], str | None]
-"""A record's picture as a data URI, or None."""
-SHOWN = 12
-"""Different answers shown of one group."""
-FOLDED = 160
-"""Longer answers, such as programs, show their last line and open on a click."""
+from earlyfusion.data.errors import DataError
+from earlyfusion.data.tasks.registry import make_task
+from earlyfusion.data.tasks.rendering import render_text
+from earlyfusion.eval.measured import Measured, by_problem
+from earlyfusion.pipeline.report.data import data_uri, image_source
+from earlyfusion.rl.recipe import RLConfig
+from earlyfusion.rl.rollouts.log import read_rollouts
+
+Pair = tuple[Measured, Measured]
+
+
+class Said(BaseModel):
+    """One answer of a logged group; n: how many were equal."""
+
+    text: Any
+    score: float | None
+    reward: float | None
+    advantage: float | None
+    finish: Any
+    status: Any
+    n: int = 1
+
+
+class Group(BaseModel):
+    """One line of rollouts.jsonl, as far as a page shows it."""
+
+    update: int
+    label: str = "all"
+    key: str
+    form: str
+    prompt: Any
+    target: Any
+    image: str | None
+    mean_score: float
+    answers: list[Said]
+
+    @property
+    def spread(self) -> float:
+        """Variance of the rewards: how much the group has to teach."""
+        return pvariance([one.reward or 0.0 for one in self.answers])
+
+    def distinct(self) -> list[Said]:
+        """Equal answers together, best advantage first."""
+        found: dict[Any, Said] = {}
+        for one in self.answers:
+            known = found.setdefault(repr(one), one.model_copy(update={"n": 0}))
+            known.n += 1
+        return sorted(found.values(), key=lambda one: one.advantage or 0.0, reverse=True)
+
+
+def read_groups(out: Path) -> list[Group]:
+    """The logged groups, in order; lines of another hand are left out."""
+    groups = []
+    for record in read_rollouts(out):
+        try:
+            groups.append(Group.model_validate(record))
+        except ValidationError:
+            continue
+    return groups
 
 
 def gallery(
-    rollouts: Sequence[Record], measured: Mapping[int, Sequence[Record]], picture: Picture, each: int
+    out: Path, measured: Mapping[int, Sequence[Measured]], recipe: str, each: int
 ) -> list[dict[str, Any]]:
-    """The kinds of prompts, each with its groups of cards by title. each: cards of one sort."""
-    groups, pairs = by_label(rollouts), pairs_by_label(measured)
-    kinds = []
-    for label in dict.fromkeys([*groups, *pairs]):
-        # A kind may be logged and not measured, or measured and not trained on.
-        own, both = groups.get(label, []), pairs.get(label, [])
-        cards = {title: [group_card(g, picture) for g in some] for title, some in sorts(own, each).items()}
-        # Both times beside each other, in the order of the pairs.
-        again = [group_card(group, picture) for pair in asked_again(own)[:each] for group in pair]
-        cards["Most changed in training: the same problem, earlier and later"] = again
+    """The kinds of prompts, each with its `groups` and `pairs` by title, every one as (picture, group or
+    pair). each: how many of one sort."""
+    groups: dict[str, list[Group]] = defaultdict(list)
+    for group in read_groups(out):
+        groups[group.label].append(group)
+    first: Mapping[str, Mapping[str, Measured]] = {}
+    last = first
+    if len(measured) > 1:
+        first, last = (by_problem(measured[update]) for update in (min(measured), max(measured)))
+    options = task_options(recipe)
 
-        found = flips(both)
-        for title, some in found.items():
-            cards[f"{title} ({len(some)} of {len(both)})"] = [
-                pair_card(pair, picture) for pair in some[:each]
-            ]
-        about = {"logged": len(own), "measured": len(both), **{key: len(some) for key, some in found.items()}}
-        kinds.append({"label": label, "about": about, "cards": cards})
+    def shown(one: Group | Measured, logged: str | None = None) -> str | None:
+        """The picture as it was logged, else drawn again."""
+        if (source := image_source(out, logged)) is not None:
+            return source
+        drawn = redraw(one.key, one.form, one.target, options)
+        return None if drawn is None else data_uri(drawn)
+
+    kinds = []
+    # A kind may be logged and not measured, or measured and not trained on.
+    for label in dict.fromkeys([*groups, *last]):
+        own, before, after = groups[label], first.get(label, {}), last.get(label, {})
+        pairs = [(before[key], after[key]) for key in after if key in before]
+        kind: dict[str, Any] = {"label": label, "logged": len(own), "measured": len(pairs)}
+        kind["groups"], kind["pairs"] = {}, {}
+        for title, some in sorts(own, each).items():
+            kind["groups"][title] = [(shown(group, group.image), group) for group in some]
+        for title, changed in flips(pairs).items():
+            heading = f"{title} ({len(changed)} of {len(pairs)})"
+            kind["pairs"][heading] = [(shown(pair[1]), pair) for pair in changed[:each]]
+        kinds.append(kind)
     return kinds
 
 
-def numbers_of(group: Record, key: str) -> list[float]:
-    """A number of every answer of a logged group that has it."""
-    return [answer[key] for answer in answers_of(group) if is_finite(answer.get(key))]
-
-
-def answers_of(group: Record) -> list[Record]:
-    """The answers of a logged group that are records."""
-    answers = group.get("answers")
-    return [answer for answer in answers if isinstance(answer, dict)] if isinstance(answers, list) else []
-
-
-def mean_score(group: Record) -> float:
-    """Mean score of a group's answers, 0 when none has one."""
-    return mean(numbers_of(group, "score") or [0.0])
-
-
-def spread(group: Record) -> float:
-    """Variance of a group's rewards, 0 when none has one: how much it has to teach."""
-    rewards = numbers_of(group, "reward") or [0.0]
-    return mean((reward - mean(rewards)) ** 2 for reward in rewards)
-
-
-def later_half(groups: Sequence[Record]) -> list[Record]:
-    """The groups of the second half of the logged updates: what the trained policy does, not the one at the
-    start."""
-    updates = sorted({group["update"] for group in groups})
-    return [group for group in groups if group["update"] >= updates[len(updates) // 2]]
-
-
-def sorts(groups: Sequence[Record], each: int) -> dict[str, list[Record]]:
-    """The best, worst and most divided groups, no group in two of them; newer ones first among equals."""
-    left = sorted(later_half(groups), key=itemgetter("update"), reverse=True)
+def sorts(groups: Sequence[Group], each: int) -> dict[str, list[Group]]:
+    """The best, worst and most divided groups of the second half of the log, no group in two of them; newer
+    ones first among equals."""
+    # What the trained policy does, not the one at the start.
+    updates = sorted({group.update for group in groups})
+    late = [group for group in groups if group.update >= updates[len(updates) // 2]]
+    late.sort(key=lambda group: (group.mean_score, -group.update))
     # A third each: with few groups no sort takes all.
-    share = min(each, -(-len(left) // 3))
-    worst = sorted(left, key=mean_score)[:share]
-    left = [group for group in left if group not in worst]
-    best = sorted(left, key=mean_score, reverse=True)[:share]
+    share = min(each, -(-len(late) // 3))
+    worst, rest = late[:share], late[share:]
+    rest.sort(key=lambda group: (-group.mean_score, -group.update))
+    best = rest[:share]
     # Equal rewards teach nothing.
-    left = [group for group in left if group not in best and spread(group) > 0]
-    divided = sorted(left, key=spread, reverse=True)[:share]
-    return {"Best": best, "Worst": worst, "Most divided": divided}
-
-
-def asked_again(groups: Sequence[Record]) -> list[Pair]:
-    """(earlier, later) of the same training problem logged more than once, the largest changes of its score
-    first."""
-    first: dict[str, Record] = {}
-    last: dict[str, Record] = {}
-    for group in groups:
-        # A pool asks its problems again; procedural ones rarely repeat.
-        first.setdefault(str(group.get("key")), group)
-        last[str(group.get("key"))] = group
-    pairs = [(first[key], last[key]) for key in last if first[key]["update"] < last[key]["update"]]
-    moved = [pair for pair in pairs if mean_score(pair[0]) != mean_score(pair[1])]
-    return sorted(moved, key=lambda pair: -abs(mean_score(pair[1]) - mean_score(pair[0])))
+    divided = [group for group in rest[share:] if group.spread > 0]
+    divided.sort(key=lambda group: -group.spread)
+    return {"Best": best, "Worst": worst, "Most divided": divided[:share]}
 
 
 def flips(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     """Problems solved only after, only before, neither time. Largest changes first, and among equals those
     whose right answer gained, lost or has the least probability."""
-
-    def moved(pair: Pair) -> tuple[float, float]:
-        before, after = pair
-        return after["score"] - before["score"], chance(after) - chance(before)
-
-    # By (solved before, solved after).
-    sides: dict[tuple[bool, bool], list[Pair]] = {}
-    for before, after in pairs:
-        sides.setdefault((bool(before.get("solved")), bool(after.get("solved"))), []).append((before, after))
-    still = sides.get((False, False), [])
-    return {
-        "Changed: wrong → right": sorted(sides.get((False, True), []), key=moved, reverse=True),
-        "Changed: right → wrong": sorted(sides.get((True, False), []), key=moved),
-        "Wrong before and after": sorted(still, key=lambda pair: (pair[1]["score"], chance(pair[1]))),
-    }
+    ordered = sorted(
+        pairs, key=lambda pair: (pair[1].score - pair[0].score, pair[1].p_target - pair[0].p_target)
+    )
+    found: dict[str, list[Pair]] = {}
+    for title, before, after in (
+        ("Changed: wrong → right", False, True),
+        ("Changed: right → wrong", True, False),
+        ("Wrong before and after", False, False),
+    ):
+        found[title] = [pair for pair in ordered if (pair[0].solved, pair[1].solved) == (before, after)]
+    # Gains are the end of the order.
+    found["Changed: wrong → right"].reverse()
+    return found
 
 
-def chance(record: Record) -> float:
-    """Probability of the right answer, 0 where it was not measured."""
-    return record["p_target"] if is_finite(record.get("p_target")) else 0.0
+def task_options(recipe: str) -> dict[str, dict[str, Any]]:
+    """Task name -> options, from the text of a recipe; {} when it cannot be read."""
+    try:
+        config = RLConfig.model_validate(tomllib.loads(recipe))
+    except ValueError:
+        return {}
+    return {entry.name: entry.options for entry in (*config.measured, *config.tasks)}
 
 
-def answer(text: Any, numbers: Sequence[str], tone: str, notes: str = "") -> dict[str, Any]:
-    """One line of a card; a long text is shown by its last line, and whole on a click."""
-    whole = str(text or "").strip()
-    # The answer of a program stands in its last line.
-    brief = whole.rsplit("\n", 1)[-1] if len(whole) > FOLDED else whole
-    brief = brief if len(brief) <= FOLDED else f"…{brief[-FOLDED:]}"
-    return {
-        "brief": brief,
-        "whole": whole if brief != whole else "",
-        "numbers": numbers,
-        "tone": tone,
-        "notes": notes,
-    }
+def redraw(key: str, form: str, target: str, options: Mapping[str, Any]) -> PILImage.Image | None:
+    """The picture of a problem, which no measurement stores: a function of its key. options: of the recipe's
+    tasks, by name.
 
-
-def group_card(group: Record, picture: Picture) -> dict[str, Any]:
-    """One group: picture, prompt, target, and its answers, equal ones together, best advantage first."""
-    keys = ("text", "score", "reward", "advantage", "finish", "status")
-    counts = Counter(tuple(map(one.get, keys)) for one in answers_of(group))
-    ordered = sorted(counts, key=lambda row: row[3] if is_finite(row[3]) else 0.0, reverse=True)
-
-    lines = []
-    for row in ordered[:SHOWN]:
-        text, score, reward, advantage, finish, status = row
-        tone = ""
-        if is_finite(advantage) and advantage:
-            tone = "good" if advantage > 0 else "bad"
-        # What is usual is not worth a word.
-        notes = ", ".join(str(note) for note in (finish, status) if note not in ("stop", "ok", None))
-        numbers = [str(counts[row]), number(score, ".2f"), number(reward, ".2f"), number(advantage, "+.2f")]
-        lines.append(answer(text, numbers, tone, notes))
-    return {
-        "tag": f"update {group['update']:,} · mean {mean_score(group):.2f}",
-        "picture": picture(group),
-        "prompt": group.get("prompt"),
-        "target": group.get("target"),
-        "heads": ("n", "score", "reward", "adv."),
-        "answers": lines,
-        "more": max(0, len(ordered) - SHOWN),
-    }
-
-
-def pair_card(pair: Pair, picture: Picture) -> dict[str, Any]:
-    """One held-out problem with its greedy answers before and after."""
-    lines = []
-    for when, record in zip(("before", "after"), pair):
-        numbers = [when, number(record["score"], ".2f"), number(chance(record))]
-        lines.append(answer(record.get("answer"), numbers, "good" if record.get("solved") else "bad"))
-    after = pair[1]
-    shown = {"picture": picture(after), "prompt": after.get("prompt"), "target": after.get("target")}
-    return shown | {"heads": ("", "score", "p(target)"), "answers": lines}
+    None for words alone, and where the problem of that key is no longer the one that was asked (another
+    version, other data).
+    """
+    try:
+        name, split, rest = key.split("/", 2)
+        level, seed = rest.rsplit("/", 1)
+        problem = make_task(name, **options.get(name, {})).sample(int(seed), split, json.loads(level))  # type: ignore[arg-type]
+    except (DataError, OSError, TypeError, ValueError, KeyError):
+        return None
+    if (problem.key, problem.target) != (key, target):
+        return None
+    if form == "rendered":
+        return render_text(problem.description)
+    return problem.picture if form == "picture" else None

@@ -1,8 +1,8 @@
 """Rollouts on disk: OUT/rollouts.jsonl, one JSON object for each group of answers, and their pictures beside
 it.
 
-    {"update": 10, "task": "counting", "form": "picture", "key": "counting/train/0/123", "difficulty": 0,
-     "prompt": "...", "target": "3", "image": "rollouts/0f3a...png", "mean_score": 0.5,
+    {"update": 10, "label": "counting/0/picture", "task": "counting", "form": "picture", "difficulty": 0,
+     "key": "counting/train/0/123", "prompt": "...", "target": "3", "image": "rollouts/0f3a...png", "mean_score": 0.5,
      "answers": [{"text": "3", "tokens": 2, "score": 1.0, "reward": 1.0, "advantage": 0.5, "logprob": -0.7,
                   "finish": "stop", "status": "ok"}, ...]}
 
@@ -94,6 +94,7 @@ def _record(config: RLConfig, experience: Experience, update: int, g: int) -> di
         picture = render_text(problem.description)
     return {
         "update": update,
+        "label": entry.label,
         "task": entry.name,
         "form": entry.form,
         "key": problem.key,
