@@ -2,9 +2,9 @@
 it.
 
     {"update": 10, "label": "counting/0/picture", "task": "counting", "form": "picture", "difficulty": 0,
-     "key": "counting/train/0/123", "prompt": "...", "target": "3", "image": "rollouts/0f3a...png", "mean_score": 0.5,
-     "answers": [{"text": "3", "tokens": 2, "score": 1.0, "reward": 1.0, "advantage": 0.5, "logprob": -0.7,
-                  "finish": "stop", "status": "ok"}, ...]}
+     "key": "counting/train/0/123", "prompt": "...", "target": "3", "image": "rollouts/0f3a...png",
+     "mean_score": 0.5, "answers": [{"text": "3", "tokens": 2, "score": 1.0, "reward": 1.0,
+     "advantage": 0.5, "logprob": -0.7, "finish": "stop", "status": "ok"}, ...]}
 
 `image` is relative to OUT, named by what it shows and written once; null for a prompt in words alone. Nothing
 of a record depends on the clock, and a resume from update u drops what came after u, so that the folder of a
